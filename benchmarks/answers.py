@@ -32,11 +32,6 @@ def ray_latency(found: Mapping[str, Any]) -> str:
     return "added to a chunk, median: " + ", ".join(f"{ms:.1f} ms at {size}" for size, ms in added.items())
 
 
-def hosts_latency(found: Mapping[str, Any]) -> str:
-    added = {size: sides["added_ms_p50"]["two hosts"] for size, sides in found["sizes"].items()}
-    return "added to a chunk, median: " + ", ".join(f"{ms:.1f} ms at {size}" for size, ms in added.items())
-
-
 def ray_serve(found: Mapping[str, Any]) -> str:
     told = found["calls"]["nothing"]
     plain, through = told["an actor"]["p50"], told["through Serve"]["p50"]

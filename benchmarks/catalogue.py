@@ -97,15 +97,6 @@ ALL: Sequence[Benchmark] = (
         ("--rounds", "1", "--count", "40"),
     ),
     Benchmark(
-        "hosts_latency",
-        "What does a second host cost, per chunk?",
-        "The same policy in one process and over two processes of this machine, by turns; 'added' is the way of the "
-        "observation to the other one and what the programs exchange (gloo). Needs ray.",
-        (3, 1),
-        answers.hosts_latency,
-        ("--rounds", "1", "--count", "20"),
-    ),
-    Benchmark(
         "ray_serve",
         "Would Ray Serve be the better pool of engines?",
         "Calls to an actor and through Serve's handle, by turns, and the time until a second engine answers when the "

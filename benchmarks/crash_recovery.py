@@ -42,8 +42,8 @@ from benchmarks.measured import RESULTS, machine, write
 from service.app import create_app
 from service.http.server import listen, run, serve_app
 from service.settings import Settings
-from service.testing import ScriptedLoader
 from service.transport.server.rooms import RoomTable
+from tests.testing.doubles import ScriptedLoader
 
 CLIENTS = 6
 # Seconds after the first request in which the kill comes.
@@ -122,7 +122,7 @@ class Campaign:
         self._rooms = rooms
         self._table = table
         self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload(["service.app", "service.testing", __name__])
+        self._processes.set_forkserver_preload(["service.app", "tests.testing.doubles", __name__])
 
     @asynccontextmanager
     async def life(self) -> AsyncIterator[tuple[aiohttp.ClientSession, Any]]:

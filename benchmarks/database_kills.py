@@ -38,7 +38,7 @@ from benchmarks.postgres import PostgresServer, postgres
 from service.app import create_app
 from service.http.server import listen, run
 from service.settings import Settings
-from service.testing import ScriptedLoader
+from tests.testing.doubles import ScriptedLoader
 
 NAMES = ("a", "b", "c")
 CLIENTS = 12

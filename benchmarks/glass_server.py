@@ -22,7 +22,7 @@ from jaxmodels import Requirements
 from service.app import create_app
 from service.http.server import listen, run
 from service.settings import Settings
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 
 CAMERA = "front"
 NEEDS = Requirements(

@@ -144,7 +144,7 @@ def serve() -> None:
     from service.app import create_app
     from service.http.server import listen, serve_app
     from service.settings import Settings
-    from service.testing import MemoryTransport, ScriptedLoader
+    from tests.testing.doubles import MemoryTransport, ScriptedLoader
 
     # A server does so when it starts; here it would be taken for growth.
     _ = jaxmodels.load_policy

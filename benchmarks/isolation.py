@@ -32,7 +32,7 @@ from service.control.config import ControlSettings, SafetySettings
 from service.inference.engine import Engine
 from service.inference.loaded_policy import FrameSizes, Policy
 from service.sessions.store import NewSession, Session, Sessions, SessionSettings
-from service.testing import MemoryLink, MemoryTransport
+from tests.testing.doubles import MemoryLink, MemoryTransport
 
 RATE, GOOD = 20.0, 7
 POSE = {"Rotation": 0.0, "Pitch": 0.0, "Elbow": 0.0, "Wrist_Pitch": 0.0, "Wrist_Roll": 0.0, "Jaw": 30.0}

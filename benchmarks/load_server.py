@@ -26,7 +26,7 @@ from service.app import create_app
 from service.http.server import listen, run
 from service.settings import Settings
 from service.stats import Recent
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 
 # More would take the loop that is measured a fifth of a second to make, when measuring begins.
 SAMPLES = 20_000

@@ -23,7 +23,7 @@ from service.app import create_app
 from service.dashboard import live
 from service.http.server import listen, serve_app
 from service.settings import Settings
-from service.testing import MemoryTransport, ScriptedLoader
+from tests.testing.doubles import MemoryTransport, ScriptedLoader
 
 TURN, TURNS, PAGES, RATE = 5.0, 6, 2, 50.0
 LOOKING = """

@@ -22,17 +22,16 @@ from benchmarks.ray_serve_load import Load
 from service.distributed.cluster import Cluster
 from service.distributed.engine_actor import EngineOptions
 from service.distributed.remote_engine import RemoteLoader
-from service.distributed.scaling import Bounds
+from service.distributed.scaling import GROW_AFTER, Bounds
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
 
 ASKERS = 24
 BATCH_SIZES = (1,)
-# Seconds that the load has to last before more engines are wanted; that both count as having settled in; of patience.
-GROW_AFTER = 3.0
+# Seconds of load after both pools have grown, and seconds that one call may take.
 AFTERWARDS = 5.0
 PATIENCE = 90.0
-BOUNDS = Bounds(1, 2, grow_after=GROW_AFTER)
+BOUNDS = Bounds(1, 2)
 
 
 class Replica:

@@ -32,7 +32,7 @@ from service.app import create_app
 from service.http.bodies import json_response
 from service.http.server import listen, run
 from service.settings import Settings
-from service.testing import ScriptedLoader
+from tests.testing.doubles import ScriptedLoader
 
 LOOK_EVERY = 100
 GROWTH = 0.05
@@ -96,7 +96,7 @@ async def settled(http: aiohttp.ClientSession) -> dict[str, float]:
 async def measure(folder: Path, cycles: int, look_every: int = LOOK_EVERY) -> dict[str, Any]:
     """So many cycles; the first look is the one that the others are held against."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["service.app", "service.testing", __name__])
+    processes.set_forkserver_preload(["service.app", "tests.testing.doubles", __name__])
     hears, tells = processes.Pipe(duplex=False)
     process = processes.Process(target=serve, args=(str(folder / "state"), str(folder / "log"), tells), daemon=True)
     process.start()

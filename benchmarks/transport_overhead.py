@@ -40,7 +40,7 @@ def serve() -> None:
     from service.app import create_app
     from service.http.server import listen, run
     from service.settings import Settings
-    from service.testing import ScriptedPolicy
+    from tests.testing.doubles import ScriptedPolicy
 
     needs = Requirements(
         policy_type="act",

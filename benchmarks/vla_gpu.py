@@ -146,13 +146,12 @@ class Measured:
             self._policy = jaxmodels.load_policy(self._folder, dtype=self._case.dtype, device=device)
         else:
             self._policy = Policy(checkpoint, dtype=self._case.dtype, device=device)
-        sizes = self._policy.sizes
         return {
             "is_of_files": from_files,
             "load_s": round(time.perf_counter() - made, 2),
             "dtype": self._policy.dtype,
-            "parameters": sizes.parameters,
-            "operations": sizes.operations,
+            "parameters": sum(self._policy.count_parameters().values()),
+            "operations": self._policy.demand.operations,
         }
 
     def compile(self, batch: int) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def serve() -> None:
     from service.app import create_app
     from service.http.server import listen, run
     from service.settings import Settings
-    from service.testing import ScriptedPolicy
+    from tests.testing.doubles import ScriptedPolicy
 
     size = (PEER_SIZE["height"], PEER_SIZE["width"])
     needs = Requirements(

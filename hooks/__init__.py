@@ -7,25 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hooks.client import (
+    from hooks.client.client import (
         AsyncWebhooksClient,
-        Healing,
         HubRefused,
         HubSilent,
         HubUnreachable,
-        WebhookInfo,
         WebhooksClient,
-        WebhookWatchedItem,
         create_webhook,
         delete_webhook,
         disable_webhook,
         enable_webhook,
-        find_secret,
-        generate_secret,
         get_webhook,
         list_webhooks,
         update_webhook,
     )
+    from hooks.client.webhook import WebhookInfo, WebhookWatchedItem, find_secret, generate_secret
     from hooks.errors import HooksError, HubTrouble, InvalidWebhook, RetryableError, UnknownWebhook
     from hooks.payload import (
         ObjectId,
@@ -48,11 +44,11 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "hooks.errors": ("HooksError HubTrouble InvalidWebhook RetryableError UnknownWebhook"),
-    "hooks.client": (
-        "AsyncWebhooksClient Healing HubRefused HubSilent HubUnreachable WebhookInfo WebhookWatchedItem "
-        "WebhooksClient create_webhook delete_webhook disable_webhook enable_webhook find_secret generate_secret "
-        "get_webhook list_webhooks update_webhook"
+    "hooks.client.client": (
+        "AsyncWebhooksClient HubRefused HubSilent HubUnreachable WebhooksClient create_webhook delete_webhook "
+        "disable_webhook enable_webhook get_webhook list_webhooks update_webhook"
     ),
+    "hooks.client.webhook": ("WebhookInfo WebhookWatchedItem find_secret generate_secret"),
     "hooks.payload": (
         "ObjectId WebhookPayload WebhookPayloadComment WebhookPayloadDiscussion WebhookPayloadDiscussionChanges "
         "WebhookPayloadEvent WebhookPayloadMovedTo WebhookPayloadRepo WebhookPayloadUpdatedFile "
@@ -68,7 +64,6 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 __all__ = [
     "AsyncWebhooksClient",
     "Event",
-    "Healing",
     "HooksError",
     "HubRefused",
     "HubSilent",

@@ -19,7 +19,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MAX_URL = 2048
-# They hand out a machine's credentials to whoever asks; an allowed network that only happens to hold one is no leave.
+# They hand out a machine's credentials. An allowed network that contains such an address does not allow it.
 METADATA_SERVERS: tuple[Address, ...] = (
     ipaddress.ip_address("169.254.169.254"),
     ipaddress.ip_address("169.254.170.2"),
@@ -113,7 +113,7 @@ class TargetRules:
         """Resolve and check the addresses of a target; call it before every attempt, because names move.
 
         Raises:
-            UnsafeTarget: one of the addresses is refused; then none is used.
+            UnsafeTarget: an address is refused; then none is used.
             OSError: the name is not known.
         """
         if target.addresses:

@@ -21,9 +21,9 @@ from hooks.errors import StoreError
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
-# Another process may hold the lock for as long as one of its transactions takes.
+# Seconds; another process holds the lock during a transaction.
 LOCK_TIMEOUT = 10.0
-# The write-ahead log is cut to so many bytes when it begins anew; it would stay as long as it once was.
+# Bytes; the write-ahead log is cut to this size when it restarts, because it never shrinks by itself.
 LONGEST_LOG = 16 << 20
 
 
@@ -32,7 +32,7 @@ def alone(database: Path | None, taken_message: str) -> Iterator[None]:
     """Hold the database's lock file, which the system lets go of whenever this process ends.
 
     Args:
-        taken: what is told when another process holds it.
+        taken_message: the error's text when another process holds it.
 
     Raises:
         StoreError: another process holds it, or it cannot be made.
@@ -73,7 +73,7 @@ class Database:
         """Open the database and bring its schema up to date.
 
         Args:
-            schema: one SQL script per version; those that the file has not seen yet are run, in order.
+            schema: one SQL script per version; scripts that are new to the file are run, in order.
         """
         self.path = None if path is None else Path(path)
         self._lock = threading.Lock()
@@ -169,7 +169,7 @@ class Database:
     def _transact(self, transaction: Callable[..., Result], arguments: tuple, named: dict) -> Result:
         connection = self._connection
         if self._identify_file() != self._file:
-            # What was written would be in a file without a name, which nobody finds after the next start.
+            # A write would go to a file without a name, which is lost at the next start.
             raise StoreError(f"database {self._name}: it was deleted or replaced while it was in use; restart")
         try:
             connection.execute("BEGIN IMMEDIATE")
@@ -185,7 +185,7 @@ class Database:
         return result
 
     def close(self) -> None:
-        """Close the database after the transactions that were asked for before."""
+        """Close the database after the queued transactions."""
         with self._lock:
             try:
                 self._thread.submit(self._connection.close)

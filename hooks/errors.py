@@ -1,18 +1,4 @@
-"""Errors of webhooks, all below HooksError.
-
-HooksError
-├── InvalidWebhook      an argument of a webhook (url, secret, watched, ...) cannot be used; also a ValueError
-├── InvalidSettings     a setting of ours cannot be used; also a ValueError
-├── HubTrouble          the Hub (or a registry with its API) refused, did not answer in time, or answered nonsense
-│   └── UnknownWebhook  it has no webhook of this id
-├── DeliveryRefused     a delivery was not accepted; carries the HTTP status
-├── StoreError          the database of events cannot be opened or written
-├── UnknownEvent        there is no event of this id
-├── RetryableError      raised by a handler: not now, try again later
-├── TunnelFailed        the program that makes a public address did not give one
-├── UnsafeTarget        an address that nothing is sent to
-└── SourceError         a revision of a policy cannot be found, fetched or verified
-"""
+"""Errors of webhooks, all below HooksError."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -89,7 +75,7 @@ class TunnelFailed(HooksError):
 
 
 class UnsafeTarget(HooksError):
-    """The address is one that deliveries must not be sent to."""
+    """Deliveries must not be sent to this address."""
 
 
 class SourceError(HooksError):

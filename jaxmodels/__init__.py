@@ -10,7 +10,7 @@ from jaxmodels._lazy import lazy_names
 if TYPE_CHECKING:
     from jaxmodels.cache_dirs import cache_folder, user_cache
     from jaxmodels.checkpoints.folder import PolicyFolder, open_file
-    from jaxmodels.devices import join_hosts, name_devices
+    from jaxmodels.devices import name_devices
     from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.hub import POLICY_FILES, find_policy, hub_limits, is_policy_file, list_policy_files
     from jaxmodels.policy import Policy, load_policy, read_requirements
@@ -32,7 +32,6 @@ __all__ = [
     "hub_limits",
     "is_model",
     "is_policy_file",
-    "join_hosts",
     "list_policy_files",
     "load_model",
     "load_policy",
@@ -56,7 +55,6 @@ _HOMES = {
     "hub_limits": "jaxmodels.hub",
     "is_model": "jaxmodels.transformer2d.loaded_model",
     "is_policy_file": "jaxmodels.hub",
-    "join_hosts": "jaxmodels.devices",
     "list_policy_files": "jaxmodels.hub",
     "load_model": "jaxmodels.transformer2d.loaded_model",
     "load_policy": "jaxmodels.policy",

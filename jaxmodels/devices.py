@@ -1,13 +1,10 @@
-"""Devices and dtypes by name, placement of arrays, meshes and sharding, processes of several hosts.
+"""Devices and dtypes by name, placement of arrays, meshes and sharding, processes that train together.
 
 A mesh has the axes ``data`` and ``fsdp``: a batch is split over both, parameters and what the optimizer remembers of
 them over ``fsdp`` alone (https://arxiv.org/abs/2304.11277); XLA moves what a product needs.
 
 Layers name the axes of their weights (``nnx.Variable`` metadata ``axes``, e.g. ``("embed", "heads")``); rules say which
 axis of the mesh a name is spread over. Stacked layers have a leading axis ``layers`` that nobody needs to name.
-
-Several hosts run the same programs in the same order (JAX calls it multi-controller); who says which, and brings inputs
-to all of them, is not part of this package. The connections between the processes are JAX's own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -223,8 +220,6 @@ def _devices(name: str | None) -> list[Any]:
 # Numbers below which an array lies whole on every device: it is small, and gathering takes longer than reading.
 SPLIT_FROM = 1 << 14
 AXIS = "model"
-# The place of all devices of all processes that have joined, `jaxmodels.devices`.
-HOSTS = "hosts"
 
 
 @dataclass(frozen=True)
@@ -240,8 +235,6 @@ class Placement:
     @property
     def name(self) -> str:
         """Name of the devices as `find_placement` reads it, e.g. ``cpu:0`` or ``cuda:0+cuda:1``."""
-        if self.is_shared:
-            return HOSTS
         return "+".join(device_name(device) for device in self.devices)
 
     @property
@@ -252,23 +245,6 @@ class Placement:
     def is_host(self) -> bool:
         """Whether computing on the host's own arrays needs no copy."""
         return self.platform == "cpu" and len(self.devices) == 1
-
-    @cached_property
-    def is_shared(self) -> bool:
-        """Whether other processes have some of the devices: they then run the same programs in the same order."""
-        return any(device.process_index != jax.process_index() for device in self.devices)
-
-    def put(self, arrays: Any, shardings: Any) -> Any:
-        """Put a tree of arrays onto the devices of this process, with one sharding or a tree of them.
-
-        Of devices that other processes have, too, each process puts its own parts, and nothing travels between them:
-        all have to give the same numbers.
-        """
-        if not self.is_shared:
-            return jax.device_put(arrays, shardings)
-        if isinstance(shardings, jax.sharding.Sharding):
-            return jax.tree.map(lambda array: _part(array, shardings), arrays)
-        return jax.tree.map(_part, arrays, shardings)
 
     @property
     def replicated(self) -> jax.sharding.Sharding:
@@ -294,14 +270,11 @@ class Placement:
 
 
 def find_placement(name: str | None) -> Placement:
-    """The placement of a name: a device (see `find_device`), several with ``+`` between, or ``hosts`` for all of all
-    processes.
+    """Return the placement of a name: a device (see `find_device`), or several with ``+`` between them.
 
     Raises:
         ConfigError: there is no such device, one is named twice, or they are of different kinds.
     """
-    if name == HOSTS:
-        return Placement(tuple(jax.devices()))
     devices = (find_device(None),) if name is None else tuple(find_device(part.strip()) for part in name.split("+"))
     if len(set(devices)) < len(devices) or len({device.platform for device in devices}) > 1:
         raise ConfigError(f"device is {name!r}; wanted different devices of one kind, as cuda:0+cuda:1")
@@ -324,14 +297,6 @@ def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, 
     for name in asked:
         named += mine if name == "all" else [f"{platform}:{name}" if name.isdecimal() else name]
     return tuple(find_placement(name).name for name in (["+".join(named)] if together else named))
-
-
-def _part(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    if isinstance(array, jax.Array) and array.sharding == sharding:
-        return array
-    # `jax.device_put` would first compare what the processes gave, in a program of its own for each array.
-    host = np.asarray(array)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.asarray(host[index]))
 
 
 LAYERS = "layers"
@@ -394,44 +359,3 @@ def _spec(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh, rul
         is_spread = axis is not None and axis not in axes and size % mesh.shape[axis] == 0
         axes.append(axis if is_spread else None)
     return PartitionSpec(*axes)
-
-
-def join_hosts(
-    count: int, number: int | None = None, coordinator: str | None = None, *, patience: float = 300.0
-) -> tuple[str, int]:
-    """Make this process one of several that serve together, and wait for the others; before anything else of JAX.
-
-    Args:
-        count: of processes.
-        number: of this one, from 0; None where JAX finds out by itself who is there (TPU pods, Slurm, Open MPI).
-        coordinator: ``address:port`` of the process with the number 0, as all reach it; None likewise.
-        patience: seconds that the others are waited for.
-
-    Returns:
-        The place of all their devices, as `load_policy` takes it for a device, and how many these are.
-
-    Raises:
-        ConfigError: JAX had begun before, or the others did not come, or are not as many.
-    """
-    # Otherwise JAX ends this process when another one is gone, and takes SIGTERM for itself.
-    jax.config.update("jax_enable_recoverability", True)
-    jax.config.update("jax_enable_preemption_service", False)
-    try:
-        if coordinator is None:
-            jax.distributed.initialize(initialization_timeout=int(patience))
-        else:
-            jax.distributed.initialize(
-                coordinator,
-                count,
-                number,
-                cluster_detection_method="deactivate",
-                initialization_timeout=int(patience),
-                # Its usual one is every address of the machine, and it asks nobody for a key.
-                coordinator_bind_address=coordinator if number == 0 else None,
-            )
-        devices = jax.devices()
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"the hosts cannot be joined: {str(error)[:300]}") from error
-    if jax.process_count() != count:
-        raise ConfigError(f"JAX found {jax.process_count()} processes; wanted {count}")
-    return HOSTS, len(devices)

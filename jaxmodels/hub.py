@@ -17,6 +17,7 @@ import re
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -273,32 +274,18 @@ class _Counted(httpx2.SyncByteStream):
         self._stream.close()
 
 
-def _make_progress_bar(on_progress: Callable[[str], None], total: int) -> type[tqdm]:
-    """A silent bar that tells at every hundredth: the Hub's client would draw on the terminal of a server, too."""
-    done = reported = 0
-    counting = threading.Lock()  # files come in several threads
+def _make_progress_bar(received: list[int]) -> type[tqdm]:
+    """Make a bar that draws nothing and appends the bytes of each step to ``received``, from several threads."""
 
-    class Counting(tqdm):
+    class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any):
             super().__init__(*arguments, **{**options, "disable": True})
 
-        @staticmethod
-        def done() -> int:
-            """Bytes until now."""
-            return done
-
         def update(self, n: int | float | None = 1) -> bool | None:
-            nonlocal done, reported
-            if n:
-                with counting:
-                    done += int(n)
-                    is_news = (done - reported) * 100 >= max(total, 1)
-                    reported = done if is_news else reported
-                    if is_news:
-                        on_progress(Downloading(min(done, total) if total else done, total))
+            received.append(int(n or 0))
             return super().update(n)
 
-    return Counting
+    return Bar
 
 
 def fetch(
@@ -348,34 +335,32 @@ def fetch(
         raise HubError(f"{repo_id!r}: {revision[:80]!r} is no revision; wanted a branch, a tag or a commit")
     # Its own reading of the environment is from whenever somebody first imported it.
     cache = cache or Path(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
-    store = _Store(cache.expanduser().resolve() / f"{kind}s--{repo_id.replace('/', '--')}")
+    store = _Store(cache.expanduser().resolve(), repo_id, kind)
     repo = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
-    # Where a model is asked for, the caller looked for a folder of this name before.
-    is_path = kind == "model"
-    named, reads = repo_id, "Hub repo id"
-    if subfolder is not None:
-        named, reads = f"{repo_id}/{subfolder}", f"folder of the Hub repo {repo_id!r}"
-    the_hub = f"no folder {named!r} here; it also reads as a {reads}, and the Hub" if is_path else f"{repo}: the Hub"
-    start = f" ({WORKING_DIRECTORY})" if is_path else ""
-    report = on_progress or (lambda word: None)
+    # The caller looked for a folder of this name before it asks for a model.
+    reads = "Hub repo id" if subfolder is None else f"folder of the Hub repo {repo_id!r}"
+    named = repo_id if subfolder is None else f"{repo_id}/{subfolder}"
+    the_hub, start = f"{repo}: the Hub", ""
+    if kind == "model":
+        the_hub = f"no folder {named!r} here; it also reads as a {reads}, and the Hub"
+        start = f" ({WORKING_DIRECTORY})"
     try:
-        # A large repo is somebody's who waits for it at a terminal.
-        most = MAX_ANSWER if largest is not None else 4 * MAX_ANSWER
-        limits = build_limits(endpoint, ANSWER, most)
+        # Without a limit of size, a user waits for a large repo at a terminal.
+        limits = build_limits(endpoint, ANSWER, MAX_ANSWER if largest is not None else 4 * MAX_ANSWER)
         ask = partial(HfApi(endpoint=endpoint).repo_info, repo_id, repo_type=kind, revision=revision, timeout=QUIET)
-        (answer,) = _in_threads([partial(ask, files_metadata=True)], limits, lambda: None)
+        (answer,) = _run_in_threads([partial(ask, files_metadata=True)], limits, lambda: None)
         commit, listed = _read_listing(repo, answer)
         selected = {name: file for name, file in listed.items() if _is_selected(name, files)}
         size = sum(file.size for file in selected.values())
         _check_files(repo, selected, list(listed), size, largest)
         if "robojax.json" in files and (missing := _find_missing_file(listed)) is not None:
             raise HubError(_describe_other_repo(repo, missing, listed))
-        folder = _download(
-            store, commit, selected, list(listed), size, endpoint, kind, repo_id, report, largest is not None
-        )
+        limits = build_limits(endpoint, GRACE + size / MIN_RATE, size + size // 2 + MAX_ANSWER, commit=commit)
+        limits.without_xet = largest is not None
+        get = partial(hf_hub_download, repo_id, repo_type=kind, endpoint=endpoint)
+        report = on_progress or (lambda word: None)
+        folder = _download(store, commit, selected, list(listed), limits, report, get)
         store.write_ref(revision, commit)
-    except HubError:
-        raise
     except GatedRepoError as error:
         raise HubError(f"{repo}: the repo is gated; accept its terms on the Hub and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
@@ -390,20 +375,7 @@ def fetch(
         cause = error.__cause__ or error
         if getattr(getattr(cause, "response", None), "status_code", None) in (401, 403):
             raise HubError(f"{the_hub} does not allow it; set HF_TOKEN to a token that may read it{start}") from error
-        is_known, folder = store.find(revision, files)
-        if not is_known:
-            # Of another version of this package, or of another program.
-            with suppress(OSError):
-                folder = Path(
-                    snapshot_download(
-                        repo_id,
-                        repo_type=kind,
-                        revision=revision,
-                        cache_dir=cache,
-                        allow_patterns=list(files),
-                        local_files_only=True,
-                    )
-                )
+        folder = store.find(revision, files)
         if folder is None:
             raise HubError(
                 f"{the_hub} cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
@@ -493,10 +465,10 @@ def _check_files(repo: str, files: Mapping[str, _Listed], names: Sequence[str], 
 
 
 class _Store:
-    """A repo's folder in the Hub's cache, and beside its files which of them were compared with their hash."""
+    """A repo's folder in the Hub's cache, with notes of the files that were compared with their hashes."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, cache: Path, repo: str, kind: str):
+        self.folder, self.repo, self._kind = cache / f"{kind}s--{repo.replace('/', '--')}", repo, kind
 
     def snapshot(self, commit: str) -> Path:
         return self.folder / "snapshots" / commit
@@ -517,17 +489,26 @@ class _Store:
         if revision != commit:
             self._replace(self.folder / "refs" / (revision or constants.DEFAULT_REVISION), commit)
 
-    def find(self, revision: str | None, files: Sequence[str]) -> tuple[bool, Path | None]:
-        """Whether it is known what files a revision had, and their folder if all of these are in it."""
+    def find(self, revision: str | None, files: Sequence[str]) -> Path | None:
+        """The cached folder of a revision with all of these files; None if there is none."""
         commit = revision or constants.DEFAULT_REVISION
         with suppress(OSError):
             commit = (self.folder / "refs" / commit).read_text()
         if not _SHA.fullmatch(commit):
-            return False, None
+            return self._find_of_others(revision, files)
         verified, names = self.read(commit)
+        if not names:
+            return self._find_of_others(revision, files)
         selected = {name for name in names if _is_selected(name, files)}
         is_complete = all((self.snapshot(commit) / name).is_file() for name in selected)
-        return bool(names), self.snapshot(commit) if selected and selected <= verified and is_complete else None
+        return self.snapshot(commit) if selected and selected <= verified and is_complete else None
+
+    def _find_of_others(self, revision: str | None, files: Sequence[str]) -> Path | None:
+        """The folder that another program of the Hub downloaded."""
+        where = {"repo_type": self._kind, "revision": revision, "cache_dir": self.folder.parent}
+        with suppress(OSError):
+            return Path(snapshot_download(self.repo, **where, allow_patterns=list(files), local_files_only=True))
+        return None
 
     def remove(self, commit: str, name: str) -> None:
         """A file and what it points to: other commits would take that for the right one."""
@@ -565,49 +546,36 @@ def _download(
     commit: str,
     files: Mapping[str, _Listed],
     names: Sequence[str],
-    size: int,
-    endpoint: str | None,
-    kind: str,
-    repo_id: str,
+    limits: Limits,
     on_progress: Callable[[str], None],
-    without_xet: bool,
+    get: Callable[..., Any],
 ) -> Path:
-    """Each file that is not here, compared with its hash before anybody sees it."""
-    folder = store.snapshot(commit)
+    """Fetch the files that are not cached, and compare each with its hash before the snapshot is used."""
+    folder, size = store.snapshot(commit), sum(file.size for file in files.values())
     verified, _ = store.read(commit)
     store.remove_partial_downloads()
-    limits = build_limits(endpoint, GRACE + size / MIN_RATE, size + size // 2 + MAX_ANSWER, commit=commit)
-    limits.without_xet = without_xet
+    received: list[int] = []
     # The bar is of tqdm's usual kind; the declared type is its asyncio variant.
-    bar: Any = _make_progress_bar(on_progress, size)
-    get = partial(
-        hf_hub_download,
-        repo_id,
-        repo_type=kind,
-        revision=commit,
-        cache_dir=store.folder.parent,
-        endpoint=endpoint,
-        tqdm_class=bar,
-    )
+    bar: Any = _make_progress_bar(received)
 
     def download_file(name: str, file: _Listed) -> None:
         path = folder / name
         if path.is_file():
             if name in verified or file.matches(path):
                 return
-            store.remove(commit, name)  # it was being written when somebody was killed
-        get(filename=name)
+            store.remove(commit, name)  # a process was killed while it wrote the file
+        get(filename=name, revision=commit, cache_dir=store.folder.parent, tqdm_class=bar)
         limits.check()
         if not file.matches(path):
             store.remove(commit, name)
             raise HubError(
-                f"{repo_id!r} at {commit[:12]}: {name} came with other bytes than the commit has; it was removed, try "
-                "again"
+                f"{store.repo!r} at {commit[:12]}: {name} came with other bytes than the commit has; it was removed, "
+                "try again"
             )
 
     on_progress(Downloading(0, size))
     jobs = [partial(download_file, name, file) for name, file in files.items()]
-    _in_threads(jobs, limits, lambda: on_progress(Downloading(min(bar.done(), size), size)))
+    _run_in_threads(jobs, limits, lambda: on_progress(Downloading(min(sum(received), size), size)))
     if not set(files) <= verified:
         store.write(commit, verified | set(files), names)
     folder.mkdir(parents=True, exist_ok=True)
@@ -615,43 +583,36 @@ def _download(
     return folder
 
 
-_downloading: list[Limits] = []
-_downloading_changes = threading.Lock()
+_active: list[Limits] = []
 
 
-def _in_threads(jobs: Sequence[Callable[[], Result]], limits: Limits, tick: Callable[[], None]) -> list[Result]:
-    """All results, several jobs at a time; ``tick`` is called every second, and ends all of it when it raises.
+def _run_in_threads(jobs: Sequence[Callable[[], Result]], limits: Limits, tick: Callable[[], None]) -> list[Result]:
+    """Run jobs in parallel and return their results in order; ``tick`` is called twice a second and may raise.
 
-    Threads of their own, which nobody has to wait for: one of a pool would hold the end of the process.
+    The threads are daemons: threads of a pool would delay the end of the process while a Hub keeps them waiting.
     """
+    waiting = deque(enumerate(jobs))
     results: dict[int, Result] = {}
-    waiting = iter(enumerate(jobs))
     outcomes: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
-    def work(number: int, job: Callable[[], Result]) -> None:
-        try:
-            with apply_limits(limits):
-                outcomes.put((number, job(), None))
-        except BaseException as error:  # belongs to whoever waits
-            outcomes.put((number, None, error))
+    def work() -> None:
+        with suppress(IndexError):
+            while not limits.stopped.is_set():
+                number, job = waiting.popleft()
+                try:
+                    with apply_limits(limits):
+                        outcomes.put((number, job(), None))
+                except BaseException as error:
+                    outcomes.put((number, None, error))
 
-    threads: list[threading.Thread] = []
-    with _downloading_changes:
-        _downloading.append(limits)
-
-    def start() -> None:
-        for number, job in waiting:
-            thread = threading.Thread(target=work, args=(number, job), name="hub-download", daemon=True)
-            threads.append(thread)
-            thread.start()
-            return
-
+    threads = [threading.Thread(target=work, name="hub-download", daemon=True) for _ in jobs[:DOWNLOADS]]
+    _active.append(limits)
     try:
-        for _ in range(DOWNLOADS):
-            start()
+        for thread in threads:
+            thread.start()
         while len(results) < len(jobs):
             try:
-                number, result, error = outcomes.get(timeout=1.0)
+                number, result, error = outcomes.get(timeout=0.5)
             except queue.Empty:
                 limits.check()
                 tick()
@@ -659,30 +620,24 @@ def _in_threads(jobs: Sequence[Callable[[], Result]], limits: Limits, tick: Call
             if error is not None:
                 raise error
             results[number] = result
-            start()
     except BaseException:
         limits.stopped.set()
         threading.Thread(target=_end_threads, args=(threads,), name="hub-end", daemon=True).start()
         raise
     finally:
-        with _downloading_changes:
-            _downloading.remove(limits)
+        _active.remove(limits)
     return [results[number] for number in range(len(jobs))]
 
 
 def _end_threads(threads: Sequence[threading.Thread]) -> None:
-    """See to it that threads end whose Hub sends just enough to keep them: by closing all connections.
-
-    Those of another download would break with them, so that is waited for.
-    """
+    """End threads that a Hub keeps waiting by closing all connections, once no other download uses them."""
     until = time.monotonic() + 2 * QUIET
     for thread in threads:
         thread.join(max(until - time.monotonic(), 0.0))
     while any(thread.is_alive() for thread in threads):
-        with _downloading_changes:
-            if not _downloading:
-                close_session()
-                return
+        if not _active:
+            close_session()
+            return
         time.sleep(QUIET / 10)
 
 

@@ -1,243 +1,156 @@
-"""Estimates of a policy's memory and operations from its config, and checks that the machine has room.
+"""Memory and operations of a policy: measured on its traced program, and compared with what the machine has.
 
-A config is a kilobyte, and what it asks for can be any amount: layers that are built one by one, tables of positions,
-feature maps of frames. Here are the numbers in plain integers, in microseconds: `Sizes` of a policy, which its folder
-computes (`PolicyType.sizes`), out of the parts that policies share. Parameters are exact; memory and work are
-estimates, meant to tell what fits from what does not. Sizes are compared with the
-files' headers in jaxmodels/policies/lerobot_folder.py, and with free memory here.
-
-What does not fit is refused with figures. Without this a host that runs out of memory ends a process, maybe that of a
-robot that moves; a device says so itself, but only after seconds of compiling and copying.
+Parameters are counted on the network without weights (`jaxmodels.weights.blueprint`). `measure_program` reads memory
+and operations from a program's jaxpr, before the program is compiled. The checks refuse a policy or a program without
+enough room, and state both figures. Without them, a host that runs out of memory kills a process, which may be the
+process that moves a robot.
 """
 
+import math
 import re
 import resource
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
+from jax.extend import core
 
 from jaxmodels.devices import Placement
 from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
-from jaxmodels.layers import attention_kernels, vision
-from jaxmodels.layers.vision import RESNETS, STAGE_WIDTHS, WIDTHS, BlockPlan, plan_blocks
+from jaxmodels.ranges import LAYERS_WRITTEN_OUT, list_numbers
 
-Frame: TypeAlias = tuple[int, int]
-
-# A module with more layers takes over a second to build; the names of all tensors are compared only where that is
-# short, or the numbers of parameters say that file and config are of one policy.
+# A network with more layers takes over a second to build, so a config with more is first compared with the file.
 QUICK_LAYERS = 32
-NEAR = 100_000_000  # parameters; twice those of an ACT with three cameras
+TENSORS_PER_LAYER = 4  # the fewest tensors of a layer of any network here
+# Numbers in tables of positions; ACT with four cameras of 1080x1920 and a width of 1024 has 1.4e8.
+MAX_TABLE_NUMBERS = 1 << 29
 # Additions and multiplications of one chunk: ten seconds of a fast accelerator. The largest published policy (3e9
-# parameters, a thousand tokens, ten steps) takes 6e13, ACT with three cameras of 480x640 3e11.
+# parameters, a thousand tokens, ten steps) takes 6e13, ACT with three cameras of 480x640 1e11.
 MAX_OPERATIONS = 10**15
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Parameters, activations and operations that follow from a config.
-
-    Attributes:
-        parameters: numbers in the weights, as files hold them: exact.
-        serving: numbers in what the program runs over, for `parameters` after folding.
-        layers: modules that are built one by one; a stack of layers counts as one.
-        pixels: of all frames, as the policy looks at them.
-        tokens: of what is seen, whom attention compares with each other.
-        activations: numbers in memory at the widest point of the program, beside weights.
-        operations: additions and multiplications of one call.
-        prefix: tokens of what is seen and said that are computed once per chunk, for all steps; 0 where there are none.
-        runs_as_read: whether the program runs over the arrays that were read, and nothing is folded.
-    """
-
-    parameters: int
-    serving: int
-    layers: int
-    pixels: int
-    tokens: int
-    activations: int
-    operations: int
-    prefix: int = 0
-    runs_as_read: bool = False
-
-    def check(self) -> None:
-        """Refuse configs that nothing could compute in a time that a robot could wait.
-
-        Raises:
-            ConfigError: it is beyond any device.
-        """
-        if self.operations > MAX_OPERATIONS:
-            raise ConfigError(
-                f"one chunk takes about {self.operations:.0e} operations ({self.tokens} tokens of {self.pixels} "
-                f"pixels, {self.parameters} parameters); wanted {MAX_OPERATIONS:.0e} at most"
-            )
-
-    def check_file(self, count: int, tensors: int, where: str) -> None:
-        """Compare a file's count of parameters with the config's, before a module is built to compare names.
-
-        Args:
-            count: numbers in the file's tensors, of which there are `tensors`.
-
-        Raises:
-            WeightsMismatch: it has other parameters, and so many that its tensors are not worth comparing.
-        """
-        is_near = max(count, self.parameters) <= 4 * min(count, self.parameters) + NEAR
-        if count != self.parameters and not (is_near and self.layers <= QUICK_LAYERS):
-            raise WeightsMismatch(
-                f"{where}: {count} parameters in {tensors} tensors; the config asks for {self.parameters} in "
-                f"{self.layers} layers; the weights belong to another config, or the config was edited"
-            )
-
-
-def count_linear(inputs: int, outputs: int) -> int:
-    """Parameters of a linear layer."""
-    return inputs * outputs + outputs
-
-
-def count_attention(width: int) -> int:
-    return 4 * count_linear(width, width)
-
-
-def count_feed_forward(width: int, hidden: int, inputs: int = 1) -> int:
-    """Parameters of a `FeedForward`; gated activations take two inputs for one."""
-    return count_linear(width, hidden) + count_linear(hidden // inputs, width)
-
-
-def count_layer_norm(width: int) -> int:
-    return 2 * width
-
-
-def count_attention_scores(queries: int, keys: int, heads: int, batch: int = 1, *, platform: str = "cpu") -> int:
-    """Attention scores in memory at once, as the kernels of jaxmodels/layers/attention_kernels.py hold them."""
-    scores, every = queries * keys, batch * heads * queries * keys
-    if platform != "cpu":
-        return 2 * min(every, max(attention_kernels.WHOLE_SCORES, batch * heads * keys))
-    if scores <= attention_kernels.BATCHED_PER_HEAD:
-        return 2 * every
-    if scores <= attention_kernels.WRITTEN_OUT_PER_HEAD and batch * heads <= attention_kernels.WRITTEN_OUT_HEADS:
-        return 2 * scores
-    if every <= attention_kernels.BATCHED:
-        return 2 * every
-    # Of one block, whose exponentials take the place of its scores.
-    return min(scores, max(attention_kernels.BLOCK_SCORES, attention_kernels.BLOCK_QUERIES * keys))
-
-
-@dataclass(frozen=True)
-class Backbone:
-    """Sizes of a vision backbone, and what one frame takes in it.
-
-    Attributes:
-        parameters: those of its norms, and their statistics, are among them.
-        serving: the same when norms are part of the convolutions before them.
-        width: channels of its last feature map.
-    """
-
-    parameters: int
-    serving: int
-    width: int
-    name: str
-    dilate: bool = False
-
-    def rows(self, frame: Frame) -> Frame:
-        """Height and width of the last feature map."""
-        height, width = frame
-        for _ in range(4 if self.name not in RESNETS or self.dilate else 5):
-            height, width = _halve(height), _halve(width)
-        return height, width
-
-    def activations(self, frame: Frame, together: int = 1, *, folded: bool = False, platform: str = "cpu") -> int:
-        """Numbers at the widest point, for this many frames at once.
-
-        Args:
-            folded: norms are part of the convolutions, which on a CPU may be Winograd's.
-        """
-        height, width = frame
-        if self.name not in RESNETS:
-            pixels, first = height * width, _halve(height) * _halve(width) * WIDTHS[0]
-            return together * (8 * pixels + 2 * first)
-        stem = _halve(height) * _halve(width) * STAGE_WIDTHS[0]
-        copies = 1 if folded else 2
-        most = 3 * height * width + copies * stem
-        for block in plan_blocks(self.name, self.dilate):
-            most = max(most, self._of_block(block, frame, folded=folded, platform=platform))
-        return together * most
-
-    def _of_block(self, block: BlockPlan, frame: Frame, *, folded: bool, platform: str) -> int:
-        rows, columns = -(-frame[0] // block.scale), -(-frame[1] // block.scale)
-        area = rows * columns
-        before = area * block.stride**2 * block.inputs
-        is_bottleneck = len(block.convolutions) == 3
-        most = before + (3 if is_bottleneck else 2) * area * block.outputs
-        if is_bottleneck:
-            most += area * block.convolutions[1][0]
-        for inputs, size, stride, dilation in block.convolutions:
-            is_plain = (size, stride, dilation) == (3, 1, 1) and folded and platform == "cpu"
-            planes = vision.count_winograd_bytes(rows, columns, inputs)
-            if is_plain and planes <= 12 << 20:
-                most = max(most, before + area * block.outputs + 2 * planes // 4)
-        return most
-
-    def operations(self, frame: Frame) -> int:
-        height, width = frame
-        if self.name not in RESNETS:
-            total, inputs = 0, 5
-            for outputs in WIDTHS:
-                height, width = _halve(height), _halve(width)
-                total += 18 * inputs * outputs * height * width
-                inputs = outputs
-            return total
-        total = 2 * 49 * 3 * STAGE_WIDTHS[0] * _halve(height) * _halve(width)
-        for block in plan_blocks(self.name, self.dilate):
-            area = -(-height // block.scale) * -(-width // block.scale)
-            total += 2 * area * _kernels(block)
-        return total
-
-
-def measure_backbone(name: str, dilate: bool = False) -> Backbone:
-    """Sizes of the vision backbone of this name."""
-    if name not in RESNETS:
-        inputs = (3 + 2, *WIDTHS[:-1])
-        count = sum(9 * before * after + 3 * after for before, after in zip(inputs, WIDTHS, strict=True))
-        return Backbone(count, count, WIDTHS[-1], name)
-    kernels, channels, last = 49 * 3 * STAGE_WIDTHS[0], STAGE_WIDTHS[0], 0
-    for block in plan_blocks(name, dilate):
-        kernels += _kernels(block)
-        widths = [inputs for inputs, *_ in block.convolutions[1:]] + [block.outputs]
-        channels += sum(widths) + (block.outputs if block.projects else 0)
-        last = block.outputs
-    return Backbone(kernels + 4 * channels, kernels + channels, last, name, dilate)
-
-
-def count_resize_numbers(frames: Sequence[Frame], sizes: Sequence[Frame]) -> int:
-    """Numbers in memory while frames are resized (`jaxmodels.program.prepare_pixels`)."""
-    total = 0
-    for (height, width), (rows, columns) in zip(frames, sizes, strict=True):
-        total += 3 * height * width
-        if (height, width) != (rows, columns):
-            total += 3 * rows * width + height * rows + width * columns
-    return total
-
-
-def _kernels(block: BlockPlan) -> int:
-    """Numbers in the kernels of a residual block."""
-    widths = [inputs for inputs, *_ in block.convolutions[1:]] + [block.outputs]
-    kernels = sum(
-        inputs * outputs * size**2 for (inputs, size, *_), outputs in zip(block.convolutions, widths, strict=True)
-    )
-    return kernels + (block.inputs * block.outputs if block.projects else 0)
-
-
-def _halve(pixels: int) -> int:
-    return -(-pixels // 2)
-
-
-FLOAT = 4  # bytes of a weight as it is read, whatever it is served in
-# Always there, or the machine is lost anyway: what needs less is not compared, so that a small policy is never refused
-# for an estimate.
+# XLA allocated 0.6 to 1.8 times the bytes of the live values of a program (nine policies on a CPU).
+MARGIN = 1.5
+FLOAT = 4  # bytes of a weight in memory as it is read, in any precision of serving
+# What needs less than this is never refused: an estimate must not stop a small policy.
 SPARE = 64 << 20
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
+PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}  # JAX's name of a device, and its names where programs choose by platform
+# XLA computes these within the operations that use them, without a buffer of their own.
+_WITHOUT_BUFFER = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "iota", "stop_gradient"})
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Memory and operations of a program.
+
+    Attributes:
+        activations: bytes of the values that are live at the same time, without the program's arguments.
+        operations: additions and multiplications of matrix products and convolutions.
+    """
+
+    activations: int
+    operations: int
+
+
+def measure_program(jaxpr: Any, platform: str = "cpu") -> Demand:
+    """Measure a traced program without compiling it.
+
+    The operations of a loop count once for each iteration; a loop of unknown length counts once.
+
+    Args:
+        jaxpr: the program, as ``jax.jit(...).trace(...).jaxpr`` returns it.
+        platform: JAX's name of the platform that the program will be compiled for, e.g. ``cpu``.
+    """
+    live, operations = _measure(getattr(jaxpr, "jaxpr", jaxpr), {platform, *PLATFORM_NAMES.get(platform, ())})
+    return Demand(int(MARGIN * live), operations)
+
+
+def _measure(jaxpr: Any, platforms: Set[str]) -> tuple[int, int]:
+    """Most bytes of values that are live at the same time, and operations."""
+    last_use = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if isinstance(var, core.Var)}
+    last_use |= {var: len(jaxpr.eqns) for var in jaxpr.outvars if isinstance(var, core.Var)}
+    held: dict[Any, int] = {}
+    branches: dict[Any, int] = {}  # values that follow from the platform alone, and which branch they choose
+    live = most = operations = 0
+    for i, eqn in enumerate(jaxpr.eqns):
+        name, inputs = eqn.primitive.name, [var for var in eqn.invars if isinstance(var, core.Var)]
+        if name == "platform_index":
+            places = enumerate(eqn.params["platforms"])
+            branches[eqn.outvars[0]] = next(i for i, names in places if names is None or platforms & set(names))
+        elif name in ("clamp", "convert_element_type") and (known := [branches[v] for v in inputs if v in branches]):
+            branches[eqn.outvars[0]] = known[0]
+        inner = _list_inner(eqn)
+        if name == "cond" and eqn.invars[0] in inputs and eqn.invars[0] in branches:
+            inner = inner[branches[eqn.invars[0]] :][:1]
+        measured = [_measure(program, platforms) for program in inner]
+        times = eqn.params["length"] if name == "scan" else 1
+        operations += times * max((count for _, count in measured), default=0) + _count_operations(eqn)
+        if name not in _WITHOUT_BUFFER:
+            held |= {var: math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.outvars}
+        before, live = live, sum(held.values())
+        most = max(most, live, before + max((size for size, _ in measured), default=0))
+        held = {var: size for var, size in held.items() if last_use.get(var, -1) > i}
+        live = sum(held.values())
+    return most, operations
+
+
+def _list_inner(eqn: Any) -> list[Any]:
+    """The programs within an equation, such as the body of a loop."""
+    values = [part for value in eqn.params.values() for part in (value if isinstance(value, tuple) else (value,))]
+    return [getattr(part, "jaxpr", part) for part in values if isinstance(part, core.Jaxpr | core.ClosedJaxpr)]
+
+
+def _count_operations(eqn: Any) -> int:
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[axis] for axis in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, axis = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // kernel[axis]
+    return 0
+
+
+def count_layers(config: Any) -> int:
+    """Sum the layers that a config's network builds one by one; a stack of layers is built at once."""
+    total = sum(count_layers(value) for value in vars(config).values() if is_dataclass(value))
+    for name, number in list_numbers(type(config)).items():
+        most = None if number.range is None else number.range.maximum
+        if name.endswith(("layers", "depth")) and most == LAYERS_WRITTEN_OUT:
+            total += getattr(config, name)
+    return total
+
+
+def check_tables(config: Any) -> None:
+    """Refuse a config whose tables of positions are too large, before any of them is computed.
+
+    Raises:
+        ConfigError: the tables are too large.
+    """
+    if config.table_numbers > MAX_TABLE_NUMBERS:
+        raise ConfigError(
+            f"the frames, the chunk and the width of the config ask for tables of positions with "
+            f"{config.table_numbers:.0e} numbers; wanted {MAX_TABLE_NUMBERS:.0e} at most"
+        )
+
+
+def check_layers(config: Any, tensors: int, where: str) -> None:
+    """Refuse a file with too few tensors for its config's layers, before these are built.
+
+    Args:
+        tensors: number of the file's tensors.
+        where: name of the file, for the error.
+
+    Raises:
+        WeightsMismatch: the file has too few tensors.
+    """
+    layers = count_layers(config)
+    if layers > QUICK_LAYERS and tensors < TENSORS_PER_LAYER * layers:
+        raise WeightsMismatch(
+            f"{where}: {tensors} tensors; the config asks for {layers} layers, which have "
+            f"{TENSORS_PER_LAYER * layers} or more; the weights belong to another config, or the config was edited"
+        )
 
 
 @dataclass(frozen=True)
@@ -245,73 +158,76 @@ class Needs:
     """Estimated bytes that a policy takes on the host and on the device.
 
     Attributes:
-        host: of the machine's memory, on its own side: weights as they were read, and while they are prepared.
-        weights: on the device.
-        activations: on the device, while a chunk is computed.
+        host: memory of the host while the policy is loaded: weights as they are read, and while they are prepared.
+        weights: memory of the device for the weights.
+        activations: memory of the device while a chunk is computed.
     """
 
     host: int
     weights: int
-    activations: int
+    activations: int = 0
 
     @property
     def device(self) -> int:
         return self.weights + self.activations
 
 
-def estimate_needs(sizes: Sizes, item: int = FLOAT) -> Needs:
-    """Estimate the bytes that loading and running a policy takes.
+def estimate_needs(parameters: int, serving: int, item: int, runs_as_read: bool) -> Needs:
+    """Estimate the bytes that loading a policy and keeping it takes.
 
     Args:
+        parameters: numbers in the weights as files hold them.
+        serving: numbers in the weights that the program runs over.
         item: bytes of a number on the device.
+        runs_as_read: whether the program runs over the arrays that were read, and nothing is folded.
     """
-    read = FLOAT * sizes.parameters
+    read = FLOAT * parameters
     # What is not folded is converted an array at a time: 0.9 to 1.18 of the weights were measured (vla_latency).
-    host = read + read // 5 if sizes.runs_as_read else read + FLOAT * sizes.serving
-    return Needs(host, item * sizes.serving, item * sizes.activations)
+    host = read + read // 5 if runs_as_read else read + FLOAT * serving
+    return Needs(host, item * serving)
 
 
-def check_loading(sizes: Sizes, placement: Placement, item: int = FLOAT) -> None:
-    """Refuse to load a policy for which there is no room.
-
-    Raises:
-        ConfigError: there is not; with what it needs, what for, and what is free.
-    """
-    needs = estimate_needs(sizes, item)
-    weights = needs.host
-    if placement.platform == "cpu" and not (sizes.runs_as_read and item == FLOAT):  # those that it runs over are others
-        weights += needs.weights
-    what = (
-        f"weights {_format_bytes(weights)}, activations "
-        f"{_format_bytes(needs.activations)} for {sizes.tokens} tokens of {sizes.pixels} pixels"
-    )
-    if placement.platform == "cpu":
-        _compare(weights + needs.activations, get_free_host_memory(), "the machine", what)
-    else:
-        _compare(
-            needs.host,
-            get_free_host_memory(),
-            "the machine",
-            f"weights {_format_bytes(needs.host)} before they are sent",
-        )
-        share = needs.weights // len(placement.devices) + needs.activations
-        _compare(share, get_free_device_memory(placement), placement.name, what)
-
-
-def check_running(sizes: Sizes, placement: Placement, item: int, what: str) -> None:
-    """Refuse to compile one more program of a loaded policy when there is no room to run it.
+def check_loading(needs: Needs, placement: Placement, *, shares_memory: bool) -> None:
+    """Refuse to read the weights of a policy for which there is no room.
 
     Args:
-        what: of which frames and batch it is, for the error.
+        needs: of the policy.
+        placement: where it will run.
+        shares_memory: whether a program on the CPU runs over the arrays that were read.
 
     Raises:
-        ObservationError: there is not.
+        ConfigError: there is too little memory; the text says how much is needed, for what, and how much is free.
     """
-    needed = item * sizes.activations
-    free = get_free_host_memory() if placement.platform == "cpu" else get_free_device_memory(placement)
-    if free is not None and needed > max(free, SPARE):
+    if placement.platform == "cpu":
+        size = needs.host + (0 if shares_memory else needs.weights)
+        _compare(size, get_free_host_memory(), "the machine", f"weights {_format_bytes(size)}")
+        return
+    what = f"weights {_format_bytes(needs.host)} before they are sent"
+    _compare(needs.host, get_free_host_memory(), "the machine", what)
+    share = needs.weights // len(placement.devices)
+    _compare(share, get_free_device_memory(placement), placement.name, f"weights {_format_bytes(share)}")
+
+
+def check_running(demand: Demand, placement: Placement, what: str) -> None:
+    """Refuse to compile a program that has no room, or that no device computes in a time that a robot can wait.
+
+    Args:
+        demand: of the traced program.
+        placement: where it will run.
+        what: the batch and the frames, for the error.
+
+    Raises:
+        ObservationError: the program takes too much memory or too many operations.
+    """
+    if demand.operations > MAX_OPERATIONS:
         raise ObservationError(
-            f"{what} need about {_format_bytes(needed)} of memory; {_format_bytes(free)} are free on {placement.name}"
+            f"{what} take about {demand.operations:.0e} operations; wanted {MAX_OPERATIONS:.0e} at most"
+        )
+    free = get_free_host_memory() if placement.platform == "cpu" else get_free_device_memory(placement)
+    if free is not None and demand.activations > max(free, SPARE):
+        raise ObservationError(
+            f"{what} need about {_format_bytes(demand.activations)} of memory; {_format_bytes(free)} are free on "
+            f"{placement.name}"
         )
 
 
@@ -346,8 +262,6 @@ def _compare(needed: int, free: int | None, where: str, what: str) -> None:
 
 
 def _stats(device: Any) -> dict[str, int] | None:
-    if device.process_index != jax.process_index():
-        return None  # another host's, which says so there
     stats = device.memory_stats()
     return stats if stats and "bytes_limit" in stats else None
 
@@ -377,7 +291,7 @@ def _list_group_limits() -> list[int]:
         for folder in (root / inside, *(root / parent for parent in inside.parents)):
             most, now = _read(folder / limit).strip(), _read(folder / used).strip()
             if most.isdecimal() and now.isdecimal():
-                # Files that were read lie in memory as long as nobody else needs it.
+                # The system frees cached files when a process needs memory.
                 spare = re.search(rf"^{cache} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
                 limits.append(int(most) - int(now) + (int(spare[1]) if spare else 0))
     return limits

@@ -25,9 +25,9 @@ from jaxmodels.checkpoints.folder import PARAMS, PolicyFolder
 from jaxmodels.devices import Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
-from jaxmodels.memory import Needs, Sizes, check_loading, check_running, estimate_needs
+from jaxmodels.memory import FLOAT, Demand, Needs, check_loading, check_running, check_tables, estimate_needs
 from jaxmodels.normalization import Affine
-from jaxmodels.policies import PolicyType, get_policy_type, lerobot_folder
+from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
@@ -94,12 +94,10 @@ def read_requirements(
 
 
 def _check_description(small: Mapping[str, Any]) -> Requirements:
-    """Return the requirements of a policy that is not loaded, unless it is too large or statistics are missing."""
+    """Return the requirements of a policy that is not loaded, after checks of its tables and its statistics."""
     description = lerobot_folder.build_description(small)
-    config = description.config
-    sizes: Sizes = get_policy_type(config.type).sizes(config)
-    sizes.check()
-    lerobot_folder.check_statistics(small, config)
+    check_tables(description.config)
+    lerobot_folder.check_statistics(small, description.config)
     return build_requirements(description)
 
 
@@ -213,7 +211,7 @@ class Instructions:
             return cached
         members = [self._read(text) for text in texts]
         together = Language(*(np.concatenate(parts) for parts in zip(*members, strict=True)))
-        language = self._placement.put(together, self._placement.replicated)
+        language = jax.device_put(together, self._placement.replicated)
         self._put_cached(self._batches, texts, language, MAX_CACHED_BATCHES)
         return language
 
@@ -442,14 +440,22 @@ class Policy:
         return self._dtype.name
 
     @property
-    def sizes(self) -> Sizes:
-        """Parameters, activations and operations, as its config says."""
-        return self._kind.sizes(self._checkpoint.config, platform=self._placement.platform)
+    def prefix_tokens(self) -> int:
+        """Tokens of images and words that are computed once per chunk; 0 for a policy without them."""
+        config: Any = self._checkpoint.config
+        return config.prefix_tokens
+
+    @property
+    def demand(self) -> Demand:
+        """Memory and operations of its program for a batch of one with frames of its own sizes."""
+        return self._programs.measure(self._reader.inputs(1, None))
 
     @property
     def needs(self) -> Needs:
-        """Estimated bytes of memory it takes."""
-        return estimate_needs(self.sizes, self._dtype.itemsize)
+        """Estimated bytes of memory that it takes for a batch of one with frames of its own sizes."""
+        read, served = self.count_parameters(), self._programs.count_weights()
+        needs = estimate_needs(sum(read.values()), served, self._dtype.itemsize, self._kind.runs_as_read)
+        return replace(needs, activations=self.demand.activations)
 
     @property
     def timings(self) -> Mapping[str, float]:
@@ -526,7 +532,7 @@ class Policy:
 
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.get_reader(ids.shape[1])
-        return program(self._weights, *self._placement.put((ids, mask), self._placement.replicated))
+        return program(self._weights, *jax.device_put((ids, mask), self._placement.replicated))
 
     def _program(self, inputs: Inputs) -> Any:
         """The executable for these shapes; where it is new, after a look at whether there is room to run it.
@@ -534,19 +540,19 @@ class Policy:
         Raises:
             ObservationError: there is none.
         """
-        if not self._programs.has(inputs):
-            config, placement = self._checkpoint.config, self._placement
-            sizes = self._kind.sizes(config, inputs.batch, inputs.frames, platform=placement.platform)
+
+        def check(demand: Demand) -> None:
             frames = ", ".join(f"{size[0]}x{size[1]}" for size in inputs.frames if size is not None)
-            check_running(sizes, placement, self._dtype.itemsize, f"a batch of {inputs.batch} with frames of {frames}")
-        return self._programs.get_program(inputs)
+            check_running(demand, self._placement, f"a batch of {inputs.batch} with frames of {frames}")
+
+        return self._programs.get_program(inputs, check)
 
     def _run(self, program: Any, arrays: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
         # A program on the CPU reads the arrays where they are, when they are aligned, and one on a single accelerator
         # sends them itself; a device_put of its own before took 0.2 ms of 1.2 there and 0.25 of 2.1 here (H200).
         is_single = len(self._placement.devices) == 1
-        on_device = arrays if is_single else self._placement.put(arrays, self._placement.replicated)
+        on_device = arrays if is_single else jax.device_put(arrays, self._placement.replicated)
         sent = time.perf_counter()
         chunk = program(self._weights, on_device)
         if not self._placement.is_host:
@@ -564,19 +570,6 @@ class Policy:
             return zeros
         # A text without a token is none.
         return zeros._replace(language=zeros.language._replace(mask=np.ones_like(zeros.language.mask)))
-
-    def build(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
-        """Compile as `compile` does, without running anything on the devices.
-
-        Over the devices of several processes, runs have to come in the same order in all of them; this need not.
-
-        Raises:
-            ObservationError: a camera the policy does not have, or one left out.
-        """
-        inputs = self._reader.inputs(batch, cameras)
-        if inputs.language is not None and self._instructions is not None:
-            self._programs.get_reader(inputs.language[0])
-        self._program(inputs)
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
         """Compile for frames of these sizes (the policy's own by default) and run once on zeros.
@@ -745,8 +738,11 @@ def load_policy(
     find_dtype(dtype)  # which refuses names before anything is fetched
     _check_prompt_cut(prompt_cut)
 
-    def admit(sizes: Sizes, kind: PolicyType) -> None:
-        check_loading(sizes, where, find_dtype(dtype, where.platform, kind.accelerator_dtype).itemsize)
+    def admit(config: Any, parameters: int) -> None:
+        kind = get_policy_type(config.type)
+        item = find_dtype(dtype, where.platform, kind.accelerator_dtype).itemsize
+        needs = estimate_needs(parameters, parameters + config.table_numbers, item, kind.runs_as_read)
+        check_loading(needs, where, shares_memory=kind.runs_as_read and item == FLOAT)
 
     folder, commit = find_policy(path_or_repo, revision, on_progress=report, largest=largest)
     report("reading")

@@ -5,6 +5,7 @@ and 20 ms for an NNX transform. Everything a checkpoint says, normalisation incl
 checkpoint of the same architecture runs in the same executable.
 """
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.devices import Placement, use_exact_products
+from jaxmodels.memory import Demand, measure_program
 from jaxmodels.normalization import Affine
 from jaxmodels.types import Language, Observation, Prefix
 
@@ -201,20 +203,42 @@ class Programs:
         self._relative = relative
         self._reading: dict[int, jax.stages.Compiled] = {}
         self._compiled: dict[Inputs, jax.stages.Compiled] = {}
+        self._demands: dict[Inputs, Demand] = {}
         self._lock = threading.Lock()
+
+    def count_weights(self) -> int:
+        """Numbers in the weights that the programs run over."""
+        return sum(math.prod(shape.shape) for shape in self._weights.values())
 
     def has(self, inputs: Inputs) -> bool:
         return inputs in self._compiled
 
-    def get_program(self, inputs: Inputs) -> jax.stages.Compiled:
-        """The executable for these shapes: ``(flat weights and scales, observation) -> (b, t, a) float32``."""
+    def get_program(self, inputs: Inputs, check: Callable[[Demand], None] | None = None) -> jax.stages.Compiled:
+        """The executable for these shapes: ``(flat weights and scales, observation) -> (b, t, a) float32``.
+
+        Args:
+            check: called with the memory and operations of a new program before it is compiled; raises an error to
+                refuse it.
+        """
         compiled = self._compiled.get(inputs)
         if compiled is not None:
             return compiled  # without the lock, which is held for seconds while another one is compiled
         with self._lock:  # two threads that want the same one wait for one compilation
             if inputs not in self._compiled:
-                self._compiled[inputs] = self._compile(inputs)
+                traced = self._trace_chunk(inputs)
+                demand = self._demands[inputs] = measure_program(traced.jaxpr, self._placement.platform)
+                if check is not None:
+                    check(demand)
+                self._compiled[inputs] = self._compile(traced)
             return self._compiled[inputs]
+
+    def measure(self, inputs: Inputs) -> Demand:
+        """Memory and operations of the program for these shapes; a program that is not compiled yet is traced."""
+        with self._lock:
+            if inputs not in self._demands:
+                traced = self._trace_chunk(inputs)
+                self._demands[inputs] = measure_program(traced.jaxpr, self._placement.platform)
+            return self._demands[inputs]
 
     def get_reader(self, length: int) -> jax.stages.Compiled:
         """The executable for texts of a length: ``(weights and scales, tokens (1, n), mask (1, n)) -> Language``."""
@@ -234,7 +258,7 @@ class Programs:
         everything = [*arrays, *jax.tree.leaves(scales)]
         shardings = [*(self._placement.weight_sharding(np.shape(array)) for array in arrays)]
         shardings += [self._placement.replicated] * (len(everything) - len(shardings))
-        return tuple(self._placement.put(everything, shardings))
+        return tuple(jax.device_put(everything, shardings))
 
     def _unflatten(self, flat: tuple[Array, ...]) -> tuple[dict[str, Array], Scales]:
         names, tree = list(self._weights), jax.tree.structure(self._scales)
@@ -261,14 +285,14 @@ class Programs:
                 weights, scales = self._unflatten(flat)
                 return stage(weights, self._normalize(self._read_joints(raw), scales), given)
 
-            compiled.append(self._lower_and_compile(run, observation, given))
+            compiled.append(self._compile(self._trace(run, observation, given)))
             given = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._placement.replicated),
                 compiled[-1].out_info,
             )
         return compiled
 
-    def _compile(self, inputs: Inputs) -> jax.stages.Compiled:
+    def _trace_chunk(self, inputs: Inputs) -> jax.stages.Traced:
         def run(flat: tuple[Array, ...], observation: Observation) -> Array:
             weights, scales = self._unflatten(flat)
             observation = self._read_joints(observation)
@@ -278,7 +302,7 @@ class Programs:
                 chunk = chunk + get_origin(observation.state, self._relative)
             return chunk if self._joint_map is None else self._joint_map.write_actions(chunk)
 
-        return self._lower_and_compile(run, inputs.shapes(self._placement.replicated))
+        return self._trace(run, inputs.shapes(self._placement.replicated))
 
     def _compile_reading(self, length: int) -> jax.stages.Compiled:
         read, names = self._read, list(self._weights)
@@ -289,12 +313,15 @@ class Programs:
             return Language(tokens.astype(jnp.float32), is_token)
 
         kinds = (jnp.int32, jnp.bool_)
-        return self._lower_and_compile(
-            run, *(jax.ShapeDtypeStruct((1, length), kind, sharding=self._placement.replicated) for kind in kinds)
-        )
+        shapes = (jax.ShapeDtypeStruct((1, length), kind, sharding=self._placement.replicated) for kind in kinds)
+        return self._compile(self._trace(run, *shapes))
 
-    def _lower_and_compile(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Compiled:
+    def _compile(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
         use_compile_cache()
+        with use_exact_products(self._dtype):
+            return traced.lower().compile()
+
+    def _trace(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Traced:
         whole = self._placement.replicated
         flat = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._placement.weight_sharding(leaf.shape))
@@ -303,4 +330,4 @@ class Programs:
         leaves = jax.tree.leaves(self._scales)
         flat += [jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole) for leaf in leaves]
         with use_exact_products(self._dtype):
-            return jax.jit(run, out_shardings=whole).lower(tuple(flat), *shapes).compile()
+            return jax.jit(run, out_shardings=whole).trace(tuple(flat), *shapes)

@@ -1,5 +1,6 @@
 """Conversion of a module's weights to a flat mapping (``encoder.layers.0.attention.query.kernel``) and back."""
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,6 +46,10 @@ class Blueprint(Generic[Module]):
     shapes: Mapping[str, jax.ShapeDtypeStruct]
     learned: tuple[str, ...]
     running: tuple[str, ...] = ()
+
+    def count_parameters(self) -> int:
+        """Numbers in all weights, parameters and buffers alike."""
+        return sum(math.prod(shape.shape) for shape in self.shapes.values())
 
     def assemble(self, weights: Mapping[str, Any]) -> Module:
         """The module over these arrays (or tracers), whose names must be exactly those of `shapes`."""

@@ -15,7 +15,6 @@ ServiceError                  500 internal
 ├── TooManyRequests           429 too_many_requests  a caller asked for more than it may in this time
 ├── PolicyError               422 policy           the policy cannot be loaded or does not fit the request
 ├── PolicyFailed              500 policy_failed    a loaded policy raised, or gave something that is not a chunk
-│   └── DeviceAway            503 device_away      what it runs on is away; of several hosts: hosts_lost, host_silent
 ├── LoadsStuck                503 loads_stuck      loads that were ended still run: nothing is loaded until one is over
 ├── UnknownDeployment         404 unknown_deployment
 ├── UpdateFailed              409 update_failed    another policy cannot be brought to a session now
@@ -165,13 +164,6 @@ class PolicyFailed(ServiceError):
 
     status = 500
     code = "policy_failed"
-
-
-class DeviceAway(PolicyFailed):
-    """The device of a policy is gone, for a while or for good; the policy itself is not at fault."""
-
-    status = 503
-    code = "device_away"
 
 
 class LoadsStuck(ServiceError):

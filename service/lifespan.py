@@ -78,7 +78,7 @@ def register_lifespan(
                 engine=engine,
                 settings=session_limits,
                 publish=app.ctx.stream_clients.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.publish)),
-                check_request=shared.wrap_check(source.wrap_check(check_request)),
+                check_request=shared.wrap_check(check_request),
                 records=opened.enter_context(records()),
             )
             await opened.enter_async_context(shared.open(lambda: app.ctx.sessions))

@@ -7,19 +7,19 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from service.auth.config import AccessSettings
 from service.control.config import ControlSettings, SafetySettings
 from service.control.limits import LimitsError, read_limits
-from service.distributed.config import ClusterSettings, HostSettings
+from service.distributed.config import ClusterSettings
 from service.http.config import LimitSettings, ServerSettings, TransportSettings
 from service.inference.config import ModelSettings, PolicySettings
 from service.logging import LogSettings
 from service.recording.recorder import RecordingSettings
 from service.rollout.config import UpdateSettings, WebhookSettings
-from service.setting_types import Group, Mark, SettingsError, conflict
+from service.setting_types import Group, Mark, SettingsError
 from service.state import default_state
 
 PREFIX = "ROBOJAX_"
@@ -44,7 +44,6 @@ class Settings(BaseModel):
     control: ControlSettings = ControlSettings()
     safety: SafetySettings = SafetySettings()
     policies: PolicySettings = PolicySettings()
-    hosts: HostSettings = HostSettings()
     cluster: ClusterSettings = ClusterSettings()
     models: ModelSettings = ModelSettings()
     transport: TransportSettings = TransportSettings()
@@ -52,16 +51,6 @@ class Settings(BaseModel):
     webhooks: WebhookSettings = WebhookSettings()
     recording: RecordingSettings = RecordingSettings()
     logging: LogSettings = LogSettings()
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        count, engine, policies = self.hosts.hosts_count, self.cluster.engine, self.policies
-        if count > 1 and (policies.devices, policies.placement) != (("all",), "shard"):
-            raise conflict({"hosts_count": count}, "--devices all --placement shard with it")
-        if count > 1 and engine != "here":
-            wanted = "one of the two: a policy over several hosts, or engines of a cluster"
-            raise conflict({"hosts_count": count, "engine": engine}, wanted)
-        return self
 
     @classmethod
     def from_values(cls, **values: object) -> Self:

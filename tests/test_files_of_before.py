@@ -13,8 +13,8 @@ import pytest
 import jaxmodels
 from hooks.registry.registry import Registry, RegistrySettings
 from jaxmodels.data import open_dataset
-from service.testing import SO100_REQUIREMENTS
 from tests.testing.compiling import process_environment
+from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.rig import started
 
 FILES = Path(__file__).parent / "golden" / "files_of_0_1"
@@ -61,12 +61,12 @@ async def test_a_registry_has_its_webhooks_and_what_waits_to_be_delivered(files:
     settings = RegistrySettings(tokens=(TOKEN,), database=files / "registry.sqlite3", allowed_networks=("127.0.0.0/8",))
     registry = Registry(settings)
     async with registry.running():
-        found = {webhook.url.rpartition("/")[2]: webhook for webhook in await registry.management.list()}
+        found = {webhook.url.rpartition("/")[2]: webhook for webhook in await registry.list_webhooks()}
         assert {name: webhook.disabled for name, webhook in found.items()} == {
             "taken": "", "refused": "", "off": "disabled",
         }  # fmt: skip
-        (taken,) = await registry.management.deliveries(found["taken"].id, 10, None)
-        (waiting,) = await registry.management.deliveries(found["refused"].id, 10, None)
+        (taken,) = await registry.list_deliveries(found["taken"].id, 10, None)
+        (waiting,) = await registry.list_deliveries(found["refused"].id, 10, None)
         assert (taken["status"], waiting["status"]) == ("delivered", "waiting")
 
 

@@ -35,12 +35,9 @@ LAYERS = {
         "errors reloading_file stage stats setting_types loop_watchdog signal_guard"
         " < logging state threads processes < http < auth < inference transport < control < sessions"
         " < recording streaming rollout dashboard < distributed < settings < api doctor shared_sessions"
-        " < engine_source testing < lifespan < app"
+        " < engine_source < lifespan < app"
     ),
-    "hooks": (
-        "errors threads < payload signatures database addresses policy_files < queue < registry < client receiver"
-        " < server < testing"
-    ),
+    "hooks": ("errors threads < payload signatures database addresses < queue < registry < client receiver < server"),
     "jaxmodels": (
         "errors _lazy < ranges < types cache_dirs < ensembling normalization devices hub weights < layers samplers"
         " < memory < checkpoints < text < transformer2d vlm data < policies < program < observations < policy"
@@ -336,13 +333,3 @@ def test_public_names_are_of_the_field(package: str) -> None:
         name for path in files for name in public_names(ast.parse(path.read_text())) if words_of(name) & set(BANNED)
     }
     assert names == FIXED_NAMES[package]
-
-
-def test_both_packages_that_fetch_policies_take_the_same_files() -> None:
-    from hooks import policy_files
-    from jaxmodels import hub
-
-    # Neither may import the other; a file that only one of them knows would be missing after an update.
-    assert policy_files.POLICY_FILES == hub.POLICY_FILES
-    names = ("config.json", "model-00001-of-00002.safetensors", "vlm/config.json", "a/b/c/tokenizer.json")
-    assert all(one.is_policy_file(name) for one in (policy_files, hub) for name in names)

@@ -160,10 +160,10 @@ class Call(NamedTuple):
 class Trace:
     """What of a package runs while `is_on`, in all threads that begin after it was installed."""
 
-    def __init__(self, package: Path, but: Iterable[Path]):
+    def __init__(self, package: Path):
         self.is_on = False
         self.calls: list[Call] = []
-        self._package, self._but = f"{package}/", {str(path) for path in but}
+        self._package = f"{package}/"
         threading.setprofile(self._hook)
         sys.setprofile(self._hook)
 
@@ -192,8 +192,7 @@ class Trace:
             self.calls.append(Call(file, frame.f_code.co_qualname, thread, self._is_callback(frame)))
 
     def _is_counted(self, frame: FrameType) -> bool:
-        file = frame.f_code.co_filename
-        return file.startswith(self._package) and file not in self._but
+        return frame.f_code.co_filename.startswith(self._package)
 
     def _is_callback(self, frame: FrameType) -> bool:
         called, is_left, caller = frame.f_locals.get("self"), False, frame.f_back
@@ -223,15 +222,15 @@ async def trace_of_a_frame() -> Trace:
     import numpy as np
 
     import service
-    from service import testing
     from service.inference.engine import Engine
     from service.sessions.store import NewSession, Sessions, SessionSettings
+    from tests.testing.doubles import MemoryTransport, ScriptedLoader, ScriptedPolicy
 
-    trace = Trace(Path(str(service.__file__)).parent, [Path(testing.__file__)])
-    transport, policy = testing.MemoryTransport(), testing.ScriptedPolicy()
+    trace = Trace(Path(str(service.__file__)).parent)
+    transport, policy = MemoryTransport(), ScriptedPolicy()
     sessions = Sessions(
         transport=transport,
-        load=testing.ScriptedLoader(lambda: policy),
+        load=ScriptedLoader(lambda: policy),
         engine=Engine(switch_interval=None),
         settings=SessionSettings(),
     )

@@ -85,8 +85,7 @@ async def take(folder: Path) -> None:
         await page.screenshot(path=folder / "idle.png")
         request = await running.create_session(POLICY)
         async with playing(running, request):
-            await page.wait_for_selector("#score:visible", timeout=60_000)
-            await page.locator("#stage", has_text="running").wait_for()
+            await page.locator("#stage", has_text="running").wait_for(timeout=60_000)
             await asyncio.sleep(3.4)
             await page.screenshot(path=folder / "running.png")
             dark = await opened(browser, url, viewport=DESK, color_scheme="dark")

@@ -11,14 +11,13 @@ import functools
 import itertools
 import json
 import time
-import uuid
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack
 
 import httpx2
-from huggingface_hub import HfApi, get_session
+from huggingface_hub import constants, get_session
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, parse_ratelimit_headers
 
@@ -34,7 +33,6 @@ from hooks.client.webhook import (
     read_webhook,
 )
 from hooks.errors import HubTrouble, InvalidWebhook, UnknownWebhook
-from hooks.payload import sample
 from hooks.registry.delivery import parse_retry_after
 from hooks.threads import run_with_timeout, start_in_thread
 
@@ -43,9 +41,6 @@ TIMEOUT = 30.0  # seconds
 CONNECT = 10.0
 ATTEMPTS = 4
 FIRST_WAIT = 0.5  # seconds; doubled from attempt to attempt
-TEST_TIMEOUT = 10.0  # in which a receiver has to acknowledge
-# Where registries say which job a webhook was made from; huggingface_hub 2.4 knows of none.
-JOB_NAMES = ("jobSourceId", "jobId", "sourceId", "id")
 
 Token = bool | str | None
 Result = TypeVar("Result")
@@ -72,21 +67,6 @@ class HubUnreachable(HubTrouble, ConnectionError):
     """The Hub could not be connected to, or the connection broke."""
 
 
-@dataclass(frozen=True)
-class Healing:
-    """Result of ``heal`` for one suspended webhook.
-
-    Attributes:
-        webhook: as it is now.
-        is_healed: whether it was enabled.
-        reason: why it was not, or what the self-test said.
-    """
-
-    webhook: WebhookInfo
-    is_healed: bool
-    reason: str
-
-
 class WebhookFields(TypedDict, total=False):
     """Fields of a webhook by huggingface_hub's names; None counts as left out.
 
@@ -95,7 +75,7 @@ class WebhookFields(TypedDict, total=False):
         job_id: of the job that is started, instead.
         domains: ``repo`` and ``discussion``; when left out, both for a new one and those it has for others.
         secret: that each delivery carries.
-        secrets: variables of the job; an update replaces those that are named and removes those that are empty.
+        secrets: variables of the job; an update replaces the named variables and removes the empty ones.
     """
 
     url: str | None
@@ -119,9 +99,9 @@ class ChangedWebhook(WebhookFields, total=False):
 
 
 class WebhooksClient:
-    """Client for the Hub's webhook API: huggingface_hub's seven operations, ``replay``, ``ensure`` and ``heal``.
+    """Client for the Hub's webhook API: huggingface_hub's seven operations, ``replay`` and ``ensure``.
 
-    Every method takes ``token=``; without it, the client's, and without that, the one of the login or HF_TOKEN.
+    Every method takes ``token=``; the default is the client's token, then that of the login or HF_TOKEN.
 
     Raises:
         InvalidWebhook: an argument cannot be used (also a ValueError); nothing was sent.
@@ -136,24 +116,20 @@ class WebhooksClient:
         *,
         timeout: float = TIMEOUT,
         allow_http: Collection[str] = (),
-        api: HfApi | None = None,
     ):
         """Make a client; nothing is sent yet.
 
         Args:
             endpoint: of the Hub or of a robojax server; HF_ENDPOINT or huggingface.co without it.
             timeout: seconds for one operation's request, with all that is waited for and repeated.
-            allow_http: hosts and networks that webhooks may send to without TLS, besides loopback.
-            api: instead of endpoint and token.
+            allow_http: hosts and networks that webhooks may send to without TLS, in addition to loopback.
         """
-        if api is not None and (endpoint is not None or token is not None):
-            raise InvalidWebhook("api has an endpoint and a token of its own; give it alone, or those")
         if not timeout > 0:
             raise InvalidWebhook(f"timeout {timeout!r}: wanted seconds above 0")
-        self.api = api or HfApi(endpoint=endpoint, token=token, library_name="robojax", library_version=_version())
-        if not self.api.endpoint.startswith(("http://", "https://")):
-            raise InvalidWebhook(f"endpoint {self.api.endpoint!r}: wanted https://host, as https://huggingface.co")
-        self.endpoint = self.api.endpoint.rstrip("/")
+        self.endpoint = (constants.ENDPOINT if endpoint is None else endpoint).rstrip("/")
+        if not self.endpoint.startswith(("http://", "https://")):
+            raise InvalidWebhook(f"endpoint {self.endpoint!r}: wanted https://host, as https://huggingface.co")
+        self._token = token
         self.timeout = timeout
         self.allow_http = tuple(allow_http)
 
@@ -180,7 +156,7 @@ class WebhooksClient:
         """Change the fields that are given and keep the rest.
 
         The Hub takes what is watched whole or empties it, so it is looked up first when it is not named; a change by
-        somebody else in between is lost.
+        another client in between is lost.
         """
         body = make_body(**fields, is_new=False, allow_http=self.allow_http)
         if not {"watched", "domains"} <= set(body):
@@ -215,86 +191,43 @@ class WebhooksClient:
         return status
 
     def ensure(
-        self,
-        *,
-        webhook_id: str | None = None,
-        enable: bool = True,
-        token: Token = None,
-        tell: Callable[[str], None] | None = None,
-        **fields: Unpack[NewWebhook],
+        self, *, webhook_id: str | None = None, token: Token = None, **fields: Unpack[NewWebhook]
     ) -> WebhookInfo:
-        """Make sure that exactly one webhook like this exists: create, update or enable it as needed.
+        """Create, update or enable a webhook so that exactly one webhook like this exists.
 
-        Twice is once. It is found by its exact address or job. A secret is sent every time: the Hub does not tell
-        whether it is the same. When making one fails half-way, it is looked for before it is tried again.
+        A second call changes nothing. The webhook is found by its exact address or job. A secret is sent every time,
+        because the Hub does not tell whether it is the same. If the answer to a creation is lost, the webhook is looked
+        for before the creation is repeated.
 
         Args:
-            webhook_id: that it is, instead of looking for it.
-            enable: False leaves one that is disabled or suspended as it is.
-            tell: is told ``created``, ``updated``, ``enabled`` or ``unchanged``.
+            webhook_id: id of the webhook, instead of a search by address or job.
 
         Raises:
-            HubTrouble: several send to this address, or start this job.
+            HubTrouble: several webhooks send to this address or start this job.
         """
         body = make_body(**fields, is_new=True, allow_http=self.allow_http, shortest_secret=GOOD_SECRET)
         url, job_id = body.get("url"), body.get("jobSourceId")
-        tell = tell or (lambda _: None)
-        existing, steps = self.get_webhook(webhook_id, token=token) if webhook_id is not None else None, []
+        existing = None if webhook_id is None else self.get_webhook(webhook_id, token=token)
         for attempt in itertools.count(1):
             existing = existing or _find_webhook(self.list_webhooks(token=token), url, job_id)
             if existing is not None:
                 break
             try:
-                existing = self._request_webhook(
-                    "POST", body=_add_default_domains(body), token=token, is_repeatable=False
-                )
+                return self._request_webhook("POST", body=_add_default_domains(body), token=token, is_repeatable=False)
             except HubTrouble as trouble:
                 wait = wait_before_retry(trouble, attempt, now=time.time())
                 if wait is None or wait > self.timeout:
                     raise
                 time.sleep(wait)
-            else:
-                tell("created")
-                return existing
         assert existing is not None
-        # Of a job that was named by the webhook's id, nobody tells whether it is this one.
+        # The Hub does not tell from which job a webhook that was named by its id was made.
         must_update = "secret" in body or bool(body.get("secrets")) or (webhook_id is not None and job_id is not None)
         body = {"domains": existing.domains} | body
         if must_update or existing.url != url or _as_sets(body) != _as_sets(_get_current_fields(existing)):
             existing = self._request_webhook("POST", existing.id, body=body, token=token)
-            steps.append("updated")
-        if enable and existing.status != "enabled":
+        if existing.status != "enabled":
             existing = self.enable_webhook(existing.id, token=token)
-            steps.append("enabled")
-        for step in steps or ["unchanged"]:
-            tell(step)
         return existing
-
-    def heal(
-        self,
-        webhook_id: str | None = None,
-        *,
-        try_first: bool = False,
-        secret: str | None = None,
-        token: Token = None,
-    ) -> list[Healing]:
-        """Enable webhooks that the Hub suspended after failed deliveries; ones disabled by a person stay so.
-
-        Args:
-            webhook_id: only this one.
-            try_first: send a test payload to the address from here, and enable only if it is taken.
-            secret: for the test; otherwise the one that the Hub tells, if it does.
-        """
-        named = None if webhook_id is None else self.get_webhook(webhook_id, token=token)
-        results = []
-        for webhook in self.list_webhooks(token=token) if named is None else [named]:
-            if webhook.status == "suspended":
-                is_reachable, reason = self_test(webhook, secret or webhook.secret) if try_first else (True, "")
-                now = self.enable_webhook(webhook.id, token=token) if is_reachable else webhook
-                results.append(Healing(now, is_reachable, reason))
-            elif named is not None:
-                results.append(Healing(named, False, f"it is not suspended but {named.status}"))
-        return results
 
     def _request_webhook(self, method: str, *path: str, **more: Any) -> WebhookInfo:
         answer = self._request_json(method, *path, **more)
@@ -327,9 +260,10 @@ class WebhooksClient:
             time.sleep(wait)
 
     def _build_headers(self, token: Token) -> dict[str, str]:
-        known = {name: getattr(self.api, name) for name in ("library_name", "library_version", "user_agent", "headers")}
         try:
-            headers = build_hf_headers(token=self.api.token if token is None else token, **known)
+            headers = build_hf_headers(
+                token=self._token if token is None else token, library_name="robojax", library_version=_version()
+            )
         except LocalTokenNotFoundError:
             raise HubTrouble("there is no token; run `hf auth login`, or set HF_TOKEN") from None
         # Looked at here: the HTTP client's error would quote it.
@@ -462,12 +396,13 @@ def _find_webhook(webhooks: Collection[WebhookInfo], url: str | None, job_id: st
     Raises:
         HubTrouble: there are several, or a webhook does not tell the job it starts.
     """
-    jobs = {webhook.id: _job_ids(webhook) for webhook in webhooks if webhook.job is not None}
     if url is not None:
         matching = [webhook for webhook in webhooks if webhook.url == url]
     else:
-        matching = [webhook for webhook in webhooks if job_id in jobs.get(webhook.id, ())]
-        if not matching and (unknown := [webhook_id for webhook_id, ids in jobs.items() if not ids]):
+        # A registry names the job that a webhook starts; the Hub does not.
+        matching = [webhook for webhook in webhooks if webhook.job_id == job_id]
+        unknown = [one.id for one in webhooks if one.job is not None and one.job_id is None]
+        if not matching and unknown:
             raise HubTrouble(
                 f"{', '.join(unknown)}: the Hub does not tell which job they were made from, so it may be one of them: "
                 "name it with webhook_id, or delete them"
@@ -477,46 +412,6 @@ def _find_webhook(webhooks: Collection[WebhookInfo], url: str | None, job_id: st
         names = ", ".join(webhook.id for webhook in matching)
         raise HubTrouble(f"{len(matching)} webhooks {what}: {names}; delete all but one of them")
     return matching[0] if matching else None
-
-
-def _job_ids(webhook: WebhookInfo) -> set[str]:
-    job = webhook.raw.get("job")
-    named = [webhook.raw.get(name) for name in JOB_NAMES if name != "id"]
-    named += [job.get(name) for name in JOB_NAMES] if isinstance(job, dict) else []
-    return {name for name in named if isinstance(name, str)}
-
-
-def self_test(webhook: WebhookInfo, secret: str | None) -> tuple[bool, str]:
-    """Send a harmless test payload to a webhook's address; return whether it was accepted, and what was answered.
-
-    Args:
-        secret: of the webhook; without it, an answer that asks for one is as good as it gets.
-    """
-    url = webhook.url
-    if url is None:
-        return True, "it starts a job: there is no address to try"
-    payload = sample("repo.content", repo=webhook.watched[0].name if webhook.watched else "none/none")
-    payload["event"]["scope"] = "webhook.test"  # no scope of the Hub's: receivers that look at it do nothing
-    del payload["updatedRefs"], payload["repo"]["headSha"]
-    payload["webhook"] = {"id": webhook.id, "version": 3}
-    headers = {"Webhook-Id": f"self-test-{uuid.uuid4()}"} | ({"X-Webhook-Secret": secret} if secret else {})
-
-    def send() -> int:
-        # A client of its own: the one of huggingface_hub may carry what was meant for the Hub alone.
-        with httpx2.Client(timeout=TEST_TIMEOUT) as client:
-            return client.post(url, json=payload, headers=headers).status_code
-
-    started_at = time.monotonic()
-    try:
-        status = run_with_timeout(TEST_TIMEOUT, send)
-    except (httpx2.TimeoutException, TimeoutError):
-        return False, f"its address did not answer in {TEST_TIMEOUT:g} s"
-    except (httpx2.RequestError, httpx2.InvalidURL) as error:
-        return False, f"its address cannot be reached: {error}"
-    outcome = f"its address answered {status} in {1000 * (time.monotonic() - started_at):.0f} ms"
-    if status in (401, 403) and secret is None:
-        return True, f"{outcome}: it asks for the secret, which was not given to the self-test"
-    return 200 <= status < 300, outcome
 
 
 def _in_thread(
@@ -542,10 +437,9 @@ class AsyncWebhooksClient:
         *,
         timeout: float = TIMEOUT,
         allow_http: Collection[str] = (),
-        api: HfApi | None = None,
     ):
         """Make a client; arguments as of `WebhooksClient`."""
-        self.client = WebhooksClient(endpoint, token, timeout=timeout, allow_http=allow_http, api=api)
+        self.client = WebhooksClient(endpoint, token, timeout=timeout, allow_http=allow_http)
         self.endpoint = self.client.endpoint
 
     def __repr__(self) -> str:
@@ -560,7 +454,6 @@ class AsyncWebhooksClient:
     delete_webhook = _in_thread(WebhooksClient.delete_webhook)
     replay = _in_thread(WebhooksClient.replay)
     ensure = _in_thread(WebhooksClient.ensure)
-    heal = _in_thread(WebhooksClient.heal)
 
 
 def _make_function(method: Callable[Concatenate[WebhooksClient, ...], Result]) -> Callable[..., Result]:

@@ -10,7 +10,7 @@ import re
 import secrets as random_secrets
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -58,11 +58,11 @@ class WebhookInfo(huggingface_hub.WebhookInfo):
 
     Attributes:
         has_secret: whether it has one; newer Hubs tell this and not ``secret`` itself, which is None then.
-        raw: all that the Hub sent, without values of secrets.
+        job_id: id of the job that it starts, from a registry; the Hub does not tell it.
     """
 
     has_secret: bool = False
-    raw: Mapping[str, Any] = field(default_factory=dict)
+    job_id: str | None = None
 
     @property
     def status(self) -> Literal["enabled", "disabled", "suspended"]:
@@ -102,7 +102,7 @@ def read_webhook(answer: object) -> WebhookInfo:
             secret=answer.get("secret"),
             disabled=cast(bool, answer["disabled"]),
             has_secret=bool(answer.get("hasSecret", answer.get("secret"))),
-            raw=_mask(answer),
+            job_id=answer.get("jobSourceId"),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise HubTrouble(f"the Hub answered something that is no webhook: {type(error).__name__} {error}") from None
@@ -132,17 +132,6 @@ def mask_job(job: JobSpec) -> JobSpec:
     return masked
 
 
-def _mask(value: Any, name: str = "") -> Any:
-    """Return a deep copy of JSON with the values of secrets masked."""
-    if name == "secret" and value:
-        return MASK
-    if name == "url" and isinstance(value, str):
-        return mask_url(value)
-    if isinstance(value, Mapping):
-        return dict.fromkeys(value, MASK) if name == "secrets" else {key: _mask(value[key], key) for key in value}
-    return [_mask(item) for item in value] if isinstance(value, list) else value
-
-
 def make_body(
     url: str | None = None,
     job_id: str | None = None,
@@ -155,15 +144,13 @@ def make_body(
     allow_empty: bool = False,
     allow_http: Collection[str] = (),
     shortest_secret: int = SHORTEST_SECRET,
-    stacklevel: int = 3,
 ) -> dict[str, Any]:
     """Build the JSON body that creates or changes a webhook, from exactly the fields that were given.
 
     Args:
         is_new: it needs a target.
         allow_empty: take an empty ``watched``.
-        allow_http: hosts and networks (``robot.local``, ``10.0.0.0/8``, ``*``) besides loopback without TLS.
-        stacklevel: of a warning, as of ``warnings.warn``.
+        allow_http: hosts and networks (``robot.local``, ``10.0.0.0/8``, ``*``), in addition to loopback, without TLS.
 
     Raises:
         InvalidWebhook: says what cannot be used and what to give; never with a secret in it.
@@ -193,7 +180,7 @@ def make_body(
     fields = {"url": url, "jobSourceId": job_id, "secret": secret, "secrets": secrets and dict(secrets)}
     body: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     if watched is not None:
-        body["watched"] = [asdict(item) for item in read_watched(watched, stacklevel=stacklevel + 1)]
+        body["watched"] = [asdict(item) for item in read_watched(watched)]
         if not body["watched"] and not allow_empty:
             raise InvalidWebhook(
                 "watched is empty: nothing would be delivered; wanted at least 'model:someone/arm', "
@@ -230,7 +217,7 @@ def _may_be_http(host: str, allowed: Collection[str]) -> bool:
             if ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False):
                 return True
         except ValueError:
-            continue  # one of them is a host's name
+            continue  # The host or the entry is a name.
     return False
 
 
@@ -246,15 +233,14 @@ def _check_secret(secret: str, shortest: int) -> None:
         log.warning("the webhook's secret has %d characters and can be guessed; %s", len(secret), expected)
 
 
-def read_watched(watched: Watchable | Iterable[Watchable], *, stacklevel: int = 2) -> list[WebhookWatchedItem]:
+def read_watched(watched: Watchable | Iterable[Watchable]) -> list[WebhookWatchedItem]:
     """Return the watched items in order without duplicates; warns of unknown types, which the Hub may have added.
 
     Args:
         watched: items, mappings with ``type`` and ``name``, or text ``type:name``; a single one too.
-        stacklevel: of the warning, as of ``warnings.warn``.
 
     Raises:
-        InvalidWebhook: one of them cannot be read.
+        InvalidWebhook: an item cannot be read.
     """
     is_one = isinstance(watched, str | Mapping | huggingface_hub.WebhookWatchedItem)
     items: dict[tuple[str, str], WebhookWatchedItem] = {}
@@ -275,7 +261,7 @@ def read_watched(watched: Watchable | Iterable[Watchable], *, stacklevel: int = 
                 f"watched type {kind!r} is not known{_closest(kind, WATCHED_TYPES)}; it is sent as it is. "
                 f"Known: {', '.join(WATCHED_TYPES)}",
                 UserWarning,
-                stacklevel=stacklevel,
+                stacklevel=4,  # the caller of the client's method, which calls make_body
             )
         items.setdefault((kind, name), WebhookWatchedItem(type=cast(Any, kind), name=name))
     return list(items.values())
@@ -320,43 +306,24 @@ def generate_secret() -> str:
     return STANDARD_PREFIX + base64.b64encode(random_secrets.token_bytes(32)).decode()
 
 
-def find_secret(
-    given: str | None = None,
-    *,
-    variable: str | None = None,
-    file: str | Path | None = None,
-    generate: bool = False,
-    environment: Mapping[str, str] | None = None,
-) -> str | None:
-    """Return the secret from the one source that was named (text, variable, file); None when none was.
+def find_secret(file: str | Path | None = None, *, generate: bool = False) -> str | None:
+    """Return the secret in a file, without blanks around it; None without a file.
 
     Args:
-        given: the secret itself.
-        variable: of the environment.
-        file: that holds it; blanks around it do not count.
-        generate: make one when the file is not there yet, and write it there for its owner alone.
-        environment: instead of this process's.
+        generate: if the file does not exist, write a new secret to it, readable by its owner alone.
 
     Raises:
-        InvalidWebhook: several places are named, or there is nothing at the one that is.
+        InvalidWebhook: the file cannot be read or made, or no secret is in it.
     """
-    named = [name for name, value in (("secret", given), ("variable", variable), ("file", file)) if value is not None]
-    if len(named) > 1:
-        raise InvalidWebhook(f"the secret is given by {' and by '.join(named)}; wanted one of them")
-    if generate and file is None:
-        raise InvalidWebhook("a generated secret is never shown: name the file that it is to be written to")
-    if variable is not None:
-        secrets_by_source = (os.environ if environment is None else environment).get(variable)
-        if not secrets_by_source:
-            raise InvalidWebhook(f"environment variable {variable} has no secret: it is empty or not set")
-        return secrets_by_source
     if file is None:
-        return given
+        if generate:
+            raise InvalidWebhook("a generated secret is never shown: name the file that it is to be written to")
+        return None
     label = f"secret file {os.fspath(file)!r}"
     try:
         if generate:
             _make_secret_file(file)
-        secrets_by_source = Path(file).read_text("ascii").strip()
+        secret = Path(file).read_text("ascii").strip()
     except OSError as error:
         raise InvalidWebhook(
             f"{label} cannot be {'made' if generate else 'read'}: {error.strerror}; let it be made with generate "
@@ -364,13 +331,13 @@ def find_secret(
         ) from None
     except UnicodeDecodeError:
         raise InvalidWebhook(f"{label} is not ASCII text; wanted the secret alone in it") from None
-    if not secrets_by_source:
+    if not secret:
         raise InvalidWebhook(f"{label} is empty; wanted the secret alone in it")
-    return secrets_by_source
+    return secret
 
 
 def _make_secret_file(path: str | Path) -> None:
-    """Write a new secret unless the file exists; processes that start together agree on the first one's."""
+    """Write a new secret unless the file exists; processes that start together agree on the first secret."""
     try:
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

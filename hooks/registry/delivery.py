@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Protocol
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -105,14 +104,6 @@ class Outcome:
         return f"exit status {self.exit_status}" if self.status is None else f"HTTP {self.status}"
 
 
-class Deliverer(Protocol):
-    """Makes one delivery attempt."""
-
-    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
-        """Deliver a request; failures are in the outcome, never raised."""
-        ...
-
-
 def make_excerpt(
     data: bytes,
     secrets: Iterable[str | None] = (),
@@ -124,7 +115,7 @@ def make_excerpt(
     """Cut the beginning (or end) of an answer as text, with echoed secrets struck out.
 
     Args:
-        data: at most ``most + longest`` bytes; as many mean that there was more.
+        data: at most ``max_bytes + longest_secret`` bytes; this many mean that the answer was longer.
         max_bytes: bytes of the text.
         longest_secret: bytes of the longest secret there may be.
     """
@@ -149,7 +140,7 @@ class Schedule:
     The default is that of Standard Webhooks in its first half day.
 
     Attributes:
-        waits: seconds before the first attempt, before the second, ...; as many attempts as there are waits.
+        waits: seconds before the first attempt, before the second, ...; each wait allows one attempt.
         jitter: part of a wait by which it is randomly longer or shorter, so that targets that came back are not all
             met at once.
         max_retry_after: seconds; a ``Retry-After`` above it counts as this much.
@@ -217,7 +208,7 @@ async def resolve_host(host: str, port: int) -> Sequence[str]:
     would wait for the threads of the loop's own pool.
 
     Raises:
-        OSError: there is no such host, or nobody said so in time (``TimeoutError``).
+        OSError: the host is unknown, or the name server did not answer in time (``TimeoutError``).
     """
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT):
@@ -332,7 +323,7 @@ def build_headers(destination: Destination, request: DeliveryRequest, now: float
     """Build the headers of a delivery: the Hub's ``X-Webhook-Secret`` and a Standard Webhooks signature.
 
     Args:
-        now: seconds since 1970; each attempt is signed anew, as receivers refuse old ones.
+        now: seconds since 1970; each attempt is signed again, because receivers refuse old signatures.
     """
     headers = {
         "Content-Type": "application/json",

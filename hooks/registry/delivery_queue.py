@@ -13,9 +13,6 @@ from typing import Any
 from hooks.queue import OPEN, Queue
 from hooks.registry.delivery import DeliveryRequest, Outcome, format_time
 
-# delivered: taken; failed: no attempt left; dropped: too many waited; waiting: the only one that is not final.
-STATES = ("waiting", "delivered", "failed", "dropped")
-
 
 def delete_log(connection: sqlite3.Connection, webhook_id: str) -> None:
     """Delete the deliveries of a deleted webhook."""
@@ -96,14 +93,6 @@ def _format_attempt(row: sqlite3.Row) -> dict[str, Any]:
     }
 
 
-def count_by_status(connection: sqlite3.Connection) -> dict[str, int]:
-    """Count the deliveries of each status."""
-    counts: dict[str, int] = dict.fromkeys(STATES, 0)
-    for status, count in connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1"):
-        counts[get_public_status(status)] += count
-    return counts
-
-
 def get_public_status(status: str) -> str:
     """Return the status that people see: a running delivery counts as waiting."""
     return "waiting" if status == "running" else status
@@ -170,10 +159,10 @@ class Message:
     """One event, stored once for all webhooks that get it.
 
     Attributes:
-        id: of the event; a second one of the same id is no event.
+        id: of the event; a second message with the same id is ignored.
         type: ``repo.content`` or ``session.started``, for the log.
         subject: what its order is kept by: a repo or a session.
-        body: JSON object, what every webhook gets; those of the Hub's shape get their ``webhook`` added.
+        body: JSON object for each webhook; if it has the Hub's shape, ``webhook`` is added.
         is_hub: whether it is of the Hub's shape, else of Standard Webhooks.
     """
 
@@ -314,7 +303,7 @@ def hold_webhook(connection: sqlite3.Connection, webhook_id: str) -> None:
 
 
 def release_webhook(connection: sqlite3.Connection, webhook_id: str, now: float) -> None:
-    """Release a webhook's deliveries; those that waited are sent at once."""
+    """Release a webhook's deliveries; waiting deliveries are sent at once."""
     if connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,)).rowcount:
         connection.execute(
             "UPDATE deliveries SET due = min(due, ?), failed = 0 "

@@ -5,7 +5,7 @@ A webhook names a job by its id only. What runs, where, and with which variables
     [jobs.retrain]
     argv = ["/srv/retrain/.venv/bin/python", "retrain.py"]
     cwd = "/srv/retrain"             # default: the folder of this file
-    env = { WANDB_MODE = "offline" } # beside PATH, HOME, LANG and the WEBHOOK_ variables
+    env = { WANDB_MODE = "offline" } # in addition to PATH, HOME, LANG and the WEBHOOK_ variables
     secrets = ["HF_TOKEN"]           # variables that a webhook may set
     timeout = 600                    # seconds
     max_output = 16384               # bytes of its output that are kept, the last ones
@@ -16,7 +16,6 @@ A job runs in a process group of its own; a program that leaves it (``setsid``) 
 import asyncio
 import logging
 import os
-import re
 import select
 import shutil
 import signal
@@ -28,125 +27,88 @@ import time
 import tomllib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NamedTuple
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from hooks.errors import InvalidSettings
 from hooks.registry.delivery import MAX_JOB_SECRET, DeliveryRequest, Destination, Outcome, make_excerpt
 
+logger = logging.getLogger(__name__)
+
 MAX_OUTPUT = 1 << 20
-_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-_KEYS = {"argv", "cwd", "env", "secrets", "timeout", "max_output"}
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Secret = Annotated[str, Field(pattern=r"^(?!WEBHOOK_)[A-Za-z_][A-Za-z0-9_]*$")]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", regex_engine="python-re"))
 class Job:
-    """A program with its arguments and limits, from the operator's file."""
+    """A program with its arguments and limits, from the operator's file; no shell reads ``argv``."""
 
-    id: str
-    argv: tuple[str, ...]
-    cwd: Path
-    env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    secrets: tuple[str, ...] = ()
-    timeout: float = 600.0
-    max_output: int = 16 << 10
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}$")]
+    argv: Annotated[tuple[str, ...], Field(min_length=1)]
+    cwd: Path = Path()
+    env: dict[Variable, str] = field(default_factory=dict, repr=False)
+    secrets: tuple[Secret, ...] = ()
+    timeout: Annotated[float, Field(strict=True, gt=0)] = 600.0
+    max_output: Annotated[int, Field(strict=True, gt=0, le=MAX_OUTPUT)] = 16 << 10
 
 
 def load_jobs(path: Path | None) -> dict[str, Job]:
     """Load the jobs of a file by id; none without a file.
 
     Raises:
-        InvalidSettings: with all that is wrong in it.
+        InvalidSettings: the file cannot be read, all users may write it, or a job in it is wrong.
     """
     if path is None:
         return {}
+    name = f"jobs file {str(path)!r}"
     try:
         mode = path.stat().st_mode
         content = tomllib.loads(path.read_text())
     except OSError as error:
-        raise InvalidSettings(f"jobs file {str(path)!r}: {error.strerror or type(error).__name__}") from error
-    except ValueError as error:  # of the TOML, or of its encoding
-        raise InvalidSettings(f"jobs file {str(path)!r}: {error}") from error
-    wrong: list[str] = []
+        raise InvalidSettings(f"{name}: {error.strerror or type(error).__name__}") from error
+    except ValueError as error:  # The file is not TOML, or not UTF-8.
+        raise InvalidSettings(f"{name}: {error}") from error
+    wrong = []
     if mode & stat.S_IWOTH:
         wrong.append("everybody on this machine can write it, and so start anything as this server; chmod o-w")
-    table = content.get("jobs", {})
-    if not isinstance(table, dict) or set(content) - {"jobs"}:
+    tables = content.get("jobs", {})
+    if not isinstance(tables, dict) or set(content) - {"jobs"}:
         wrong.append(f"wanted only tables [jobs.ID], found {', '.join(sorted(content))}")
-        table = {}
-    jobs = {name: _read_job(name, jobs_by_id, path.resolve().parent, wrong) for name, jobs_by_id in table.items()}
+        tables = {}
+    jobs, folder = {}, path.resolve().parent
+    for job_id, table in tables.items():
+        try:
+            job = TypeAdapter(Job).validate_python({**table, "id": job_id} if isinstance(table, dict) else table)
+        except ValidationError as error:
+            for one in error.errors():
+                place = ".".join(map(str, (job_id, *one["loc"])))
+                wrong.append(f"{place}: {one['msg']}, found {one['input']!r}")
+        else:
+            jobs[job_id] = replace(job, cwd=folder / job.cwd)
     if wrong:
-        raise InvalidSettings(f"jobs file {str(path)!r}: " + "; ".join(wrong))
-    return {name: job for name, job in jobs.items() if job is not None}
-
-
-def _read_job(name: str, fields: object, folder: Path, wrong: list[str]) -> Job | None:
-    if not isinstance(fields, dict):
-        wrong.append(f"{name}: wanted a table")
-        return None
-    before = len(wrong)
-
-    def check(is_right: bool, text: str) -> None:
-        if not is_right:
-            wrong.append(f"{name}: {text}")
-
-    argv, cwd, env = fields.get("argv", []), fields.get("cwd", "."), fields.get("env", {})
-    secrets, timeout, max_output = (
-        fields.get("secrets", []),
-        fields.get("timeout", 600),
-        fields.get("max_output", 16 << 10),
-    )
-    check(bool(_ID.fullmatch(name)), "an id is of letters, digits, dots, dashes and underscores")
-    check(
-        not set(fields) - _KEYS, f"unknown {', '.join(sorted(set(fields) - _KEYS))}; known: {', '.join(sorted(_KEYS))}"
-    )
-    check(_is_texts(argv) and bool(argv), "argv: wanted a list of the program and its arguments (no shell reads it)")
-    check(isinstance(cwd, str), "cwd: wanted a folder")
-    is_env = isinstance(env, dict) and _is_texts(list(env.values())) and all(map(_VARIABLE.fullmatch, env))
-    check(is_env, "env: wanted a table of texts")
-    is_secrets = _is_texts(secrets) and all(map(_VARIABLE.fullmatch, secrets))
-    check(
-        is_secrets and not any(_is_ours(one) for one in secrets), "secrets: wanted names of variables, not WEBHOOK_.."
-    )
-    check(_is_number(timeout) and timeout > 0, "timeout: wanted seconds above 0")
-    check(
-        _is_number(max_output) and isinstance(max_output, int) and 0 < max_output <= MAX_OUTPUT,
-        f"max_output: wanted 1 to {MAX_OUTPUT} bytes",
-    )
-    if len(wrong) > before:
-        return None
-    return Job(name, tuple(argv), folder / cwd, env, tuple(secrets), float(timeout), max_output)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(part, str) and "\0" not in part for part in value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_ours(variable: str) -> bool:
-    return variable.startswith("WEBHOOK_")
+        raise InvalidSettings(f"{name}: " + "; ".join(wrong))
+    return jobs
 
 
 # How often a running job is looked at.
 POLL_INTERVAL = 0.05
-# From the polite signal to the other one: after its time is over, and when the server stops.
+# Seconds from SIGTERM to SIGKILL: after the time limit, and when the server stops.
 GRACE = 2.0
 GRACE_AT_STOP = 0.5
 
 
-@dataclass(frozen=True)
-class JobResult:
+class JobResult(NamedTuple):
     """Result of a job's run.
 
     Attributes:
         status: exit status, negative for a signal; None when it did not start.
-        error: why it was ended by us or did not start.
-        output: the last bytes of what it said, on both of its outputs.
+        error: why it was ended by this server or did not start.
+        output: the last bytes of both of its outputs.
     """
 
     status: int | None
@@ -188,26 +150,30 @@ def run_process(
     if pid_file is not None:
         pid_file.write_text(f"{process.pid} {_get_start_time(process.pid)}")
     assert process.stdout is not None
+    output = bytearray()
     with process.stdout:
-        output = _Tail(process.stdout.fileno(), max_output)
         try:
-            error = _wait_for_exit(process, output, timeout, stop)
+            error = _wait_for_exit(process, output, max_output, timeout, stop)
         finally:
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
             _wait_for_group(process.pid)
-        output.read_rest()
-    return JobResult(process.returncode, error, bytes(output.content))
+        # What was written before the end; a process that left the group may keep the pipe open.
+        until = time.monotonic() + GRACE_AT_STOP
+        while _read_output(process, output, max_output, wait=0) and time.monotonic() < until:
+            pass
+    return JobResult(process.returncode, error, bytes(output))
 
 
 def _wait_for_exit(
-    process: "subprocess.Popen[bytes]", output: "_Tail", timeout: float, stop: threading.Event
+    process: "subprocess.Popen[bytes]", output: bytearray, max_output: int, timeout: float, stop: threading.Event
 ) -> str | None:
     """Wait until the process exits, or end it; return the reason in the latter case."""
     until = time.monotonic() + timeout
     error, kill_at = None, None
     while process.poll() is None:
-        output.read(POLL_INTERVAL)
+        if not _read_output(process, output, max_output, wait=POLL_INTERVAL):
+            time.sleep(POLL_INTERVAL / 10)  # if the job has closed its output, the call above does not wait
         now = time.monotonic()
         if kill_at is None and (stop.is_set() or now >= until):
             error = "the server stopped" if stop.is_set() else f"ended after its {timeout:g} s"
@@ -220,37 +186,15 @@ def _wait_for_exit(
     return error
 
 
-class _Tail:
-    """The last bytes written to a pipe."""
-
-    def __init__(self, file: int, max_bytes: int):
-        self.content = bytearray()
-        self._file = file
-        self._max_bytes = max_bytes
-        self._is_open = True
-        os.set_blocking(file, False)
-
-    def read(self, wait: float) -> bool:
-        """Read what is there, or arrives within so many seconds; return whether there was anything."""
-        if not self._is_open:
-            time.sleep(wait)
-            return False
-        if not select.select([self._file], [], [], wait)[0]:
-            return False
-        try:
-            data = os.read(self._file, 1 << 16)
-        except BlockingIOError:
-            return False
-        self._is_open = bool(data)
-        self.content += data
-        del self.content[: -self._max_bytes]
-        return self._is_open
-
-    def read_rest(self) -> None:
-        """Read what was written before the end; a process that left the group may keep the pipe open."""
-        until = time.monotonic() + GRACE_AT_STOP
-        while self.read(0) and time.monotonic() < until:
-            pass
+def _read_output(process: "subprocess.Popen[bytes]", output: bytearray, max_output: int, wait: float) -> bool:
+    """Append output that arrives within ``wait`` seconds and keep the last bytes; return whether there was any."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], wait)[0]:
+        return False
+    data = os.read(process.stdout.fileno(), 1 << 16)
+    output += data
+    del output[:-max_output]
+    return bool(data)
 
 
 def _wait_for_group(group: int) -> None:
@@ -288,8 +232,6 @@ def end_orphaned_job(pid_file: Path) -> bool:
     _signal_group(int(number), signal.SIGKILL)
     return True
 
-
-logger = logging.getLogger(__name__)
 
 # Linux takes no single variable, with its name and an end, above 32 pages (MAX_ARG_STRLEN).
 MAX_VARIABLE = 128 << 10

@@ -8,7 +8,7 @@ import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,20 @@ from sanic import Blueprint
 
 from hooks.addresses import Resolve, TargetRules
 from hooks.database import Database, alone
-from hooks.errors import HooksError, InvalidSettings, StoreError
+from hooks.errors import DeliveryRefused, HooksError, InvalidSettings, InvalidWebhook, UnknownWebhook
 from hooks.payload import WebhookPayload
 from hooks.registry import delivery_queue
-from hooks.registry.api import Management, add_routes
-from hooks.registry.delivery import TIMEOUT, HttpDeliverer, format_time
+from hooks.registry.api import add_routes
+from hooks.registry.delivery import DeliveryRequest, Destination, HttpDeliverer, Outcome, format_time
 from hooks.registry.delivery import resolve_host as ask_name_server
 from hooks.registry.delivery_queue import Message, generate_id
-from hooks.registry.folder_watcher import FolderWatcher
 from hooks.registry.jobs import JobDeliverer, load_jobs
 from hooks.registry.sender import Sender, SenderSettings
-from hooks.registry.store import SCHEMA, WebhookStore, record_content
+from hooks.registry.store import SCHEMA, Webhook, WebhookStore, WebhookUpdate, read_update
+
+logger = logging.getLogger(__name__)
 
 MIN_TOKEN = 16
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -38,33 +38,21 @@ class RegistrySettings:
     """Settings of a registry, for the operator.
 
     Attributes:
-        tokens: ``Authorization: Bearer ...`` of those who may manage webhooks; at least one.
-        read_tokens: of those who may only look.
+        tokens: accepted in ``Authorization: Bearer ...``; at least one.
         database: the SQLite file; None keeps everything in memory, and a restart loses it.
-        owner: the user name that ``/api/whoami-v2`` gives.
         allowed_networks: networks that may be sent to although they are not public, e.g. ``192.168.1.0/24``.
-        folders: policy folders that are watched, by the name of the repo that they are to the receivers.
         jobs_file: TOML of the jobs that webhooks may start; None for none.
-        max_webhooks: that may be registered.
-        quiet: seconds without a change after which a watched folder is taken as whole.
-        poll: seconds between looks at the folders without being told of a change (network file systems tell nothing).
-        timeout: seconds for one attempt.
-        jobs_at_once: processes of jobs that run at once.
-        suspend_after: deliveries in a row that were given up, after which a webhook is suspended.
+        max_webhooks: largest number of registered webhooks.
+        jobs_at_once: largest number of jobs that run in parallel.
+        suspend_after: number of deliveries in a row that failed for good, after which a webhook is suspended.
         sender: retries, order, retention.
     """
 
     tokens: tuple[str, ...] = field(default=(), repr=False)
-    read_tokens: tuple[str, ...] = field(default=(), repr=False)
     database: Path | None = None
-    owner: str = "robojax"
     allowed_networks: tuple[str, ...] = ()
-    folders: Mapping[str, Path] = field(default_factory=dict)
     jobs_file: Path | None = None
     max_webhooks: int = 100
-    quiet: float = 2.0
-    poll: float = 30.0
-    timeout: float = TIMEOUT
     jobs_at_once: int = 2
     suspend_after: int = 3
     sender: SenderSettings = field(default_factory=SenderSettings)
@@ -76,89 +64,21 @@ class RegistrySettings:
                 "no token is configured, and without one anybody could make this server send requests and start jobs; "
                 "set at least one (e.g. from `openssl rand -hex 32`) and give it to clients as HF_TOKEN"
             )
-        if any(len(token) < MIN_TOKEN or not token.isascii() for token in (*self.tokens, *self.read_tokens)):
+        if any(len(token) < MIN_TOKEN or not token.isascii() for token in self.tokens):
             wrong.append(f"a token is shorter than {MIN_TOKEN} characters or not ASCII; make one: openssl rand -hex 32")
         for network in self.allowed_networks:
             try:
                 ipaddress.ip_network(network)
             except ValueError as error:
                 wrong.append(f"allowed network {network!r}: {error}; wanted e.g. 192.168.1.0/24")
-        wrong += [
-            f"folder {name!r}: wanted a repo's name, e.g. act or lab/act=/srv/act"
-            for name in self.folders
-            if not _NAME.fullmatch(name)
-        ]
-        for name in ("max_webhooks", "jobs_at_once", "suspend_after", "quiet", "poll", "timeout"):
+        for name in ("max_webhooks", "jobs_at_once", "suspend_after"):
             if not getattr(self, name) > 0:
                 wrong.append(f"{name}: {getattr(self, name)!r}, wanted more than 0")
         if wrong:
             raise InvalidSettings("registry of webhooks: " + "; ".join(wrong))
 
-    @property
-    def rules(self) -> TargetRules:
-        """Rules for the addresses that deliveries may go to."""
-        return TargetRules.from_networks(self.allowed_networks)
-
 
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
-
-
-def build_repo_message(
-    name: str, new_sha: str, old_sha: str | None, *, repo_type: str = "model", ref: str = "refs/heads/main"
-) -> Message:
-    """Build the message that a local repo's content has changed."""
-    repo = {
-        "type": repo_type,
-        "name": name,
-        "id": f"{repo_type}:{name}",
-        "private": True,
-        "owner": {"id": name.partition("/")[0] if "/" in name else "local"},
-        "headSha": new_sha,
-        "tags": [],
-        # It is nowhere on the web; huggingface_hub's model of the payload wants a text.
-        "url": {"web": f"robojax:{repo_type}/{name}"},
-    }
-    body = {
-        "event": {"action": "update", "scope": "repo.content"},
-        "repo": repo,
-        "updatedRefs": [{"ref": ref, "oldSha": old_sha, "newSha": new_sha}],
-    }
-    return Message(generate_id(), "repo.content", str(repo["id"]), body, is_hub=True)
-
-
-def build_relayed_message(payload: WebhookPayload | Mapping[str, Any], event_id: str | None) -> tuple[Message, str]:
-    """Build the message that relays a verified event of the Hub; return the webhook that it came by, too.
-
-    Args:
-        event_id: the delivery it came with; the same again is no new event. None: it is new.
-
-    Raises:
-        ValueError: it is no payload of the Hub.
-    """
-    payload_model = payload if isinstance(payload, WebhookPayload) else WebhookPayload.model_validate(payload)
-    body = payload_model.model_dump(mode="json", exclude_unset=True)
-    del body["webhook"]
-    message_id = generate_id() if event_id is None else f"relay:{payload_model.webhook.id}:{event_id}"
-    subject = f"{payload_model.repo.type}:{payload_model.repo.id}"
-    return Message(message_id, payload_model.event.scope, subject, body, is_hub=True), payload_model.webhook.id
-
-
-def build_session_message(kind: str, data: Mapping[str, Any], now: float) -> Message:
-    """Build the message of an event of a session or of the server.
-
-    Args:
-        kind: ``session.started``, ``session.policy.swapped``, ``server.degraded``, ...
-        data: plain values; ``session_id`` in it is what the order of events is kept by.
-        now: seconds since 1970.
-
-    Raises:
-        ValueError: the type is none.
-    """
-    if not _TYPE.fullmatch(kind):
-        raise ValueError(f"event type {kind!r}: wanted words with dots between, e.g. session.started")
-    plain = _to_json_value(data)
-    body = {"type": kind, "timestamp": format_time(now), "data": plain}
-    return Message(generate_id(), kind, f"session:{plain.get('session_id', '')}", body, is_hub=False)
 
 
 def _to_json_value(value: Any) -> Any:
@@ -179,15 +99,14 @@ def _replace_surrogates(value: object) -> str:
     return str(value).encode("utf-8", "replace").decode()
 
 
-logger = logging.getLogger(__name__)
-
-
 class Registry:
     """Registry of webhooks, managed by the Hub's API, and their deliveries.
 
+    Each coroutine raises ``HooksError`` when the registry does not run or its database cannot be used, and
+    ``UnknownWebhook`` for an id that no webhook has.
+
     Raises:
         InvalidSettings: the jobs file cannot be used.
-        HooksError: by all but ``blueprint`` and ``running``: it does not run, or its database cannot be used.
     """
 
     def __init__(
@@ -205,27 +124,20 @@ class Registry:
         """
         self.settings = settings
         self._jobs = load_jobs(settings.jobs_file)
-        self._rules = settings.rules
+        self._rules = TargetRules.from_networks(settings.allowed_networks)
         self._store = WebhookStore(settings.max_webhooks, settings.suspend_after)
         self._resolve = resolve
         self._clock = clock
-        self._open: tuple[Database, Sender, Management] | None = None
+        self._open: tuple[Database, Sender] | None = None
 
     @property
-    def _running(self) -> tuple[Database, Sender, Management]:
+    def _running(self) -> tuple[Database, Sender]:
         if self._open is None:
             raise HooksError("the registry of webhooks does not run; it does while its server does")
         return self._open
 
-    @property
-    def management(self) -> Management:
-        """Operations on the registered webhooks."""
-        return self._running[2]
-
-    @property
-    def sender(self) -> Sender:
-        """Sender of the deliveries."""
-        return self._running[1]
+    async def _run(self, transaction: Callable[..., Any], *arguments: Any) -> Any:
+        return await self._running[0].run(transaction, *arguments)
 
     def blueprint(self) -> Blueprint:
         """Build the Hub's API; an app that serves it runs the registry from before its first request to after its last.
@@ -233,13 +145,7 @@ class Registry:
         Paths are whole, as clients ask for them: ``/api/settings/webhooks``, ``/api/whoami-v2``.
         """
         made = Blueprint("webhooks-registry")
-        add_routes(
-            made,
-            lambda: self.management,
-            tokens=self.settings.tokens,
-            read_tokens=self.settings.read_tokens,
-            owner=self.settings.owner,
-        )
+        add_routes(made, self, self.settings.tokens)
         stack = AsyncExitStack()
 
         async def start(*_: object) -> None:
@@ -254,7 +160,7 @@ class Registry:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Registry"]:
-        """Run sender, watcher and jobs within this context; unfinished deliveries are sent again at the next start.
+        """Run the sender and jobs within this context; unfinished deliveries are sent again at the next start.
 
         Raises:
             StoreError: the database cannot be used, or another process uses it.
@@ -264,134 +170,176 @@ class Registry:
         advice = "another process sends from it; end that, run one process, or give this one another file"
         with alone(settings.database, advice), closing(Database(settings.database, SCHEMA)) as database:
             jobs_folder = settings.database and settings.database.with_name(settings.database.name + ".jobs")
-            http_deliverer = HttpDeliverer(self._rules, timeout=settings.timeout, resolve=self._resolve)
-            job_deliverer = JobDeliverer(self._jobs, jobs_folder, settings.jobs_at_once)
-            sender = Sender(
-                database,
-                self._store,
-                lambda destination: http_deliverer if destination.job is None else job_deliverer,
-                settings.sender,
-                clock=self._clock,
-            )
-            management = Management(database, self._store, sender, self._rules, self._jobs, self._resolve, self._clock)
-            watcher = FolderWatcher(
-                settings.folders, self._emit_folder_change, quiet=settings.quiet, poll=settings.poll
-            )
-            self._open = database, sender, management
-            tasks = [
-                asyncio.create_task(sender.run(), name="webhooks sender"),
-                asyncio.create_task(watcher.run(), name="webhooks watcher"),
-            ]
-            for task in tasks:
-                task.add_done_callback(_log_task_error)
+            urls = HttpDeliverer(self._rules, resolve=self._resolve)
+            jobs = JobDeliverer(self._jobs, jobs_folder, settings.jobs_at_once)
+
+            async def deliver(destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
+                target = urls if destination.job is None else jobs
+                return await target.deliver(destination, request, now)
+
+            sender = Sender(database, self._store, deliver, settings.sender, clock=self._clock)
+            self._open = database, sender
+            task = asyncio.create_task(sender.run(), name="webhooks sender")
+            task.add_done_callback(_log_task_error)
             try:
                 yield self
             finally:
-                for task in tasks:
-                    task.cancel()
+                task.cancel()
                 # Together: a sender that waits for a job ends with it.
-                await asyncio.gather(*tasks, job_deliverer.close(), return_exceptions=True)
+                await asyncio.gather(task, jobs.close(), return_exceptions=True)
                 self._open = None
+
+    # Management.
+
+    async def list_webhooks(self) -> list[Webhook]:
+        """Return all webhooks, oldest first."""
+        return await self._run(self._store.list_webhooks)
+
+    async def get_webhook(self, webhook_id: str) -> Webhook:
+        """Return the webhook with this id."""
+        return await self._run(self._store.get, webhook_id)
+
+    async def create_webhook(self, body: object) -> Webhook:
+        """Register a webhook.
+
+        Args:
+            body: JSON, as ``HfApi.create_webhook`` sends it.
+
+        Raises:
+            InvalidWebhook, UnsafeTarget: a field cannot be used.
+            UnknownWebhook: there is no such job.
+        """
+        update = await self._check_target(read_update(body, is_new=True))
+        return await self._run(self._store.create, update, self._clock())
+
+    async def update_webhook(self, webhook_id: str, body: object) -> Webhook:
+        """Change the fields that the body names; raises as ``create_webhook``."""
+        before = await self.get_webhook(webhook_id)
+        update = await self._check_target(read_update(body, is_new=False), before.job)
+        return await self._run(self._store.update, webhook_id, update, self._clock())
+
+    async def _check_target(self, update: WebhookUpdate, old_job: str | None = None) -> WebhookUpdate:
+        if update.url:
+            target = self._rules.parse_url(update.url)
+            # An unknown name is not unsafe; it is resolved and checked again before each attempt.
+            with suppress(OSError):
+                await self._rules.resolve_target(target, self._resolve)
+        if update.job and update.job not in self._jobs:
+            known = ", ".join(sorted(self._jobs)) or "none"
+            raise UnknownWebhook(f"there is no job {update.job[:100]!r}; registered by the operator: {known}", 404)
+        job = self._jobs.get(update.job or (old_job or "" if not update.url else ""))
+        unknown = sorted(set(update.secrets or ()) - set(job.secrets if job else ()))
+        if unknown and job:
+            raise InvalidWebhook(
+                f"secrets: job {job.id!r} takes no {', '.join(unknown)}; it takes: {', '.join(job.secrets) or 'none'}"
+            )
+        return update
+
+    async def enable_webhook(self, webhook_id: str) -> Webhook:
+        """Enable deliveries of a webhook (again)."""
+        webhook = await self._run(self._store.enable, webhook_id, self._clock())
+        self._running[1].runner.wake()
+        return webhook
+
+    async def disable_webhook(self, webhook_id: str) -> Webhook:
+        """Disable deliveries of a webhook."""
+        return await self._run(self._store.disable, webhook_id, self._clock())
+
+    async def delete_webhook(self, webhook_id: str) -> None:
+        """Delete a webhook and its delivery log."""
+        await self._run(self._store.delete, webhook_id)
+
+    async def list_deliveries(self, webhook_id: str, limit: int, before: str | None = None) -> list[dict[str, Any]]:
+        """Return a webhook's delivery log, newest first; entries older than the delivery ``before`` if given."""
+        await self.get_webhook(webhook_id)
+        return await self._run(delivery_queue.list_deliveries, webhook_id, limit, before)
+
+    async def replay(self, webhook_id: str, delivery_id: str) -> Outcome:
+        """Send a logged delivery again now; a job is only started, and the log has how it ended.
+
+        Raises:
+            UnknownWebhook: the webhook has no such delivery.
+            DeliveryRefused: there was no HTTP answer.
+        """
+        webhook = await self.get_webhook(webhook_id)
+        outcome = await self._running[1].replay(webhook_id, delivery_id, is_awaited=webhook.job is None)
+        if outcome is None:
+            raise UnknownWebhook("there is no delivery of this id in the webhook's log; it may have been pruned", 404)
+        if outcome.status is None:
+            raise DeliveryRefused(502, f"replayed, but not taken: {outcome.text}")
+        return outcome
+
+    # Events.
 
     async def emit_session(self, type: str, data: Mapping[str, Any]) -> int:
         """Emit an event of a session or of the server: ``session.started``, ``server.degraded``, ...
 
-        When this returns the event is on the disk. Order is kept by ``data["session_id"]``.
+        When this returns, the event is on the disk. Order is kept by ``data["session_id"]``.
 
         Returns:
-            how many webhooks get it: those with the domain ``session``.
+            The number of webhooks that receive it: those with the domain ``session``.
 
         Raises:
-            ValueError: the type is none.
+            ValueError: the type is not words with dots between.
         """
-        message = build_session_message(type, data, self._clock())
-        return await self.sender.queue_message(
+        if not _TYPE.fullmatch(type):
+            raise ValueError(f"event type {type!r}: wanted words with dots between, e.g. session.started")
+        plain = _to_json_value(data)
+        body = {"type": type, "timestamp": format_time(self._clock()), "data": plain}
+        message = Message(generate_id(), type, f"session:{plain.get('session_id', '')}", body, is_hub=False)
+        return await self._running[1].queue_message(
             message,
             lambda connection: [one.id for one in self._store.list_webhooks(connection) if one.is_watching_sessions],
         )
 
-    async def emit_repo(
-        self,
-        name: str,
-        new_sha: str,
-        old_sha: str | None = None,
-        *,
-        repo_type: str = "model",
-        ref: str = "refs/heads/main",
-    ) -> int:
-        """Emit that a local repo's content has changed; return for how many webhooks."""
-        return await self._emit(build_repo_message(name, new_sha, old_sha, repo_type=repo_type, ref=ref))
+    async def emit_repo(self, name: str, new_sha: str, old_sha: str | None = None, *, repo_type: str = "model") -> int:
+        """Emit that a local repo's content has changed; return the number of webhooks that receive it."""
+        subject = f"{repo_type}:{name}"
+        body = {
+            "event": {"action": "update", "scope": "repo.content"},
+            "repo": {
+                "type": repo_type,
+                "name": name,
+                "id": subject,
+                "private": True,
+                "owner": {"id": name.partition("/")[0] if "/" in name else "local"},
+                "headSha": new_sha,
+                "tags": [],
+                # The repo has no web page, but huggingface_hub's model of the payload requires a text.
+                "url": {"web": f"robojax:{repo_type}/{name}"},
+            },
+            "updatedRefs": [{"ref": "refs/heads/main", "oldSha": old_sha, "newSha": new_sha}],
+        }
+        return await self._emit(Message(generate_id(), "repo.content", subject, body, is_hub=True))
 
     async def emit_payload(self, payload: WebhookPayload | Mapping[str, Any], *, event_id: str | None = None) -> int:
-        """Relay a verified event of the Hub to the webhooks that watch its repo; return for how many.
+        """Relay a verified event of the Hub to the webhooks that watch its repo; return their number.
 
-        One that this registry sent itself goes to nobody: it would go round for ever.
+        An event that this registry sent itself is not relayed, because it would circulate for ever.
 
         Args:
-            event_id: the ``Webhook-Id`` it came with; the same event given again is sent once.
+            event_id: the ``Webhook-Id`` of the delivery; an event with the same id is sent once.
 
         Raises:
-            ValueError: it is no payload of the Hub.
+            ValueError: it is not a payload of the Hub.
         """
-        return await self._emit(*build_relayed_message(payload, event_id))
+        event = payload if isinstance(payload, WebhookPayload) else WebhookPayload.model_validate(payload)
+        body = event.model_dump(mode="json", exclude_unset=True)
+        del body["webhook"]
+        message_id = generate_id() if event_id is None else f"relay:{event.webhook.id}:{event_id}"
+        message = Message(message_id, event.event.scope, f"{event.repo.type}:{event.repo.id}", body, is_hub=True)
+        return await self._emit(message, event.webhook.id)
 
     async def _emit(self, message: Message, source_webhook: str | None = None) -> int:
-        return await self.sender.queue_message(
-            message, lambda connection: self._find_subscribers(connection, message, source_webhook)
-        )
-
-    def _find_subscribers(
-        self, connection: sqlite3.Connection, message: Message, source_webhook: str | None = None
-    ) -> list[str]:
-        webhooks = self._store.list_webhooks(connection)
-        if any(one.id == source_webhook for one in webhooks):
-            return []
         repo, scope = message.body["repo"], message.body["event"]["scope"]
-        return [one.id for one in webhooks if one.matches(scope, repo["type"], repo["name"])]
 
-    async def _emit_folder_change(self, name: str, sha: str) -> None:
-        """Emit the change of a watched folder that has settled at this content."""
-        database, sender, _ = self._running
-
-        def transaction(connection: sqlite3.Connection) -> tuple[str, int, dict[str, int]] | None:
-            is_change, old = record_content(connection, name, sha, self._clock())
-            if not is_change:
-                return None
-            message = build_repo_message(name, sha, old)
-            return old or "", *sender.queue_in_transaction(
-                connection, message, self._find_subscribers(connection, message)
-            )
-
-        while True:
-            try:
-                result = await database.run(transaction)
-            except StoreError as error:
-                logger.error("folder %s: its change cannot be written down (%s); tried again", name, error)
-                await asyncio.sleep(self.settings.poll)
-                continue
-            if result is not None:
-                old, count, dropped = result
-                logger.info("folder %s: %s -> %s, sent to %d webhooks", name, old[:8], sha[:8], count)
-                sender.on_queued(count, dropped)
-            return
-
-    async def get_stats(self) -> dict[str, int]:
-        """Return figures: webhooks, folders read so far, deliveries by status, and those dropped since the start."""
-        database, sender, _ = self._running
-
-        def transaction(connection: sqlite3.Connection) -> dict[str, int]:
+        def find_webhooks(connection: sqlite3.Connection) -> list[str]:
             webhooks = self._store.list_webhooks(connection)
-            return {
-                "webhooks": len(webhooks),
-                "webhooks_disabled": sum(bool(one.disabled) for one in webhooks),
-                "folders_known": connection.execute("SELECT count(*) FROM folders").fetchone()[0],
-                **{
-                    f"deliveries_{status}": count
-                    for status, count in delivery_queue.count_by_status(connection).items()
-                },
-            }
+            if any(one.id == source_webhook for one in webhooks):
+                return []
+            return [one.id for one in webhooks if one.matches(scope, repo["type"], repo["name"])]
 
-        return await database.run(transaction) | {"deliveries_dropped_since_start": sender.dropped}
+        return await self._running[1].queue_message(message, find_webhooks)
 
 
 def _log_task_error(task: "asyncio.Task[None]") -> None:

@@ -5,35 +5,23 @@ import logging
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hooks.database import Database
 from hooks.errors import StoreError
 from hooks.queue import QueueRunner
 from hooks.registry import delivery_queue
-from hooks.registry.delivery import Deliverer, Destination, Outcome, Schedule
+from hooks.registry.delivery import DeliveryRequest, Destination, Outcome, Schedule
 from hooks.registry.delivery_queue import DueDelivery, Message
+from hooks.registry.store import WebhookStore
 
 logger = logging.getLogger(__name__)
 
 PRUNE_INTERVAL = 600.0
 # An answer that comes this soon after the end is still written down, and not asked for twice.
 STOP_TIMEOUT = 0.5
-
-
-class Subscribers(Protocol):
-    """Interface of the registered webhooks for the sender; both methods run inside the queue's transactions."""
-
-    def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
-        """Return where a webhook's events go now; None when it was deleted."""
-        ...
-
-    def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
-        """Record a webhook's result: ``delivered``, ``exhausted`` (a delivery was given up) or ``gone`` (410)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -66,8 +54,8 @@ class Sender:
     def __init__(
         self,
         database: Database,
-        subscribers: Subscribers,
-        find_deliverer: Callable[[Destination], Deliverer],
+        store: WebhookStore,
+        deliver: Callable[[Destination, DeliveryRequest, float], Awaitable[Outcome]],
         settings: SenderSettings | None = None,
         *,
         clock: Callable[[], float] = time.time,
@@ -76,14 +64,14 @@ class Sender:
         """Make a sender; nothing is sent before ``run``.
 
         Args:
-            find_deliverer: who delivers to a destination.
+            deliver: makes one attempt at a time in seconds since 1970; failures are in the outcome.
             clock: seconds since 1970.
             random: a number of [0, 1), for the jitter.
         """
         self.dropped = 0
         self._database = database
-        self._subscribers = subscribers
-        self._find_deliverer = find_deliverer
+        self._store = store
+        self._deliver_once = deliver
         self._settings = settings or SenderSettings()
         self._clock = clock
         self._random = random
@@ -91,47 +79,35 @@ class Sender:
         self.runner = QueueRunner(database, delivery_queue.QUEUE, self._deliver, self._get_limits, clock=clock)
 
     async def queue_message(self, message: Message, webhooks: Callable[[sqlite3.Connection], Collection[str]]) -> int:
-        """Queue an event durably; return for how many webhooks.
+        """Queue an event durably; return the number of webhooks that receive it.
 
         Args:
-            webhooks: finds the ids of those that want it, in the same transaction.
+            webhooks: returns the ids of these webhooks, in the same transaction.
         """
 
         def transaction(connection: sqlite3.Connection) -> tuple[int, dict[str, int]]:
-            return self.queue_in_transaction(connection, message, webhooks(connection))
+            limit = self._settings.max_waiting
+            return delivery_queue.queue_message(connection, message, webhooks(connection), self._clock(), limit)
 
-        return self.on_queued(*await self._database.run(transaction))
-
-    def queue_in_transaction(
-        self, connection: sqlite3.Connection, message: Message, webhook_ids: Collection[str]
-    ) -> tuple[int, dict[str, int]]:
-        """Queue an event within a caller's transaction; pass the result to ``on_queued`` once it is committed."""
-        return delivery_queue.queue_message(connection, message, webhook_ids, self._clock(), self._settings.max_waiting)
-
-    def on_queued(self, count: int, dropped: dict[str, int]) -> int:
-        """Wake the queue after a commit, and log the deliveries that were dropped."""
-        for webhook_id, count_dropped in dropped.items():
-            self.dropped += count_dropped
+        count, dropped = await self._database.run(transaction)
+        for webhook_id, number in dropped.items():
+            self.dropped += number
             logger.warning(
                 "webhook %s: more than %d deliveries wait, the oldest %d dropped (%d since the start); "
-                "see its delivery log for why they are not taken",
+                "see its delivery log for why they are not accepted",
                 webhook_id,
                 self._settings.max_waiting,
-                count_dropped,
+                number,
                 self.dropped,
             )
-        self.wake()
-        return count
-
-    def wake(self) -> None:
-        """Look at the queue again now, because its rows have changed."""
         self.runner.wake()
+        return count
 
     async def run(self) -> None:
         """Send until cancelled; what is under way then is sent again at the next start, with the same id."""
         pruning = asyncio.create_task(self._prune(), name="webhooks prune")
         try:
-            await self.runner.write(delivery_queue.QUEUE.release_running)  # of a process that was killed
+            await self.runner.write(delivery_queue.QUEUE.release_running)  # A killed process left these.
             await self.runner.run()
         finally:
             pruning.cancel()
@@ -151,12 +127,12 @@ class Sender:
             await self._attempt_delivery(delivery)
 
     async def _attempt_delivery(self, delivery: DueDelivery, *, is_replay: bool = False) -> Outcome | None:
-        destination = await self.runner.write(self._subscribers.destination, delivery.webhook_id)
+        destination = await self.runner.write(self._store.destination, delivery.webhook_id)
         if destination is None:
             return None
         started_at = self._clock()
         try:
-            outcome = await self._find_deliverer(destination).deliver(destination, delivery.request, started_at)
+            outcome = await self._deliver_once(destination, delivery.request, started_at)
         except Exception as error:
             # A defect of ours in one delivery must not end the others, nor be repeated without a pause.
             logger.exception("delivery %s failed within", delivery.id)
@@ -175,7 +151,7 @@ class Sender:
                 "it was a replay" if is_replay else "given up" if wait is None else f"next in {wait:.0f} s",
             )
         if is_replay:
-            self.wake()  # what waits behind it may begin, if it was taken
+            self.runner.wake()  # a delivery that waits for this one may begin, if it was accepted
         return outcome
 
     def _record_attempt(
@@ -191,12 +167,9 @@ class Sender:
         is_given_up = delivery_queue.record_attempt(
             connection, delivery, outcome, started_at, now, wait, is_replay=is_replay
         )
-        if outcome.is_gone:
-            self._subscribers.record_result(connection, delivery.webhook_id, "gone", now)
-        elif outcome.is_delivered:
-            self._subscribers.record_result(connection, delivery.webhook_id, "delivered", now)
-        elif is_given_up:
-            self._subscribers.record_result(connection, delivery.webhook_id, "exhausted", now)
+        if outcome.is_gone or outcome.is_delivered or is_given_up:
+            result = "gone" if outcome.is_gone else "delivered" if outcome.is_delivered else "exhausted"
+            self._store.record_result(connection, delivery.webhook_id, result, now)
 
     async def replay(self, webhook_id: str, delivery_id: str, *, is_awaited: bool = True) -> Outcome | None:
         """Send a logged delivery again now, with its id, to the webhook's present destination.

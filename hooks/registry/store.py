@@ -5,7 +5,10 @@ import re
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as validated_dataclass
 
 from hooks.addresses import MAX_URL
 from hooks.errors import InvalidWebhook, UnknownWebhook
@@ -13,29 +16,40 @@ from hooks.registry import delivery_queue
 from hooks.registry.delivery import MAX_JOB_SECRET, MAX_SECRET, Destination, format_time
 from hooks.signatures import sign_standard
 
-WATCHABLE = ("bucket", "dataset", "kernel", "model", "org", "space", "user")
-DOMAINS = ("repo", "discussion", "session")
-HUB_DOMAINS = DOMAINS[:2]
+# Older versions of huggingface_hub say it in the plural.
+Domain = Annotated[
+    Literal["repo", "discussion", "session"],
+    BeforeValidator(lambda value: "discussion" if value == "discussions" else value),
+]
+HUB_DOMAINS = ("repo", "discussion")
 
-# What ``disabled`` says beside true and false, as on the Hub.
+# The value of ``disabled`` in addition to true and false, as on the Hub.
 SUSPENDED = "suspended-after-failure"
 MAX_WATCHED = 100
 MAX_SECRETS = 32
+MAX_ERRORS = 10  # errors per answer
+
+
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
 
 
-@dataclass(frozen=True)
+def _check_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError("wanted name or owner/name")
+    return name
+
+
+@validated_dataclass(frozen=True)
 class Watched:
     """A repo by its type and name, or all repos of a user or org."""
 
-    type: str
-    name: str
+    type: Literal["bucket", "dataset", "kernel", "model", "org", "space", "user"]
+    name: Annotated[str, AfterValidator(_check_name)]
 
 
 @dataclass(frozen=True)
 class Webhook:
-    """A registered webhook; one of ``url`` and ``job`` is set.
+    """A registered webhook; either ``url`` or ``job`` is set.
 
     Attributes:
         job: id of a job in the operator's file.
@@ -89,21 +103,40 @@ class Webhook:
         return not self.disabled and "session" in self.domains
 
 
-@dataclass(frozen=True)
-class WebhookUpdate:
-    """Fields of a create or update; None is not named, which an update keeps.
+def _check_secret(secret: str) -> str:
+    if not secret.isascii() or not secret.isprintable() or secret != secret.strip():
+        raise ValueError("wanted printable ASCII (it is sent as a header) without spaces at its ends")
+    sign_standard(secret, "", 0, b"")  # raises InvalidWebhook, a ValueError
+    return secret
+
+
+def _check_variable(text: str) -> str:
+    if len(text.encode()) > MAX_JOB_SECRET or "\0" in text:
+        raise ValueError(f"wanted text of at most {MAX_JOB_SECRET} bytes")
+    return text
+
+
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
+
+
+class WebhookUpdate(BaseModel):
+    """JSON of a create or update; an update keeps the fields that are None.
 
     Attributes:
-        secret: empty to have none any more.
-        secrets: variables to set; an empty value takes one away.
+        secret: empty to remove the secret.
+        secrets: variables to set; an empty value removes a variable.
     """
 
-    url: str | None = None
-    job: str | None = None
-    watched: tuple[Watched, ...] | None = None
-    domains: tuple[str, ...] | None = None
-    secret: str | None = field(default=None, repr=False)
-    secrets: Mapping[str, str] | None = field(default=None, repr=False)
+    model_config = ConfigDict(frozen=True)
+
+    url: Annotated[str, Field(max_length=MAX_URL)] | None = None
+    job: Annotated[str, Field(max_length=MAX_URL)] | None = Field(default=None, alias="jobSourceId")
+    watched: Annotated[tuple[Watched, ...], Field(max_length=MAX_WATCHED)] | None = None
+    domains: Annotated[tuple[Domain, ...], Field(min_length=1, max_length=MAX_WATCHED)] | None = None
+    secret: Annotated[str, Field(max_length=MAX_SECRET), AfterValidator(_check_secret)] | None = Field(None, repr=False)
+    secrets: (
+        Annotated[dict[Variable, Annotated[str, AfterValidator(_check_variable)]], Field(max_length=MAX_SECRETS)] | None
+    ) = Field(None, repr=False)
 
 
 def read_update(body: object, *, is_new: bool) -> WebhookUpdate:
@@ -116,123 +149,35 @@ def read_update(body: object, *, is_new: bool) -> WebhookUpdate:
     """
     if not isinstance(body, dict):
         raise InvalidWebhook(f"body: {type(body).__name__}, wanted a JSON object")
-    wrong: list[str] = []
-    url, job = (_read_text(body, name, MAX_URL, wrong) for name in ("url", "jobSourceId"))
     if body.get("job") is not None:
-        wrong.append("job: jobs are registered by the operator here; give the id of one as jobSourceId")
-    elif url and job:
-        wrong.append("url and jobSourceId: both are given, wanted one of them")
-    elif is_new and not url and not job:
-        wrong.append("url or jobSourceId: wanted one of them")
-    domains = _read_domains(body.get("domains"), wrong)
-    if domains is None and is_new:
-        domains = HUB_DOMAINS
-    watched = _read_watched(body.get("watched"), wrong)
-    if not watched:
-        if is_new and not wrong and domains != ("session",):
-            wrong.append("watched: wanted at least one item, e.g. {'type': 'model', 'name': 'owner/name'}")
-        watched = () if is_new else None
-    update = WebhookUpdate(
-        url or None, job or None, watched, domains, _read_secret(body, wrong), _read_secrets(body, wrong)
-    )
-    if update.secrets and (update.url or (is_new and not update.job)):
-        wrong.append("secrets: they are for jobs; wanted with jobSourceId only")
-    if wrong:
-        raise InvalidWebhook("; ".join(wrong))
-    return update
-
-
-def _read_text(body: Mapping[str, Any], name: str, max_length: int, wrong: list[str]) -> str | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        wrong.append(f"{name}: {type(value).__name__}, wanted text")
-    elif len(value) > max_length:
-        wrong.append(f"{name}: {len(value)} characters, wanted at most {max_length}")
-    else:
-        return value
-    return None
-
-
-def _read_domains(value: object, wrong: list[str]) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or not value:
-        wrong.append(f"domains: wanted a list of {', '.join(DOMAINS)}")
-        return None
-    # Older versions of huggingface_hub say it in the plural.
-    named = tuple(dict.fromkeys("discussion" if item == "discussions" else str(item)[:40] for item in value))
-    unknown = [name for name in named if name not in DOMAINS]
-    if unknown:
-        wrong.append(f"domains: {', '.join(map(repr, unknown[:5]))}, wanted {', '.join(DOMAINS)}")
-    return named
-
-
-def _read_watched(value: object, wrong: list[str]) -> tuple[Watched, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list) or len(value) > MAX_WATCHED:
-        wrong.append(f"watched: wanted a list of at most {MAX_WATCHED} items")
-        return ()
-    items = []
-    for number, item in enumerate(value):
-        kind, name = (item.get("type"), item.get("name")) if isinstance(item, dict) else (None, None)
-        if not isinstance(kind, str) or not isinstance(name, str):
-            wrong.append(f"watched[{number}]: wanted {{'type': ..., 'name': ...}}")
-        elif kind not in WATCHABLE:
-            wrong.append(f"watched[{number}]: type {kind[:40]!r}, wanted one of {', '.join(WATCHABLE)}")
-        elif not _NAME.fullmatch(name):
-            wrong.append(f"watched[{number}]: name {name[:100]!r}, wanted name or owner/name")
-        else:
-            items.append(Watched(kind, name))
-    return tuple(dict.fromkeys(items))
-
-
-def _read_secret(body: Mapping[str, Any], wrong: list[str]) -> str | None:
-    secret = _read_text(body, "secret", MAX_SECRET, wrong)
-    if secret is None:
-        return None
-    if not secret.isascii() or not secret.isprintable() or secret != secret.strip():
-        wrong.append("secret: wanted printable ASCII (it is sent as a header) without spaces at its ends")
-        return None
+        raise InvalidWebhook("job: jobs are registered by the operator here; give the id of one as jobSourceId")
     try:
-        sign_standard(secret, "", 0, b"")
-    except InvalidWebhook as error:
-        wrong.append(f"secret: {error}")
-    return secret
+        update = WebhookUpdate.model_validate(body)
+    except ValidationError as error:
+        raise InvalidWebhook("; ".join(map(_describe_error, error.errors(include_url=False)[:MAX_ERRORS]))) from None
+    if update.url and update.job:
+        raise InvalidWebhook("url and jobSourceId: both are given, wanted one of them")
+    if is_new and not update.url and not update.job:
+        raise InvalidWebhook("url or jobSourceId: wanted one of them")
+    if update.secrets and (update.url or (is_new and not update.job)):
+        raise InvalidWebhook("secrets: they are for jobs; wanted with jobSourceId only")
+    domains = None if update.domains is None else tuple(dict.fromkeys(update.domains))
+    watched = tuple(dict.fromkeys(update.watched or ())) or None
+    if is_new:
+        domains = domains or HUB_DOMAINS
+        if not watched and domains != ("session",):
+            raise InvalidWebhook("watched: wanted at least one item, e.g. {'type': 'model', 'name': 'owner/name'}")
+    return update.model_copy(update={"domains": domains, "watched": watched})
 
 
-def _read_secrets(body: Mapping[str, Any], wrong: list[str]) -> Mapping[str, str] | None:
-    value = body.get("secrets")
-    if value is None:
-        return None
-    if not isinstance(value, dict) or len(value) > MAX_SECRETS:
-        wrong.append(f"secrets: wanted an object of at most {MAX_SECRETS} variables")
-        return None
-    for name, text in value.items():
-        if not _VARIABLE.fullmatch(name):
-            wrong.append(f"secrets: {name[:40]!r} is no name of a variable")
-        elif not isinstance(text, str) or len(text.encode("utf-8", "replace")) > MAX_JOB_SECRET or "\0" in text:
-            wrong.append(f"secrets: {name}: wanted text of at most {MAX_JOB_SECRET} bytes")
-    return value
-
-
-def record_content(connection: sqlite3.Connection, name: str, sha: str, now: float) -> tuple[bool, str | None]:
-    """Record a folder's content; return whether it is a change, and the content before.
-
-    The first content that is ever seen of a folder is no change.
-    """
-    row = connection.execute("SELECT sha FROM folders WHERE name = ?", (name,)).fetchone()
-    old = None if row is None else row["sha"]
-    if old == sha:
-        return False, old
-    connection.execute(
-        "INSERT INTO folders VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET sha = excluded.sha, "
-        "changed_at = excluded.changed_at",
-        (name, sha, now),
+def _describe_error(error: Any) -> str:
+    """Return the place and reason of one error; the value that was found only where it cannot be a secret."""
+    name, *parts = error["loc"]
+    place = name + "".join(f"[{part!r:.40}]" for part in parts)
+    is_shown = name in ("watched", "domains") and error["type"] != "too_long"
+    return f"{place}: {error['msg'].removeprefix('Value error, ')}" + (
+        f", found {error['input']!r:.100}" if is_shown else ""
     )
-    return old is not None, old
 
 
 WEBHOOKS = """
@@ -249,11 +194,6 @@ CREATE TABLE webhooks (
     updated_at REAL NOT NULL,
     exhausted INTEGER NOT NULL DEFAULT 0,
     CHECK ((url IS NULL) <> (job IS NULL))
-) STRICT;
-CREATE TABLE folders (
-    name TEXT PRIMARY KEY,
-    sha TEXT NOT NULL,
-    changed_at REAL NOT NULL
 ) STRICT;
 """
 SCHEMA = (WEBHOOKS + delivery_queue.SCHEMA, delivery_queue.LANES)
@@ -373,7 +313,7 @@ class WebhookStore:
         return Destination(webhook.id, webhook.url, webhook.job, webhook.secret, webhook.secrets)
 
     def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
-        """Record a delivery's result; see ``Subscribers``."""
+        """Record a result: ``delivered``, ``exhausted`` (no attempt is left) or ``gone`` (410)."""
         row = connection.execute("SELECT disabled, exhausted FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
         if row is None:
             return

@@ -167,7 +167,7 @@ def _render_events(events: Iterable[Event] | None, now: float) -> str:
     if events is None:
         return (
             '<p class="quiet">Shown to visitors from the machine itself only. From elsewhere: '
-            "<code>robojax webhooks events list --server ... --secret-file ...</code></p>"
+            "<code>curl -H 'X-Webhook-Secret: ...' .../webhooks/_events</code></p>"
         )
     rows = [_render_row(event, now) for event in events]
     if not rows:

@@ -116,6 +116,12 @@ def plan_blocks(name: str, dilate_last: bool = False) -> Iterator[BlockPlan]:
             inputs = outputs
 
 
+def measure_feature_map(name: str, frame: tuple[int, int], dilate_last: bool = False) -> tuple[int, int]:
+    """Height and width of a backbone's last feature map for a frame of this height and width."""
+    scale = 2 ** (4 if name not in RESNETS or dilate_last else 5)
+    return -(-frame[0] // scale), -(-frame[1] // scale)
+
+
 Norm: TypeAlias = Callable[[int], nnx.Module]  # of so many channels
 
 

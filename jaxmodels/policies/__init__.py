@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.memory import Sizes
 from jaxmodels.types import Language
 
 
@@ -22,8 +21,7 @@ class PolicyType:
         architecture: what programs depend on, out of a config; equal ones share programs.
         prepare: (config, weights of the module, platform) to weights of the serving program.
         act: serving weights and a normalised observation to a normalised chunk.
-        sizes: (config, batch, frames as they arrive, platform) to the `Sizes` of both; a batch of one, with frames as
-            the policy looks at them, where they are left out.
+        runs_as_read: whether `prepare` returns the arrays that were read, and folds nothing.
         takes_prefix: whether the observation may hold a plan for `act` to continue.
         read: (config as `architecture` gives it, serving weights, tokens (b, n) int32, mask (b, n) bool) to the
             `Language` that `act` finds in its observation; None for a kind of policy that reads no language. Whether a
@@ -45,7 +43,7 @@ class PolicyType:
     architecture: Callable[[Any], Any]
     prepare: Callable[..., dict[str, Any]]
     act: Callable[..., Any]
-    sizes: Callable[..., Sizes]
+    runs_as_read: bool = False
     takes_prefix: bool = False
     read: Callable[..., Language] | None = None
     unused: Callable[[Any], Mapping[str, tuple[int, ...]]] | None = None

@@ -1,18 +1,19 @@
 """Reading and checking of the fields that all policy configs share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.layers.vision import RESNETS
-from jaxmodels.ranges import check_unknown_fields, read_number_type, shorten_value
+from jaxmodels.ranges import Range, check_unknown_fields, find_number_errors, read_number_type, shorten_value
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, parse_features, wrong_sizes
 
+Config = TypeVar("Config", bound="LerobotConfig")
 FEATURES = ("input_features", "output_features")
 
 OTHER = "other"  # the config's field that holds unknown fields of the file
@@ -33,7 +34,7 @@ def read_fields(cls: type[Any], values: Mapping[str, Any], what: str, advice: st
     Args:
         cls: the dataclass, a subclass of `PolicyConfig`.
         values: the fields of the file.
-        what: name of the config in errors, e.g. ``ACT config``.
+        what: name of the config in errors, e.g. ``act config``.
         advice: which version's fields are known, for the error about unknown fields.
 
     Raises:
@@ -105,8 +106,6 @@ def _typed(name: str, declared: Any, value: Any) -> Any:
 
 SMALL_CNN = "small_cnn"
 BACKBONES = (*RESNETS, SMALL_CNN)
-# Fields of every LeRobot policy that neither a program nor its weights depend on.
-LEROBOT_INDIFFERENT = ("device", "use_amp", "use_peft", "push_to_hub", "repo_id", "private", "tags", "license")
 
 
 @dataclass(frozen=True)
@@ -126,11 +125,15 @@ class PolicyConfig(_OtherFields):
         normalization_mapping: type of a feature and mode, as `jaxmodels.types` lists both.
     """
 
+    type: ClassVar[str]
     input_features: tuple[Feature, ...]
     output_features: tuple[Feature, ...]
     chunk_size: Any
     normalization_mapping: tuple[tuple[str, str], ...]
 
+    # Values of the policy types that have neither; the others declare a field.
+    temporal_ensemble_coeff: Any = None
+    text_encoder: Any = None
     # Steps of LeRobot's processors, besides renaming and normalising, that the policy's own arithmetic stands for.
     processor_steps: ClassVar[frozenset[str]] = frozenset()
     # Whether frames go into the program's `act` at the size in which they arrive; others are stretched to `frames`.
@@ -202,6 +205,19 @@ class PolicyConfig(_OtherFields):
         return None
 
     @property
+    def prefix_tokens(self) -> int:
+        """Tokens of images and words that are computed once per chunk, for all steps; 0 for a policy without them."""
+        return 0
+
+    @property
+    def table_numbers(self) -> int:
+        """Numbers in the tables, such as positions, that are computed while a network is built, folded and traced.
+
+        Tracing gives no other array memory, so these are what a config can ask for before its program is measured.
+        """
+        return 2 * max((height * width for height, width in self.frames), default=0)
+
+    @property
     def vocabulary(self) -> int:
         """How many tokens the program knows, where it has a `prompt_length`."""
         return 0
@@ -215,6 +231,10 @@ class PolicyConfig(_OtherFields):
         """The text that is tokenized for an instruction; `state` (s,) is normalised, given if it is part of it."""
         del state
         return task
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as LeRobot writes them, ``type`` first."""
+        return dump_fields(self)
 
     def dump_architecture(self) -> Mapping[str, Any]:
         """Contents of the JSON files with sizes of models that the policy is built on, by their names in its folder."""
@@ -237,3 +257,53 @@ class PolicyConfig(_OtherFields):
         if not any(feature.name == ACTION and feature.type == "ACTION" for feature in self.output_features):
             wrong.append(f"output_features has no feature {ACTION!r} of type ACTION")
         return wrong
+
+
+@dataclass(frozen=True)
+class LerobotConfig(PolicyConfig):
+    """Fields that all of LeRobot's policy configs begin with (lerobot/configs/policies.py).
+
+    Raises:
+        ConfigError: a value makes no sense; all errors together.
+    """
+
+    # LeRobot's policies draw new noise for each chunk; here the same observation has the same answer.
+    noise_seed: ClassVar[int] = 0
+    # Fields, or how their names begin, that neither a program nor its weights depend on.
+    indifferent: ClassVar[tuple[str, ...]] = (
+        *("device", "use_amp", "use_peft", "push_to_hub", "repo_id", "private", "tags", "license"),
+        "pretrained_",
+        "normalization_mapping",
+    )
+
+    n_obs_steps: Annotated[int, Range(1, 64)] = 1
+    input_features: tuple[Feature, ...] = ()
+    output_features: tuple[Feature, ...] = ()
+    device: str | None = None
+    use_amp: bool = False
+    use_peft: bool = False
+    push_to_hub: bool = True
+    repo_id: str | None = None
+    private: bool | None = None
+    tags: tuple[str, ...] | None = None
+    license: str | None = None
+    pretrained_path: str | None = None
+    pretrained_revision: str | None = None
+
+    def __post_init__(self) -> None:
+        wrong = find_number_errors(self, integers=True) or [
+            *self._wrong_numbers(),
+            *find_number_errors(self, integers=False),
+            *self.wrong_features(),
+        ]
+        if wrong:
+            raise ConfigError(f"{self.type} config: " + "; ".join(wrong))
+
+    def _wrong_numbers(self) -> list[str]:
+        """Errors of fields whose numbers are each in range; each policy type has its own."""
+        return []
+
+    def architecture(self: Config) -> Config:
+        """The config with every indifferent field at its default: equal ones share programs."""
+        defaults = {entry.name: entry.default for entry in fields(self) if entry.name.startswith(self.indifferent)}
+        return replace(self, **defaults)

@@ -5,16 +5,14 @@ tensor that is there must be asked for.
 """
 
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import jax
 import numpy as np
 
 from jaxmodels.checkpoints import orbax
@@ -32,9 +30,10 @@ from jaxmodels.checkpoints.files import (
 from jaxmodels.checkpoints.folder import PARAMS, SHARD, STATE_BYTES, Folder, PolicyFolder
 from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
-from jaxmodels.memory import Sizes
+from jaxmodels.memory import check_layers, check_tables
 from jaxmodels.normalization import IDENTITY, Normalization, check_normalization
 from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors, openpi_configs
+from jaxmodels.policies.config import PolicyConfig
 from jaxmodels.policies.integrity import describe_missing_weights, read_config, read_description
 from jaxmodels.policies.lerobot_processors import (
     NORMALIZATION,
@@ -47,26 +46,11 @@ from jaxmodels.policies.lerobot_processors import (
     write_processors,
 )
 from jaxmodels.ranges import Range, is_number, shorten_value
-from jaxmodels.text.encoder import TextConfig
 from jaxmodels.text.tokenizers import TOKENIZER, read_tokenizer
-from jaxmodels.types import ACTION, Feature
+from jaxmodels.types import ACTION
 from jaxmodels.weights import Blueprint, blueprint_of, check_fit, not_finite
 
 RATE = Range(0, 10_000, above=True)  # actions per second
-
-
-@runtime_checkable
-class PolicyConfig(Protocol):
-    """Fields that every policy's config has."""
-
-    @property
-    def output_features(self) -> tuple[Feature, ...]: ...
-    @property
-    def action(self) -> Feature: ...
-    @property
-    def text_encoder(self) -> TextConfig | None: ...
-    def to_json(self) -> dict[str, Any]: ...
-    def dump_architecture(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -236,7 +220,7 @@ def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | N
 def read_checkpoint(
     folder: Folder,
     *,
-    admit: Callable[[Sizes, PolicyType], None] = lambda sizes, kind: None,
+    admit: Callable[[Any, int], None] = lambda config, parameters: None,
     lerobot: str | None = None,
     needs_statistics: bool = True,
 ) -> Checkpoint:
@@ -245,7 +229,8 @@ def read_checkpoint(
     Args:
         folder: a path, or a folder whose files are open: then no file is opened again, and one that was changed since
             is refused.
-        admit: asked with what follows from the config, before anything is built or weights are read.
+        admit: called with the config and the number of its parameters before weights are read; raises ConfigError to
+            refuse the policy.
         lerobot: the version of LeRobot that is meant, whatever the sidecar says.
         needs_statistics: False for a policy whose normalization is replaced by a dataset's before it acts.
 
@@ -265,7 +250,7 @@ def read_checkpoint(
 
 
 def _read(
-    folder: PolicyFolder, admit: Callable[[Sizes, PolicyType], None], lerobot: str | None, needs_statistics: bool
+    folder: PolicyFolder, admit: Callable[[Any, int], None], lerobot: str | None, needs_statistics: bool
 ) -> Checkpoint:
     values = read_config(folder)
     sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
@@ -276,9 +261,8 @@ def _read(
     kind = get_policy_type(values.get("type"))
     if kind.openpi is not None and openpi_configs.is_openpi(folder, sidecar):
         config = kind.openpi.complete(folder.tree(PARAMS), config)
-    sizes: Sizes = kind.sizes(config)
-    _check_sizes(folder, kind, config, sizes, admit)
-    weights, buffers = _read_weights(folder, kind, config)
+    check_tables(config)
+    weights, buffers = _read_weights(folder, kind, config, admit)
     normalization = _read_normalization(folder, config, buffers, sidecar)
     if needs_statistics:
         try:
@@ -313,7 +297,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     Raises:
         WeightsMismatch: the weights are not those of the config.
     """
-    kind = get_policy_type(checkpoint.config.to_json()["type"])
+    kind = get_policy_type(checkpoint.config.type)
     plan = model_blueprint(checkpoint.config)
     shapes = {name: tuple(np.shape(array)) for name, array in checkpoint.weights.items()}
     check_fit(shapes, {name: shape.shape for name, shape in plan.shapes.items()}, where="weights to be written")
@@ -345,19 +329,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
     """The network of a config, without weights."""
-    return blueprint_of(get_policy_type(config.to_json()["type"]).model, config)
-
-
-def _check_sizes(
-    folder: PolicyFolder, kind: PolicyType, config: Any, sizes: Sizes, admit: Callable[[Sizes, PolicyType], None]
-) -> None:
-    """Compares what follows from the config with the header of the weights, and asks whether there is room."""
-    sizes.check()
-    if has_policy_weights(folder):
-        tensors, _ = _find_tensors(folder, kind, config)
-        count = sum(math.prod(tensor.shape) for tensor in tensors.values())
-        sizes.check_file(count, len(tensors), _get_weights_name(folder))
-    admit(sizes, kind)
+    return blueprint_of(get_policy_type(config.type).model, config)
 
 
 def _get_weights_name(folder: Folder) -> str:
@@ -389,11 +361,14 @@ def _find_tensors(folder: Folder, kind: PolicyType, config: Any) -> tuple[dict[s
 
 
 def _read_weights(
-    folder: PolicyFolder, kind: PolicyType, config: PolicyConfig
+    folder: PolicyFolder, kind: PolicyType, config: Any, admit: Callable[[Any, int], None]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Our weights, and the statistics that older policies keep among theirs."""
-    plan = model_blueprint(config)
-    if not has_policy_weights(folder):
+    if has_policy_weights(folder):
+        weights, buffers = _read_tensors(folder, kind, config, admit)
+    else:
+        plan = model_blueprint(config)
+        admit(config, plan.count_parameters())
         if folder.has_tree():
             restored = orbax.restore(folder.tree(), dict(plan.shapes))
             weights, buffers = {name: np.asarray(array) for name, array in restored.items()}, {}
@@ -401,27 +376,27 @@ def _read_weights(
             weights, buffers = kind.openpi.read(folder.tree(PARAMS), config), {}
         else:
             raise CheckpointError(describe_missing_weights(folder))
-    else:
-        weights, buffers = _read_tensors(folder, kind, config, plan.shapes)
     if wrong := not_finite(weights):
         raise CheckpointError(f"{folder.name}: weights hold a NaN or an infinity: {', '.join(sorted(wrong))}")
     return weights, buffers
 
 
 def _read_tensors(
-    folder: Folder, kind: PolicyType, config: Any, shapes: Mapping[str, jax.ShapeDtypeStruct]
+    folder: Folder, kind: PolicyType, config: Any, admit: Callable[[Any, int], None]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     where = _get_weights_name(folder)
     tensors, buffers = _find_tensors(folder, kind, config)
-    table = kind.tensors(shapes)
+    check_layers(config, len(tensors), where)
+    plan = model_blueprint(config)
+    table = kind.tensors(plan.shapes)
     check_fit(
         {name: tensor.shape for name, tensor in tensors.items()},
-        their_shapes(table, {name: shape.shape for name, shape in shapes.items()}),
+        their_shapes(table, {name: shape.shape for name, shape in plan.shapes.items()}),
         where=where,
     )
     if (size := sum(tensor.bytes for tensor in buffers.values())) > STATE_BYTES:
         raise CheckpointError(f"{where}: {size} bytes of statistics; wanted at most {STATE_BYTES}")
-    # Only now that they are known to be of the config's size: what is read is in memory.
+    admit(config, plan.count_parameters())
     return (
         read_tensors(table, lambda name: tensors[name].read()),
         {name: tensor.read() for name, tensor in buffers.items()},

@@ -1,24 +1,14 @@
-"""Base config of policies on the 2D transformer, and their memory and operations."""
+"""Base config of policies on the 2D transformer."""
 
 import builtins
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.memory import (
-    Backbone,
-    Frame,
-    Sizes,
-    count_attention,
-    count_attention_scores,
-    count_feed_forward,
-    count_layer_norm,
-    count_linear,
-    count_resize_numbers,
-    measure_backbone,
-)
-from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig, dump_fields, read_fields
+from jaxmodels.layers.vision import measure_feature_map
+from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig, read_fields
 from jaxmodels.ranges import (
     CHUNK,
     HEADS,
@@ -33,32 +23,10 @@ from jaxmodels.ranges import (
 )
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.transformer2d.config import Transformer2DConfig
-from jaxmodels.transformer2d.diffusers_folder import count_parameters
 from jaxmodels.types import ENVIRONMENT_STATE, STATE, Feature
 
 SCHEDULERS = ("constant", "cosine")
 Config = TypeVar("Config", bound="Transformer2dPolicyConfig")
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Cost of sampling a chunk of actions, besides encoding the observation.
-
-    Attributes:
-        tokens: of a chunk.
-        steps: passes over it.
-        outputs: numbers of each token of the answer, of which a sampler makes several at a time.
-        residuals: numbers per token and channel of each layer that a gradient needs; 0 where none is taken.
-        beside: numbers that are in memory all the time for each member of a batch, beside the transformer's own.
-        shared: those that all members share.
-    """
-
-    tokens: int
-    steps: int
-    outputs: int
-    residuals: int = 0
-    beside: int = 0
-    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,7 +55,6 @@ class Transformer2dPolicyConfig(PolicyConfig):
         ConfigError: a value makes no sense; all errors together.
     """
 
-    type: ClassVar[str]
     # Fields, or how their names begin, that neither a program nor its weights depend on.
     indifferent: ClassVar[tuple[str, ...]] = (
         "device",
@@ -98,7 +65,6 @@ class Transformer2dPolicyConfig(PolicyConfig):
         "optimizer_",
         "scheduler_",
     )
-    temporal_ensemble_coeff: ClassVar[None] = None
 
     input_features: tuple[Feature, ...] = ()
     output_features: tuple[Feature, ...] = ()
@@ -178,9 +144,10 @@ class Transformer2dPolicyConfig(PolicyConfig):
         raise NotImplementedError
 
     @property
-    def sampling(self) -> Sampling:
-        """Cost of sampling a chunk; each type has its own."""
-        raise NotImplementedError
+    def table_numbers(self) -> int:
+        maps = (measure_feature_map(self.vision_backbone, frame) for frame in self.frames)
+        tokens = self.chunk_size + sum(map(math.prod, maps))
+        return super().table_numbers + tokens * self.dim_model
 
     @property
     def observation_transformer(self) -> Transformer2DConfig | None:
@@ -214,64 +181,3 @@ class Transformer2dPolicyConfig(PolicyConfig):
         """
         advice = "the policy is of a newer version, or of another"
         return cls(**read_fields(cls, values, f"{cls.type} config", advice))
-
-    def to_json(self) -> dict[str, Any]:
-        return dump_fields(self)
-
-
-def compute_sizes(
-    config: Transformer2dPolicyConfig, batch: int = 1, frames: Sequence[Frame] | None = None, *, platform: str = "cpu"
-) -> Sizes:
-    """Sizes of a policy of a checked config, for frames that may arrive in other sizes."""
-    width, text, views, sampling = config.dim_model, config.text_encoder, config.frames, config.sampling
-    eye = measure_backbone(config.vision_backbone) if views else None
-    maps = [rows * columns for rows, columns in map(eye.rows, views)] if eye is not None else []
-    tokens = (config.state is not None) + (config.environment_state is not None) + sum(maps)
-    tokens += 0 if text is None else text.length
-    parameters = _seeing(config, eye) + count_parameters(config.transformer)
-    blocks = config.observation_transformer
-    parameters += 0 if blocks is None else count_parameters(blocks, blocks_only=True)
-    parameters += 0 if text is None else _text(text)
-
-    vision = max((eye.activations(size, batch, platform=platform) for size in views), default=0) if eye else 0
-    held = batch * (
-        tokens * width * (2 + 2 * config.n_layers) + count_resize_numbers(frames or views, views) + sampling.beside
-    )
-    n, heads = sampling.tokens, config.n_heads
-    layer = count_feed_forward(width, 4 * width) + 2 * count_attention(width)
-    passing = batch * (n * (18 * width + 5 * sampling.outputs) + n * width * sampling.residuals * config.n_layers)
-    passing += count_attention_scores(n, max(n, tokens), heads, batch, platform=platform) + layer
-    around = (
-        batch * tokens * 14 * width + count_attention_scores(tokens, tokens, heads, batch, platform=platform) + layer
-    )
-
-    step_operations = 2 * config.n_layers * n * (layer + 2 * (n + tokens) * width) + 2 * n * width * sampling.outputs
-    operations = sampling.steps * step_operations * (3 if sampling.residuals else 1)
-    operations += 2 * config.n_encoder_layers * tokens * (layer + 2 * tokens * width)
-    operations += 4 * config.n_layers * tokens * width**2 + (sum(map(eye.operations, views)) if eye else 0)
-    return Sizes(
-        parameters=parameters,
-        serving=parameters,
-        layers=1 + (config.n_encoder_layers > 0) + (0 if text is None else text.n_layers),
-        pixels=sum(height * columns for height, columns in views),
-        tokens=tokens + n,
-        activations=held + sampling.shared + max(vision, passing, around),
-        operations=batch * operations,
-    )
-
-
-def _seeing(config: Transformer2dPolicyConfig, eye: Backbone | None) -> int:
-    """Parameters of `ObservationTokens`, without its blocks."""
-    width, text = config.dim_model, config.text_encoder
-    vectors = [part.shape[0] for part in (config.state, config.environment_state) if part is not None]
-    total = sum(count_linear(size, width) for size in vectors) + count_layer_norm(width)
-    total += 0 if eye is None else eye.parameters + count_linear(eye.width, width)
-    if text is not None:
-        total += count_linear(text.width, width) + (0 if eye is None else count_linear(text.width, 2 * width))
-    return total + (len(vectors) + (text is not None) + len(config.cameras)) * width
-
-
-def _text(text: TextConfig) -> int:
-    """Parameters of a text encoder."""
-    layer = count_attention(text.width) + count_feed_forward(text.width, text.hidden) + 2 * count_layer_norm(text.width)
-    return (text.vocabulary + text.length) * text.width + text.n_layers * layer + count_layer_norm(text.width)

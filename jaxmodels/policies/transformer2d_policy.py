@@ -23,7 +23,7 @@ from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.layers.vision import RESNETS, ResNet, SmallCnn
 from jaxmodels.policies import PolicyType
 from jaxmodels.policies.config import SMALL_CNN
-from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig, compute_sizes
+from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
 from jaxmodels.text import text_encoder
 from jaxmodels.transformer2d.attention import Dtypes, to_bias
 from jaxmodels.transformer2d.block import Biases, KeyValues, Modulation
@@ -175,7 +175,6 @@ def transformer2d_policy_type(
         architecture=config.architecture,
         prepare=_prepare,
         act=act,
-        sizes=compute_sizes,
         takes_prefix=True,
         read=partial(_read, model),
         small=SMALL,

@@ -54,16 +54,6 @@ def tensor_names(config: Transformer2DConfig) -> tuple[TensorTarget, ...]:
     return (*_inputs(config), *_blocks(config), *_outputs(config))
 
 
-def count_parameters(config: Transformer2DConfig, *, blocks_only: bool = False) -> int:
-    """Number of weights of a model, or of its blocks alone, computed from the names of one block."""
-
-    def count(targets: Iterator[TensorTarget]) -> int:
-        return sum(math.prod(target.shape) for target in targets)
-
-    blocks = config.num_layers * count(_block(config))
-    return blocks if blocks_only else blocks + count(_inputs(config)) + count(_outputs(config))
-
-
 def _inputs(config: Transformer2DConfig) -> Iterator[TensorTarget]:
     width, channels, patch = config.inner_dim, config.in_channels or 0, config.patch_size or 1
     if config.kind == "continuous":

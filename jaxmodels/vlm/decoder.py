@@ -35,12 +35,6 @@ class DecoderSizes:
     head_width: Annotated[int, Range(2, WIDTH)]
     epsilon: Annotated[float, Range(0, 1, above=True, below=True)] = EPSILON
 
-    def count_layer(self, context_width: int | None = None) -> int:
-        """Parameters of one `DecoderLayer`."""
-        inner, keys = self.heads * self.head_width, self.kv_heads * self.head_width
-        attention = 2 * self.width * inner + 2 * (context_width or self.width) * keys
-        return attention + 3 * self.width * self.hidden + 2 * self.width
-
 
 class DecoderLayer(nnx.Module):
     """Grouped-query attention and a gated feed-forward layer, each behind a root-mean-square norm; no biases.

@@ -193,17 +193,3 @@ def gemma_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
     stack, number, rest = inside.split(".", 2)
     layer = f"{stack}.{number}."
     return decoder_tensor(rest, ours=f"{ours}{layer}", theirs=f"{theirs}{layer}")
-
-
-def count_decoder(sizes: DecoderSizes, *, is_adaptive: bool = False) -> int:
-    """Parameters of a stack of layers, without the norm behind the last."""
-    norms = 2 * _count_adaptive_norm(sizes.width) - 2 * sizes.width if is_adaptive else 0
-    return sizes.layers * (sizes.count_layer() + norms)
-
-
-def count_last_norm(sizes: DecoderSizes, *, is_adaptive: bool = False) -> int:
-    return _count_adaptive_norm(sizes.width) if is_adaptive else sizes.width
-
-
-def _count_adaptive_norm(width: int) -> int:
-    return 3 * width * width + 3 * width

@@ -16,7 +16,6 @@ from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, LINEAR, SAME, Tens
 from jaxmodels.layers.attention import Attention
 from jaxmodels.layers.feed_forward import Activation, FeedForward, tanh_gelu
 from jaxmodels.layers.norm import LayerNorm
-from jaxmodels.memory import count_attention, count_feed_forward, count_layer_norm
 from jaxmodels.ranges import HEADS, LAYERS_WRITTEN_OUT, WIDTH, Range
 
 CHANNELS = 3
@@ -50,11 +49,6 @@ class VisionSizes:
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of the patches of an image; pixels that fill no patch are not looked at."""
         return height // self.patch_size, width // self.patch_size
-
-    def count_parameters(self) -> int:
-        patches = self.patch_size**2 * CHANNELS * self.width + self.width + self.side**2 * self.width
-        layer = count_attention(self.width) + count_feed_forward(self.width, self.hidden)
-        return patches + self.layers * (layer + 2 * count_layer_norm(self.width)) + count_layer_norm(self.width)
 
 
 class VisionLayer(nnx.Module):

@@ -160,13 +160,14 @@ def _facts(requirements: "Requirements", speed: "Speed", verdict: "Verdict", dev
 
 
 def _network_facts(policy: "Policy", parts: Sequence["StageTime"]) -> dict[str, Any]:
-    sizes, needs = policy.sizes, policy.needs
+    needs, counts = policy.needs, policy.count_parameters()
+    parameters = sum(counts.values())
     return {
-        "parameters": sizes.parameters,
-        "parameters_by_part": policy.count_parameters(),
-        "weights_bytes": {"float32": 4 * sizes.parameters, "bfloat16": 2 * sizes.parameters},
+        "parameters": parameters,
+        "parameters_by_part": counts,
+        "weights_bytes": {"float32": 4 * parameters, "bfloat16": 2 * parameters},
         "dtype": policy.dtype,
-        "prefix_tokens": sizes.prefix or None,
+        "prefix_tokens": policy.prefix_tokens or None,
         "parts_ms": [{"part": part.name, "ms": part.seconds * 1e3, "times": part.count} for part in parts],
         "lerobot_version": policy.lerobot,
         "memory_bytes": {"load": needs.host, "run": needs.device},
@@ -183,9 +184,9 @@ def _show(
     cameras = ", ".join(f"{name} {h}x{w}" for name, (h, w) in requirements.cameras.items()) or "none"
     names = requirements.joint_names
     ensemble = requirements.temporal_ensemble_coeff
-    sizes, needs = policy.sizes, policy.needs
+    needs, counts = policy.needs, policy.count_parameters()
+    parameters = sum(counts.values())
     stages = ", ".join(f"{stage} {seconds * 1e3:.2f}" for stage, seconds in speed.stages.items())
-    counts = policy.count_parameters()
     by_part = ": " + ", ".join(f"{part} {count:,}" for part, count in counts.items()) if len(counts) > 1 else ""
     times = [f"{part.name} {part.seconds * 1e3:.2f} ms" + f" x {part.count}" * (part.count > 1) for part in parts]
     rows = {
@@ -210,9 +211,9 @@ def _show(
         "inference": f"p50 {speed.p50 * 1e3:.2f} ms, p99 {speed.p99 * 1e3:.2f} ms ({speed.runs} runs; {stages})",
         "compile": f"{speed.compile:.2f} s",
         "parts": f"{', '.join(times)} (each as a program of its own)" if len(parts) > 1 else None,
-        "prefix": f"{sizes.prefix} tokens, computed once per chunk" if sizes.prefix else None,
-        "parameters": f"{sizes.parameters:,}{by_part}",
-        "weights": f"{4e-6 * sizes.parameters:,.1f} MB in float32, {2e-6 * sizes.parameters:,.1f} MB in bfloat16; "
+        "prefix": f"{policy.prefix_tokens} tokens, computed once per chunk" if policy.prefix_tokens else None,
+        "parameters": f"{parameters:,}{by_part}",
+        "weights": f"{4e-6 * parameters:,.1f} MB in float32, {2e-6 * parameters:,.1f} MB in bfloat16; "
         f"here {policy.dtype}",
         "memory": f"about {needs.host / 1e6:,.0f} MB to load, {needs.device / 1e6:,.0f} MB to run",
     }

@@ -80,10 +80,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
         then = "docs/operate/cluster.md says how a cluster is made; without --engine policies run here"
         fail(Code.USAGE, "the server cannot start", str(error), then)
     except NoDevice as error:
-        then = "robojax serve --devices all takes those there are"
-        if settings.hosts.hosts_count > 1:
-            then = "docs/operate/several_hosts.md says how several hosts are started"
-        fail(Code.USAGE, "the server cannot start", str(error), then)
+        fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --devices all takes those there are")
     except ModelError as error:
         fail(Code.POLICY, "the server cannot start", str(error), "robojax check PATH says more about a model")
     except StartFailed as error:
@@ -302,43 +299,6 @@ def transport(
         refuse_without_keys(listener.getsockname()[0], settings, "transport")
         guard = create_guard(settings.access, host=host, origins=origins, state=OFF)
         run_transport(listener, TransportSettings(origins=origins), started, guard)
-
-
-def follow(
-    front: Annotated[str, typer.Argument(help="ADDRESS:PORT of the server, its hosts_address.", show_default=False)],
-    secret_file: Annotated[
-        str | None,
-        typer.Option(envvar="ROBOJAX_HOSTS_SECRET_FILE", help="File with the secret that is the same on all hosts."),
-    ] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds in which the server has to be there.")] = 300.0,
-) -> None:
-    """Run the programs of a server with `--hosts-count` on this machine's devices, too; it ends when that server does.
-
-    No port is opened for anybody but the other hosts. Exit codes: 0 the server ended, 2 it cannot begin, 4 the server
-    or another host is gone; start it again then, and the server too.
-    """
-    from service.distributed.host_coordinator import read_address, read_secret
-    from service.setting_types import SettingsError
-
-    try:
-        host, port = read_address("front", front)
-        secret = read_secret(secret_file)
-    except SettingsError as error:
-        fail(Code.USAGE, "this host cannot follow", str(error), "robojax follow ADDRESS:PORT --secret-file FILE")
-    try:
-        from service.distributed.follow import follow_server
-    except ModuleNotFoundError as error:
-        fail(Code.USAGE, "this host cannot follow", f"{error.name} is not installed", "pip install -e '.[ray]'")
-    typer.echo(f"Waiting for the server at {front}.")
-    try:
-        why = follow_server(host.strip("[]"), port, secret, wait, typer.echo)
-    except KeyboardInterrupt:
-        why = None
-    typer.echo(f"Ended: {why or 'the server did, or Ctrl-C'}.", err=why is not None)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What still runs are threads that wait for Ray, which is gone.
-    os._exit(0 if why is None else Code.TRANSPORT)
 
 
 def doctor(

@@ -24,7 +24,7 @@ import aiohttp
 import numpy as np
 
 from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, Arm, to_wire
-from robojax.sim.tasks import PICK, TASKS, Outcome, Score, Task
+from robojax.sim.tasks import PICK, TASKS, Outcome, Task
 from robojax.sim.videos import save_film
 from service.errors import ServiceError
 from service.transport.client.rest import auth_headers
@@ -148,12 +148,6 @@ class Sessions:
         async with self._http.patch(self._url, json={"language_instruction": instruction}) as answer:
             if answer.status != 200:
                 raise EpisodeFailed(f"the instruction was refused with {answer.status}: {await answer.text()}")
-
-    async def report_score(self, score: Score) -> None:
-        """Report the score to the session, which shows it."""
-        body = {"tried": score.done, "succeeded": score.lifted, "note": "cubes lifted"}
-        async with self._http.post(f"{self._url}/score", json=body) as answer:
-            answer.raise_for_status()
 
 
 class Player:
@@ -343,13 +337,11 @@ async def run(args: argparse.Namespace) -> int:
                 sessions=args.server,
             ) as robot:
                 print_event("joined")
-                number, score = 0, Score()
+                number = 0
                 while args.episodes == 0 or number < args.episodes:
                     number += 1
                     outcome = await _play_to_the_end(player, robot, number, args.seed + number - 1)
                     print_event("episode", **asdict(outcome))
-                    score.outcomes.append(outcome)
-                    await sessions.report_score(score)
     finally:
         await simulation.close()
     return 0

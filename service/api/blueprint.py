@@ -28,7 +28,6 @@ ROUTES: tuple[Route, ...] = (
     *sessions.CONTROL_ROUTES,
     *predict.ACT_ROUTES,
     *sessions.ADJUST_ROUTES,
-    *sessions.SCORE_ROUTES,
     *policies.CHECK_ROUTES,
     *policies.DEPLOYMENT_ROUTES,
     *operations.CLUSTER_ROUTES,

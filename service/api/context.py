@@ -25,14 +25,14 @@ from service.inference.policy_sources import PolicyReader, SourceRules
 from service.logging import RecentLogs
 from service.loop_watchdog import LoopWatchdog
 from service.recording.recordings import Recordings
-from service.rollout.deployments import Updates
+from service.rollout.deployments import Deployments
 from service.sessions.store import AnySession, Sessions
 from service.settings import Settings
 from service.streaming.clients import StreamClients
 from service.transport.server.rooms import RoomTable
 
 if TYPE_CHECKING:
-    # They import Ray, and PostgreSQL's driver, which only some servers need.
+    # These modules import Ray and the driver of PostgreSQL, which only some servers need.
     from service.api.redirects import Redirects
     from service.distributed.cluster import Cluster
     from service.distributed.peers import PeerSessions
@@ -171,7 +171,7 @@ class Context:
     other_servers: "Redirects | None" = None
     sessions: Sessions = field(init=False)
     models: ModelServer = field(init=False)
-    updates: Updates = field(init=False)
+    updates: Deployments = field(init=False)
     recordings: Recordings = field(init=False)
 
 

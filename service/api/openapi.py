@@ -23,7 +23,6 @@ from service.api.schemas import (
     Quarantined,
     Recording,
     RecordRequest,
-    ScoreRequest,
     SessionStatusResponse,
     ValidationError,
 )
@@ -41,7 +40,7 @@ SPECIFIED_MODELS: tuple[type[BaseModel], ...] = (
     ValidationError,
 )
 FULL_MODELS = (
-    *(*SPECIFIED_MODELS, NewSessionRequest, PolicyRequest, PolicyCheckRequest, PolicyCheck, ScoreRequest),
+    *(*SPECIFIED_MODELS, NewSessionRequest, PolicyRequest, PolicyCheckRequest, PolicyCheck),
     *(Deployment, DeploymentStage, Quarantined, RecordRequest, Recording, ErrorResponse),
 )
 SECURITY = {

@@ -16,6 +16,7 @@ from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, Pol
 from service.auth.caller import Role, caller_of
 from service.errors import Forbidden, InvalidRequest, PolicyError, UnknownDeployment
 from service.http.bodies import InvalidBody, json_response, read_body, read_empty_body, show_to_sender
+from service.rollout.records import Record
 from service.sessions.compatibility import configure_control, find_mismatches, make_limits
 from service.sessions.request import NewSession, SessionSettings
 from service.setting_types import NAME
@@ -30,9 +31,9 @@ async def list_deployments(request: Request) -> HTTPResponse:
     limit, session_id = read_limit(str(asked.get("limit", "50")), MAX_LIMIT), asked.get("session_id")
     of = None if session_id is None else str(session_id)
     if caller_of(request).sees_all:
-        return json_response(request.app.ctx.updates.list(limit, of))
-    told = (_select_visible(request, update) for update in request.app.ctx.updates.list(MAX_SEARCHED, of))
-    return json_response([update for update in told if update is not None][:limit])
+        return json_response([record.as_json() for record in request.app.ctx.updates.list(limit, of)])
+    found = (_select_visible(request, record) for record in request.app.ctx.updates.list(MAX_SEARCHED, of))
+    return json_response([update for update in found if update is not None][:limit])
 
 
 async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
@@ -56,32 +57,35 @@ async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
     request.app.ctx.source_rules.check_revision(body.revision)
     if body.force and caller_of(request).role < Role.ADMIN:
         raise Forbidden("force takes a commit out of the quarantine, which wants the role admin; leave it out")
-    return json_response(await request.app.ctx.updates.deploy(session_id, body.revision, force=body.force))
+    record = await request.app.ctx.updates.deploy(session_id, body.revision, force=body.force)
+    return json_response(record.as_json())
 
 
 async def rollback_session_policy(request: Request, session_id: str) -> HTTPResponse:
     """Bring back the policy that the session ran before the last update; it is in memory still."""
     get_visible_session(request, session_id)
     read_empty_body(request)
-    return json_response(await request.app.ctx.updates.rollback(session_id))
+    return json_response((await request.app.ctx.updates.rollback(session_id)).as_json())
 
 
 async def list_quarantine(request: Request) -> HTTPResponse:
     """Commits that were refused or taken back; they are not deployed again by themselves."""
-    return json_response(request.app.ctx.updates.list_quarantine())
+    return json_response([one.as_json() for one in request.app.ctx.updates.quarantine.list()])
 
 
 async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse:
     """Let a commit out of the quarantine."""
-    if not await request.app.ctx.updates.release(commit):
+    if not await request.app.ctx.updates.quarantine.release(commit):
         raise UnknownDeployment(f"commit {commit[:80]!r} is not in quarantine; GET /quarantine lists those that are")
     return json_response({"message": f"Commit {commit} released"})
 
 
-def _select_visible(request: Request, update: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return an update without the sessions of others; None when there are only such. What came before a session was
-    made was about another one of its id.
+def _select_visible(request: Request, record: Record) -> Mapping[str, Any] | None:
+    """Return a deployment without the sessions of others; None when it has no other sessions.
+
+    A deployment from before a session was created is about an earlier session of the same id.
     """
+    update = record.as_json()
     if caller_of(request).sees_all:
         return update
     now, age = time.monotonic(), time.time() - update["at"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -153,22 +153,6 @@ class PolicyCheck(BaseModel):
     )
     rate: float | None = Field(description="Ticks per second the session would have; null when it does not fit.")
     requirements: dict[str, Any]
-
-
-class ScoreRequest(BaseModel):
-    """What POST /sessions/{session_id}/score takes."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    tried: int = Field(ge=0, le=10**9, description="Episodes that are over.")
-    succeeded: int = Field(ge=0, le=10**9, description="How many of them did what was wanted.")
-    note: Annotated[str, Field(max_length=200)] = Field(default="", description="What was tried, for people.")
-
-    @model_validator(mode="after")
-    def _no_more_than_tried(self) -> "ScoreRequest":
-        if self.succeeded > self.tried:
-            raise PydanticCustomError("greater_than", "No more can succeed than were tried")
-        return self
 
 
 class RecordRequest(BaseModel):

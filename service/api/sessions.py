@@ -1,7 +1,6 @@
-"""Session routes: create, control, adjust, record, score."""
+"""Session routes: create, control, adjust, record."""
 
 import logging
-import time
 from collections.abc import Mapping
 
 from sanic import HTTPResponse
@@ -14,13 +13,11 @@ from service.api.schemas import (
     NewSessionRequest,
     Recording,
     RecordRequest,
-    ScoreRequest,
     SessionStatusResponse,
 )
 from service.auth.caller import ANYBODY, Caller, Role, caller_of
 from service.errors import InvalidRequest, ServiceError, SessionExists, UnknownSession
 from service.http.bodies import REASON, json_response, read_body, read_empty_body, read_reason, to_invalid_body
-from service.sessions.interrupted import InterruptedSession
 from service.sessions.request import NewSession
 from service.sessions.store import AnySession, Sessions
 
@@ -218,54 +215,6 @@ CONTROL_ROUTES = (
         is_stop=True,
         is_streamed=True,
         role=Role.VIEWER,
-    ),
-)
-
-
-class Score:
-    """Score that was reported last for a session; one of its stats."""
-
-    def __init__(self) -> None:
-        self._score = ScoreRequest(tried=0, succeeded=0)
-        self._at = 0.0
-
-    def update(self, score: ScoreRequest, now: float) -> None:
-        """Replace the score."""
-        self._score, self._at = score, now
-
-    def __call__(self) -> Mapping[str, object]:
-        """Return the session's stats of the score."""
-        return {"score": self._score.model_dump() | {"age_s": round(time.monotonic() - self._at, 1)}}
-
-
-async def set_session_score(request: Request, session_id: str) -> HTTPResponse:
-    """Say how many episodes of a session's task are over and how many of them did what was wanted.
-
-    The server cannot know: a policy does not see whether it succeeded. The stats and the page show what was told last.
-    """
-    session = get_visible_session(request, session_id)
-    body = read_body(request, ScoreRequest)
-    if isinstance(session, InterruptedSession):
-        raise session.make_refusal()
-    score = next((figures for figures in session.stats_sources if isinstance(figures, Score)), None)
-    if score is None:
-        score = Score()
-        session.stats_sources.append(score)
-    score.update(body, time.monotonic())
-    return json_response(
-        {"message": f"Score of session {session.id} taken", "session_id": session.id, **body.model_dump()}
-    )
-
-
-SCORE_ROUTES = (
-    Route(
-        "POST",
-        "/sessions/{session_id}/score",
-        set_session_score,
-        "Control",
-        body=ScoreRequest,
-        errors=(404, 409),
-        role=Role.OPERATOR,
     ),
 )
 

@@ -13,7 +13,7 @@ from jaxmodels.types import CUT_TASK, describe_cut
 from service.control.chunk_scheduler import COMPILING, STUCK, PolicyAnswer, PolicyRequest
 from service.control.controller import TickResult
 from service.control.shadow import Shadow
-from service.errors import DeviceAway, PolicyFailed
+from service.errors import PolicyFailed
 from service.inference.engine import Engine
 from service.inference.loaded_policy import (
     FrameSizes,
@@ -120,7 +120,6 @@ class PolicyRunner:
         except PolicyFailed as error:
             self.errors += 1
             code = STUCK if isinstance(error, InferenceStuck) else "policy_failed"
-            code = "busy" if isinstance(error, DeviceAway) else code
             return PolicyAnswer(request, error=(code, str(error)), inputs=inputs)
         for stage in STAGES:
             self.seconds[stage].add(getattr(result, stage))

@@ -1,6 +1,6 @@
 """Policy artifacts: a policy's files by content hash, packed, sent and cached.
 
-Engines need no way to the Hub, and no token for it: what they run is what the front has checked.
+Engines need no access to the Hub, and no token for it: they run what the server has checked.
 """
 
 import hashlib
@@ -20,41 +20,66 @@ from filelock import FileLock
 from jaxmodels import is_policy_file, list_policy_files, open_file
 from jaxmodels.errors import CheckpointError
 
-# Bytes that are read at a time where only their hash is needed.
+# Bytes of a file that are sent as one object, and bytes that are read at a time where only their hash is needed.
+PIECE_BYTES = 64 << 20
 HASH_BYTES = 1 << 20
+# Bytes of policies that a machine caches. The policies that were unused for longest are deleted first, except those
+# used within the last seconds below: a process may be reading or writing them.
+CACHE_BYTES = 32 << 30
+IN_USE_SECONDS = 600.0
 _SHA = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Listing:
-    """Names and sizes of a policy's files, with one hash of all of them.
+class PolicyArtifact:
+    """A policy's files in the object store.
 
     Attributes:
-        sha: of all names and contents.
-        files: names with their bytes, in the order that the sha is of.
+        sha: hash of all names and contents; engines know the policy by it.
+        files: names with their sizes in bytes, in the order in which they are hashed.
+        pieces: references to the pieces of each file in the object store.
     """
 
     sha: str
     files: tuple[tuple[str, int], ...]
+    pieces: Mapping[str, tuple[Any, ...]]
 
     def check(self) -> None:
-        """Refuse a listing from another machine whose files may not be written here.
+        """Refuse an artifact from another machine whose files may not be written here.
 
         Raises:
-            CheckpointError: a name is none of a policy's files, or the sha is none.
+            CheckpointError: a name is not that of a policy's file, or the sha is not a hash.
         """
         if wrong := [name for name, _ in self.files if not is_policy_file(name)]:
             raise CheckpointError(f"{', '.join(f'{name[:80]!r}' for name in wrong[:3])} is no file of a policy")
         if not _SHA.fullmatch(self.sha):
             raise CheckpointError(f"{self.sha[:80]!r} is no hash of a policy's files; wanted 64 hexadecimal digits")
 
+    def matches(self, folder: Path) -> bool:
+        """Return whether a folder has exactly these files; reads them only if their sizes match."""
+        try:
+            sizes = tuple((name, (folder / name).stat().st_size) for name in list_files(folder))
+            if sizes != self.files:
+                return False
+            digest = Digest()
+            for name, _ in self.files:
+                for _ in digest.hash_pieces(name, read_pieces(folder / name, HASH_BYTES)):
+                    pass
+        except (OSError, CheckpointError):
+            return False
+        return digest.sha == self.sha
+
 
 class Digest:
-    """Hash of files that come one after the other, computed while their pieces pass through."""
+    """Hash of consecutive files, computed while their pieces pass through.
+
+    Attributes:
+        files: names of the files hashed so far, with their sizes in bytes.
+    """
 
     def __init__(self) -> None:
         self._whole = hashlib.sha256()
-        self._files: list[tuple[str, int]] = []
+        self.files: list[tuple[str, int]] = []
 
     def hash_pieces(self, name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
         """Hash and yield the pieces of the next file; all of them have to be consumed."""
@@ -65,12 +90,12 @@ class Digest:
             size += len(piece)
             yield piece
         self._whole.update(f" {size}\n".encode())
-        self._files.append((name, size))
+        self.files.append((name, size))
 
     @property
-    def listing(self) -> Listing:
-        """Listing of the files hashed so far."""
-        return Listing(self._whole.hexdigest(), tuple(self._files))
+    def sha(self) -> str:
+        """Hash of the files so far."""
+        return self._whole.hexdigest()
 
 
 def list_files(folder: Path) -> Sequence[str]:
@@ -92,7 +117,7 @@ def list_files(folder: Path) -> Sequence[str]:
     return names
 
 
-def read_pieces(file: Path, size: int = HASH_BYTES) -> Iterator[bytes]:
+def read_pieces(file: Path, size: int) -> Iterator[bytes]:
     """Yield a file's content, ``size`` bytes at a time.
 
     Raises:
@@ -104,66 +129,59 @@ def read_pieces(file: Path, size: int = HASH_BYTES) -> Iterator[bytes]:
             yield opened.read(start, size)
 
 
-def make_listing(folder: Path) -> Listing:
-    """Return the listing of a policy's folder, with the hash of all files; raises as `list_files`."""
-    digest = Digest()
-    for name in list_files(folder):
-        for _ in digest.hash_pieces(name, read_pieces(folder / name)):
-            pass
-    return digest.listing
-
-
-def matches_listing(folder: Path, listing: Listing) -> bool:
-    """Return whether a folder has exactly the listed files; reads them only where their sizes match."""
-    try:
-        sizes = tuple((name, (folder / name).stat().st_size) for name in list_files(folder))
-        return sizes == listing.files and make_listing(folder) == listing
-    except (OSError, CheckpointError):
-        return False
-
-
-# Bytes that a machine keeps; those that were longest unused go, but none that was used in so many seconds: a process
-# may be reading it, or writing it.
-CACHE_BYTES = 32 << 30
-IN_USE_SECONDS = 600.0
-
-
-def fetch_to_cache(cache: Path, listing: Listing, fetch: Callable[[str], Iterable[bytes]]) -> Path:
-    """Return the cached folder with exactly the listed files, fetching them if needed; one process of a machine
-    fetches.
+def pack(folder: Path, put: Callable[[bytes], Any]) -> PolicyArtifact:
+    """Put the files of a policy's folder into the object store.
 
     Args:
-        cache: made if there is none, for this user alone.
-        fetch: the pieces of a file, by its name.
+        put: puts one piece into the object store and returns a reference to it.
 
     Raises:
-        CheckpointError: what is listed are no files of a policy, or what came is not what is listed.
-        OSError: the disk does not take it.
+        CheckpointError: the folder has no files of a policy, or its weights are in a form that is not sent.
+        OSError: the folder cannot be read.
     """
-    listing.check()
+    digest, pieces = Digest(), {}
+    for name in list_files(folder):
+        pieces[name] = tuple(put(piece) for piece in digest.hash_pieces(name, read_pieces(folder / name, PIECE_BYTES)))
+    return PolicyArtifact(digest.sha, tuple(digest.files), pieces)
+
+
+def unpack(artifact: PolicyArtifact, cache: Path, get: Callable[[Any], bytes]) -> Path:
+    """Return the cached folder with the files of an artifact, fetching them if needed.
+
+    Of several processes on a machine, one fetches the files.
+
+    Args:
+        cache: created if needed, with permissions for this user only.
+        get: fetches a piece from the object store.
+
+    Raises:
+        CheckpointError: the artifact has other files than a policy's, or the files changed while they were sent.
+        OSError: the files cannot be written.
+    """
+    artifact.check()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder = cache / listing.sha
-    with FileLock(cache / f".{listing.sha}.lock", fallback_to_soft=False):
-        if not matches_listing(folder, listing):
+    folder = cache / artifact.sha
+    with FileLock(cache / f".{artifact.sha}.lock", fallback_to_soft=False):
+        if not artifact.matches(folder):
             shutil.rmtree(folder, ignore_errors=True)  # damaged on the disk
             with FileLock(cache / ".room.lock", fallback_to_soft=False):
                 _free_space(cache, time.time())
-            _write(listing, folder, fetch)
+            _write(artifact, folder, get)
         os.utime(folder)
     return folder
 
 
-def _write(listing: Listing, folder: Path, fetch: Callable[[str], Iterable[bytes]]) -> None:
+def _write(artifact: PolicyArtifact, folder: Path, get: Callable[[Any], bytes]) -> None:
     temporary, digest = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent)), Digest()
     try:
-        for name, _ in listing.files:
+        for name, _ in artifact.files:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             with (temporary / name).open("wb") as file:
-                for piece in digest.hash_pieces(name, fetch(name)):
+                for piece in digest.hash_pieces(name, map(get, artifact.pieces[name])):
                     file.write(piece)
-        if (received := digest.listing) != listing:
+        if (digest.sha, tuple(digest.files)) != (artifact.sha, artifact.files):
             raise CheckpointError(
-                f"the policy's files came as {received.sha[:12]}, announced was {listing.sha[:12]}: "
+                f"the policy's files came as {digest.sha[:12]}, announced was {artifact.sha[:12]}: "
                 "they changed while they were sent; load it once more"
             )
         temporary.rename(folder)
@@ -182,45 +200,3 @@ def _free_space(cache: Path, now: float) -> None:
         if total > CACHE_BYTES and now - used_at > IN_USE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
             total -= size
-
-
-# Bytes of a file that travel together.
-PIECE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class PolicyArtifact:
-    """A policy's files in the object store.
-
-    Attributes:
-        pieces: of each file, as the object store calls them.
-    """
-
-    listing: Listing
-    pieces: Mapping[str, tuple[Any, ...]]
-
-    @property
-    def sha(self) -> str:
-        """Hash of its files; engines know the policy by it."""
-        return self.listing.sha
-
-
-def pack(folder: Path, put: Callable[[bytes], Any]) -> PolicyArtifact:
-    """Put the files of a policy's folder into the object store; raises as `list_files`.
-
-    Args:
-        put: gives a piece to the object store.
-    """
-    digest, pieces = Digest(), {}
-    for name in list_files(folder):
-        pieces[name] = tuple(put(piece) for piece in digest.hash_pieces(name, read_pieces(folder / name, PIECE_BYTES)))
-    return PolicyArtifact(digest.listing, pieces)
-
-
-def unpack(artifact: PolicyArtifact, cache: Path, get: Callable[[Any], bytes]) -> Path:
-    """Return the folder of an artifact on this machine, fetching its files if needed; raises as `fetch_to_cache`.
-
-    Args:
-        get: asks the object store for a piece.
-    """
-    return fetch_to_cache(cache, artifact.listing, lambda name: map(get, artifact.pieces[name]))

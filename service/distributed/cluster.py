@@ -1,14 +1,12 @@
-"""Cluster: the Ray engines that one server uses, from joining to leaving, and their creation from settings."""
+"""Cluster: the Ray engines that one server uses, and the engine source that creates it from settings."""
 
 import asyncio
 import logging
-import os
-import socket
 import time
 from asyncio import Task
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakSet
@@ -18,20 +16,12 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # pyr
 
 from jaxmodels.errors import CheckpointError
 from service.distributed.config import ClusterSettings
-from service.distributed.engine_actor import EngineOptions
+from service.distributed.engine_actor import EngineOptions, Loaded
 from service.distributed.pool import Listed, Listing, get_or_create_pool
-from service.distributed.ray_connection import (
-    CannotJoin,
-    Connection,
-    NoAnswer,
-    call_actor,
-    means_no_answer,
-    to_ray_address,
-)
-from service.distributed.remote_engine import RemoteLoader, RemoteWorker
-from service.distributed.replication import Copy, RetryState
+from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, call_actor, means_no_answer
+from service.distributed.remote_engine import RemoteLoader, RemoteWorker, RetryState
 from service.distributed.scaling import Bounds
-from service.errors import NoEngine, ServiceError
+from service.errors import NoEngine
 from service.inference.config import PolicySettings
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
@@ -48,28 +38,33 @@ class EngineHandle:
     """One engine from joining until leaving; the same actor gets another name when it is used again.
 
     Attributes:
-        worker: where robots' requests go.
-        joined_at: when it came, or failed here; monotonic.
-        last_reply_at: when it last reported its load; monotonic.
+        worker: sends the requests of robots to the engine.
+        joined_at: monotonic time at which it joined, or failed here.
+        last_reply_at: monotonic time at which it last reported its load.
         is_gone: no calls are sent to it any more.
-        poll_task: polls its load. copy_task: copies policies to it that it does not have.
-        copies: of policies, that this front uses there; for the event loop alone.
+        poll_task: polls its load.
+        copy_task: copies missing policies to it.
+        copies: policies in the engine that this server uses; for the event loop only.
     """
 
     def __init__(self, name: str, listed: Listed, joined_at: float, stuck_after: float):
         self.name = name
         self.listed = listed
-        self.worker = RemoteWorker(name, self._send, stuck_after)
+        self.worker = RemoteWorker(name, self.ask, stuck_after)
         self.joined_at = self.last_reply_at = joined_at
         self.is_gone = False
         self.poll_task: Task[None] | None = None
         self.copy_task: Task[None] | None = None
-        self.copies: WeakSet[Copy] = WeakSet()
+        self.copies: WeakSet[Loaded] = WeakSet()
         self._pending: set[Future[Any]] = set()
         self._gone_reason = ""
 
     def ask(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Call a method of the engine, as `Engines.ask`; from any thread."""
+        """Call a method of the engine, from any thread.
+
+        Returns:
+            Its answer, or `DeviceGone` as soon as the engine is gone.
+        """
         answer: Future[Any] = Future()
         self._pending.add(answer)
         answer.add_done_callback(self._pending.discard)
@@ -82,13 +77,10 @@ class EngineHandle:
             _settle(answer, reply.result() if error is None else self._translate(error))
 
         try:
-            self._call(method, arguments).add_done_callback(deliver)
+            getattr(self.listed.actor, method).remote(*arguments).future().add_done_callback(deliver)
         except Exception as error:
             _settle(answer, self._translate(error))
         return answer
-
-    def _translate(self, error: BaseException) -> BaseException:
-        return DeviceGone(f"engine {self.name}: {describe_loss(error)}") if _is_gone(error) else error
 
     def fail(self, why: str) -> None:
         """Mark the engine as gone and fail all pending calls, except those of robots, which the worker fails."""
@@ -96,18 +88,10 @@ class EngineHandle:
         for answer in tuple(self._pending):
             _settle(answer, DeviceGone(self._gone_reason))
 
-    def _send(self, method: str, arguments: tuple[Any, ...], done: Callable[[Any], None]) -> None:
-        def deliver(reply: "Future[Any]") -> None:
-            error = reply.exception()
-            done(reply.result() if error is None else _to_service_error(error))
-
-        try:
-            self._call(method, arguments).add_done_callback(deliver)
-        except Exception as error:
-            done(_to_service_error(error))
-
-    def _call(self, method: str, arguments: tuple[Any, ...]) -> "Future[Any]":
-        return getattr(self.listed.actor, method).remote(*arguments).future()
+    def _translate(self, error: BaseException) -> BaseException:
+        # Other errors of Ray report what happened inside the engine.
+        is_gone = isinstance(error, RayActorError) or (not isinstance(error, RayError) and means_no_answer(error))
+        return DeviceGone(f"engine {self.name}: {describe_loss(error)}") if is_gone else error
 
 
 def describe_loss(error: BaseException) -> str:
@@ -116,43 +100,27 @@ def describe_loss(error: BaseException) -> str:
     return f"{'its process ended' if is_known else 'it cannot be reached'} ({type(error).__name__})"
 
 
-def _is_gone(error: BaseException) -> bool:
-    # Others of Ray's errors are of what happened in the engine.
-    return isinstance(error, RayActorError) or (not isinstance(error, RayError) and means_no_answer(error))
-
-
 def _settle(answer: "Future[Any]", outcome: Any) -> None:
-    with suppress(InvalidStateError):  # its engine left in the same moment
+    with suppress(InvalidStateError):  # the engine left at the same moment
         if isinstance(outcome, BaseException):
             answer.set_exception(outcome)
         else:
             answer.set_result(outcome)
 
 
-def _to_service_error(error: BaseException) -> Exception:
-    """Convert an error of Ray, which carries the engine's whole traceback."""
-    if _is_gone(error):
-        return DeviceGone(describe_loss(error))
-    if isinstance(error, ServiceError):
-        return error
-    logger.error("an engine raised", exc_info=error)
-    return RuntimeError(f"the engine raised {type(error).__name__}")
-
-
-# Seconds between two polls of the pool; that an answer of it may take, and its first one; that joining may take, and
-# leaving at the end; that the first engine may take until the server starts; after which an engine that the pool
-# goes on listing is used again.
+# Seconds between two polls of the pool, for its answers, for its first answer, for joining, for leaving at the end, and
+# for the first engine at a start. After the last figure, a failed engine that the pool still lists is used again.
 POLL_PERIOD = 0.5
 ANSWER_TIMEOUT = 3.0
 BEGIN_TIMEOUT = 60.0
 JOIN_TIMEOUT, LEAVE_TIMEOUT = 60.0, 3.0
 FIRST_ENGINE_TIMEOUT = 180.0
 REJOIN_AFTER = 5.0
-# Seconds in which an engine may be silent while the pool is, too: less than robots wait for an answer, so that they are
-# held until there is an engine, and have no error.
+# Seconds for which an engine may be silent while the pool is silent, too. Robots wait longer for an answer, so they are
+# held until there is an engine, and get no error.
 SILENCE_TIMEOUT = 3.5
-# Seconds in which nothing of the cluster answers, pool nor engines, after which it is joined anew: as long as engines
-# answer, those are used. A machine that stood still is well again before.
+# Seconds without any answer of the pool or an engine after which the cluster is joined again. Engines that answer are
+# used. A machine that stalled recovers in less time.
 LOSS_TIMEOUT = 10.0
 
 POOL_SILENT = "the pool of engines does not answer"
@@ -160,17 +128,17 @@ CLUSTER_LOST = "the cluster is lost; it is joined again as soon as its head answ
 
 
 class Cluster:
-    """Joins a Ray cluster and adds its engines to an `Engine` as they come and go. An `Engines` for loader threads.
+    """Joins a Ray cluster and adds its engines to an `Engine` as they come and go.
 
     Args:
-        address: as Ray has it: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
-        front: this front's name.
+        address: Ray's address: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
+        front: name of this server.
     """
 
     def __init__(self, address: str, front: str, options: EngineOptions, bounds: Bounds, *, stuck_after: float = 5.0):
         self.front = front
         self._connection = Connection(address)
-        # The processes of a Ray of our own end with the thread that started them: one that is there until the end.
+        # A local Ray ends with the thread that started it, so this thread lives until the server ends.
         self._thread = Worker("cluster")
         self._options, self._bounds = options, bounds
         self._stuck_after = stuck_after
@@ -181,8 +149,8 @@ class Cluster:
         self._trouble = ""
         self._lost = ""
         self._last_reply_at = 0.0
-        self._engine: Engine | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine: Engine  # set by `open`, like the loop
+        self._loop: asyncio.AbstractEventLoop
         self._task: asyncio.Task[None] | None = None
 
     async def open(self, engine: Engine) -> None:
@@ -257,7 +225,7 @@ class Cluster:
                 self._remove_engine(member, "it does not answer, and neither does the pool")
 
     async def _rejoin(self) -> None:
-        """Leave a lost cluster and join it again; robots are held meanwhile, each when its plan runs dry."""
+        """Leave a lost cluster and join it again; each robot is held when its plan is used up."""
         logger.error("nothing of the cluster has answered for %g s: %s", LOSS_TIMEOUT, CLUSTER_LOST)
         self._lost = CLUSTER_LOST
         for member in tuple(self._members.values()):
@@ -274,13 +242,13 @@ class Cluster:
     async def _try_rejoin(self) -> str:
         """Try to join again; returns why it failed, or an empty text."""
         self._pool = None
-        await self._thread.submit(self._connection.close)
+        await self._thread.submit(ray.shutdown)
         try:
             await self._connect()
             await self._begin()
         except CannotJoin as error:
             return str(error)
-        except Exception as error:  # of a cluster that is coming up, or going down again
+        except Exception as error:  # The cluster is starting, or ending again.
             return summarize_error(error)
         return ""
 
@@ -293,7 +261,6 @@ class Cluster:
         self._trouble = listing.trouble
         ours = version("robojax")
         available = {listed.name: listed for listed in listing.engines}
-        assert self._engine is not None
         for member in tuple(self._members.values()):
             if member.listed.name not in available:
                 self._remove_engine(member, "it is not in the cluster any more")
@@ -315,24 +282,20 @@ class Cluster:
     def _retry_copies(self, now: float) -> None:
         """Start to copy missing policies to the engines that are due for another try."""
         alive = {member.name: member for member in self._members.values() if not member.is_gone}
-        self._retries.retain(alive, {copy.loaded.handle for member in alive.values() for copy in member.copies})
+        self._retries.retain(alive, {copy.handle for member in alive.values() for copy in member.copies})
         for name in self._retries.due(now):
             member = alive[name]
             if member.copy_task is None or member.copy_task.done():
                 member.copy_task = asyncio.create_task(self._copy_missing(name), name=f"complete {name}")
 
     async def _copy_missing(self, name: str) -> None:
-        assert self._engine is not None
         began = time.monotonic()
         await self._engine.replica_manager.copy_missing_policies(name)
         self._retries.drop_failures(name, began)
 
     def _add_engine(self, listed: Listed, now: float) -> None:
-        assert self._engine is not None
         self._join_count += 1
-        name = listed.name.removeprefix("robojax-") + (
-            "" if not any(one.listed.name == listed.name for one in self._members.values()) else f".{self._join_count}"
-        )
+        name = listed.name.removeprefix("robojax-")
         if name in self._engine.devices.health.failed:
             name = f"{name}.{self._join_count}"
         member = self._members[name] = EngineHandle(name, listed, now, self._stuck_after)
@@ -341,7 +304,6 @@ class Cluster:
         logger.info("engine %s joins (%s, process %d)", name, listed.begun.node, listed.begun.process)
 
     def _remove_engine(self, member: EngineHandle, why: str) -> None:
-        assert self._engine is not None
         del self._members[member.name]
         if member.poll_task is not None and member.poll_task is not asyncio.current_task():
             member.poll_task.cancel()
@@ -351,7 +313,6 @@ class Cluster:
         asyncio.get_running_loop().call_later(1.0, self._forget_device, member.name)
 
     def _forget_device(self, name: str) -> None:
-        assert self._engine is not None
         task = asyncio.get_running_loop().create_task(self._engine.replica_manager.remove_device(name))
         task.add_done_callback(lambda task: task.exception())
 
@@ -359,7 +320,7 @@ class Cluster:
         """Poll one engine's load, which also reports to it which policies are still used here."""
         while True:
             try:
-                handles = sorted({copy.loaded.handle for copy in member.copies})
+                handles = sorted({copy.handle for copy in member.copies})
                 member.worker.facts = await call_actor(member.listed.actor, ANSWER_TIMEOUT, "facts", handles)
                 member.last_reply_at = self._last_reply_at = time.monotonic()
             except NoAnswer as error:
@@ -405,15 +366,19 @@ class Cluster:
             if member.copy_task is not None:
                 member.copy_task.cancel()
         within = LEAVE_TIMEOUT / 3 if self._lost else LEAVE_TIMEOUT
-        if self._lost != CLUSTER_LOST:  # in which a thread of its own closes and opens it
+        if self._lost != CLUSTER_LOST:  # While it is lost, the thread leaves and joins it.
             with suppress(TimeoutError):  # Ray waits for a cluster that is gone, and robots are held by now
-                await asyncio.wait_for(self._thread.submit(self._connection.close), within)
+                await asyncio.wait_for(self._thread.submit(ray.shutdown), within)
         self._thread.close(0.0)
 
-    # For threads that load.
+    # For threads that load policies.
 
     def pick_engines(self) -> tuple[str, Sequence[str]]:
-        """See `Engines.pick_engines`: the engine with least to do, and those that have computed nothing for seconds."""
+        """Return the engine with the least work, to load a policy to first, and all others that are idle.
+
+        Raises:
+            CheckpointError: the cluster has no engine.
+        """
         alive = [one for one in tuple(self._members.values()) if not one.is_gone]
         if not alive:
             raise CheckpointError("no engine of the cluster is there; try again when one is")
@@ -421,7 +386,7 @@ class Cluster:
         return first.name, [one.name for one in others if not one.worker.facts.load]
 
     def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
-        """See `Engines.ask`."""
+        """Call a method of the engine of this name; see `EngineHandle.ask`."""
         member = self._members.get(engine)
         if member is not None:
             return member.ask(method, *arguments)
@@ -429,53 +394,56 @@ class Cluster:
         answer.set_exception(DeviceGone(f"engine {engine} is not there any more"))
         return answer
 
-    def keep_copy(self, copy: Copy) -> None:
-        """See `Engines.keep_copy`."""
-        self._call_on_loop(lambda: self._keep_copy(copy))
+    def keep_copy(self, engine: str, loaded: Loaded) -> None:
+        """Keep a policy in an engine for as long as this object is referenced."""
 
-    def _keep_copy(self, copy: Copy) -> None:
-        member = self._members.get(copy.engine)
-        if member is not None:
-            member.copies.add(copy)
-            self._retries.record_success(copy.engine, copy.loaded.handle)
+        def keep() -> None:
+            if (member := self._members.get(engine)) is not None:
+                member.copies.add(loaded)
+                self._retries.record_success(engine, loaded.handle)
+
+        self._call_on_loop(keep)
 
     def record_failure(self, engine: str, handle: str, why: str) -> None:
-        """See `Engines.record_failure`."""
+        """Record that an engine could not load a policy that others have; it is tried again."""
         logger.warning("%s is missing policy %s: %s", engine, handle[:12], why)
         self._call_on_loop(lambda: self._retries.record_failure(engine, handle, why, time.monotonic()))
 
     def _call_on_loop(self, call: Callable[[], None]) -> None:
-        assert self._loop is not None, "opened before anything is loaded"
         try:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:
-            # The loop has ended, and whoever loaded the policy with it.
+            # The loop has ended, and with it the caller that loads the policy.
             if not self._loop.is_closed():
                 raise
 
     @property
     def connection(self) -> int:
-        """See `Engines.connection`."""
+        """Number of the present connection; objects in the store of an earlier one are gone."""
         return self._connection.number
 
     def put(self, piece: bytes) -> Any:
-        """See `Engines.put`."""
+        """Put bytes into the object store, for any number of engines."""
         if self._pool is None:  # Ray would start a cluster of its own
             raise CheckpointError(f"{CLUSTER_LOST}; try again then")
         return ray.put(piece)
 
 
-class ClusterBootstrap:
-    """Creates the cluster, its policy loader and its engine from settings.
+class ClusterEngine:
+    """Engine source whose devices are the engines of a Ray cluster.
 
     Attributes:
-        cluster: used once it is open.
+        cluster: usable while the source is open.
         load: loads policies into engines.
     """
 
-    def __init__(self, policies: PolicySettings, cluster: ClusterSettings):
-        """Prepare everything; nothing is connected yet."""
-        self._policies, self._settings = policies, cluster
+    def __init__(self, policies: PolicySettings, settings: ClusterSettings, front_name: Callable[[], str]):
+        """Prepare for the cluster of the settings; nothing is connected yet.
+
+        Args:
+            front_name: returns the name of this server once it listens.
+        """
+        self._policies, self._settings, self._front_name = policies, settings, front_name
         options = EngineOptions(
             dtype=policies.dtype,
             devices=policies.devices or ((policies.device,) if policies.device else ()),
@@ -483,17 +451,11 @@ class ClusterBootstrap:
             batch_sizes=policies.engine_batch_sizes,
             stuck_after=policies.stuck_after,
             load_memory=policies.load_memory,
-            resources=dict(cluster.engine_resources),
+            resources=dict(settings.engine_resources),
         )
-        bounds = Bounds(least=cluster.engines, most=cluster.engines_most or cluster.engines, wait=cluster.engine_wait)
-        # Until it listens, its port is not known; this name is announced to nobody before.
-        self.cluster = Cluster(
-            to_ray_address(cluster.engine),
-            f"{socket.gethostname()}:{os.getpid()}",
-            options,
-            bounds,
-            stuck_after=policies.stuck_after,
-        )
+        bounds = Bounds(settings.engines, settings.engines_most or settings.engines, settings.engine_wait)
+        address = {"ray-local": "local", "ray-auto": "auto"}.get(settings.engine, settings.engine)
+        self.cluster = Cluster(address, "", options, bounds, stuck_after=policies.stuck_after)
         self.load = RemoteLoader(
             self.cluster,
             policies.policy_bytes,
@@ -501,31 +463,26 @@ class ClusterBootstrap:
             inspect=CheckpointSandbox(policies.load_memory),
         )
 
-    async def open(self, durations: LoadDurations, name: str) -> Engine:
-        """Connect and wait for the first engine.
-
-        Args:
-            name: what this server is called.
+    @asynccontextmanager
+    async def open(self, durations: LoadDurations) -> AsyncIterator[Engine]:
+        """Connect and wait for the first engine; the cluster is left when the context ends.
 
         Raises:
             NoEngine: the cluster cannot be joined, or has no engine.
         """
-        policies, cluster = self._policies, self._settings
         engine = Engine(
-            stuck_after=policies.stuck_after,
+            stuck_after=self._policies.stuck_after,
             durations=durations,
-            max_load=policies.engine_load,
+            max_load=self._policies.engine_load,
             are_remote=True,
-            join_timeout=cluster.engine_patience,
+            join_timeout=self._settings.engine_patience,
         )
-        self.cluster.front = name
+        self.cluster.front = self._front_name()
         try:
-            await self.cluster.open(engine)
-        except CannotJoin as error:
+            try:
+                await self.cluster.open(engine)
+            except CannotJoin as error:
+                raise NoEngine(f"engine {self._settings.engine}: {error}") from error
+            yield engine
+        finally:
             await self.cluster.close()
-            raise NoEngine(f"engine {cluster.engine}: {error}") from error
-        return engine
-
-    async def close(self) -> None:
-        """Leave the cluster."""
-        await self.cluster.close()

@@ -1,7 +1,7 @@
 """Engine actor: an inference engine in a Ray actor, and its messages.
 
-It holds the same ``Engine`` that a server without a cluster has: requests of all fronts go together in batches where
-that makes nobody late.
+It holds the same ``Engine`` as a server without a cluster. Requests of all servers share batches if no answer is late
+because of it.
 """
 
 import asyncio
@@ -66,10 +66,9 @@ class Begun:
     version: str
     node: str
     process: int
-    devices: Sequence[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loaded:
     """A policy that is loaded in an engine.
 
@@ -80,7 +79,6 @@ class Loaded:
 
     handle: str
     requirements: Requirements
-    device: str
     compiled: Sequence[FrameSizes]
 
 
@@ -156,7 +154,7 @@ class EngineActor:
                     await call_in_thread(lambda: jaxmodels.load_policy, "import-jax")
                 self._engine = Engine(stuck_after=options.stuck_after, batch_sizes=options.batch_sizes, devices=devices)
                 self._drop_task = asyncio.create_task(self._drop_unused(), name="unused policies")
-        return Begun(version("robojax"), socket.gethostname(), os.getpid(), tuple(self._options.devices))
+        return Begun(version("robojax"), socket.gethostname(), os.getpid())
 
     async def load(self, artifact: PolicyArtifact, like: str | None = None) -> Loaded | Refusal:
         """Load a policy and compile it for batches of one; servers that want the same one share it."""
@@ -214,8 +212,7 @@ class EngineActor:
         )
 
     def _describe(self, sha: str, cached: _CachedPolicy) -> Loaded:
-        policy = cached.served.policy
-        return Loaded(sha, policy.requirements, policy.device, tuple(cached.compiled))
+        return Loaded(sha, cached.served.policy.requirements, tuple(cached.compiled))
 
     async def compile(self, handle: str, sizes: FrameSizes | None) -> Refusal | None:
         """Compile a policy for frames of these sizes."""
@@ -239,8 +236,10 @@ class EngineActor:
     async def act(
         self, handle: str, observation: Mapping[str, np.ndarray], due_in: float | None
     ) -> InferenceResult | Refusal:
-        """Run a policy on an observation, in a batch with others when that makes nobody late; due in so many
-        seconds.
+        """Run a policy on an observation, in a batch with others if no answer is late because of it.
+
+        Args:
+            due_in: seconds until the answer is due.
         """
         if (cached := self._find_policy(handle)) is None:
             return _refuse_unknown(self._name)

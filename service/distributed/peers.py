@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar, TypeVarTuple
 from uuid import uuid4
 
 import aiohttp
@@ -17,13 +17,12 @@ from yarl import URL
 from service.auth.caller import Caller
 from service.distributed import session_table
 from service.distributed.postgres import DatabaseUnavailable, DatabaseUnusable, Postgres, Sql
-from service.distributed.session_table import LEASE, BeatAnswer, Entry, Peer, Refusal
+from service.distributed.session_table import LEASE, BeatAnswer, Entry, Peer
 from service.errors import (
     FrontNameTaken,
     MoveRefused,
     NoDatabase,
     NotKept,
-    RoomsTaken,
     ServiceError,
     SessionExists,
     UnknownSession,
@@ -35,8 +34,7 @@ from service.sessions.store import AnySession, Sessions, held_rooms
 
 logger = logging.getLogger(__name__)
 
-# On every answer of a server that shares its sessions, so that one that has its address now is not taken for one that
-# ended.
+# Sent with every response, so that a server that reuses the address of a stopped server is not mistaken for it.
 FRONT_NAME_HEADER = "x-robojax-front-name"
 # The server that forwarded a stop: it is not forwarded again.
 FORWARDED_HEADER = "x-robojax-front"
@@ -44,8 +42,9 @@ FORWARDED_HEADER = "x-robojax-front"
 PROBE_TIMEOUT = 2.0
 STOP_TIMEOUT = 2.0
 
-# ended: nothing listens there, or another server. answers: it lives. silent: whatever is there does not answer.
-# unreachable: nothing is known. elsewhere: its address leads nowhere from this machine.
+# ended: nothing listens at the address, or another server does. answers: the server lives. silent: a program that
+# listens does not answer. unreachable: the state is unknown. elsewhere: the address is a loopback address of another
+# machine.
 Liveness = Literal["ended", "answers", "silent", "unreachable", "elsewhere"]
 
 
@@ -57,7 +56,7 @@ class PeerLost(ServiceError):
 
 
 async def probe_liveness(front: Peer, machine: str) -> Liveness:
-    """Probe whether a server is alive: one without a heartbeat may only have lost the database.
+    """Probe whether a server is alive: without a heartbeat it may only have lost the database.
 
     Args:
         machine: `machine_of_loopback` of this process.
@@ -74,7 +73,7 @@ async def probe_liveness(front: Peer, machine: str) -> Liveness:
                 return "answers"
             return "silent" if name is None else "ended"
     except aiohttp.ClientConnectorError as error:
-        # Refused: its machine is there, and it is not.
+        # Connection refused: the machine is up, but the server is not running.
         return "ended" if isinstance(error.os_error, ConnectionRefusedError) else "unreachable"
     except (aiohttp.ClientError, TimeoutError):
         return "silent"
@@ -87,7 +86,7 @@ async def stop_session(front: Peer, session_id: str, headers: Mapping[str, str],
         Status and body of its answer.
 
     Raises:
-        FrontLost: it does not answer, so it is not known whether the robot was stopped.
+        PeerLost: it does not answer, so it is not known whether the robot was stopped.
     """
     try:
         async with aiohttp.ClientSession() as client:
@@ -95,7 +94,7 @@ async def stop_session(front: Peer, session_id: str, headers: Mapping[str, str],
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise PeerLost(
             f"the front {front.name}, on which this session is, does not answer ({type(error).__name__}): its robot is "
-            "not known to be stopped; stop it beside it, or try again"
+            "not known to be stopped; stop it at the robot, or try again"
         ) from error
 
 
@@ -151,10 +150,10 @@ def machine_of_loopback() -> str:
 
 
 Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
+Arguments = TypeVarTuple("Arguments")
 
-# Seconds between heartbeats; that the database may take to answer, that it may be away at a start, and that the end of
-# a server waits for it; and sessions whose figures are published each time, besides those that changed.
+# Seconds between heartbeats, seconds that the database may take to answer, seconds that it may be away at a start, and
+# seconds that the end of a server waits for it. Each beat publishes changed sessions and the figures of a few others.
 BEAT_PERIOD = 0.5
 QUERY_TIMEOUT = 2.5
 START_TIMEOUT = 60.0
@@ -165,14 +164,13 @@ NO_DATABASE = "the database of all servers' sessions does not answer"
 
 
 class PeerSessions:
-    """This server among its peers, from its start to its stop: publishes its sessions and finds those of others. A
-    `SharedSessions`.
+    """Publishes this server's sessions to its peers and finds the sessions of peers: a `SharedSessions`.
 
     Args:
-        name: tells servers apart, and is the same after a restart.
-        url: where other servers, and clients that are sent on, reach this one.
-        database: for heartbeats and changes.
-        lookups: the same database, for lookups of clients as often as they like; heartbeats do not wait for them.
+        name: unique name of this server, the same after a restart.
+        url: URL at which other servers, and redirected clients, reach this server.
+        database: connection for heartbeats and changes.
+        lookups: another connection, for lookups of clients, so that heartbeats do not wait for them.
 
     Attributes:
         trouble: why nothing can be published to the others now, or None.
@@ -197,52 +195,46 @@ class PeerSessions:
     async def open(self) -> None:
         """Publish this server's sessions; returns when the other servers know them.
 
-        What another server adopted while this one was away is not this one's any more; what this one had, and has no
-        record of, it takes in.
+        Sessions that another server adopted in the meantime are given up. Sessions that the database lists for this
+        server, and of which it has no record, are restored from the database.
 
         Raises:
             FrontNameTaken: another server has the name of this one, and lives.
             DatabaseUnavailable: the database has not answered for a minute.
             DatabaseUnusable: it never will.
         """
-        known = await self._wait_for_database(
-            lambda: self._database.run(QUERY_TIMEOUT, session_table.find_front, self.name)
-        )
-        # Whatever listens at this server's own address is this process.
+        known = await self._retry(lambda: self._database.run(QUERY_TIMEOUT, session_table.find_front, self.name))
+        # At this server's own address, this process itself would answer.
         is_other = known is not None and not known.has_ended and known.url != self.url
         if known is not None and is_other and await probe_liveness(known, self._machine) == "answers":
             raise FrontNameTaken(
                 f"another server has the name {self.name}, and answers at {known.url}; give each its own (--front-name)"
             )
-        await self._enter()
+        await self._retry(self._beat)
         await asyncio.gather(*self._hand_overs)
         self._sessions.share_with(self)
         self._task = asyncio.create_task(self._run(), name="front")
 
-    async def _wait_for_database(self, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """Query the database, again and again while it is away at the start."""
-        deadline, reported = asyncio.get_running_loop().time() + START_TIMEOUT, ""
+    async def _retry(self, ask: Callable[[], Awaitable[Result]]) -> Result:
+        """Call `ask` until it succeeds: at the start the database may be away, or a killed server may hold the name.
+
+        The lease of a killed server on its name lasts as long as its last heartbeat.
+        """
+        time, reported = asyncio.get_running_loop().time, ""
+        start = time()
         while True:
             try:
                 return await ask()
             except DatabaseUnusable:
                 raise
             except DatabaseUnavailable as error:
-                if asyncio.get_running_loop().time() > deadline:
+                if time() > start + START_TIMEOUT:
                     raise
                 if (why := str(error)) != reported:
                     logger.warning("waiting for the database, for %g s at most: %s", START_TIMEOUT, why)
                 reported = why
-            await asyncio.sleep(BEAT_PERIOD)
-
-    async def _enter(self) -> None:
-        # One that was killed has its name for as long as its heartbeat lasts.
-        deadline = asyncio.get_running_loop().time() + LEASE + 2 * BEAT_PERIOD
-        while True:
-            try:
-                return await self._wait_for_database(self._beat)
             except FrontNameTaken:
-                if asyncio.get_running_loop().time() > deadline:
+                if time() > start + LEASE + 2 * BEAT_PERIOD:
                     raise
             await asyncio.sleep(BEAT_PERIOD)
 
@@ -303,7 +295,7 @@ class PeerSessions:
         """Send a heartbeat with all changes.
 
         Args:
-            after: calls that wait for the same changes share one beat; none is sent if one began after so many beats.
+            after: number of beats when the caller's change was made. No beat is sent if a later one has published it.
         """
         async with self._beat_lock:
             if self._sessions.is_closing or (after is not None and self._published_beat > after):
@@ -314,13 +306,13 @@ class PeerSessions:
             number = self._beats
             # A call that waits for the answer does not wait for figures.
             changes = await self._list_changes(self._sessions.list(), FIGURES_PER_BEAT if after is None else 0)
-            # Now: sessions came and went meanwhile.
+            # Listed again, because sessions were created and deleted during the steps above.
             held = [session.id for session in self._sessions.list()]
             changes = [entry for entry in changes if entry.id in held]
             ended = {**self._unreadable, **self._sessions.list_ended()}
             ended = {id: latch for id, latch in ended.items() if id not in held}
             own_peer = Peer(self.name, self.url, self._machine, self._process)
-            self._last_answer = answered = await self._change(
+            self._last_answer = answered = await self._database.run(
                 QUERY_TIMEOUT, session_table.beat, own_peer, held, changes, ended
             )
             self._sessions.forget_ends(ended)
@@ -339,13 +331,13 @@ class PeerSessions:
         try:
             await self._sessions.adopt(from_json(entry.record), entry.latch)
         except SessionExists:
-            pass  # its end is not over; it is looked at again
+            pass  # The session is still ending; the next beat tries again.
         except ValueError as error:
             logger.error("session %s of this front is %s; it is forgotten", entry.id, error)
             self._unreadable[entry.id] = None if entry.latch is None else Latch(entry.latch, entry.owner)
 
     def _give_up_all(self, why: str) -> None:
-        """Hand over all sessions: while this server was silent, another one took its name, and with it its sessions."""
+        """Hand over all sessions: another server took the name of this one, and its sessions, while it was silent."""
         if self.trouble != why:
             logger.error("%s; this one gives up its sessions", why)
         self.trouble, self._last_answer = why, BeatAnswer()
@@ -394,14 +386,14 @@ class PeerSessions:
         """Claim an id before a session of it is made, and take over an emergency stop latched on it elsewhere.
 
         Raises:
-            SessionExists: another server has one.
-            RoomsTaken: one of its rooms is another session's.
-            FrontNameTaken: another server has this one's name.
+            SessionExists: another server has a session of this id.
+            RoomsTaken: another session uses a room of this one.
+            FrontNameTaken: another server has the name of this server.
             NotKept: the database does not answer.
         """
         try:
             await self._beat()  # an older session of this id ends first
-            latch = await self._change(QUERY_TIMEOUT, session_table.claim, self.name, self._process, new)
+            latch = await self._database.run(QUERY_TIMEOUT, session_table.claim, self.name, self._process, new)
         except DatabaseUnavailable as error:
             raise NotKept(
                 f"{NO_DATABASE}, so another one may have a session of this id; try again when it does"
@@ -409,15 +401,17 @@ class PeerSessions:
         self._sessions.sync_latch(new.session_id, latch)
 
     async def forget_latch(self, session_id: str, caller: Caller) -> bool:
-        """Reset the emergency stop of an id whose session is gone, whichever server it was on.
+        """Reset the emergency stop of an id whose session is gone, on any server.
 
         Returns:
-            Whether there was one, for this caller.
+            Whether there was an emergency stop that this caller may reset.
 
         Raises:
             NoDatabase: the database does not answer.
         """
-        return await self._run_change(session_table.unlatch, session_id, None if caller.sees_all else (caller.owner,))
+        return await self._query(
+            self._database, session_table.unlatch, session_id, None if caller.sees_all else (caller.owner,)
+        )
 
     async def list(self, caller: Caller) -> list[dict[str, Any]]:
         """Return the status of the sessions of all other servers that this caller may see, each with its server.
@@ -425,7 +419,7 @@ class PeerSessions:
         Raises:
             NoDatabase: the database does not answer.
         """
-        entries = await self._run_lookup(session_table.list_sessions)
+        entries = await self._query(self._lookups, session_table.list_sessions)
         mine = {session.id for session in self._sessions.list()}
         return [
             make_status(entry)
@@ -439,7 +433,7 @@ class PeerSessions:
         Raises:
             NoDatabase: the database does not answer.
         """
-        found_session = await self._run_lookup(session_table.find, session_id)
+        found_session = await self._query(self._lookups, session_table.find, session_id)
         if found_session is None or found_session[0].front == self.name:
             return None
         if (owning := found_session[1]) is not None:
@@ -452,7 +446,7 @@ class PeerSessions:
         """Take over a session whose server died; it is interrupted here, and moves nothing before it is restarted.
 
         Args:
-            force: somebody has seen that the server's machine is off, where this cannot be found out from here.
+            force: a person has checked that the server's machine is off, which this server cannot find out.
 
         Raises:
             UnknownSession: there is none, for this caller.
@@ -460,11 +454,11 @@ class PeerSessions:
             FrontNameTaken: another server has this one's name.
             NoDatabase: the database does not answer.
         """
-        found_session = await self._run_change(session_table.find, session_id)
+        found_session = await self._query(self._database, session_table.find, session_id)
         if found_session is None or not caller.sees(found_session[0].owner):
             raise UnknownSession(f"Session {session_id} not found")
         entry, owning = found_session
-        is_own = entry.front == self.name  # as when the answer to an adoption was lost
+        is_own = entry.front == self.name  # The answer to an earlier adoption was lost.
         if is_own and any(session.id == session_id for session in self._sessions.list()):
             raise MoveRefused(f"session {session_id!r} is on this front already")
         if owning is not None and not is_own:
@@ -474,12 +468,12 @@ class PeerSessions:
                 await self._check_dead(owning)
         if entry.record:
             _read_record(entry)  # before anything is changed
-        adopted = await self._run_change(session_table.adopt, self.name, self._process, session_id, owning)
+        adopted = await self._query(self._database, session_table.adopt, self.name, self._process, session_id, owning)
         logger.warning("session %s of the front %s is adopted by %s", session_id, entry.front, caller.name)
         return await self._sessions.adopt(_read_record(adopted), adopted.latch)
 
     async def _check_dead(self, front: Peer) -> None:
-        """Refuse unless a server has ended: one that only lost the database still commands its robots."""
+        """Refuse unless a server has ended: a server that only lost the database still commands its robots."""
         if front.has_ended:
             return
         liveness = await probe_liveness(front, self._machine)
@@ -503,41 +497,20 @@ class PeerSessions:
             MoveRefused: its server lives.
             NoDatabase: the database does not answer.
         """
-        await self._run_change(session_table.forget, session_id)
+        await self._query(self._database, session_table.forget, session_id)
 
-    async def _run_lookup(
-        self,
-        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
-        *arguments: Arguments.args,
-        **named: Arguments.kwargs,
+    async def _query(
+        self, database: Postgres, transaction: Callable[[Sql, *Arguments], Awaitable[Result]], *arguments: *Arguments
     ) -> Result:
+        """Run a transaction for a client.
+
+        Raises:
+            NoDatabase: the database does not answer.
+        """
         try:
-            return await self._lookups.run(QUERY_TIMEOUT, transaction, *arguments, **named)
+            return await database.run(QUERY_TIMEOUT, transaction, *arguments)
         except DatabaseUnavailable as error:
             raise NoDatabase(f"{NO_DATABASE}; try again when it does") from error
-
-    async def _run_change(
-        self,
-        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
-        *arguments: Arguments.args,
-        **named: Arguments.kwargs,
-    ) -> Result:
-        try:
-            return await self._change(QUERY_TIMEOUT, transaction, *arguments, **named)
-        except DatabaseUnavailable as error:
-            raise NoDatabase(f"{NO_DATABASE}; try again when it does") from error
-
-    async def _change(
-        self,
-        timeout: float,
-        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
-        *arguments: Arguments.args,
-        **named: Arguments.kwargs,
-    ) -> Result:
-        try:
-            return await self._database.run(timeout, transaction, *arguments, **named)
-        except Refusal as error:
-            raise _REFUSALS[error.kind](str(error)) from None
 
     def facts(self) -> dict[str, object]:
         """Return this server and its peers for the API; JSON-ready."""
@@ -554,14 +527,6 @@ _LIVENESS_TEXTS = {
     "answers": "answers",
     "silent": "does not answer as a front, but its machine does or may",
     "unreachable": "cannot be reached, which says nothing of whether it moves its robots",
-}
-_REFUSALS: dict[str, type[ServiceError]] = {
-    "unknown": UnknownSession,
-    "named": FrontNameTaken,
-    "taken": SessionExists,
-    "rooms": RoomsTaken,
-    "alive": MoveRefused,
-    "unready": MoveRefused,
 }
 
 

@@ -1,23 +1,14 @@
 """Pool of engines: one Ray actor that creates, watches and scales engine actors for all servers.
 
-The pool is one actor for all servers, which Ray restarts elsewhere when its machine fails; the engines go on
-meanwhile, and it finds them by their names.
-
-What Ray does as well is Ray's: places for engines, this actor's restarts, news of processes that ended, and with
-KubeRay machines for engines that wait for one. What it does not do, or more slowly (`python benchmarks/ray_serve.py`,
-Ray 2.60): A call through Serve's handle took 1.75 times as long as one to an actor (7.5 and 4.2 ms at the median, 25
-and 18 at 99 %), with a picture of 96x96 1.9 times, of 480x640 1.3 times; and its router chooses the replica, so that
-a front would not know which engine owes it an answer, to ask another one in time. Growing is no reason: the second
-engine answered after 14.6 s here, and after 14.2 s by Serve's autoscaler; but that counts requests under way, not how
-busy devices are. `ray.util.ActorPool` is a fixed set of actors for one caller, one question at a time each: it makes
-and replaces none, and fronts could share no batch. An engine that lives and is silent for 4 s is replaced here, one
-that goes is first taken off the fronts' lists, and of one that has no place the missing resource is named.
+Ray restarts the pool on another machine when its own fails. The engines continue meanwhile, and the new pool finds them
+by their names. Ray Serve is not used: a call through its handle takes 1.75 times as long as a call to an actor, and its
+router hides which engine owes an answer, so a server could not ask another engine in time.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,7 +17,7 @@ import ray  # pyright: ignore[reportMissingImports] - an extra
 from ray.exceptions import RayActorError, RayError  # pyright: ignore[reportMissingImports]
 
 from service.distributed.engine_actor import Begun, EngineActor, EngineFacts, EngineOptions, Refusal
-from service.distributed.ray_connection import NAMESPACE, get_or_create_actor
+from service.distributed.ray_connection import NAMESPACE
 from service.distributed.scaling import PLACEMENT_TIMEOUT, Bounds, Scaling, explain_shortage
 
 logger = logging.getLogger(__name__)
@@ -40,8 +31,8 @@ MAX_CONCURRENCY = 4096
 POLL_PERIOD = 0.5
 SILENCE_TIMEOUT = 4.0
 BEGIN_TIMEOUT = 120.0
-# Seconds that fronts get to let go of an engine that is removed; before another one is made where one refused to begin;
-# without a request of any front before everything here ends.
+# Seconds for which servers may still use an engine that is removed, seconds before another engine is created after a
+# refusal, and seconds without a request of a server after which the pool ends.
 RELEASE_SECONDS = 5.0
 REFUSAL_PAUSE = 20.0
 IDLE_TIMEOUT = 60.0
@@ -62,16 +53,13 @@ class Listed:
 
 @dataclass(frozen=True)
 class Listing:
-    """The pool's answer to a server: engines, their load, and trouble.
+    """The pool's answer to a server.
 
     Attributes:
-        coming: engines that are being made.
-        trouble: why there are fewer than there should be, or nothing.
+        trouble: why there are fewer engines than there should be, or an empty text.
     """
 
     engines: Sequence[Listed] = ()
-    facts: Mapping[str, EngineFacts] = field(default_factory=dict)
-    coming: int = 0
     trouble: str = ""
 
 
@@ -118,17 +106,12 @@ class Pool:
         return "; ".join(differing)
 
     async def listing(self, front: str) -> Listing | None:
-        """Return the engines that may be used; None when this is another pool than the one that was begun."""
+        """Return the engines that may be used; None if the pool was restarted and `begin` must be called again."""
         if self._task is None:
             return None
         self._fronts[front] = time.monotonic()
-        up = [engine for engine in self._engines.values() if engine.state == "up" and engine.begun is not None]
-        return Listing(
-            engines=tuple(Listed(engine.name, engine.actor, engine.begun) for engine in up if engine.begun),
-            facts={engine.name: engine.facts for engine in up},
-            coming=sum(engine.state == "coming" for engine in self._engines.values()),
-            trouble=self._trouble,
-        )
+        engines = (engine for engine in self._engines.values() if engine.state == "up")
+        return Listing(tuple(Listed(one.name, one.actor, one.begun) for one in engines if one.begun), self._trouble)
 
     async def part(self, front: str) -> None:
         """Unregister a server that ends in order."""
@@ -142,7 +125,7 @@ class Pool:
             try:
                 actor = ray.get_actor(name, NAMESPACE)
             except ValueError:
-                continue  # it ended meanwhile
+                continue  # It has ended since it was listed.
             self._last_number = max(self._last_number, int(name.removeprefix(ENGINE_PREFIX)))
             self._engines[name] = _Engine(name, actor, time.monotonic(), answered_at=time.monotonic())
 
@@ -192,7 +175,7 @@ class Pool:
             num_cpus=resources.pop("CPU", 0),
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
-            max_restarts=0,  # a new one has a new name, and nobody takes it for the one before
+            max_restarts=0,  # A new engine has a new name, so it is not mistaken for the ended one.
             max_concurrency=MAX_CONCURRENCY,
             scheduling_strategy="SPREAD",
         ).remote(name, self._options)
@@ -252,5 +235,19 @@ class Pool:
 
 
 def get_or_create_pool(options: EngineOptions, bounds: Bounds) -> Any:
-    """Return the pool of the cluster that this process is connected to, created if there is none; blocks."""
-    return get_or_create_actor(POOL_NAME, Pool, options, bounds, at_once=MAX_CONCURRENCY)
+    """Return the pool of the cluster that this process is connected to, created if there is none; blocks.
+
+    The pool outlives the process that created it, and Ray starts it again when it ends.
+    """
+    actor_class: Any = ray.remote(Pool)
+    return actor_class.options(
+        name=POOL_NAME,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        # On the cluster's head, because a cluster ends with its head: the failure of another machine spares the pool.
+        resources={"node:__internal_head__": 0.001},
+        max_restarts=-1,
+        max_concurrency=MAX_CONCURRENCY,
+    ).remote(options, bounds)

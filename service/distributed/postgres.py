@@ -4,12 +4,12 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import asyncpg
 
 Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
+Arguments = TypeVarTuple("Arguments")
 # asyncpg's own type says that it may be one of a pool, which this never is.
 Sql: TypeAlias = Any
 
@@ -56,9 +56,8 @@ class Postgres:
     async def run(
         self,
         timeout: float,
-        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
-        *arguments: Arguments.args,
-        **named: Arguments.kwargs,
+        transaction: Callable[[Sql, *Arguments], Awaitable[Result]],
+        *arguments: *Arguments,
     ) -> Result:
         """Run a transaction; all of it is on the database's disk when this returns.
 
@@ -71,10 +70,10 @@ class Postgres:
         """
 
         # It is done whole though the caller is cancelled.
-        running = asyncio.run_coroutine_threadsafe(self._run(timeout, transaction, arguments, named), self._loop)
+        running = asyncio.run_coroutine_threadsafe(self._run(timeout, transaction, arguments), self._loop)
         return await asyncio.shield(asyncio.wrap_future(running))
 
-    async def _run(self, timeout: float, transaction: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    async def _run(self, timeout: float, transaction: Any, arguments: tuple[Any, ...]) -> Any:
         deadline = self._loop.time() + timeout
         try:
             async with asyncio.timeout_at(deadline):
@@ -86,7 +85,7 @@ class Postgres:
         try:
             connection = await self._connect(max(deadline - self._loop.time(), 0.1))
             async with connection.transaction():
-                return await transaction(connection, *arguments, **named)
+                return await transaction(connection, *arguments)
         except _PERMANENT_ERRORS as error:
             self._drop()
             raise DatabaseUnusable(f"{type(error).__name__}: {error}") from error

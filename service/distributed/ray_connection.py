@@ -5,7 +5,6 @@ import logging
 import os
 import socket
 import threading
-from concurrent.futures import Future
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports] - an extra
@@ -15,34 +14,6 @@ from yarl import URL
 from service.threads import settle_threadsafe
 
 NAMESPACE = "robojax"
-
-# On the cluster's head, whose end is the cluster's: no other machine that fails takes it along.
-_ON_THE_HEAD = {"node:__internal_head__": 0.001}
-
-
-def get_or_create_actor(name: str, kind: type, *arguments: Any, at_once: int | None = None, retries: int = 0) -> Any:
-    """Return Ray's handle of the actor of this name, created if there is none; blocks.
-
-    It outlives the process that created it, and Ray starts it again when it ends.
-
-    Args:
-        kind, arguments: of which it is made.
-        at_once: calls that it runs side by side; as Ray has it when None.
-        retries: of a call in which it ended.
-    """
-    actor_class: Any = ray.remote(kind)
-    return actor_class.options(
-        name=name,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        num_cpus=0,
-        resources=_ON_THE_HEAD,
-        max_restarts=-1,
-        max_concurrency=at_once,
-        max_task_retries=retries,
-    ).remote(*arguments)
-
 
 # Seconds that a machine may take to say whether something listens where the cluster's head was.
 CONNECT_TIMEOUT = 2.0
@@ -105,10 +76,6 @@ class Connection:
             raise CannotJoin(_summarize(error) + (REFUSED_HINT if is_refused else "")) from error
         self.number += 1
 
-    def close(self) -> None:
-        """Disconnect."""
-        ray.shutdown()
-
 
 def _parse_address(address: str) -> tuple[str, int] | None:
     """Return host and port of an address, or None when it has none."""
@@ -147,13 +114,11 @@ async def call_actor(actor: Any, within: float, method: str, *arguments: Any) ->
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Any] = loop.create_future()
 
-    def on_reply(reply: "Future[Any]") -> None:
-        error = reply.exception()
-        settle_threadsafe(loop, outcome, reply.result() if error is None else error)
-
     def send() -> None:
         try:
-            getattr(actor, method).remote(*arguments).future().add_done_callback(on_reply)
+            getattr(actor, method).remote(*arguments).future().add_done_callback(
+                lambda reply: settle_threadsafe(loop, outcome, reply.exception() or reply.result())
+            )
         except Exception as error:
             settle_threadsafe(loop, outcome, error)
 
@@ -176,8 +141,3 @@ def _summarize(error: Exception) -> str:
     """Return the first line of an error of Ray, with the last where the first only introduces it."""
     lines = [line.strip() for line in str(error).strip("'\"").splitlines() if line.strip()] or [repr(error)]
     return f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
-
-
-def to_ray_address(setting: str) -> str:
-    """Return Ray's address for the setting ``engine``: ray-local, ray-auto, ray://host:port."""
-    return {"ray-local": "local", "ray-auto": "auto"}.get(setting, setting)

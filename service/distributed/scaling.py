@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from service.distributed.engine_actor import EngineFacts
 
-# Seconds after which it is said that there is none, where engines that run leave too little; and that Ray does not
-# start one, where it is not known who has what is missing.
+# Seconds after which a shortage is reported: the first if running engines leave too few resources, the second if the
+# cause is unknown.
 PLACEMENT_TIMEOUT = 20.0
 START_TIMEOUT = 90.0
 
@@ -44,26 +44,26 @@ def explain_shortage(
     return ""
 
 
+# Share of the time above which a device has no room for bursts, and share that the remaining engines may have at most
+# when one is removed.
+BUSY, IDLE = 0.75, 0.4
+# Seconds for which a reason must hold. Adding is quick, because robots wait. Removing is slow, because an engine takes
+# seconds to start and to compile its policies.
+GROW_AFTER, SHRINK_AFTER = 3.0, 60.0
+
+
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds and thresholds for the number of engines.
+    """Bounds for the number of engines.
 
     Attributes:
-        least, most: how many there may be.
+        least, most: smallest and largest number of engines.
         wait: seconds that nine of ten requests may wait for a device.
-        busy: share of the time above which a device has no room for bursts.
-        idle: share that the engines that stay may have at most when one goes.
-        grow_after, shrink_after: seconds for which a reason must hold. Growing is quick, as robots wait; shrinking is
-            slow, as an engine takes seconds to be made and its policies to be compiled.
     """
 
     least: int = 1
     most: int = 1
     wait: float = 0.05
-    busy: float = 0.75
-    idle: float = 0.4
-    grow_after: float = 3.0
-    shrink_after: float = 60.0
 
 
 @dataclass
@@ -82,8 +82,8 @@ class Scaling:
         """Decide how many engines there should be.
 
         Args:
-            engines: those that answer.
-            coming: those that are being made; while there are any, nothing more is decided.
+            engines: facts of the engines that answer.
+            coming: number of engines that are starting; no other change is decided meanwhile.
         """
         bounds, current = self.bounds, len(engines) + coming
         if current < bounds.least or current > bounds.most:
@@ -96,16 +96,12 @@ class Scaling:
         load = sum(one.load for one in engines) / len(engines)
         queue = max(one.queue for one in engines)
         after = load * len(engines) / max(len(engines) - 1, 1)
-        is_late, is_busy = queue > bounds.wait, load > bounds.busy
+        is_late, is_busy = queue > bounds.wait, load > BUSY
         # An engine that waits without being busy is slowed down by something that another engine would not mend.
-        if current < bounds.most and self._holds(
-            "grow", is_busy or (is_late and load > bounds.idle), now, bounds.grow_after
-        ):
+        if current < bounds.most and self._holds("grow", is_busy or (is_late and load > IDLE), now, GROW_AFTER):
             self.why = f"devices are {load:.0%} busy and requests wait {queue * 1e3:.0f} ms"
             return current + 1
-        if current > bounds.least and self._holds(
-            "shrink", after < bounds.idle and not is_late, now, bounds.shrink_after
-        ):
+        if current > bounds.least and self._holds("shrink", after < IDLE and not is_late, now, SHRINK_AFTER):
             self.why = f"devices are {load:.0%} busy, and one less would be {after:.0%}"
             return current - 1
         return current
@@ -116,5 +112,5 @@ class Scaling:
             return False
         if now - self._since.setdefault(what, now) < long_enough:
             return False
-        self._since.clear()  # the next one after it has shown what this one did
+        self._since.clear()  # Scale one engine at a time: measure the effect before the next change.
         return True

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from service.distributed.postgres import Sql
+from service.errors import FrontNameTaken, MoveRefused, RoomsTaken, SessionExists, UnknownSession
 from service.sessions.records import MAX_LATCHES, Latch
 from service.sessions.request import NewSession, describe_shared_room
 
@@ -57,18 +58,6 @@ CREATE TABLE robojax_latches (
 )
 
 
-class Refusal(Exception):
-    """A request to the table that cannot be met; the text is for clients.
-
-    Attributes:
-        kind: taken, rooms, named, unknown, alive or unready.
-    """
-
-    def __init__(self, kind: str, text: str):
-        super().__init__(text)
-        self.kind = kind
-
-
 @dataclass(frozen=True)
 class Peer:
     """One server of the database.
@@ -98,8 +87,8 @@ class Entry:
         owner: whose it is; None where no key is required.
         record: as its server wrote it down last (`SessionRecord.as_json`); nothing until it is ready.
         status: what its server published last, the fields of SessionStatusResponse.
-        latch: the text of an emergency stop that nobody has reset.
-        rooms: workspace and id of each room that it is in, or comes back to.
+        latch: the reason of an emergency stop that has not been reset.
+        rooms: workspace and id of each room that the session is in, or returns to.
     """
 
     id: str
@@ -116,12 +105,12 @@ class BeatAnswer:
     """What the database answers to a heartbeat.
 
     Attributes:
-        lost: ids that it holds and that are another server's, with its name: they were adopted while it was silent.
-        left: what is written down as its own and it does not hold, as where its disk is another one, or an answer to
-            it was lost: it takes them in.
+        lost: ids of sessions that another server adopted while this one was silent, each with that server's name.
+        left: sessions that the table lists for this server and that it does not hold, because its disk was replaced or
+            an answer was lost; it restores them.
         fronts: all servers.
-        silent: those whose heartbeat is over, that did not end in order, and whose sessions nobody has adopted: their
-            robots may still move.
+        silent: servers without a heartbeat that did not end in order and still own sessions; their robots may still
+            move.
     """
 
     lost: Sequence[tuple[str, str]] = ()
@@ -156,13 +145,13 @@ async def beat(
     """Record that a server is alive, with its changed and ended sessions.
 
     Args:
-        held: ids of all of its sessions.
-        changes: those of them that changed since its last beat that was answered.
-        ended: ids that it holds no more, each with an emergency stop that nobody has reset. What was ever ready goes
-            only by this: a server that lost its disk has not deleted its sessions.
+        held: ids of all sessions of the server.
+        changes: sessions that changed since its last answered beat.
+        ended: ids of deleted sessions, each with an emergency stop that has not been reset. A session that was ready is
+            deleted only by this, because a server that lost its disk has not deleted its sessions.
 
     Raises:
-        Refusal: another process lives under this name; nothing is changed.
+        FrontNameTaken: another process lives under this name; nothing is changed.
     """
     if await sql.fetchval(_UPSERT_FRONT, peer.name, peer.url, peer.machine, peer.life) is None:
         raise await _name_taken(sql, peer.name)
@@ -174,7 +163,7 @@ async def beat(
                 _UPSERT_LATCH.format(condition=_IS_OWN), one.id, peer.name, _format_latch(Latch(one.latch, one.owner))
             )
         elif one.status:
-            # Its session was made with it, and it was reset there.
+            # The session had the emergency stop, and was reset on its server.
             await sql.execute(f"DELETE FROM robojax_latches WHERE id = $1 AND {_IS_OWN}", one.id, peer.name)
     for session_id, latch in sorted(ended.items(), key=lambda one: one[0]):
         await _end_session(sql, session_id, peer.name, latch)
@@ -223,11 +212,12 @@ async def claim(sql: Sql, front: str, life: str, new: NewSession) -> Latch | Non
     """Claim a session's id and its rooms for this server, before the session is made.
 
     Returns:
-        The emergency stop of one of this id that is gone, whichever server it was on: the new one begins with it.
+        The emergency stop of a deleted session of this id, on any server: the new session begins with it.
 
     Raises:
-        Refusal: another server has one, living or interrupted; or one of its rooms is another session's; or the name
-            of this server is another's.
+        SessionExists: another server has a session of this id, running or interrupted.
+        RoomsTaken: another session uses a room of this one.
+        FrontNameTaken: another server has the name of this one.
     """
     await _check_name(sql, front, life)
     session_id, owner_text, rooms = new.session_id, json.dumps(new.owner), sorted(new.room_paths())
@@ -242,7 +232,7 @@ async def claim(sql: Sql, front: str, life: str, new: NewSession) -> Latch | Non
         )
         if other is not None:
             shared = min({*rooms}.intersection(other["rooms"]))
-            raise Refusal("rooms", describe_shared_room(new, shared, other["id"], json.loads(other["owner"])))
+            raise RoomsTaken(describe_shared_room(new, shared, other["id"], json.loads(other["owner"])))
     is_new = await sql.fetchval(
         """INSERT INTO robojax_sessions (id, front, owner, record, status, claimed_at, rooms)
         VALUES ($1, $2, $3, '', '{}', clock_timestamp(), $4) ON CONFLICT (id) DO NOTHING RETURNING id""",
@@ -256,18 +246,17 @@ async def claim(sql: Sql, front: str, life: str, new: NewSession) -> Latch | Non
             f"SELECT *, {_IS_PENDING} AS is_pending FROM robojax_sessions WHERE id = $1 FOR UPDATE", session_id
         )
         if existing is None:
-            raise Refusal("taken", f"session {session_id!r} is being deleted; try again when it is gone")
-        owning = await _find_front(sql, existing["front"])
+            raise SessionExists(f"session {session_id!r} is being deleted; try again when it is gone")
+        owning = await find_front(sql, existing["front"])
         is_alive = owning is not None and owning.is_alive
-        # One whose server ended before it published it once: nobody knows that it is there.
+        # The server ended before it published the session, so no client knows of it.
         is_nothing = (
             not existing["record"] and existing["status"] == "{}" and not is_alive and not existing["is_pending"]
         )
         is_own = existing["front"] == front and (not existing["record"] or existing["owner"] == owner_text)
         if not (is_nothing or is_own):
             state = "is there" if is_alive else "was there when that ended; adopt or delete it"
-            raise Refusal(
-                "taken",
+            raise SessionExists(
                 f"session {session_id!r} exists already: it {state}, on the front {existing['front']}"
                 if existing["owner"] == owner_text
                 else f"the session id {session_id!r} is taken; choose another",
@@ -287,10 +276,10 @@ async def unlatch(sql: Sql, session_id: str, owners: Sequence[str | None] | None
     """Reset the emergency stop of an id whose session is gone.
 
     Args:
-        owners: whose may be reset; None: everybody's.
+        owners: owners whose emergency stops may be reset; None for all.
 
     Returns:
-        Whether there was one.
+        Whether there was an emergency stop to reset.
     """
     latch = _parse_latch(
         await sql.fetchval(
@@ -311,44 +300,41 @@ async def find(sql: Sql, session_id: str) -> tuple[Entry, Peer | None] | None:
     if row is None:
         return None
     entry = _parse_entry(row)
-    owning = await _find_front(sql, entry.front)
+    owning = await find_front(sql, entry.front)
     return mark_interrupted(entry, owning), owning
 
 
 async def list_sessions(sql: Sql) -> Sequence[Entry]:
-    """Return all sessions, oldest first; those of servers that died are interrupted."""
+    """Return all sessions, oldest first; sessions of servers that died are interrupted."""
     fronts = {row["name"]: _parse_front(row) for row in await sql.fetch(_SELECT_FRONTS)}
     rows = await sql.fetch(f"{_SELECT_SESSIONS} WHERE s.status <> '{{}}' ORDER BY s.created_at")
     return [mark_interrupted(entry, fronts.get(entry.front)) for entry in map(_parse_entry, rows)]
-
-
-async def find_front(sql: Sql, name: str) -> Peer | None:
-    """Return a server of this name, alive or not; None when there is none."""
-    return await _find_front(sql, name)
 
 
 async def adopt(sql: Sql, front: str, life: str, session_id: str, owning: Peer | None) -> Entry:
     """Move a session of a server that died to this one, and its emergency stop with it.
 
     Args:
-        owning: the server that it is on, as it was when somebody found out that it has ended.
+        owning: the session's server as it was when the caller found that it has ended.
 
     Raises:
-        Refusal: there is none, or its server lives; or the name of this server is another's.
+        UnknownSession: there is none.
+        MoveRefused: its server lives, or it was never ready.
+        FrontNameTaken: another server has the name of this one.
     """
     await _check_name(sql, front, life)
-    known = None if owning is None else await _find_front(sql, owning.name, "FOR UPDATE")
+    known = None if owning is None else await find_front(sql, owning.name, "FOR UPDATE")
     row = await sql.fetchrow(f"{_SELECT_SESSIONS} WHERE s.id = $1 FOR UPDATE OF s", session_id)
     if row is None or not (row["record"] or row["status"] != "{}"):
-        raise Refusal("unknown", f"Session {session_id} not found")
+        raise UnknownSession(f"Session {session_id} not found")
     entry = _parse_entry(row)
     if entry.front != front:
         if owning is not None and entry.front != owning.name:
-            raise Refusal("alive", f"session {session_id!r} is on the front {entry.front} since a moment ago")
+            raise MoveRefused(f"session {session_id!r} is on the front {entry.front} since a moment ago")
         if known is not None and owning is not None and (known.is_alive or known.life != owning.life):
-            raise Refusal("alive", f"session {session_id!r} is on the front {entry.front}, which lives")
+            raise MoveRefused(f"session {session_id!r} is on the front {entry.front}, which lives")
     if not entry.record:
-        raise Refusal("unready", f"session {session_id!r} was never ready, nothing of it is left; delete it")
+        raise MoveRefused(f"session {session_id!r} was never ready, nothing of it is left; delete it")
     adopted = replace(mark_interrupted(entry, known), front=front)
     # Pending: its new server publishes it with its next beat.
     await sql.execute(
@@ -364,17 +350,18 @@ async def forget(sql: Sql, session_id: str) -> None:
     """Delete a session of a server that died; an emergency stop stays with the id.
 
     Raises:
-        Refusal: there is none, or its server lives.
+        UnknownSession: there is none.
+        MoveRefused: its server lives.
     """
     name = await sql.fetchval("SELECT front FROM robojax_sessions WHERE id = $1", session_id)
-    owning = None if name is None else await _find_front(sql, name, "FOR UPDATE")
+    owning = None if name is None else await find_front(sql, name, "FOR UPDATE")
     exists = await sql.fetchval(
         "SELECT id FROM robojax_sessions WHERE id = $1 AND front = $2 FOR UPDATE", session_id, name
     )
     if exists is None:
-        raise Refusal("unknown", f"Session {session_id} not found")
+        raise UnknownSession(f"Session {session_id} not found")
     if owning is not None and owning.is_alive:
-        raise Refusal("alive", f"session {session_id!r} is on the front {name}, which lives")
+        raise MoveRefused(f"session {session_id!r} is on the front {name}, which lives")
     await sql.execute("DELETE FROM robojax_sessions WHERE id = $1", session_id)
     await _forget_latches(sql)
 
@@ -390,20 +377,23 @@ def mark_interrupted(entry: Entry, owning: Peer | None) -> Entry:
 
 
 async def _check_name(sql: Sql, name: str, life: str) -> None:
-    known = await _find_front(sql, name, "FOR SHARE")
+    known = await find_front(sql, name, "FOR SHARE")
     if known is None or known.life != life:
         raise await _name_taken(sql, name)
 
 
-async def _name_taken(sql: Sql, name: str) -> Refusal:
-    known = await _find_front(sql, name)
+async def _name_taken(sql: Sql, name: str) -> FrontNameTaken:
+    known = await find_front(sql, name)
     at = "" if known is None else f", at {known.url}, and lives"
-    return Refusal(
-        "named", f"another server has the name {name} in this database{at}; give each its own (--front-name)"
-    )
+    return FrontNameTaken(f"another server has the name {name} in this database{at}; give each its own (--front-name)")
 
 
-async def _find_front(sql: Sql, name: str, lock: str = "") -> Peer | None:
+async def find_front(sql: Sql, name: str, lock: str = "") -> Peer | None:
+    """Return the server of this name, alive or not; None when there is none.
+
+    Args:
+        lock: SQL that locks the server's row until the transaction ends, such as ``FOR SHARE``.
+    """
     row = await sql.fetchrow(f"{_SELECT_FRONTS} WHERE name = $1 {lock}", name)
     return None if row is None else _parse_front(row)
 
@@ -418,7 +408,7 @@ async def _end_session(sql: Sql, session_id: str, front: str, latch: Latch | Non
         await sql.execute(_UPSERT_LATCH.format(condition=condition), session_id, front, _format_latch(latch))
         await _forget_latches(sql)
     elif is_own is not None:
-        # Only the server that had the session knows of its reset; another one may have had it since.
+        # Only the session's last server knows that its stop was reset; another server may own the id by now.
         await sql.execute(f"DELETE FROM robojax_latches WHERE id = $1 AND {is_nobodys}", session_id)
 
 

@@ -1,6 +1,7 @@
 """Reads and writes recorded steps as a LeRobotDataset."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,35 +9,18 @@ import numpy as np
 from jaxmodels.data import Dataset, DatasetWriter, open_dataset
 from jaxmodels.errors import DatasetError
 from service.control.joints import SO100
-from service.recording.steps import RecordingError, SourceInfo, Step
+from service.recording.steps import LazyImage, RecordingError, SourceInfo, Step
 
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
 _SO100 = {f"{joint.alias}.pos": joint for joint in SO100}
 
 
-class DatasetFrame:
-    """A camera's frame at a row of a dataset, decoded when it is read.
-
-    Raises:
-        RecordingError: when it is looked at and cannot be decoded.
-    """
-
-    def __init__(self, dataset: Dataset, name: str, row: int):
-        self._dataset, self._name, self._row = dataset, name, row
-        self._pixels: np.ndarray | None = None
-
-    @property
-    def pixels(self) -> np.ndarray:
-        """uint8 (h, w, 3), RGB."""
-        if self._pixels is None:
-            self._pixels = self._decode()
-        return self._pixels
-
-    def _decode(self) -> np.ndarray:
-        try:
-            return self._dataset.frames(self._name, np.array([self._row]))[0]
-        except DatasetError as error:
-            raise RecordingError(str(error)) from error
+def _read_frame(dataset: Dataset, name: str, row: int) -> np.ndarray:
+    """Return the frame of a camera at a row: uint8 (h, w, 3), RGB."""
+    try:
+        return dataset.frames(name, np.array([row]))[0]
+    except DatasetError as error:
+        raise RecordingError(str(error)) from error
 
 
 class DatasetSource:
@@ -86,7 +70,9 @@ class DatasetSource:
         for number, (start, end) in enumerate(zip(dataset.starts, dataset.ends, strict=True)):
             task = dataset.tasks[dataset.task_index[start]]
             for row in range(start, end):
-                pictures = {name: DatasetFrame(dataset, f"{IMAGES}{name}", row) for name in self.info.cameras}
+                pictures = {
+                    name: LazyImage(partial(_read_frame, dataset, f"{IMAGES}{name}", row)) for name in self.info.cameras
+                }
                 yield Step(number, row - start, states[row], actions[row], pictures, task)
 
 

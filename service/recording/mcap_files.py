@@ -1,66 +1,66 @@
-"""MCAP files of recordings: writer and reader, tolerant of truncated files.
+"""Reader of recordings in MCAP files, which may be cut off.
 
-Files come from strangers, too: whatever one claims to hold, no more memory is taken than the limits below allow.
+A file may be hostile: reading it takes no more memory than the limits below allow, for any claims in the file.
 """
 
 import binascii
-import errno
 import io
-import itertools
 import json
 import math
 import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-import av
 import lz4.frame as lz4
 import numpy as np
 import zstandard
-from av.video.codeccontext import VideoCodecContext
-from av.video.reformatter import VideoReformatter
-from mcap.data_stream import ReadDataStream, RecordBuilder
-from mcap.exceptions import McapError
+from mcap.exceptions import EndOfFile, McapError, RecordLengthLimitExceeded
 from mcap.opcode import Opcode
-from mcap.records import Channel, Chunk, DataEnd, Footer, Message, Metadata, MetadataIndex, Statistics
-from mcap.writer import MCAP0_MAGIC, CompressionType, Writer
+from mcap.records import (
+    Channel,
+    Chunk,
+    Footer,
+    McapRecord,
+    Message,
+    Metadata,
+    MetadataIndex,
+    Statistics,
+)
+from mcap.stream_reader import StreamReader
+from mcap.writer import MCAP0_MAGIC
 
-from service.control.observers import Tick
 from service.recording import mcap_format
 from service.recording.mcap_format import END_METADATA, HEADER_METADATA, RecordingHeader
-from service.recording.steps import EncodedImage, LazyImage, RecordingError, SourceInfo, Step
+from service.recording.mcap_writer import FILE_END
+from service.recording.steps import LazyImage, RecordingError, SourceInfo, Step, decode_frame
 
-# Bytes of a record, and of a chunk when it is decompressed; ours have 1 MiB and one picture at most.
+# Bytes of a record, and of a decompressed chunk; the recorder writes at most 1 MiB and one picture.
 MAX_RECORD = 32 << 20
-MAX_METADATA = 1 << 20
-# Of the index at the end; one of 20 GiB has 3 MiB.
+# Bytes at the beginning of a file in which its header is.
+MAX_HEADER = 1 << 20
+# Bytes of the index at the end; a recording of 20 GiB has 3 MiB.
 MAX_SUMMARY = 64 << 20
-# All chunks together may decompress to so many times the file, and to so much anyway: ticks of a robot that stands
-# still and has no cameras come to 20.
+# Limit of what all chunks together decompress to: a multiple of the file, and at least some bytes. Ticks of a robot
+# that does not move and has no cameras decompress to 20 times the file.
 MAX_EXPANSION, MIN_EXPANDED = 100, 64 << 20
-# Before what a file is about; ours has one.
-_MAX_HEADER_RECORDS = 1000
 # Lists, objects and values of one message: each takes up to a hundred times its text. A chunk has some thousands.
 MAX_VALUES = 200_000
-# Steps that stand for ticks that were missed, in a whole file; longer gaps begin another episode.
+# Steps that fill missed ticks, in a whole file; a longer gap begins another episode.
 MAX_FILLED = 100_000
 MAX_EPISODES = 10_000
-# What a file that was cut off, or that is none, makes the library raise.
+# Errors of the libraries for a file that is cut off or is not a recording.
 _READ_ERRORS = (
     *(McapError, EOFError, ValueError, struct.error, LookupError, TypeError, OverflowError, RecursionError),
     *(MemoryError, RuntimeError, zstandard.ZstdError),
 )
-_MESSAGE = struct.Struct("<HIQQ")
-# Of a record's kind and length, and of the footer with those.
-_PREFIX = 1 + 8
-_FOOTER = _PREFIX + 20
+# Bytes of the footer: kind, length, content.
+_FOOTER = 1 + 8 + 20
 
 
 # The outcome of a recording whose server was killed.
@@ -73,7 +73,7 @@ class RecordingOutcome:
 
     Attributes:
         state: what its recorder said, or ``interrupted`` when it did not live to say it.
-        seconds, episodes, ticks: None where nobody has counted.
+        seconds, episodes, ticks: None where the file has no count.
     """
 
     state: str
@@ -140,8 +140,8 @@ class McapSource:
                         content = _parse_content(record.data, self.path.name)
                         if isinstance(content, dict):
                             yield topics[record.channel_id], record.log_time, content
-            except _Truncated:
-                # Whoever was killed leaves this; a file that has its end has lost something in the middle.
+            except EndOfFile:
+                # A killed server leaves such a file; a file with its end has lost something in the middle.
                 self.damage = (
                     None if self.outcome.state == INTERRUPTED else self._describe_damage(file, "it ends there")
                 )
@@ -156,7 +156,7 @@ class McapSource:
     def steps(self) -> Iterator[Step]:
         """Yield all steps; an episode begins at its first command with a frame of every camera before it.
 
-        Another one begins where the robot was told to do something else, so that each has one task.
+        Another episode begins when the instruction changes, so that each episode has one task.
 
         Raises:
             RecordingError: it cannot be opened, or holds more than is allowed.
@@ -202,7 +202,7 @@ class McapSource:
 
     def _read_image(self, content: Mapping[str, Any]) -> LazyImage:
         try:
-            return EncodedImage(binascii.a2b_base64(str(content.get("data", ""))))
+            return LazyImage(partial(decode_frame, binascii.a2b_base64(str(content.get("data", "")))))
         except ValueError as error:
             raise RecordingError(f"{self.path.name}: a frame is no base64 ({error})") from error
 
@@ -221,8 +221,8 @@ class McapSource:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; what is no regular file (a pipe, a device) is refused, without waiting for somebody to
-    write to it.
+    """Open a file for reading; what is no regular file (a pipe, a device) is refused without waiting
+    for a writer.
 
     Raises:
         RecordingError: it is not there, may not be read, or is no regular file.
@@ -244,30 +244,32 @@ def read_header(path: Path) -> RecordingHeader:
     """Read a recording's header: its session, robot and policy.
 
     Raises:
-        RecordingError: it cannot be read, or is no recording of a session.
+        RecordingError: the file cannot be read, or is not a recording of a session.
     """
     with open_regular(path) as file:
         try:
-            _check_magic(file)
-            for record in _read_records(
-                file, path.name, _HEADER_READERS, before=_AFTER_HEADER, max_records=_MAX_HEADER_RECORDS
-            ):
+            head = io.BytesIO(file.read(MAX_HEADER))
+            for record in _RecordReader(head).records:
                 if isinstance(record, Metadata) and record.name == HEADER_METADATA:
                     return RecordingHeader.from_metadata(record.metadata)
         except OSError as error:
             raise RecordingError(f"{path}: {error.strerror}") from error
+        except EndOfFile:
+            pass
         except _READ_ERRORS as error:
             raise RecordingError(
                 f"{path.name} cannot be read ({type(error).__name__}: {str(error)[:200]}); {_EXPECTED}"
             ) from error
-    raise RecordingError(f"{path.name} does not say what it is about; {_EXPECTED}")
+    raise RecordingError(
+        f"{path.name} cannot be read (its first {MAX_HEADER} bytes have no header of a recording); {_EXPECTED}"
+    )
 
 
 def read_outcome(path: Path) -> RecordingOutcome:
-    """Read how a recording ended, from its end alone.
+    """Read how a recording ended, from the end of its file alone.
 
     Raises:
-        RecordingError: it cannot be opened, or its end holds more than is allowed.
+        RecordingError: the file cannot be opened, or its index is larger than allowed.
     """
     with open_regular(path) as file:
         try:
@@ -279,18 +281,17 @@ def read_outcome(path: Path) -> RecordingOutcome:
 
 
 def _parse_outcome(file: BinaryIO, name: str) -> RecordingOutcome:
-    end = _size(file) - _FOOTER - len(MCAP0_MAGIC)
+    end = os.fstat(file.fileno()).st_size - _FOOTER - len(MCAP0_MAGIC)
     file.seek(max(end, 0))
-    (footer,) = _read_records(file, name, _FOOTER_READERS)
-    _check_magic(file)
-    if footer.summary_start == 0:
+    (footer,) = _RecordReader(file, skip_magic=True).records
+    if not isinstance(footer, Footer) or footer.summary_start == 0:
         return RecordingOutcome(INTERRUPTED)
     if (length := end - footer.summary_start) > MAX_SUMMARY:
         raise RecordingError(f"{name}: its index has {length} bytes; allowed are {MAX_SUMMARY}")
     file.seek(footer.summary_start)
     tick_channels: set[int] = set()
     statistics, index = None, None
-    for record in _read_records(file, name, _SUMMARY_READERS):
+    for record in _RecordReader(file, skip_magic=True).records:
         if isinstance(record, Channel) and record.topic == mcap_format.TICKS:
             tick_channels.add(record.id)
         elif isinstance(record, Statistics):
@@ -303,8 +304,8 @@ def _parse_outcome(file: BinaryIO, name: str) -> RecordingOutcome:
     if index is None:
         return RecordingOutcome(INTERRUPTED, ticks=ticks)
     file.seek(index.offset)
-    metadata = next(_read_records(file, name, _HEADER_READERS, before=_AFTER_HEADER, max_records=1), None)
-    if metadata is None:
+    metadata = next(_RecordReader(file, skip_magic=True).records)
+    if not isinstance(metadata, Metadata):
         return RecordingOutcome(INTERRUPTED, ticks=ticks)
     fields = {key: json.loads(value) for key, value in metadata.metadata.items()}
     seconds, episodes, dropped = float(fields["seconds"]), int(fields["episodes"]), int(fields["dropped"])
@@ -313,327 +314,107 @@ def _parse_outcome(file: BinaryIO, name: str) -> RecordingOutcome:
     return RecordingOutcome(fields["state"][:40], seconds, episodes, ticks, dropped)
 
 
-# Records one after the other, none of them taken on trust. The library's own reader reads whatever length a record
-# claims, decompresses a chunk to whatever size its frame claims, and makes a list of all that is in it.
+# The reader of the mcap package allocates as many bytes as a length in the file claims, returns what is there when the
+# file is shorter, and decompresses a chunk to the size that its frame claims. The functions below check that first.
 
 
-class _Truncated(EOFError):
-    """The file ends within a record, or without its end."""
+class _BoundedFile:
+    """File of which every read has the asked number of bytes, or raises."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= MAX_RECORD:
+            raise ValueError(f"a part of a record has {size} bytes; allowed are {MAX_RECORD}")
+        if len(data := self._file.read(size)) < size:
+            raise EndOfFile
+        return data
 
 
-def _reader(kind: Any) -> Callable[[bytes], Any]:
-    return lambda data: kind.read(ReadDataStream(io.BytesIO(data)))
+class _RecordReader(StreamReader):
+    """Reader of the records that recordings need; it does not open chunks, and skips all other records."""
+
+    def __init__(self, file: BinaryIO, *, skip_magic: bool = False):
+        bounded: Any = _BoundedFile(file)
+        super().__init__(bounded, skip_magic=skip_magic, emit_chunks=True, record_size_limit=MAX_RECORD)
+
+    def _read_record(self, opcode: int, length: int) -> McapRecord | None:
+        if opcode == 0:
+            # A hole in a file reads as zeros, and may have terabytes.
+            raise ValueError("a record of kind 0")
+        if opcode in _KINDS:
+            return super()._read_record(opcode, length)
+        self._stream.read(length)
+        return None
 
 
-def _read_message(data: bytes) -> Message:
-    channel, sequence, log_time, publish_time = _MESSAGE.unpack_from(data)
-    return Message(channel, log_time, data[_MESSAGE.size :], publish_time, sequence)
+_KINDS = frozenset(
+    {
+        *(Opcode.CHANNEL, Opcode.CHUNK, Opcode.FOOTER, Opcode.MESSAGE),
+        *(Opcode.METADATA, Opcode.METADATA_INDEX, Opcode.STATISTICS),
+    }
+)
 
 
-Readers = Mapping[int, Callable[[bytes], Any]]
-_HEADER_READERS: Readers = {Opcode.METADATA: _reader(Metadata)}
-_FOOTER_READERS: Readers = {Opcode.FOOTER: _reader(Footer)}
-_SUMMARY_READERS: Readers = {
-    Opcode.CHANNEL: _reader(Channel),
-    Opcode.STATISTICS: _reader(Statistics),
-    Opcode.METADATA_INDEX: _reader(MetadataIndex),
-}
-_CHUNK_READERS: Readers = {Opcode.CHANNEL: _reader(Channel), Opcode.MESSAGE: _read_message}
-_DATA_READERS: Readers = {**_CHUNK_READERS, Opcode.CHUNK: _reader(Chunk)}
-_AFTER_HEADER = frozenset({Opcode.CHUNK, Opcode.MESSAGE, Opcode.DATA_END})
-
-
-def _size(file: BinaryIO) -> int:
-    return os.fstat(file.fileno()).st_size
-
-
-def _check_magic(file: BinaryIO) -> None:
-    if (magic := file.read(len(MCAP0_MAGIC))) != MCAP0_MAGIC:
-        raise ValueError(f"found {magic!r} where an MCAP file has {MCAP0_MAGIC!r}")
-
-
-def _read_records(
-    file: BinaryIO, name: str, readers: Readers, *, before: Collection[int] = (), max_records: int | None = None
-) -> Iterator[Any]:
-    """Yield records of the kinds that there are readers for, until the file's footer; others are passed over unread.
-
-    Args:
-        last: it ends before one of these kinds.
-        most: it ends after so many of any kind.
+def _unpack_records(file: BinaryIO, name: str) -> Iterator[McapRecord]:
+    """Yield the records of a whole file, and in place of each chunk the records in it.
 
     Raises:
-        _Truncated: the file ends before that.
-        RecordingError: one is larger than allowed.
+        RecordingError: a record or chunk is larger than allowed.
+        EndOfFile: the file ends before its footer.
     """
-    end = _size(file)
-    for _ in itertools.count() if max_records is None else range(max_records):
-        head = file.read(_PREFIX)
-        if len(head) < _PREFIX:
-            raise _Truncated
-        opcode, length = head[0], int.from_bytes(head[1:], "little")
-        if opcode in before:
-            return
-        if length > end - file.tell():
-            raise _Truncated
-        if opcode == 0:  # what a disk makes of a hole; there may be gigabytes of it
-            raise ValueError("a record of kind 0")
-        if opcode in readers:
-            largest = MAX_METADATA if opcode == Opcode.METADATA else MAX_RECORD
-            if length > largest:
-                at = file.tell() - _PREFIX
-                raise RecordingError(f"{name}: a record of {length} bytes at byte {at}; allowed are {largest}")
-            if len(data := file.read(length)) < length:
-                raise _Truncated
-            yield readers[opcode](data)
-        else:
-            file.seek(length, os.SEEK_CUR)
-        if opcode == Opcode.FOOTER:
-            return
+    allowed = MIN_EXPANDED + MAX_EXPANSION * os.fstat(file.fileno()).st_size
+    try:
+        for record in _RecordReader(file).records:
+            if not isinstance(record, Chunk):
+                yield record
+                continue
+            allowed -= record.uncompressed_size
+            if record.uncompressed_size > MAX_RECORD or allowed < 0:
+                raise RecordingError(
+                    f"{name}: the chunk that ends at byte {file.tell()} claims {record.uncompressed_size} bytes when "
+                    f"decompressed; allowed are {MAX_RECORD}, and {MAX_EXPANSION} times the file in all; give a "
+                    "recording as `robojax serve` wrote it"
+                )
+            yield from _read_chunk(record)
+    except RecordLengthLimitExceeded as error:
+        raise RecordingError(f"{name}: before byte {file.tell()}: {error}") from error
 
 
-def _unpack_records(file: BinaryIO, name: str) -> Iterator[Any]:
-    """Yield channels and messages of a whole file, those in chunks too; raises as `_read_records`."""
-    _check_magic(file)
-    allowed = MIN_EXPANDED + MAX_EXPANSION * _size(file)
-    for record in _read_records(file, name, _DATA_READERS):
-        if not isinstance(record, Chunk):
-            yield record
-            continue
-        allowed -= record.uncompressed_size
-        if record.uncompressed_size > MAX_RECORD or allowed < 0:
-            raise RecordingError(
-                f"{name}: the chunk that ends at byte {file.tell()} claims {record.uncompressed_size} bytes when it is "
-                f"decompressed; allowed are {MAX_RECORD}, and {MAX_EXPANSION} times the file in all; give a recording "
-                "as `robojax serve` wrote it"
-            )
-        yield from _parse_chunk(_decompress(record))
+def _read_chunk(chunk: Chunk) -> Iterator[McapRecord]:
+    content = io.BytesIO(_decompress(chunk) + FILE_END)
+    try:
+        yield from _RecordReader(content, skip_magic=True).records
+    except EndOfFile as error:
+        raise ValueError("a chunk ends within a record") from error
 
 
 def _decompress(chunk: Chunk) -> bytes:
-    """Decompress a chunk: to as many bytes as it claims, or an error."""
+    """Decompress a chunk to exactly as many bytes as it claims.
+
+    Raises:
+        ValueError: the chunk has another size, checksum or compression.
+    """
     size = chunk.uncompressed_size
     if chunk.compression == "zstd":
         limited = zstandard.ZstdDecompressor(max_window_size=MAX_RECORD)
         data = limited.stream_reader(chunk.data).read(size + 1)
     elif chunk.compression == "lz4":
         data = lz4.LZ4FrameDecompressor().decompress(chunk.data, max_length=size + 1)
+    elif chunk.compression:
+        raise ValueError(f"a chunk is compressed with {chunk.compression[:20]!r}; wanted zstd, lz4 or nothing")
     else:
         data = chunk.data
     if len(data) != size:
         raise ValueError(f"a chunk claims {size} bytes and has {'more' if len(data) > size else len(data)}")
     if chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
-        raise ValueError("a chunk's content is not what its checksum says")
+        raise ValueError("the content of a chunk does not match its checksum")
     return data
 
 
-def _parse_chunk(data: bytes) -> Iterator[Any]:
-    at = 0
-    while at < len(data):
-        opcode, start = data[at], at + _PREFIX
-        end = start + int.from_bytes(data[at + 1 : start], "little")
-        if end > len(data) or opcode not in (Opcode.SCHEMA, Opcode.CHANNEL, Opcode.MESSAGE):
-            raise ValueError(f"a chunk holds a record of kind {opcode} with {end - start} bytes")
-        if opcode in _CHUNK_READERS:
-            yield _CHUNK_READERS[opcode](data[start:end])
-        at = end
-
-
 def _parse_content(data: bytes, name: str) -> Any:
-    """Parse a message's JSON."""
+    """Parse the JSON of a message."""
     if (values := data.count(b",") + data.count(b"[") + data.count(b"{")) > MAX_VALUES:
         raise RecordingError(f"{name}: a message of {values} values; allowed are {MAX_VALUES}")
     return json.loads(data)
-
-
-# FFmpeg's scale: 2 is the best, 31 the worst; at 3 pixels are off by one level of 255 on average.
-QUALITY = 3
-_LAMBDA = 118
-
-
-class JpegEncoder:
-    """JPEG encoder of frames of one size."""
-
-    def __init__(self, height: int, width: int, quality: int = QUALITY):
-        self.size = (height, width)
-        context = cast(VideoCodecContext, av.CodecContext.create("mjpeg", "w"))
-        context.width, context.height = width, height
-        context.pix_fmt = "yuvj420p"
-        context.time_base = Fraction(1, 25)
-        # One thread: a second one would keep a frame back until the next comes.
-        context.thread_count = 1
-        context.options = {
-            "qmin": str(quality),
-            "qmax": str(quality),
-            "flags": "+qscale",
-            "global_quality": str(_LAMBDA * quality),
-            "huffman": "default",
-        }
-        self._context, self._reformatter = context, VideoReformatter()
-
-    def encode(self, image: np.ndarray) -> bytes:
-        """Encode uint8 (h, w, 3), RGB as a JPEG."""
-        # Without a copy: copying would hold the lock for about a millisecond per VGA frame.
-        frame = av.VideoFrame.from_numpy_buffer(np.ascontiguousarray(image), "rgb24")
-        frame = self._reformatter.reformat(frame, format="yuvj420p")
-        frame.pts = None
-        return b"".join(bytes(packet) for packet in self._context.encode(frame))
-
-
-LIBRARY = "robojax"
-CHUNK_BYTES = 1 << 20
-
-
-class McapSink:
-    """Unbuffered file for the MCAP library: writes all or raises, and can go back to an earlier position.
-
-    Attributes:
-        position: bytes written.
-        whole_records: how many of them end with a whole record.
-    """
-
-    def __init__(self, file: BinaryIO):
-        self.position = self.whole_records = 0
-        self._file = file
-
-    def write(self, data: bytes) -> int:
-        """Write all of the data.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
-        rest = memoryview(data)
-        while rest:
-            count = self._file.write(rest)
-            if not count:
-                raise OSError(errno.ENOSPC, "nothing more can be written")
-            self.position += count
-            rest = rest[count:]
-        # The library hands over whole records.
-        self.whole_records = self.position
-        return len(data)
-
-    def tell(self) -> int:
-        """Return the position of the next byte."""
-        return self.position
-
-    def flush(self) -> None:
-        """Do nothing: no byte is kept back here."""
-
-    def truncate(self) -> None:
-        """Cut off an incomplete record and end the file as a reader wants it, as far as the disk lets us.
-
-        Raises:
-            OSError: the disk does not.
-        """
-        self._file.truncate(self.whole_records)
-        self._file.seek(self.whole_records)
-        self.position = self.whole_records
-        records = RecordBuilder()
-        DataEnd(0).write(records)
-        Footer(summary_start=0, summary_offset_start=0, summary_crc=0).write(records)
-        self.write(records.end() + MCAP0_MAGIC)
-
-
-class McapWriter:
-    """Writer of one recording; times are those of the control loop's clock, in seconds.
-
-    Attributes:
-        holds: how often the robot came to be held.
-        seconds: from the first tick to the newest.
-        episodes: how many starts there were.
-    """
-
-    def __init__(self, file: BinaryIO, header: RecordingHeader):
-        """Begin the file.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
-        self.sink = McapSink(file)
-        self.seconds, self.episodes = 0.0, 0
-        self._header = header
-        self._offset = header.wall_ns - header.monotonic_ns
-        self._encoders: dict[str, JpegEncoder] = {}
-        self._first_tick: float | None = None
-        self._last_tick: float | None = None
-        self._hold: str | None = None
-        self._writer = Writer(self.sink, chunk_size=CHUNK_BYTES, compression=CompressionType.ZSTD)  # type: ignore[arg-type]
-        self._writer.start(profile="", library=LIBRARY)
-        # First, so that it can be read whatever happens to the rest.
-        self._writer.add_metadata(HEADER_METADATA, header.to_metadata())
-        self._channels = self._register()
-
-    def _register(self) -> Mapping[str, int]:
-        schemas = {
-            topic: self._writer.register_schema(schema["title"], "jsonschema", json.dumps(schema).encode())
-            for topic, schema in mcap_format.SCHEMAS.items()
-        }
-        topics = [topic for topic in schemas if topic != mcap_format.CAMERAS]
-        channels = {topic: self._writer.register_channel(topic, "json", schemas[topic]) for topic in topics}
-        for camera in self._header.cameras:
-            topic = mcap_format.camera_topic(camera)
-            channels[topic] = self._writer.register_channel(topic, "json", schemas[mcap_format.CAMERAS])
-        return channels
-
-    def frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
-        """Write a picture of a camera: uint8 (h, w, 3), RGB."""
-        size = (image.shape[0], image.shape[1])
-        encoder = self._encoders.get(camera)
-        if encoder is None or encoder.size != size:
-            encoder = self._encoders[camera] = JpegEncoder(*size)
-        at = self._nanoseconds(observed_at)
-        self._add(mcap_format.camera_topic(camera), at, mcap_format.build_image(at, camera, encoder.encode(image)))
-
-    def chunk(self, actions: np.ndarray, observed_at: float, at: float) -> None:
-        """Write a chunk (t, a) of the policy."""
-        now = self._nanoseconds(at)
-        self._add(
-            mcap_format.CHUNKS, now, mcap_format.build_chunk(now, self._nanoseconds(observed_at), actions.tolist())
-        )
-
-    def tick(self, tick: Tick) -> None:
-        """Write one tick: where the joints are, what was sent, when, and why not."""
-        at, names = self._nanoseconds(tick.at), self._header.joints
-        if tick.hold != self._hold:
-            self._hold = tick.hold
-            text = "the robot may move again" if tick.hold is None else tick.hold
-            self.event(tick.at, mcap_format.INFO if tick.hold is None else mcap_format.WARNING, "hold", text)
-        if tick.pose is not None:
-            self._add(mcap_format.JOINTS, at, mcap_format.build_position(at, names, tick.pose.tolist()))
-        if tick.command is not None:
-            message = mcap_format.build_position(at, names, tick.command.tolist(), is_sent=tick.is_sent)
-            self._add(mcap_format.COMMANDS, at, message)
-        since = 0.0 if self._last_tick is None else tick.at - self._last_tick
-        # Last of its tick: whoever reads it has read the joints and the command that belong to it.
-        self._add(mcap_format.TICKS, at, mcap_format.build_tick(at, since, tick.hold))
-        self._first_tick = tick.at if self._first_tick is None else self._first_tick
-        self._last_tick = tick.at
-        self.seconds = tick.at - self._first_tick
-
-    def event(self, at: float, level: int, code: str, text: str) -> None:
-        """Write an event; ``start`` and ``stop`` bound an episode."""
-        self.episodes += code == "start"
-        now = self._nanoseconds(at)
-        self._add(mcap_format.EVENTS, now, mcap_format.build_event(now, level, code, text))
-
-    def flush(self) -> None:
-        """Flush: a reader finds everything until now, whatever happens."""
-        self._writer.flush()
-
-    def finish(self, state: str, dropped: int) -> None:
-        """End the file with an index and how the recording ended."""
-        self._writer.flush()
-        end = {"state": state, "dropped": dropped, "seconds": round(self.seconds, 3), "episodes": self.episodes}
-        self._writer.add_metadata(END_METADATA, {name: json.dumps(value) for name, value in end.items()})
-        self._writer.finish()
-
-    def truncate(self) -> None:
-        """End a file that cannot be written to any more as well as can be."""
-        with suppress(OSError):
-            self.sink.truncate()
-
-    def _add(self, topic: str, at: int, data: bytes) -> None:
-        self._writer.add_message(self._channels[topic], log_time=at, data=data, publish_time=at)
-
-    def _nanoseconds(self, at: float) -> int:
-        return self._offset + round(at * 1e9)

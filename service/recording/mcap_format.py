@@ -7,9 +7,11 @@ is flat enough to be plotted by its path, e.g. ``/joints.position.Rotation``.
 import binascii
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationError
 
 from service.control.joints import SO100, Joint
 
@@ -17,9 +19,21 @@ from service.control.joints import SO100, Joint
 SO100_ROBOT = "so100_follower"
 HEADER_METADATA, END_METADATA = "robojax", "robojax.end"
 FORMAT = "robojax-recording-1"
-# Of steps per second, of joints or cameras, and of letters in the name of one.
-MIN_RATE, MAX_RATE = 1e-3, 1e5
-MAX_NAMES, MAX_NAME = 1000, 200
+
+
+def _check_unique(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError("a name occurs twice")
+    return names
+
+
+# Bounds of the fields of a header, which may come from a hostile file.
+Rate = Annotated[float, Field(ge=1e-3, le=1e5)]
+Names = Annotated[
+    tuple[Annotated[str, Field(max_length=200)], ...], Field(max_length=1000), FailFast(), AfterValidator(_check_unique)
+]
+Bounds = Annotated[tuple[Annotated[float, Field(gt=-1e30, lt=1e30)] | None, ...], FailFast()]
+Nanoseconds = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 @dataclass(frozen=True)
@@ -42,18 +56,18 @@ class RecordingHeader:
     policy_path: str
     policy_type: str
     commit: str | None
-    rate: float
-    action_rate: float
-    joints: tuple[str, ...]
-    features: tuple[str, ...]
-    low: tuple[float | None, ...]
-    high: tuple[float | None, ...]
-    cameras: tuple[str, ...]
+    rate: Rate
+    action_rate: Rate
+    joints: Names
+    features: Names
+    low: Bounds
+    high: Bounds
+    cameras: Names
     task: str
     is_dry_run: bool
     version: str
-    wall_ns: int
-    monotonic_ns: int
+    wall_ns: Nanoseconds
+    monotonic_ns: Nanoseconds
     robot_type: str | None = None
     owner: str | None = None
     limits: Mapping[str, object] | None = None
@@ -67,68 +81,24 @@ class RecordingHeader:
         """Parse the fields of an MCAP metadata record.
 
         Raises:
-            ValueError: another format, or a field is missing or garbled.
+            ValueError: the format is another one, or a field is missing or invalid.
         """
         if metadata.get("format") != FORMAT:
             raise ValueError(f"its format is {str(metadata.get('format'))[:40]!r}, wanted {FORMAT!r}")
-        values = {}
-        for field in fields(cls):
-            if field.name not in metadata:
-                raise ValueError(f"{field.name} is missing")
-            value = json.loads(metadata[field.name])
-            value = tuple(value) if isinstance(value, list) else value
-            if not _FIELD_CHECKS[field.name](value):
-                raise ValueError(f"{field.name} is {str(value)[:40]!r}")
-            values[field.name] = value
-        subject = cls(**values)
+        values = {field.name: json.loads(metadata[field.name]) for field in fields(cls) if field.name in metadata}
+        try:
+            subject = _HEADER.validate_json(json.dumps(values), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = first["loc"][0] if first["loc"] else "the header"
+            raise ValueError(f"{name} is {str(first['input'])[:40]!r}: {first['msg'][:80]}") from error
         width = len(subject.joints)
         if not (width and len(subject.features) == len(subject.low) == len(subject.high) == width):
             raise ValueError("joints, their names and their ranges differ in number")
         return subject
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_text_or_none(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_rate(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and MIN_RATE <= value <= MAX_RATE
-
-
-def _are_names(value: object) -> bool:
-    return (
-        isinstance(value, tuple)
-        and len(value) <= MAX_NAMES
-        and all(isinstance(name, str) and len(name) <= MAX_NAME for name in value)
-        and len(set(value)) == len(value)
-    )
-
-
-def _are_bounds(value: object) -> bool:
-    return isinstance(value, tuple) and all(
-        one is None or (not isinstance(one, bool) and isinstance(one, int | float) and abs(one) < 1e30) for one in value
-    )
-
-
-def _is_time(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int) and 0 <= value < 1 << 63
-
-
-# Checked one by one: a file that a stranger wrote is listed beside all others.
-_FIELD_CHECKS: Mapping[str, Callable[[object], bool]] = {
-    **dict.fromkeys(("session_id", "policy_path", "policy_type", "task", "version"), _is_text),
-    **dict.fromkeys(("commit", "robot_type", "owner"), _is_text_or_none),
-    **dict.fromkeys(("rate", "action_rate"), _is_rate),
-    **dict.fromkeys(("joints", "features", "cameras"), _are_names),
-    **dict.fromkeys(("low", "high"), _are_bounds),
-    **dict.fromkeys(("wall_ns", "monotonic_ns"), _is_time),
-    "is_dry_run": lambda value: isinstance(value, bool),
-    "limits": lambda value: value is None or isinstance(value, dict),
-}
+_HEADER: TypeAdapter[RecordingHeader] = TypeAdapter(RecordingHeader)
 
 
 def feature_names(joints: Sequence[Joint]) -> tuple[tuple[str, ...], str | None]:

@@ -216,7 +216,7 @@ class Recorder:
             self._on_closed(self)
 
     def _record(self) -> None:
-        from service.recording.mcap_files import McapWriter
+        from service.recording.mcap_writer import McapWriter
 
         self._check_disk()
         if self.state != ON:

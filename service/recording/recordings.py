@@ -84,7 +84,7 @@ class Recordings:
             from service.recording.library import RecordingLibrary
 
             # Now, because importing keeps Python's lock, and later a robot may be moving.
-            import_module("service.recording.mcap_files")
+            import_module("service.recording.mcap_writer")
 
             self._library = RecordingLibrary(folder)
 

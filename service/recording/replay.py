@@ -6,47 +6,19 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from jaxmodels import Requirements
 from jaxmodels.types import TASK
 from service.control.joints import have_same_joints
-from service.inference.loaded_policy import task_input
+from service.inference.loaded_policy import Policy, task_input
 from service.recording.dataset import IMAGES, STATE
 from service.recording.steps import RecordingError, SourceInfo, Step, StepSource
 
 # Names of the joints of a recording or dataset that does not name them.
 _NUMBERED = re.compile(r"(joint|action)_\d+")
-
-
-class PolicyRequirements(Protocol):
-    """Requirements of a policy, as far as a replay needs them."""
-
-    @property
-    def cameras(self) -> Mapping[str, tuple[int, int]]: ...
-    @property
-    def state(self) -> int | None: ...
-    @property
-    def action(self) -> int: ...
-    @property
-    def action_steps(self) -> int: ...
-    @property
-    def joint_names(self) -> Sequence[str] | None: ...
-    @property
-    def language(self) -> bool: ...
-    @property
-    def rate(self) -> float | None: ...
-    @property
-    def observation_steps(self) -> int: ...
-
-
-class ReplayPolicy(Protocol):
-    """Policy that answers a chunk (1, t, a) to an observation."""
-
-    @property
-    def requirements(self) -> Any: ...
-    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray: ...
 
 
 class PolicyMismatch(Exception):
@@ -126,7 +98,7 @@ class ReplayReport:
         return sum(known) / len(known) if known else None
 
 
-def check_policy(info: SourceInfo, requirements: PolicyRequirements) -> None:
+def check_policy(info: SourceInfo, requirements: Requirements) -> None:
     """Check that the policy can run on this recording.
 
     Raises:
@@ -154,7 +126,7 @@ def check_policy(info: SourceInfo, requirements: PolicyRequirements) -> None:
 
 def replay_recording(
     source: StepSource,
-    policy: ReplayPolicy,
+    policy: Policy,
     *,
     every: int | None = None,
     on_step: Callable[[Step, np.ndarray | None], None] = lambda step, chunk: None,
@@ -213,7 +185,7 @@ def _finish_episode(
     report.episodes.append(ReplayEpisode(recorded, predicted, sorted(chunks)))
 
 
-def _build_observation(step: Step, requirements: PolicyRequirements) -> dict[str, np.ndarray]:
+def _build_observation(step: Step, requirements: Requirements) -> dict[str, np.ndarray]:
     observation = {f"{IMAGES}{camera}": step.pictures[camera].pixels[None] for camera in requirements.cameras}
     if requirements.state is not None:
         observation[STATE] = step.state[None].astype(np.float32)
@@ -221,7 +193,7 @@ def _build_observation(step: Step, requirements: PolicyRequirements) -> dict[str
 
 
 def _with_history(
-    observations: Sequence[dict[str, np.ndarray]], requirements: PolicyRequirements, ticks_per_step: int
+    observations: Sequence[dict[str, np.ndarray]], requirements: Requirements, ticks_per_step: int
 ) -> dict[str, np.ndarray]:
     """Return the newest observation; for a policy of several observations those before it too, on an axis of time.
 

@@ -1,7 +1,8 @@
 """Steps of a recording: observation and action per tick."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from jaxmodels.data import decode_picture
 from jaxmodels.errors import PictureError
 
-# Larger ones are not read: whoever made the file may want to fill the memory.
+# Larger frames are not read, because a hostile file could fill the memory with them.
 MAX_PIXELS = 1920 * 1200
 
 
@@ -17,38 +18,29 @@ class RecordingError(Exception):
     """A recording or dataset that cannot be used; the text says which, what is wrong and what to do."""
 
 
-class LazyImage(Protocol):
-    """A frame that is decoded when it is read; the same object in two steps is the same frame."""
+class LazyImage:
+    """A frame that is decoded when it is read first; the same object in two steps is the same frame."""
 
-    @property
+    def __init__(self, decode: Callable[[], np.ndarray]):
+        """Create it; ``decode`` returns uint8 (h, w, 3), RGB, or raises `RecordingError`."""
+        self._decode = decode
+
+    @cached_property
     def pixels(self) -> np.ndarray:
         """uint8 (h, w, 3), RGB."""
-        ...
+        return self._decode()
 
 
-class EncodedImage:
-    """JPEG or PNG of a file, decoded when it is read.
+def decode_frame(data: bytes) -> np.ndarray:
+    """Decode a JPEG or PNG.
 
     Raises:
-        RecordingError: when it is looked at and is none, or too large.
+        RecordingError: the data is not a picture, or the picture is too large.
     """
-
-    def __init__(self, data: bytes):
-        self._data = data
-        self._pixels: np.ndarray | None = None
-
-    @property
-    def pixels(self) -> np.ndarray:
-        """uint8 (h, w, 3), RGB."""
-        if self._pixels is None:
-            self._pixels = self._decode()
-        return self._pixels
-
-    def _decode(self) -> np.ndarray:
-        try:
-            return decode_picture(self._data, _check_size)
-        except PictureError as error:
-            raise RecordingError(f"a frame is {error}") from error
+    try:
+        return decode_picture(data, _check_size)
+    except PictureError as error:
+        raise RecordingError(f"a frame is {error}") from error
 
 
 def _check_size(height: int, width: int) -> None:

@@ -40,19 +40,6 @@ class DeploymentSettings:
     retry_longest: float = 3600.0
     max_records: int = 500
 
-    def __post_init__(self) -> None:
-        times = {name: getattr(self, name) for name in ("quiet", "transfer_pause", "retry", "retry_longest")}
-        limits = {name: getattr(self, name) for name in ("longest", "preparing", "swapping")}
-        limits |= {} if self.poll is None else {"poll": self.poll}
-        counts = {name: getattr(self, name) for name in ("transfers", "superseded", "max_records")}
-        wrong = [f"{name} {value}: wanted 0 seconds or more" for name, value in times.items() if value < 0]
-        wrong += [f"{name} {value}: wanted more than 0 seconds" for name, value in limits.items() if value <= 0]
-        wrong += [f"{name} {value}: wanted 1 or more" for name, value in counts.items() if value < 1]
-        if not 0 <= self.jitter < 1:
-            wrong.append(f"jitter {self.jitter}: wanted a part from 0 to below 1")
-        if wrong:
-            raise ValueError("; ".join(wrong))
-
 
 class UpdateSettings(Group):
     """Policy updates"""
@@ -121,9 +108,6 @@ class WebhookSettings(Group):
     registry_allow: Names = Field(
         default=(),
         description="Networks that deliveries may go to although they are private, as 192.168.1.0/24.",
-    )
-    registry_watch: Private[Names] = Field(
-        default=(), description="Policy folders whose changes are events, as owner/name=path."
     )
     registry_jobs: Private[str | None] = Field(
         default=None, description="TOML file with the jobs that webhooks may start."

@@ -5,12 +5,13 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from hooks.errors import SourceError
 from service.rollout.config import DeploymentSettings
+from service.rollout.gates import Verdict
 from service.rollout.records import Journal, Quarantine, Record
-from service.rollout.rollout import EXCUSED_REASONS, SESSION_REASONS, FollowerLike, RolloutLike, VerdictLike
+from service.rollout.rollout import EXCUSED_REASONS, SESSION_REASONS, Follower, Rollout
 from service.rollout.sources import COMMIT_ERRORS, TRANSFER_ERRORS, RefTracker, Source
 from service.rollout.triggers import Target
 
@@ -43,7 +44,7 @@ class Deployment:
         self,
         record: Record,
         source: Source,
-        rollout: RolloutLike,
+        rollout: Rollout,
         settings: DeploymentSettings,
         save: Callable[[Record], Awaitable[None]],
     ):
@@ -188,7 +189,7 @@ class Deployment:
         await self.swap(session)
         await self.wait_for_probation(session)
 
-    def _record_verdict(self, session: str, step: str, verdict: VerdictLike, result: str) -> None:
+    def _record_verdict(self, session: str, step: str, verdict: Verdict, result: str) -> None:
         """Record a verdict's figures; a verdict with a reason ends the deployment with this result."""
         figures = self.record.figures.setdefault(session, {})
         if verdict.figures:
@@ -231,12 +232,12 @@ class RolloutState:
         declined: session to the head that it is not brought to by itself, until another one comes.
     """
 
-    def __init__(self, rollout: RolloutLike):
+    def __init__(self, rollout: Rollout):
         self.staged: dict[str, str] = {}
         self.declined: dict[str, str] = {}
         self._rollout = rollout
 
-    def get_session(self, id: str) -> FollowerLike:
+    def get_session(self, id: str) -> Follower:
         """Return a session as it is now.
 
         Raises:
@@ -252,7 +253,7 @@ class RolloutState:
         followed = (Target.of_session(one) for one in self._rollout.list_followers() if one.mode != "off")
         return [*dict.fromkeys(followed)]
 
-    def list_outdated(self, target: Target, head: str) -> Sequence[FollowerLike]:
+    def list_outdated(self, target: Target, head: str) -> Sequence[Follower]:
         """Return the followers that do not run this head yet; those that really swap come first."""
         found = [
             one
@@ -273,29 +274,6 @@ class DeployTarget(NamedTuple):
 
     session: str
     is_only_staged: bool
-
-
-class DeployReason(Protocol):
-    """Interface of a reason to deploy.
-
-    Attributes:
-        target: what is followed; None when somebody asked, which nothing but another request supersedes.
-    """
-
-    @property
-    def target(self) -> Target | None: ...
-
-    async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
-        """Choose the sessions that get the commit, in this order; may raise `DeploymentEnded`."""
-        ...
-
-    async def check_up_to_date(self, sha: str) -> None:
-        """Raise `DeploymentEnded` when what was prepared is not wanted any more."""
-        ...
-
-    def should_deploy(self, session: str, sha: str) -> bool:
-        """Return whether a chosen session should still get the commit."""
-        ...
 
 
 class RefMoved:
@@ -387,6 +365,9 @@ def check_quarantine(quarantine: Quarantine, repo: str, sha: str) -> None:
         raise DeploymentEnded("rejected", "quarantined", f"{sha[:12]} is in quarantine ({one.reason}: {one.text})")
 
 
+# Reasons to deploy a commit. No ref of a request is followed: only another request supersedes it.
+DeployReason = RefMoved | DeployRequest
+
 logger = logging.getLogger(__name__)
 
 
@@ -396,7 +377,7 @@ class DeploymentQueue:
     def __init__(
         self,
         sources: Callable[[str], Source],
-        rollout: RolloutLike,
+        rollout: Rollout,
         settings: DeploymentSettings,
         state: RolloutState,
         journal: Journal,

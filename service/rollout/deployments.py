@@ -1,21 +1,22 @@
 """All deployments of a server, from triggers to outcomes, and what the API answers about them."""
 
 import asyncio
+import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hooks.database import Database
 from hooks.errors import SourceError
 from hooks.payload import WebhookPayload
-from service.errors import ServiceError, SourceFailed, UnknownDeployment, UpdateFailed
+from service.errors import SourceFailed, UnknownDeployment, UpdateFailed
 from service.rollout.config import DeploymentSettings
 from service.rollout.deployment import ROLLED_BACK_TEXT, DeploymentQueue, DeployRequest, RefMoved, RolloutState
-from service.rollout.records import SCHEMA, Journal, OnEvent, Record, ensure_tables
-from service.rollout.rollout import RolloutLike
+from service.rollout.records import SCHEMA, Journal, OnEvent, Record
+from service.rollout.rollout import Follower, Rollout
 from service.rollout.sources import FolderSource, RefTracker, Source
 from service.rollout.triggers import (
     Interpretation,
@@ -45,8 +46,8 @@ class Deployments:
         self,
         *,
         sources: Callable[[str], Source],
-        rollout: RolloutLike,
-        database: Database | str | Path | None = None,
+        rollout: Rollout,
+        database: Path | None = None,
         settings: DeploymentSettings | None = None,
         on_event: OnEvent | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -56,15 +57,12 @@ class Deployments:
         Args:
             sources: the source of a repo.
             rollout: the sessions.
-            database: a file, an open database, or None for memory.
-            on_event: told of what happened (``EVENTS``) with the record as JSON.
-            now: seconds of the clock that hints are held by.
+            database: a file, or None for memory.
+            on_event: called with an event of ``EVENTS`` and the record as JSON.
+            now: clock that triggers are held by, in seconds.
         """
         self.settings = settings or DeploymentSettings()
-        self._database = database if isinstance(database, Database) else Database(database, SCHEMA)
-        self._is_ours = self._database is not database
-        if not self._is_ours:
-            self._database.run_blocking(ensure_tables)
+        self._database = Database(database, SCHEMA)
         self._journal = Journal(self._database, self.settings.max_records, on_event)
         self.quarantine = self._journal.quarantine
         self._sources = sources
@@ -83,17 +81,24 @@ class Deployments:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
-        """Close the database, if it was opened here."""
-        if self._is_ours:
-            self._database.close()
+        """Close the database."""
+        self._database.close()
 
-    def list(self, limit: int = 50) -> Sequence[Record]:
-        """Return the newest records first."""
-        return self._journal.records.list(limit)
+    def list(self, limit: int = 50, session_id: str | None = None) -> Sequence[Record]:
+        """Return the newest records first, of one session or of all."""
+        found = (record for record in self._journal.list() if session_id is None or session_id in record.sessions)
+        return [*itertools.islice(found, limit)]
 
     def get(self, id: str) -> Record:
-        """Return one record; KeyError when there is none, or no more."""
-        return self._journal.records.get(id)
+        """Return one record.
+
+        Raises:
+            UnknownDeployment: no deployment has this id, or its record is no longer kept.
+        """
+        record = self._journal.get(id)
+        if record is None:
+            raise UnknownDeployment(f"deployment {id[:80]!r} not found; GET /deployments lists them")
+        return record
 
     @property
     def is_idle(self) -> bool:
@@ -136,45 +141,53 @@ class Deployments:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def deploy(
-        self, session_id: str, revision: str | None = None, *, force: bool = False, wait: bool = True
-    ) -> Record:
-        """Deploy a revision to one session, whatever its mode; older ones too.
+    async def deploy(self, session_id: str, revision: str | None = None, *, force: bool = False) -> Record:
+        """Deploy a revision to a session; return when the session runs it or refused it. Probation goes on after that.
 
         Args:
-            revision: branch, tag or commit; the ref that the session follows when None.
-            force: even if it is in quarantine; it is released if it goes well.
-            wait: until the end of its probation; else the record is returned as it begins.
+            revision: branch, tag or commit, which may be older; the ref that the session follows when None.
+            force: deploy a commit in quarantine too; it is released if the deployment succeeds.
 
         Raises:
-            SourceError: ``unknown_session``.
+            UpdateFailed: there is no such session or revision, or the session cannot take it now.
+            SourceFailed: the policy cannot be fetched.
         """
-        one = self._state.get_session(session_id)
+        record = await self.begin_deployment(session_id, revision, force=force)
+        # The record has no event to wait for. It changes in this thread only.
+        while record.result is None and not (record.stages and record.stages[-1].name == "probation"):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_INTERVAL)
+        # Saved before the answer, so that a server that is killed next does not forget it.
+        await self._journal.save(record)
+        return _raise_error(record)
+
+    async def begin_deployment(self, session_id: str, revision: str | None, *, force: bool = False) -> Record:
+        """Begin what `deploy` waits for, and return its record; raises `UpdateFailed` for an unknown session."""
+        one = self._get_session(session_id)
         record = Record(one.repo, revision or one.ref, "request", sessions=[session_id])
         self._queue.supersede(session_id, "request", "somebody asked for another one")
         await self._journal.save(record)
-        task = self._start_task(self._deploy_request(record, session_id, force))
-        if wait:
-            await asyncio.shield(task)  # a client that disconnects must not leave the robot halfway
+        self._start_task(self._deploy_request(record, session_id, force))
         return record
-
-    async def save(self, record: Record) -> None:
-        """Write a record as it is now, for a caller that is about to report it."""
-        await self._journal.save(record)
 
     async def rollback(self, session_id: str) -> Record:
         """Roll a session back to its previous policy at once; the commit that ran is quarantined.
 
         Raises:
-            SourceError: ``unknown_session``.
+            UpdateFailed: there is no such session, or it has no previous policy.
         """
-        one = self._state.get_session(session_id)
+        one = self._get_session(session_id)
         record = Record(one.repo, one.ref, "request", sha=one.sha, sessions=[session_id])
         self._queue.supersede(session_id, "rollback", ROLLED_BACK_TEXT, is_requested=True)
         for request in self._requests:
             request.is_withdrawn |= request.session == session_id
         await asyncio.shield(self._start_task(self._roll_back(record, session_id)))  # the client may disconnect
-        return record
+        return _raise_error(record)
+
+    def _get_session(self, session_id: str) -> Follower:
+        try:
+            return self._state.get_session(session_id)
+        except SourceError as error:
+            raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
 
     async def _roll_back(self, record: Record, session_id: str) -> None:
         record.begin_stage("swapping")
@@ -295,38 +308,6 @@ class Deployments:
             await self.quarantine.release(record.sha, record.repo)
 
 
-class RecordLike(Protocol):
-    """Interface of a deployment record; it changes while the deployment goes on."""
-
-    @property
-    def sessions(self) -> Sequence[str]: ...
-    @property
-    def result(self) -> str | None: ...
-    @property
-    def reason(self) -> str | None: ...
-    @property
-    def sha(self) -> str | None: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def stages(self) -> Sequence[Any]: ...
-    def as_json(self) -> dict[str, Any]: ...
-
-
-class DeploymentsLike(Protocol):
-    """Interface of the deployments that the API uses."""
-
-    @property
-    def quarantine(self) -> Any: ...
-    def list(self, limit: int = 50) -> Sequence[RecordLike]: ...
-    def get(self, id: str) -> RecordLike: ...
-    async def deploy(
-        self, session_id: str, revision: str | None = None, *, force: bool = False, wait: bool = True
-    ) -> RecordLike: ...
-    async def save(self, record: Any) -> None: ...
-    async def rollback(self, session_id: str) -> RecordLike: ...
-
-
 # Codes of a deployment that failed by its request, and by the policy's source: they decide the answer's status.
 _REQUEST_ERRORS = frozenset(
     {"unknown_repo", "unknown_revision", "unknown_session", "quarantined", "no_previous", "busy", "gone"}
@@ -336,116 +317,16 @@ _SOURCE_ERRORS = frozenset({"unreachable", "timeout", "denied", "disk", "transfe
 _POLL_INTERVAL = 0.02
 
 
-class SessionUpdates:
-    """Deployments as the API answers them; implements `Updates`."""
+def _raise_error(record: Record) -> Record:
+    """Raise the error of a deployment that could not be tried; return the record of any other deployment.
 
-    def __init__(self, deployments: DeploymentsLike, error_type: type[Exception]):
-        """Use these deployments; ``error_type`` is what they raise for a session that runs no policy."""
-        self._deployments = deployments
-        self._error_type = error_type
-
-    def list(self, limit: int, session_id: str | None = None) -> Sequence[Mapping[str, object]]:
-        """Return the newest deployments first."""
-        if session_id is None:
-            return [record.as_json() for record in self._deployments.list(limit)]
-        found = (record for record in self._deployments.list(10_000) if session_id in record.sessions)
-        return [record.as_json() for _, record in zip(range(limit), found, strict=False)]
-
-    def get(self, deployment_id: str) -> Mapping[str, object]:
-        """Return one deployment."""
-        try:
-            return self._deployments.get(deployment_id).as_json()
-        except KeyError:
-            raise UnknownDeployment(
-                f"deployment {deployment_id[:80]!r} not found; GET /deployments lists them"
-            ) from None
-
-    async def deploy(self, session_id: str, revision: str | None, *, force: bool) -> Mapping[str, object]:
-        """Deploy a revision to a session; returns when it runs it, or it was refused. Probation goes on after that."""
-        try:
-            record = await self._deployments.deploy(session_id, revision, force=force, wait=False)
-        except self._error_type as error:
-            raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
-        # Polled: the record has no event to wait for, and changes in this thread only.
-        while record.result is None and not (record.stages and record.stages[-1].name == "probation"):  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_INTERVAL)
-        # On disk before it is answered, so that a server that is killed next does not forget it.
-        await self._deployments.save(record)
-        return self._to_answer(record)
-
-    async def rollback(self, session_id: str) -> Mapping[str, object]:
-        """Roll back to the previous policy."""
-        try:
-            return self._to_answer(await self._deployments.rollback(session_id))
-        except self._error_type as error:
-            raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
-
-    def list_quarantine(self) -> Sequence[Mapping[str, object]]:
-        """Return the commits in quarantine."""
-        return [one.as_json() for one in self._deployments.quarantine.list()]
-
-    async def release(self, sha: str) -> bool:
-        """Release a commit from quarantine; returns whether it was in it."""
-        return bool(await self._deployments.quarantine.release(sha))
-
-    def _to_answer(self, record: RecordLike) -> Mapping[str, object]:
-        error = _find_error(record)
-        if error is not None:
-            raise error
-        return record.as_json()
-
-
-def _find_error(record: RecordLike) -> ServiceError | None:
-    """Return the error of a deployment that could not be tried at all, or None; a policy that was tried and refused is
-    an answer.
+    A policy that was tried and refused is an answer, not an error.
     """
     if record.result in ("failed", "rejected"):
         if record.reason == "quarantined":
-            return UpdateFailed(f'{record.text}; send "force": true, or DELETE /quarantine/{record.sha} first')
+            raise UpdateFailed(f'{record.text}; send "force": true, or DELETE /quarantine/{record.sha} first')
         if record.reason in _REQUEST_ERRORS:
-            return UpdateFailed(record.text)
+            raise UpdateFailed(record.text)
         if record.reason in _SOURCE_ERRORS:
-            return SourceFailed(record.text)
-    return None
-
-
-class Updates(Protocol):
-    """Interface of deployments for the API, as JSON-ready mappings with the fields of
-    ``service.api.schemas.Deployment``.
-    """
-
-    def list(self, limit: int, session_id: str | None = None) -> Sequence[Mapping[str, object]]:
-        """Return the newest deployments first."""
-        ...
-
-    def get(self, deployment_id: str) -> Mapping[str, object]:
-        """Return one deployment.
-
-        Raises:
-            UnknownDeployment: there is none.
-        """
-        ...
-
-    async def deploy(self, session_id: str, revision: str | None, *, force: bool) -> Mapping[str, object]:
-        """Deploy a revision to a session now; returns when the session runs it, or it was refused.
-
-        Raises:
-            ServiceError: no such session, or no such revision.
-        """
-        ...
-
-    async def rollback(self, session_id: str) -> Mapping[str, object]:
-        """Roll back to the policy that a session ran before.
-
-        Raises:
-            ServiceError: no such session.
-        """
-        ...
-
-    def list_quarantine(self) -> Sequence[Mapping[str, object]]:
-        """Return the commits that are not deployed by themselves any more, with the reason."""
-        ...
-
-    async def release(self, sha: str) -> bool:
-        """Release a commit from quarantine; returns whether it was in it."""
-        ...
+            raise SourceFailed(record.text)
+    return record

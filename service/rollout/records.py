@@ -13,8 +13,6 @@ from typing import Any
 from hooks.database import Database
 from hooks.errors import StoreError
 
-RESULTS = ("swapped", "staged", "rejected", "rolled_back", "superseded", "failed", "noop", "alert")
-
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS deployments (id TEXT PRIMARY KEY, at REAL NOT NULL, record TEXT NOT NULL) STRICT;
 CREATE INDEX IF NOT EXISTS deployments_at ON deployments (at);
@@ -51,7 +49,8 @@ class Record:
         trigger: ``webhook``, ``poll``, ``folder`` or ``request``.
         webhook_id, delivery_ids: of the deliveries that led to it, the newest (`service.rollout.triggers.DELIVERIES`).
         sessions: those it was for; the first went ahead of the others.
-        result: one of ``RESULTS``; None while it goes on.
+        result: ``swapped``, ``staged``, ``rejected``, ``rolled_back``, ``superseded``, ``failed``, ``noop`` or
+            ``alert``; None while it goes on.
         reason: a stable code when it did not go well.
         figures: per session its ``result`` and what was measured at ``prepare``, ``swap`` and ``probation``.
     """
@@ -103,45 +102,6 @@ class Record:
 def from_json(document: dict[str, Any]) -> Record:
     """Parse a record that ``as_json`` gave."""
     return Record(**{**document, "stages": [Stage(**stage) for stage in document["stages"]]})
-
-
-class Records:
-    """Records of the newest ``max_records`` deployments; older ones are deleted."""
-
-    def __init__(self, database: Database, max_records: int):
-        self.max_records = max_records
-        self._database = database
-        self._records = {record.id: record for record in database.run_blocking(_load_records, max_records)}
-
-    def list(self, limit: int = 50) -> Sequence[Record]:
-        """Return the newest records first."""
-        return list(self._records.values())[: -limit - 1 : -1]
-
-    def get(self, id: str) -> Record:
-        """Return one record; KeyError when there is none, or no more."""
-        return self._records[id]
-
-    async def save(self, record: Record) -> None:
-        """Write a record as it is now."""
-        self._remember(record)
-        await self._database.run(_save, record.id, record.at, json.dumps(record.as_json()), self.max_records)
-
-    def save_blocking(self, record: Record) -> None:
-        """Write a record as it is now, without awaiting."""
-        self._remember(record)
-        self._database.run_blocking(_save, record.id, record.at, json.dumps(record.as_json()), self.max_records)
-
-    def _remember(self, record: Record) -> None:
-        self._records[record.id] = record
-        while len(self._records) > self.max_records:
-            del self._records[next(iter(self._records))]
-
-
-def ensure_tables(connection: sqlite3.Connection) -> None:
-    """Create the tables in a database that somebody else opened."""
-    for script in SCHEMA:
-        for statement in script.split(";\n"):
-            connection.execute(statement)
 
 
 def _load_records(connection: sqlite3.Connection, max_records: int) -> Sequence[Record]:
@@ -258,27 +218,50 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Records and quarantine in one database. A full disk is logged and stops no robot."""
+    """Newest deployment records, and the quarantine, in one database. A full disk is logged and stops no robot."""
 
     def __init__(self, database: Database, max_records: int, on_event: OnEvent | None):
-        """Read both; ``on_event`` is called with an event of ``EVENTS`` and the record as JSON."""
-        self.records = Records(database, max_records)
-        self.quarantine = Quarantine(database)
+        """Read the records and the quarantine.
+
+        Args:
+            max_records: number of newest records to keep.
+            on_event: called with an event of ``EVENTS`` and the record as JSON.
+        """
+        self._database = database
+        self._max_records = max_records
         self._on_event = on_event
+        # Reading the records may put the commit of an interrupted deployment into the quarantine.
+        self._records = {record.id: record for record in database.run_blocking(_load_records, max_records)}
+        self.quarantine = Quarantine(database)
+
+    def list(self) -> Sequence[Record]:
+        """Return the newest records first."""
+        return list(reversed(self._records.values()))
+
+    def get(self, id: str) -> Record | None:
+        """Return one record, or None when it is unknown or no longer kept."""
+        return self._records.get(id)
 
     async def save(self, record: Record) -> None:
         """Write a record as it is now."""
         try:
-            await self.records.save(record)
+            await self._database.run(_save, *self._remember(record))
         except StoreError as error:
             logger.error("deployment %s could not be saved: %s", record.id, error)
 
     def save_blocking(self, record: Record) -> None:
         """Write a record as it is now, without awaiting."""
         try:
-            self.records.save_blocking(record)
+            self._database.run_blocking(_save, *self._remember(record))
         except StoreError as error:
             logger.error("deployment %s could not be saved: %s", record.id, error)
+
+    def _remember(self, record: Record) -> tuple[str, float, str, int]:
+        """Keep a record in memory; return the arguments that write it."""
+        self._records[record.id] = record
+        while len(self._records) > self._max_records:
+            del self._records[next(iter(self._records))]
+        return record.id, record.at, json.dumps(record.as_json()), self._max_records
 
     async def quarantine_commit(self, record: Record) -> None:
         """Put a record's commit into quarantine."""

@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from service.control.robot_io import RobotIO
-from service.errors import DeviceAway, MoveRefused, ServiceError, UnknownSession
-from service.inference.engine import Engine
+from service.errors import MoveRefused, ServiceError, UnknownSession
 from service.inference.loaded_policy import STATE, LoadedPolicy, select_features, task_input
 from service.rollout.gates import (
     Counters,
@@ -63,9 +62,9 @@ class Follower:
 
     Attributes:
         repo: a repo id or a folder.
-        ref: branch or tag, None for the default branch.
-        sha: what runs now, None when nobody knows.
-        mode: ``off``, ``stage`` or ``swap``.
+        ref: branch, tag or pattern of tags (``deploy-*``) that the session follows; None for the default branch.
+        sha: the commit that the session runs; None when it is not known, which counts as another commit.
+        mode: ``off`` (deploy only by request), ``stage`` (prepare and wait) or ``swap``.
     """
 
     session_id: str
@@ -81,11 +80,8 @@ class Rollout:
     def __init__(self, sessions: Sessions, settings: RolloutSettings | None = None):
         self.settings = settings or RolloutSettings()
         self._sessions = sessions
+        self._engine = sessions.engine
         self._probations: dict[str, Probation] = {}
-
-    @property
-    def _engine(self) -> Engine:
-        return self._sessions.engine
 
     def list_followers(self) -> Sequence[Follower]:
         """Return all sessions that run a policy."""
@@ -134,8 +130,6 @@ class Rollout:
         try:
             on_progress("checking")
             verdict = await self._try_policy(robot_io, loaded)
-        except DeviceAway as error:
-            verdict = Verdict("busy", str(error))
         except ServiceError as error:
             verdict = Verdict("policy_failed", str(error))
         except BaseException:
@@ -276,7 +270,7 @@ def _verdict_of_error(error: ServiceError, folder: Path | None = None) -> Verdic
     match error:
         case UnknownSession():
             return Verdict("gone", text)
-        case MoveRefused() | DeviceAway():
+        case MoveRefused():
             return Verdict("busy", text)
         case _:
             return Verdict("load", text)
@@ -326,74 +320,6 @@ async def _wait_for_next_chunk(robot_io: RobotIO, chunks: int) -> None:
     # Control is a pure core without events; a tick is as precise as it gets.
     while robot_io.controller.is_running and robot_io.controller.chunks <= chunks and time.monotonic() < end:  # noqa: ASYNC110
         await asyncio.sleep(robot_io.controller.period)
-
-
-class FollowerLike(Protocol):
-    """Interface of a session as it is now.
-
-    Attributes:
-        ref: the branch, tag or pattern of tags (``deploy-*``) that it follows; None for the default branch.
-        sha: the commit that it runs; None when that is not known, which counts as another one.
-        mode: ``off`` (only when asked), ``stage`` (prepare and wait) or ``swap``.
-    """
-
-    @property
-    def session_id(self) -> str: ...
-    @property
-    def repo(self) -> str: ...
-    @property
-    def ref(self) -> str | None: ...
-    @property
-    def sha(self) -> str | None: ...
-    @property
-    def mode(self) -> str: ...
-
-
-class VerdictLike(Protocol):
-    """Interface of the result of a step.
-
-    Attributes:
-        reason: None when it passed, else a stable code (``load``, ``not_finite``, ``stopped``, ...).
-        text: for people.
-        figures: what was measured.
-    """
-
-    @property
-    def reason(self) -> str | None: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def figures(self) -> Mapping[str, object]: ...
-
-
-class RolloutLike(Protocol):
-    """Interface of the sessions that deployments go to, and of the steps of one."""
-
-    def list_followers(self) -> Sequence[FollowerLike]:
-        """Return every session, those with mode ``off`` too."""
-        ...
-
-    async def prepare(
-        self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Callable[[str], None]
-    ) -> VerdictLike:
-        """Load, compile and check a commit beside the running policy; may be cancelled."""
-        ...
-
-    async def swap(self, session_id: str, sha: str) -> VerdictLike:
-        """Swap to the prepared policy; returns when the session acts by it."""
-        ...
-
-    async def probation(self, session_id: str, sha: str) -> VerdictLike:
-        """Wait for the end of its probation; with a reason it was rolled back already."""
-        ...
-
-    async def discard(self, session_id: str, sha: str) -> None:
-        """Discard a prepared policy that is not wanted; nothing happens when there is none."""
-        ...
-
-    async def rollback(self, session_id: str) -> VerdictLike:
-        """Roll back to the previous policy."""
-        ...
 
 
 # Reasons that say nothing against the commit, so that it is not quarantined for them.

@@ -6,11 +6,12 @@ import logging
 import os
 import re
 import shutil
+import stat
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +31,16 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
 from hooks.errors import SourceError
-from hooks.policy_files import check_complete, hash_content, is_policy_file, list_policy_files, open_regular_file
 from hooks.threads import start_in_thread
+from jaxmodels import is_policy_file, list_policy_files
 from service.rollout.triggers import BRANCH, TAG, Target, is_pattern, matches_ref
 
 SHA = re.compile(r"[0-9a-f]{40}")
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model-[0-9]{5}-of-([0-9]{5})\.safetensors")
+MAX_SHARDS = 64
+# Formats whose loading runs code that a file contains.
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 
 # Codes of a fault that may be gone the next time.
 TRANSFER_ERRORS = frozenset({"checksum", "transfer", "unreachable", "changed_meanwhile"})
@@ -203,7 +209,7 @@ class HubSource:
             self.limits.answer_timeout,
         )
         files = [entry for entry in tree if isinstance(entry, RepoFile)]
-        check_complete(f"{repo} at {sha[:12]}", {file.path for file in files})
+        _check_complete(f"{repo} at {sha[:12]}", {file.path for file in files})
         wanted = [file for file in files if is_policy_file(file.path)]
         if wrong := [file.path for file in wanted if not (type(file.size) is int and file.size >= 0)]:
             raise SourceError("bad_answer", f"{repo} at {sha[:12]}: the Hub does not say how large {wrong[0]} is")
@@ -340,6 +346,64 @@ class HubSource:
             ) from error
 
 
+def _find_missing(names: Collection[str]) -> list[str]:
+    """Names of files that every policy needs and that are not there; weights are in one file, or in shards."""
+    missing = [] if _CONFIG in names else [_CONFIG]
+    if _INDEX not in names:
+        return missing if _WEIGHTS in names else [*missing, _WEIGHTS]
+    count = max((int(shard[1]) for name in names if (shard := _SHARD.fullmatch(name))), default=1)
+    shards = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, min(count, MAX_SHARDS) + 1)]
+    return missing + [shard for shard in shards if shard not in names]
+
+
+def _check_complete(repo: str, names: set[str]) -> None:
+    """Raise when files are missing that every policy needs.
+
+    Args:
+        names: all files there are.
+
+    Raises:
+        SourceError: ``denied_file`` when its weights would run code, else ``incomplete``.
+    """
+    missing = _find_missing(names)
+    pickles = sorted(name for name in names if name.endswith(PICKLES))
+    if _WEIGHTS in missing and pickles:
+        raise SourceError(
+            "denied_file",
+            f"{repo}: its weights are in {', '.join(pickles)}, which may run code when loaded; "
+            "wanted model.safetensors: convert and push them",
+        )
+    if missing:
+        raise SourceError("incomplete", f"{repo}: {' and '.join(missing)} missing; push all files of the policy")
+
+
+def _open_regular_file(path: Path, max_bytes: int, roots: Sequence[Path] | None = None) -> BinaryIO:
+    """Open a regular file within the given folders; pipes and devices are refused, links may not lead outside.
+
+    Raises:
+        SourceError: ``denied_file`` when it is something else or elsewhere, ``too_large``, ``changed_meanwhile``.
+        OSError: it cannot be opened.
+    """
+    if stat.S_ISREG(path.stat().st_mode):  # before: to open a device may be to start it
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        try:
+            status = os.fstat(file.fileno())
+            if status.st_size > max_bytes:
+                raise SourceError("too_large", f"{path.name}: {status.st_size} bytes, allowed are {max_bytes}")
+            resolved = Path(os.path.realpath(path))
+            is_inside = roots is None or any(root.resolve() in resolved.parents for root in roots)
+            # The place is of the name, and what is open may be another file by now.
+            if not os.path.samestat(status, resolved.stat()):
+                raise SourceError("changed_meanwhile", f"{path.name}: was replaced while it was opened")
+            if stat.S_ISREG(status.st_mode) and is_inside:
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+    raise SourceError("denied_file", f"{path.name}: no regular file, or a link out of the folders of policies")
+
+
 def _describe_revision(repo: str, ref: str | None) -> str:
     return f"{repo} at {ref[:12] if SHA.fullmatch(ref) else ref!r}" if ref else repo
 
@@ -422,7 +486,7 @@ class FolderSource:
         try:
             there = _follow_links(folder)
             names = list_policy_files(there)
-            check_complete(str(folder), {path.name for path in there.iterdir()})
+            _check_complete(str(folder), {path.name for path in there.iterdir()})
             self._check_space(folder, [there / name for name in names])
             for name in names:
                 (part / name).parent.mkdir(parents=True, exist_ok=True)
@@ -476,7 +540,7 @@ class FolderSource:
 
     def _open(self, path: Path) -> BinaryIO:
         # Copies made by this source are outside of the allowed roots.
-        return open_regular_file(path, self._largest, None if self._cache in path.parents else self._roots)
+        return _open_regular_file(path, self._largest, None if self._cache in path.parents else self._roots)
 
     async def _run_in_thread(self, repo: str, call: Callable[[], Result]) -> Result:
         try:
@@ -507,7 +571,16 @@ def _follow_links(folder: Path) -> Path:
 
 
 def _hash_of(folder: Path, content: Callable[[Path], str]) -> str:
-    return hash_content(((name, folder / name) for name in list_policy_files(folder)), content)
+    """Hash the names and contents of a policy's files to 40 hexadecimal digits, the length of a commit's sha.
+
+    Args:
+        folder: the policy's folder.
+        content: SHA-256 of a file, in hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for name in list_policy_files(folder):
+        digest.update(f"{content(folder / name)}  {name}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:40]
 
 
 class RefTracker:

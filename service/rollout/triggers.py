@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from hooks.payload import WebhookPayload
-from service.rollout.rollout import FollowerLike
+from service.rollout.rollout import Follower
 
 BRANCH, TAG = "refs/heads/", "refs/tags/"
 # Pull requests and the Hub's own conversions are not releases.
@@ -23,7 +23,7 @@ class Target:
     ref: str
 
     @classmethod
-    def of_session(cls, one: FollowerLike) -> "Target":
+    def of_session(cls, one: Follower) -> "Target":
         """Return the ref that a session follows; the Hub calls every default branch ``main``."""
         return cls(one.repo, one.ref or "main")
 
@@ -55,7 +55,7 @@ def matches_ref(followed: str, moved: str) -> bool:
     return moved in (followed, BRANCH + followed, TAG + followed)
 
 
-def interpret_delivery(payload: WebhookPayload, followers: Iterable[FollowerLike]) -> Interpretation:
+def interpret_delivery(payload: WebhookPayload, followers: Iterable[Follower]) -> Interpretation:
     """Interpret a delivery; only which ref moved counts, not the commit that it names."""
     repo, event = payload.repo, payload.event
     followed = {Target.of_session(one): None for one in followers if one.mode != "off" and one.repo == repo.name}

@@ -29,7 +29,7 @@ from service.inference.config import PolicySettings
 from service.inference.loaded_policy import LoadPolicy, Policy
 from service.inference.policy_sources import allowed_roots
 from service.rollout.config import DeploymentSettings, UpdateSettings, WebhookSettings
-from service.rollout.deployments import Deployments, SessionUpdates
+from service.rollout.deployments import Deployments
 from service.rollout.gates import GateLimits, ProbationSettings
 from service.rollout.rollout import Rollout, RolloutSettings
 from service.rollout.sources import FolderSource, HubLimits, HubSource, Source
@@ -109,15 +109,11 @@ class Webhooks:
             token, path = load_registry_token(self._state)
             tokens = (token,)
             logger.info("the token that manages the webhooks of this server is in %s", path)
-        folders = {name: path for name, _, path in (one.partition("=") for one in settings.registry_watch)}
-        if empty := sorted(name for name, path in folders.items() if not path):
-            raise SettingsError(f"registry_watch: found {', '.join(empty)!r}; wanted owner/name=path")
         return Registry(
             RegistrySettings(
                 tokens=tokens,
                 database=self._file("registry.sqlite3"),
                 allowed_networks=settings.registry_allow,
-                folders={name: Path(path).expanduser() for name, path in folders.items()},
                 jobs_file=None if settings.registry_jobs is None else Path(settings.registry_jobs).expanduser(),
             )
         )
@@ -167,7 +163,7 @@ class Webhooks:
     # Updates of sessions.
 
     @asynccontextmanager
-    async def open_updates(self, sessions: Sessions) -> AsyncIterator[SessionUpdates]:
+    async def open_updates(self, sessions: Sessions) -> AsyncIterator[Deployments]:
         """Deploy pushes to sessions as long as the context lasts."""
         settings = self._updates
         rollout = Rollout(
@@ -201,7 +197,7 @@ class Webhooks:
         for task in running:
             task.add_done_callback(_log_crash)
         try:
-            yield SessionUpdates(deployments, HooksError)
+            yield deployments
         finally:
             self._deployments = None
             for task in running:
@@ -332,7 +328,7 @@ def _expand(path: str) -> str:
 
 
 def _scan_followed(folder: str) -> object:
-    """Return what changes whenever a file of a followed folder does."""
+    """Return a value that changes whenever a file of a followed folder does."""
     return _file_states(folder)
 
 

@@ -5,7 +5,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from service.control.aggregation import EnsembleAggregation
 from service.control.robot_io import RobotIO
@@ -18,34 +18,6 @@ from service.transport.link import Rooms
 
 # As in "camera_stale: ...": such a code has an underscore.
 _CODE = re.compile(r"([a-z]+(?:_[a-z]+)+): ")
-
-
-@dataclass(frozen=True)
-class SessionView:
-    """What a session's status is built from, besides its robot's live parts.
-
-    Attributes:
-        new: what was asked for.
-        stage, reason: where it stands and why.
-        latch: the text of an emergency stop that waits for its reset, or None.
-        is_closed: whether it has let go of everything.
-        progress: its way to being ready.
-        age: seconds since it was made.
-        rooms: its rooms, or None while it has none.
-        policies: those it holds.
-        extra_stats: what others want said in its stats.
-    """
-
-    new: NewSession
-    stage: Stage
-    reason: str | None
-    latch: str | None
-    is_closed: bool
-    progress: Progress
-    age: float
-    rooms: Rooms | None
-    policies: PolicySlots
-    extra_stats: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,9 +36,9 @@ class SessionStatus:
     error_message: str | None
 
 
-def build_status(session: SessionView, robot_io: RobotIO | None, now: float) -> SessionStatus:
+def build_status(session: "BaseSession", now: float) -> SessionStatus:
     """Build the status of one session at ``now`` (monotonic)."""
-    new, rooms = session.new, session.rooms
+    new, rooms, robot_io = session.new, session.rooms, session.robot_io
     return SessionStatus(
         session_id=new.session_id,
         status=str(session.stage),
@@ -81,17 +53,17 @@ def build_status(session: SessionView, robot_io: RobotIO | None, now: float) -> 
             "joint_output_room_id": rooms.joint_output if rooms else None,
         },
         stats=_progress_stats(session.progress)
-        | {"age_s": round(session.age, 1), "language_instruction": new.language_instruction}
+        | {"age_s": round(now - session.created_at, 1), "language_instruction": new.language_instruction}
         | _policy_stats(session)
         | (_control_stats(session, robot_io, now) if robot_io else _initial_stats(session))
         | _stop_stats(session, robot_io, now)
-        | dict(session.extra_stats),
+        | session.own_stats(),
         inference_stats=_inference_stats(robot_io, session) if robot_io else None,
         error_message=session.reason,
     )
 
 
-def _stop_stats(session: SessionView, robot_io: RobotIO | None, now: float) -> dict[str, object]:
+def _stop_stats(session: "BaseSession", robot_io: RobotIO | None, now: float) -> dict[str, object]:
     latch = session.latch
     found = _CODE.match(latch or "")
     return {
@@ -119,7 +91,7 @@ def _progress_stats(progress: Progress) -> dict[str, object]:
     }
 
 
-def _policy_stats(session: SessionView) -> dict[str, object]:
+def _policy_stats(session: "BaseSession") -> dict[str, object]:
     held = session.policies
     return {
         "auto_update": session.new.auto_update,
@@ -130,7 +102,7 @@ def _policy_stats(session: SessionView) -> dict[str, object]:
     }
 
 
-def _initial_stats(session: SessionView) -> dict[str, object]:
+def _initial_stats(session: "BaseSession") -> dict[str, object]:
     return {
         "inference_count": 0,
         "images_received": dict.fromkeys(session.new.camera_names, 0),
@@ -144,7 +116,7 @@ def _initial_stats(session: SessionView) -> dict[str, object]:
     }
 
 
-def _control_stats(session: SessionView, robot_io: RobotIO, now: float) -> dict[str, object]:
+def _control_stats(session: "BaseSession", robot_io: RobotIO, now: float) -> dict[str, object]:
     buffer, controller = robot_io.buffer, robot_io.controller
     hold = controller.hold
     return {
@@ -202,7 +174,7 @@ def describe_overlap(robot_io: RobotIO) -> dict[str, object]:
     }
 
 
-def _inference_stats(robot_io: RobotIO, session: SessionView) -> dict[str, object]:
+def _inference_stats(robot_io: RobotIO, session: "BaseSession") -> dict[str, object]:
     total = robot_io.runner.seconds["total"]
     spent = total.total
     return {
@@ -217,15 +189,15 @@ def _inference_stats(robot_io: RobotIO, session: SessionView) -> dict[str, objec
     }
 
 
-def build_queue(session: SessionView, robot_io: RobotIO | None, now: float) -> dict[str, object]:
-    """Build the answer about a session's queue: due times from ``now``, rates, ages of its input."""
-    if robot_io is None:
-        return {"session_id": session.new.session_id, "status": str(session.stage), "queue_length": 0, "due_in_ms": []}
+def build_queue(session: "BaseSession", now: float) -> dict[str, object]:
+    """Build the answer about a session's queue: due times from ``now`` (monotonic), rates, ages of the input."""
+    if (robot_io := session.robot_io) is None:
+        return {"session_id": session.id, "status": str(session.stage), "queue_length": 0, "due_in_ms": []}
     controller, buffer = robot_io.controller, robot_io.buffer
     lack = buffer.not_ready(now)
     health: Mapping[str, object] = robot_io.link_health()
     return {
-        "session_id": session.new.session_id,
+        "session_id": session.id,
         "status": str(session.stage),
         "queue_length": controller.queue.left,
         "queue_max": controller.config.chunk,
@@ -263,7 +235,14 @@ class BaseSession(ABC):
         stats_sources: functions that each give a part of the stats; whoever attaches an observer may add one.
         claim: see `SessionRecord`.
         refused_commands: commands for its robot that this server's rooms refused, by reason: of strangers, and its own.
+        progress: progress of its loading.
+        rooms: its rooms, or None while it has none.
+        policies: policies that it holds.
     """
+
+    progress: Progress
+    policies: PolicySlots
+    rooms: Rooms | None = None
 
     def __init__(self, new: NewSession, latch: str | None, claim: str | None = None):
         """Create it; ``latch`` is the text of an emergency stop of this id that nobody has reset yet."""
@@ -274,6 +253,11 @@ class BaseSession(ABC):
         self.created_at = time.monotonic()
         self.stats_sources: list[Callable[[], Mapping[str, object]]] = [self._refusal_stats]
         self._lifecycle = Lifecycle(new.session_id, latch)
+
+    @property
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Whether it has released its rooms and its policies, and its task has ended."""
 
     def _current_lifecycle(self) -> Lifecycle:
         return self._lifecycle
@@ -308,12 +292,18 @@ class BaseSession(ABC):
 
     def status(self) -> SessionStatus:
         """Return the status that the API answers with."""
-        return build_status(self._view(), self.robot_io, time.monotonic())
+        return build_status(self, time.monotonic())
 
     def queue(self) -> dict[str, object]:
         """Return the queue of actions with their due times; JSON-ready."""
-        return build_queue(self._view(), self.robot_io, time.monotonic())
+        return build_queue(self, time.monotonic())
+
+    def own_stats(self) -> dict[str, object]:
+        """Return the stats that only this kind of session has, and those of all ``stats_sources``."""
+        stats = self._kind_stats()
+        for get_stats in self.stats_sources:
+            stats |= get_stats()
+        return stats
 
     @abstractmethod
-    def _view(self) -> SessionView:
-        """Collect what the status is built from."""
+    def _kind_stats(self) -> dict[str, object]: ...

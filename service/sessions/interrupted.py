@@ -1,6 +1,5 @@
 """Interrupted sessions, whose process ended: they can be restarted, reset or deleted."""
 
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import NoReturn
@@ -11,11 +10,10 @@ from service.errors import MoveRefused
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadPolicy
 from service.inference.progress import Progress
-from service.sessions.base_session import BaseSession, SessionView
+from service.sessions.base_session import BaseSession
 from service.sessions.policy_slots import PolicySlots
 from service.sessions.records import SessionRecord
 from service.stage import Move, Stage
-from service.transport.link import Rooms
 
 
 class InterruptedSession(BaseSession):
@@ -27,12 +25,9 @@ class InterruptedSession(BaseSession):
 
     Attributes:
         record: as it was last written down.
-        is_closed: as of a session that has let go of everything.
 
     Further attributes as of `BaseSession`.
     """
-
-    is_closed = True
 
     def __init__(
         self, record: SessionRecord, engine: Engine, load: LoadPolicy, latch: str | None = None, failure: str = ""
@@ -40,6 +35,7 @@ class InterruptedSession(BaseSession):
         """Create it from its record; ``failure`` says why a restart failed."""
         super().__init__(record.new, latch, record.claim)
         self.record = record
+        self.rooms = record.rooms()
         self.policies = PolicySlots(record.new, engine, load, self._require_robot_io)
         self.progress = Progress(record.new.policy_path, engine.durations)
         self.progress.report("interrupted")
@@ -47,30 +43,16 @@ class InterruptedSession(BaseSession):
         self._lifecycle.reason = f"{describe_end(record)}; {failure}" if failure else describe_end(record)
 
     @property
-    def rooms(self) -> Rooms:
-        """The rooms it was in."""
-        return self.record.rooms()
+    def is_closed(self) -> bool:
+        """Return True: it holds nothing."""
+        return True
 
-    def _view(self) -> SessionView:
-        extra_stats: dict[str, object] = {
+    def _kind_stats(self) -> dict[str, object]:
+        return {
             "interrupted": self._lifecycle.reason,
             "created_at": _format_time(self.record.created_at),
             "interrupted_at": _format_time(self.record.changed_at),
         }
-        for get_stats in self.stats_sources:
-            extra_stats |= get_stats()
-        return SessionView(
-            new=self.new,
-            stage=self.stage,
-            reason=self.reason,
-            latch=self.latch,
-            is_closed=True,
-            progress=self.progress,
-            age=time.monotonic() - self.created_at,
-            rooms=self.rooms,
-            policies=self.policies,
-            extra_stats=extra_stats,
-        )
 
     def check_restart(self) -> None:
         """Refuse a restart that is not possible.

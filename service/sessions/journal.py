@@ -120,13 +120,18 @@ class SharedSessions(Protocol):
 
 
 class SessionJournal:
-    """Journal of all sessions; only `flush` and `try_flush` wait, for the disk and the shared database."""
+    """Journal of all sessions; only `try_flush` waits, for the disk and the shared database.
+
+    Attributes:
+        shared: other servers, to which changes are published before they are acknowledged; None without such servers.
+        is_closing: whether the server is about to end, so that waits for the disk are short.
+    """
 
     def __init__(self, records: SessionRecords):
         self._records = records
-        self._shared: SharedSessions | None = None
+        self.shared: SharedSessions | None = None
         self._writers: dict[str, RecordWriter] = {}
-        self._is_closing = False
+        self.is_closing = False
 
     def list_interrupted(self, limit: int) -> list[SessionRecord]:
         """Return the newest sessions that an earlier process left, oldest first; the others are dropped."""
@@ -173,13 +178,9 @@ class SessionJournal:
         """Record a session that this server took over from another one."""
         self._records.put(record)
         if latch is None:
-            self.clear_latch(record.new.session_id)  # of one that was here before, and was reset elsewhere
+            self._records.clear_latch(record.new.session_id)  # of one that was here before, and was reset elsewhere
         else:
-            self.set_latch(record.new.session_id, Latch(latch, record.new.owner))
-
-    def set_latch(self, session_id: str, latch: Latch) -> None:
-        """Latch an emergency stop: the next session of this id begins with it."""
-        self._records.set_latch(session_id, latch)
+            self._records.set_latch(record.new.session_id, Latch(latch, record.new.owner))
 
     def hand_over(self, session: Session | InterruptedSession) -> None:
         """Drop a session that is another server's from now on, with its rooms."""
@@ -203,10 +204,6 @@ class SessionJournal:
             self._records.add_orphan(orphan)
         return orphan
 
-    def remove_orphan(self, orphan: Orphan) -> None:
-        """Forget rooms that are removed."""
-        self._records.remove_orphan(orphan)
-
     def update(self, session: Session | InterruptedSession) -> None:
         """Write a session's stage and latch."""
         if session.latch is not None and session.id not in self._records.latches:
@@ -216,67 +213,30 @@ class SessionJournal:
 
     def describe_latch(self, new: NewSession) -> str | None:
         """Return the text of an emergency stop that waits for its reset, as the session's owner may read it."""
-        latch = self.get_latch(new.session_id)
+        latch = self._records.latches.get(new.session_id)
         if latch is None or latch.owner == new.owner:
             return latch.reason if latch else None
         return "an emergency stop of a session of this id"  # whose it was, and why, is not this one's business
-
-    def get_latch(self, session_id: str) -> Latch | None:
-        """Return the emergency stop of this id that waits for its reset, or None."""
-        return self._records.latches.get(session_id)
-
-    def clear_latch(self, session_id: str) -> None:
-        """Forget an emergency stop that was reset."""
-        self._records.clear_latch(session_id)
 
     def get_warning(self) -> Mapping[str, str]:
         """Return the warning that answers carry while something is not written down; empty when all is."""
         if self._records.trouble is not None:
             return {"warning": f"not written down, so it is lost if the server is killed: {self._records.trouble}"}
-        if self._shared is not None and self._shared.trouble is not None:
-            return {"warning": f"kept by this server, but other servers do not know of it yet: {self._shared.trouble}"}
+        if self.shared is not None and self.shared.trouble is not None:
+            return {"warning": f"kept by this server, but other servers do not know of it yet: {self.shared.trouble}"}
         return {}
 
-    def share_with(self, shared: SharedSessions) -> None:
-        """Publish changes to other servers from now on, before they are acknowledged."""
-        self._shared = shared
-
-    def list_ended(self) -> Mapping[str, Latch | None]:
-        """Return the ended sessions that other servers do not know of yet, with the emergency stop of their id."""
-        return {session_id: self._records.latches.get(session_id) for session_id in self._records.ended}
-
-    def forget_ends(self, session_ids: Iterable[str]) -> None:
-        """Forget ended sessions that other servers know of."""
-        for session_id in session_ids:
-            self._records.forget_end(session_id)
-
-    async def flush(self) -> None:
-        """Wait until all changes are on the disk.
-
-        Raises:
-            NotKept: it is not, and why.
-        """
-        await self._records.flush()
-
     async def try_flush(self) -> None:
-        """Wait likewise; where a change cannot be written, the next answer carries a warning."""
-        with suppress(NotKept):  # logged there
-            await self._records.flush(CLOSE_TIMEOUT if self._is_closing else WRITE_TIMEOUT)
-        if self._shared is not None and not self._is_closing:
-            await self._shared.publish()
-
-    def begin_close(self) -> None:
-        """Shorten the waits for the disk: the server is about to end."""
-        self._is_closing = True
+        """Wait until all changes are on the disk and published; after a failure the next answer carries a warning."""
+        with suppress(NotKept):  # The records log it.
+            await self._records.flush(CLOSE_TIMEOUT if self.is_closing else WRITE_TIMEOUT)
+        if self.shared is not None and not self.is_closing:
+            await self.shared.publish()
 
     def mark_shut_down(self) -> None:
         """Mark all sessions as ended in order."""
         for writer in self._writers.values():
             writer.mark_shut_down()
-
-    async def close(self) -> None:
-        """Write all changes and close the file."""
-        await self._records.close()
 
 
 # Seconds for the rooms of one session.

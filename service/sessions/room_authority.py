@@ -8,13 +8,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
-from service.control.robot_io import RobotIO
 from service.sessions.records import Latch
-from service.sessions.request import NewSession
+from service.sessions.store import AnySession, Sessions
 from service.stage import MOVING, Stage
-from service.stats import Tally
 from service.transport.protocol import Json, session_of
 from service.transport.server.rooms import Commander, CommandRefused, RoomPath, matches_secret
 
@@ -25,34 +22,6 @@ LOG_INTERVAL = 10.0
 # Between a measured value and the same one after its way through float32 and JSON.
 _SAME = 1e-6
 ROBOT_TAKEN = "robot_taken"
-
-
-class Session(Protocol):
-    """Interface of a session, running or interrupted, as its rooms use it."""
-
-    new: NewSession
-    robot_io: RobotIO | None
-    claim: str
-    refused_commands: Tally
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def stage(self) -> Stage: ...
-    @property
-    def latch(self) -> str | None: ...
-
-
-class Sessions(Protocol):
-    """Interface of this server's sessions."""
-
-    def find(self, session_id: str) -> Session | None:
-        """Return the session of this id, also while it is being deleted."""
-        ...
-
-    def get_latch(self, session_id: str) -> Latch | None:
-        """Return the emergency stop of this id that nobody has reset, also when its session is gone."""
-        ...
 
 
 class RoomAuthority:
@@ -100,7 +69,7 @@ class RoomAuthority:
 class SessionCommander:
     """A session of this server as the commander of its output room."""
 
-    def __init__(self, session: Session, log_rarely: Callable[[str, str, str], None]):
+    def __init__(self, session: AnySession, log_rarely: Callable[[str, str, str], None]):
         self._session = session
         self._log_rarely = log_rarely
 

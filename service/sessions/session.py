@@ -24,7 +24,7 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import FrameSizes, LoadedPolicy, LoadPolicy
 from service.inference.progress import Progress
 from service.logging import bind_log_context
-from service.sessions.base_session import BaseSession, SessionView, describe_overlap
+from service.sessions.base_session import BaseSession, describe_overlap
 from service.sessions.compatibility import (
     configure_control,
     describe_rate,
@@ -36,7 +36,7 @@ from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Lifecycle, Move, Stage
 from service.threads import call_in_thread
-from service.transport.link import CreatedRooms, Link, Rooms, Transport
+from service.transport.link import CreatedRooms, Link, Transport
 from service.transport.protocol import rooms_of
 
 EVENTS = {
@@ -106,7 +106,6 @@ class Session(BaseSession):
         """
         super().__init__(new, latch, claim)
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
-        self.rooms: Rooms | None = None
         self.stops = 0
         self.policies = PolicySlots(new, engine, load, self._require_robot_io, self._follow_policy)
         self._admission: Mapping[str, object] = {}
@@ -134,22 +133,8 @@ class Session(BaseSession):
         """Attach an observer, before its rooms are joined or later; call what is returned to detach it."""
         return self._observers.attach(observer)
 
-    def _view(self) -> SessionView:
-        extra: dict[str, object] = {"stops": self.stops, **self._admission}
-        for get_stats in self.stats_sources:
-            extra |= get_stats()
-        return SessionView(
-            new=self.new,
-            stage=self.stage,
-            reason=self.reason,
-            latch=self.latch,
-            is_closed=self.is_closed,
-            progress=self.progress,
-            age=time.monotonic() - self.created_at,
-            rooms=self.rooms,
-            policies=self.policies,
-            extra_stats=extra,
-        )
+    def _kind_stats(self) -> dict[str, object]:
+        return {"stops": self.stops, **self._admission}
 
     # What may be asked of it.
 

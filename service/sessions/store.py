@@ -70,11 +70,10 @@ class Sessions:
         self._publish = publish
         self._check_request = check_request
         self._leases = Leases()
-        records = records or SessionRecords()
+        self._records = records = records or SessionRecords()
         self._journal = SessionJournal(records)
         self._sessions: dict[str, AnySession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closing = False
         self._closing: list[Session] = []
         self._orphans = OrphanCleaner(transport, records)
         self._orphans.clean(records.orphans)
@@ -133,7 +132,7 @@ class Sessions:
         return await self._start_session(again, before)
 
     def _check_capacity(self) -> None:
-        if self._is_closing:
+        if self.is_closing:
             raise MoveRefused("the server is shutting down; no session can be made")
         living = sum(not _has_failed(session) for session in self._live_sessions())
         if living >= self.settings.limits.max_sessions:
@@ -181,7 +180,7 @@ class Sessions:
     ) -> None:
         try:
             if not is_promised:
-                await self._journal.flush()
+                await self._records.flush()
             await session.ready()
         except ServiceError as error:
             if isinstance(error, NotKept) and session.stage is not Stage.DELETED:
@@ -191,7 +190,7 @@ class Sessions:
             if self._journal.is_current(writer):
                 self._undo_start(error, session, before)
                 if orphan is not None:
-                    self._journal.remove_orphan(orphan)
+                    self._records.remove_orphan(orphan)
             await self._journal.try_flush()
             raise
         await self._journal.try_flush()
@@ -242,7 +241,7 @@ class Sessions:
     @property
     def is_closing(self) -> bool:
         """Whether the server is shutting down."""
-        return self._is_closing
+        return self._journal.is_closing
 
     def list(self) -> list[AnySession]:
         """Return all sessions, oldest first; failed and interrupted ones too."""
@@ -292,7 +291,7 @@ class Sessions:
         """Reset the latch of an emergency stop."""
         session = self.get(session_id)
         session.reset()
-        self._journal.clear_latch(session_id)
+        self._records.clear_latch(session_id)
         return await self._write_record(session)
 
     async def clear_latch(self, session_id: str, sees: Callable[[str | None], bool]) -> bool:
@@ -301,10 +300,10 @@ class Sessions:
         Args:
             sees: whether the caller may see what belongs to this owner.
         """
-        latch = self._journal.get_latch(session_id)
+        latch = self._records.latches.get(session_id)
         if latch is None or not sees(latch.owner) or any(session.id == session_id for session in self.list()):
             return False
-        self._journal.clear_latch(session_id)
+        self._records.clear_latch(session_id)
         await self._journal.try_flush()
         return True
 
@@ -322,15 +321,16 @@ class Sessions:
 
     def share_with(self, shared: SharedSessions) -> None:
         """Publish changes to other servers from now on, before they are acknowledged."""
-        self._journal.share_with(shared)
+        self._journal.shared = shared
 
     def list_ended(self) -> Mapping[str, Latch | None]:
         """Return the ended sessions that other servers do not know of yet, with the emergency stop of their id."""
-        return self._journal.list_ended()
+        return {session_id: self._records.latches.get(session_id) for session_id in self._records.ended}
 
     def forget_ends(self, session_ids: Iterable[str]) -> None:
         """Forget ended sessions that other servers know of."""
-        self._journal.forget_ends(session_ids)
+        for session_id in session_ids:
+            self._records.forget_end(session_id)
 
     def get_record(self, session_id: str) -> SessionRecord | None:
         """Return a session's record; None when it is not written down, or not yet promised to anybody."""
@@ -341,14 +341,14 @@ class Sessions:
 
     def get_latch(self, session_id: str) -> Latch | None:
         """Return the emergency stop of this id that nobody has reset, also when its session is gone."""
-        return self._journal.get_latch(session_id)
+        return self._records.latches.get(session_id)
 
     def sync_latch(self, session_id: str, latch: Latch | None) -> None:
         """Take over the emergency stop that other servers know of this id, or its reset."""
         if latch is None and session_id not in self._sessions:
-            self._journal.clear_latch(session_id)  # it was reset elsewhere
-        elif latch is not None and self._journal.get_latch(session_id) is None:
-            self._journal.set_latch(session_id, latch)
+            self._records.clear_latch(session_id)  # it was reset elsewhere
+        elif latch is not None and self._records.latches.get(session_id) is None:
+            self._records.set_latch(session_id, latch)
 
     async def adopt(self, record: SessionRecord, latch: str | None) -> AnySession:
         """List a session of another server, which ended, as interrupted here.
@@ -414,17 +414,16 @@ class Sessions:
             del self._sessions[session.id]
         self._publish("session.deleted", {"session_id": session.id, "policy_path": session.new.policy_path})
         if orphan is not None and has_left:
-            self._journal.remove_orphan(orphan)
+            self._records.remove_orphan(orphan)
         await self._journal.try_flush()
         if orphan is not None and not has_left:
             self._orphans.clean([orphan])
 
     def begin_close(self) -> None:
         """Stop every robot before this returns, and begin to leave the rooms; ``close`` waits for it."""
-        if self._is_closing:
+        if self.is_closing:
             return
-        self._is_closing = True
-        self._journal.begin_close()
+        self._journal.is_closing = True
         self._closing = [session for session in self._live_sessions() if session.stage is not Stage.DELETED]
         for session in self._closing:
             session.begin_close()
@@ -440,7 +439,7 @@ class Sessions:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._orphans.close()
         await self.engine.close()
-        await self._journal.close()
+        await self._records.close()
 
 
 def held_rooms(session: AnySession) -> frozenset[str]:

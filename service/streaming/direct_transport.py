@@ -32,7 +32,7 @@ class DirectLink:
 
     Attributes:
         inbox: where what they show goes.
-        driver: who is commanded, or None.
+        driver: client whose robot the session commands, or None.
         listeners: all clients that receive events of the session, including the driver.
         pending_acts: acts that are not answered yet.
         answered_acts: those that were answered.

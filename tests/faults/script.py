@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmodels import Requirements
 from jaxmodels.errors import CheckpointError
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 
 FILE = "script.json"
 RATE = 50.0

@@ -25,11 +25,11 @@ import aiohttp
 from service.app import create_app
 from service.http.server import listen, serve_app
 from service.settings import Settings
-from service.testing import SO100_REQUIREMENTS, MemoryTransport, ScriptedLoader
 from tests.faults.meter import stolen_seconds
 from tests.faults.processes import ROOT, server
 from tests.faults.script import Script
 from tests.hostile.flood import FLOODS, ROOM
+from tests.testing.doubles import SO100_REQUIREMENTS, MemoryTransport, ScriptedLoader
 
 SOCKETS = 60
 PERIOD = 0.02  # of a robot with 50 commands a second

@@ -154,7 +154,7 @@ def body_readers() -> Iterator[Reader]:
     yield from json_readers("a session", read(schemas.NewSessionRequest), most)
     yield from json_readers("steps", read(schemas.NewSessionRequest), most, NEEDED % "max_relative_target")
     yield from json_readers("cameras", read(schemas.NewSessionRequest), most, NEEDED % "camera_names")
-    for model in (schemas.AdjustRequest, schemas.PolicyRequest, schemas.PolicyCheckRequest, schemas.ScoreRequest):
+    for model in (schemas.AdjustRequest, schemas.PolicyRequest, schemas.PolicyCheckRequest):
         yield Reader(f"{model.__name__}: names", read(model), encoded(VALUES["names"]), most)
     # What the issue is about: a decoding error, then quotes that nothing ends.
     for name, head in (("no UTF-8", b'\xff"'), ("a constant", b'[NaN,"'), ("half a text", b'"')):

@@ -26,7 +26,7 @@ from service.http.server import listen, serve_app
 from service.inference.policy_sources import make_requirements_reader
 from service.inference.sandbox import CheckpointSandbox, ReadSlots
 from service.settings import Settings
-from service.testing import MemoryTransport, ScriptedPolicy
+from tests.testing.doubles import MemoryTransport, ScriptedPolicy
 from tests.testing.waiting import lives, until
 
 ROOT = Path(__file__).parents[2]

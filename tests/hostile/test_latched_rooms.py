@@ -16,11 +16,11 @@ from service.api.context import App
 from service.app import create_app
 from service.http.server import listen, serve_app
 from service.settings import Settings
-from service.testing import ScriptedLoader
 from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, JointValue, Rooms
 from service.transport.server.app import serve_transport
+from tests.testing.doubles import ScriptedLoader
 from tests.testing.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}

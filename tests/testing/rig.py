@@ -26,7 +26,7 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
 from service.sessions.store import NewSession, Session, Sessions, SessionSettings
 from service.settings import Settings
-from service.testing import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
 REAL: Any = object()  # what a server has that is told nothing

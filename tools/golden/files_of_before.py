@@ -116,9 +116,9 @@ async def make_registry(folder: Path) -> None:
     async with registry.running():
         for path in ("taken", "refused", "off"):
             body = {"url": f"http://127.0.0.1:{TARGET}/{path}", "watched": [{"type": "user", "name": "lab"}]}
-            made = await registry.management.create({**body, "domains": ["session"], "secret": f"secret of {path}"})
+            made = await registry.create_webhook({**body, "domains": ["session"], "secret": f"secret of {path}"})
             if path == "off":
-                await registry.management.disable(made.id)
+                await registry.disable_webhook(made.id)
         await registry.emit_session("session.started", {"session_id": "arm"})
         await asyncio.sleep(2.0)
     server.shutdown()

@@ -6,7 +6,7 @@ Source: lerobot/policies/act (https://github.com/huggingface/lerobot); paper htt
 from types import MappingProxyType
 
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.act import memory, serving, weights
+from jaxmodels.policies.act import serving, weights
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.policies.config import SMALL_CNN
@@ -15,10 +15,9 @@ POLICY = PolicyType(
     config=ActConfig.from_json,
     model=Act,
     tensors=weights.tensors,
-    architecture=serving.architecture,
+    architecture=ActConfig.architecture,
     prepare=weights.fold,
     act=serving.act,
-    sizes=memory.compute_sizes,
     parts={"backbone.": "vision", "latent_encoder.": "latent encoder", "": "transformer"},
     small=MappingProxyType(
         {

@@ -1,7 +1,6 @@
 """ACT's forward pass for serving, over folded weights (jaxmodels/policies/act/weights.py)."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +14,10 @@ from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
 from jaxmodels.layers.norm import EPSILON, standardize
 from jaxmodels.layers.vision import RESNETS, SmallCnn, max_pool, plan_blocks
 from jaxmodels.policies.act.config import ActConfig
-from jaxmodels.policies.config import LEROBOT_INDIFFERENT
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint
 
-# Fields that neither a program nor its weights depend on.
-INDIFFERENT = (
-    *LEROBOT_INDIFFERENT,
-    "pretrained_path",
-    "pretrained_revision",
-    "normalization_mapping",
-    "pretrained_backbone_weights",
-    "n_vae_encoder_layers",
-    "latent_dim",
-    "temporal_ensemble_coeff",
-    "dropout",
-    "kl_weight",
-    "optimizer_lr",
-    "optimizer_weight_decay",
-    "optimizer_lr_backbone",
-)
-
 STACKED_PIXELS = 480 * 640
-
-
-def architecture(config: ActConfig) -> ActConfig:
-    """The config with fields that shape no program at their defaults; policies with equal ones share programs."""
-    defaults = {field.name: field.default for field in fields(ActConfig) if field.name in INDIFFERENT}
-    return replace(config, **{**defaults, "use_vae": False, "n_action_steps": 1})
 
 
 class Serving:

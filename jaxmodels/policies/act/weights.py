@@ -58,18 +58,12 @@ def fold(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndar
     return folded
 
 
-def feature_map(config: ActConfig, height: int, width: int) -> tuple[int, int]:
-    """Height and width of the backbone's last feature map for an image."""
-    halvings = 4 if config.vision_backbone not in RESNETS or config.replace_final_stride_with_dilation else 5
-    for _ in range(halvings):
-        height, width = -(-height // 2), -(-width // 2)
-    return height, width
-
-
 def _image_positions(config: ActConfig) -> list[np.ndarray]:
     tables = []
     for camera in config.cameras:
-        rows, columns = feature_map(config, *camera.shape[1:])
+        rows, columns = vision.measure_feature_map(
+            config.vision_backbone, camera.shape[1:], config.replace_final_stride_with_dilation
+        )
         tables.append(sinusoidal_2d(rows, columns, config.dim_model).reshape(rows * columns, -1))
     return tables
 

@@ -6,7 +6,7 @@ Sources: https://arxiv.org/abs/2303.04137; lerobot/policies/diffusion (https://g
 from types import MappingProxyType
 
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.diffusion import memory, serving, weights
+from jaxmodels.policies.diffusion import serving, weights
 from jaxmodels.policies.diffusion.config import DiffusionConfig
 from jaxmodels.policies.diffusion.model import DiffusionPolicyModel
 
@@ -17,7 +17,6 @@ POLICY = PolicyType(
     architecture=DiffusionConfig.architecture,
     prepare=weights.prepare,
     act=serving.act,
-    sizes=memory.compute_sizes,
     stages=serving.STAGES,
     parts={"encoder": "vision", "": "denoiser"},
     small=MappingProxyType(

@@ -1,12 +1,12 @@
 """DiffusionConfig: every field of LeRobot's configuration of Diffusion Policy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, cast
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.layers.vision import RESNETS
-from jaxmodels.policies.config import LEROBOT_INDIFFERENT, PolicyConfig, dump_fields, read_fields
+from jaxmodels.policies.config import LerobotConfig, read_fields
 from jaxmodels.ranges import (
     CHUNK,
     LAYERS_WRITTEN_OUT,
@@ -31,7 +31,7 @@ _SIDE = Range(1, 8192)  # pixels
 
 
 @dataclass(frozen=True)
-class DiffusionConfig(PolicyConfig):
+class DiffusionConfig(LerobotConfig):
     """LeRobot's `DiffusionConfig`, field by field (lerobot/policies/diffusion/configuration_diffusion.py, 0.6.1).
 
     Differences: features are tuples, because their order is the order of the condition.
@@ -49,15 +49,8 @@ class DiffusionConfig(PolicyConfig):
 
     type: ClassVar[str] = "diffusion"
     optimizer_type: ClassVar[str] = "adam"  # LeRobot's preset
-    temporal_ensemble_coeff: ClassVar[None] = None
-    text_encoder: ClassVar[None] = None
-    # LeRobot's policy draws its noise anew each time; here the same observation has the same answer.
-    noise_seed: ClassVar[int] = 0
-    # Fields, or how their names begin, that neither a program nor its weights depend on.
     indifferent: ClassVar[tuple[str, ...]] = (
-        *LEROBOT_INDIFFERENT,
-        "pretrained_",
-        "normalization_mapping",
+        *LerobotConfig.indifferent,
         "drop_n_last_frames",
         "crop_is_random",
         "gradient_checkpointing",
@@ -68,18 +61,6 @@ class DiffusionConfig(PolicyConfig):
     )
 
     n_obs_steps: Annotated[int, Range(1, 64)] = 2
-    input_features: tuple[Feature, ...] = ()
-    output_features: tuple[Feature, ...] = ()
-    device: str | None = None
-    use_amp: bool = False
-    use_peft: bool = False
-    push_to_hub: bool = True
-    repo_id: str | None = None
-    private: bool | None = None
-    tags: tuple[str, ...] | None = None
-    license: str | None = None
-    pretrained_path: str | None = None
-    pretrained_revision: str | None = None
     horizon: Annotated[int, Range(1, CHUNK)] = 64
     n_action_steps: Annotated[int, Range(1, CHUNK)] = 32
     normalization_mapping: tuple[tuple[str, str], ...] = (
@@ -265,9 +246,7 @@ class DiffusionConfig(PolicyConfig):
         )
 
     def architecture(self) -> "DiffusionConfig":
-        """The config with every indifferent field at its default: equal ones share programs."""
-        defaults = {field.name: field.default for field in fields(self) if field.name.startswith(self.indifferent)}
-        return replace(self, **{**defaults, "pretrained_backbone_weights": None})
+        return replace(super().architecture(), pretrained_backbone_weights=None)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "DiffusionConfig":
@@ -282,7 +261,3 @@ class DiffusionConfig(PolicyConfig):
             raise ConfigError(f"diffusion config: down_dims is {shorten_value(widths)}; wanted a list of integers")
         read["down_dims"] = tuple(widths)
         return cls(**read_fields(cls, read, "diffusion config", "this reads the fields of LeRobot 0.6.1"))
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as LeRobot writes them, ``type`` first."""
-        return dump_fields(self)

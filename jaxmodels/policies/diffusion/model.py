@@ -12,8 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxmodels.layers.norm import BatchNorm, GroupNorm
-from jaxmodels.layers.vision import ResNet, SpatialSoftmax
-from jaxmodels.memory import measure_backbone
+from jaxmodels.layers.vision import ResNet, SpatialSoftmax, measure_feature_map
 from jaxmodels.policies.diffusion.config import CHANNELS_PER_GROUP, STEP_GROUPS, DiffusionConfig
 from jaxmodels.types import Observation
 
@@ -33,7 +32,7 @@ class ImageEncoder(nnx.Module):
         norm = group_norm if config.use_group_norm else BatchNorm
         self.backbone = ResNet(config.vision_backbone, norm=norm, rngs=rngs)
         count = config.spatial_softmax_num_keypoints
-        rows = measure_backbone(config.vision_backbone).rows(config.encoder_size)
+        rows = measure_feature_map(config.vision_backbone, config.encoder_size)
         self.pool = SpatialSoftmax(rows, self.backbone.width, count, rngs=rngs)
         self.out = nnx.Linear(2 * count, 2 * count, rngs=rngs)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, cast
 
-from jaxmodels.policies.transformer2d_config import Sampling, Transformer2dPolicyConfig
+from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
 from jaxmodels.ranges import CHUNK, NOT_NEGATIVE, POSITIVE, Range
 from jaxmodels.samplers import FlowSchedule, NoiseSchedule
 from jaxmodels.samplers.diffusion import PREDICTION_TYPES, TIMESTEPS
@@ -11,7 +11,6 @@ from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 OBJECTIVES, SOLVERS, STRATEGIES = ("flow", "diffusion"), ("euler", "heun"), ("uniform", "beta")
-RESIDUALS = 36  # numbers per token and channel that a block keeps for the gradient of a guided step
 
 
 @dataclass(frozen=True)
@@ -104,20 +103,6 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
             norm_eps=1e-6,
             interpolation_scale=1,
             use_additional_conditions=False,
-        )
-
-    @property
-    def sampling(self) -> Sampling:
-        """Cost of sampling a chunk, in which each action is a token."""
-        passes = 2 * self.num_inference_steps - 1 if self.flow_solver == "heun" else self.num_inference_steps
-        parts = 6 * self.dim_model * self.n_layers  # shifts, scales and gates of all layers at one time
-        return Sampling(
-            tokens=self.chunk_size,
-            steps=passes,
-            outputs=self.action.shape[0],
-            residuals=RESIDUALS if self.prefix_through_model else 0,
-            beside=self.chunk_size * parts if self.trained_prefix else 0,
-            shared=2 * passes * parts,
         )
 
     @property

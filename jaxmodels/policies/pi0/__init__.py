@@ -4,7 +4,7 @@ Sources: https://arxiv.org/abs/2410.24164; lerobot/policies/pi0 (https://github.
 """
 
 from jaxmodels.policies import PolicyType, TreeReader
-from jaxmodels.policies.pi0 import memory, openpi, serving, weights
+from jaxmodels.policies.pi0 import openpi, serving, weights
 from jaxmodels.policies.pi0.config import Pi0Config
 from jaxmodels.policies.pi0.model import Pi0Model
 
@@ -15,7 +15,7 @@ POLICY = PolicyType(
     architecture=Pi0Config.architecture,
     prepare=weights.prepare,
     act=serving.act,
-    sizes=memory.compute_sizes,
+    runs_as_read=True,
     takes_prefix=True,
     unused=weights.find_unused,
     rename=weights.rename,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.policies.config import LEROBOT_INDIFFERENT, PolicyConfig, dump_fields, read_fields
+from jaxmodels.policies.config import LerobotConfig, dump_fields, read_fields
 from jaxmodels.policies.openpi_configs import OpenpiConfig
 from jaxmodels.policies.pi0.aloha import AlohaJoints
 from jaxmodels.ranges import (
@@ -129,7 +129,7 @@ def _check_names(where: str, kind: type[Any], values: Any) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Pi0Config(PolicyConfig):
+class Pi0Config(LerobotConfig):
     """LeRobot's `PI0Config`, field by field (lerobot/policies/pi0/configuration_pi0.py, 0.6.1).
 
     Differences: features are tuples, because their order is the order of the tokens; `sizes` and `lerobot` are no
@@ -154,21 +154,14 @@ class Pi0Config(PolicyConfig):
     """
 
     type: ClassVar[str] = "pi0"
-    temporal_ensemble_coeff: ClassVar[None] = None
-    text_encoder: ClassVar[None] = None
-    # LeRobot's policy draws its noise anew each time; here the same observation has the same answer.
-    noise_seed: ClassVar[int] = 0
     resizes_frames: ClassVar[bool] = True
     allows_absent_cameras: ClassVar[bool] = True
     processor_steps: ClassVar[frozenset[str]] = frozenset(
         {"tokenizer_processor", "pi0_new_line_processor", "relative_actions_processor", "absolute_actions_processor"}
     )
-    # Fields, or how their names begin, that neither a program nor its weights depend on.
     indifferent: ClassVar[tuple[str, ...]] = (
-        *LEROBOT_INDIFFERENT,
-        "pretrained_",
+        *LerobotConfig.indifferent,
         "dtype",
-        "normalization_mapping",
         "time_sampling_",
         "rtc_config",
         "gradient_checkpointing",
@@ -179,19 +172,6 @@ class Pi0Config(PolicyConfig):
         "scheduler_",
     )
 
-    n_obs_steps: Annotated[int, Range(1, 64)] = 1
-    input_features: tuple[Feature, ...] = ()
-    output_features: tuple[Feature, ...] = ()
-    device: str | None = None
-    use_amp: bool = False
-    use_peft: bool = False
-    push_to_hub: bool = True
-    repo_id: str | None = None
-    private: bool | None = None
-    tags: tuple[str, ...] | None = None
-    license: str | None = None
-    pretrained_path: str | None = None
-    pretrained_revision: str | None = None
     paligemma_variant: str = "gemma_2b"
     action_expert_variant: str = "gemma_300m"
     dtype: str = "float32"
@@ -234,15 +214,6 @@ class Pi0Config(PolicyConfig):
     sizes: PaliGemmaSizes = field(default_factory=PaliGemmaSizes)
     lerobot: str = "0.6"
     openpi: OpenpiConfig | None = None
-
-    def __post_init__(self) -> None:
-        wrong = find_number_errors(self, integers=True) or [
-            *self._wrong_numbers(),
-            *find_number_errors(self, integers=False),
-            *self.wrong_features(),
-        ]
-        if wrong:
-            raise ConfigError(f"{self.type} config: " + "; ".join(wrong))
 
     def _wrong_numbers(self) -> list[str]:
         wrong = [
@@ -333,6 +304,10 @@ class Pi0Config(PolicyConfig):
         return self.sizes.vocab_size
 
     @property
+    def prefix_tokens(self) -> int:
+        return len(self.frames) * self.image_tokens + self.prompt_length
+
+    @property
     def prompt_length(self) -> int:
         """Tokens that a prompt is cut to."""
         return self.tokenizer_max_length
@@ -393,10 +368,8 @@ class Pi0Config(PolicyConfig):
         return {} if self.sizes == PaliGemmaSizes() else {"architecture.json": self.sizes.to_json()}
 
     def architecture(self) -> "Pi0Config":
-        """The config with every indifferent field at its default: equal ones share programs."""
-        defaults = {entry.name: entry.default for entry in fields(self) if entry.name.startswith(self.indifferent)}
         openpi = None if self.openpi is None else self.openpi.reading
-        return replace(self, openpi=openpi, **defaults)
+        return replace(super().architecture(), openpi=openpi)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Pi0Config":

@@ -6,7 +6,7 @@ Sources: https://arxiv.org/abs/2504.16054; lerobot/policies/pi05 (https://github
 from functools import partial
 
 from jaxmodels.policies import PolicyType, TreeReader
-from jaxmodels.policies.pi0 import memory, openpi, serving, weights
+from jaxmodels.policies.pi0 import openpi, serving, weights
 from jaxmodels.policies.pi05.config import Pi05Config
 from jaxmodels.policies.pi05.model import Pi05Model
 
@@ -17,7 +17,7 @@ POLICY = PolicyType(
     architecture=Pi05Config.architecture,
     prepare=weights.prepare,
     act=partial(serving.act, network=Pi05Model),
-    sizes=partial(memory.compute_sizes, is_adaptive=True),
+    runs_as_read=True,
     takes_prefix=True,
     unused=weights.find_unused,
     rename=weights.rename,

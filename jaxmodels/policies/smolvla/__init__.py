@@ -4,7 +4,7 @@ Sources: https://arxiv.org/abs/2506.01844; lerobot/policies/smolvla (https://git
 """
 
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.smolvla import memory, serving, weights
+from jaxmodels.policies.smolvla import serving, weights
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
 from jaxmodels.policies.smolvla.model import SmolVlaModel
 
@@ -15,7 +15,7 @@ POLICY = PolicyType(
     architecture=SmolVlaConfig.architecture,
     prepare=weights.prepare,
     act=serving.act,
-    sizes=memory.compute_sizes,
+    runs_as_read=True,
     takes_prefix=True,
     unused=weights.find_unused,
     tied=weights.TIED,

@@ -1,13 +1,13 @@
 """SmolVlaConfig: every field of LeRobot's configuration of SmolVLA, and the sizes of the model it is built on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.policies.config import LEROBOT_INDIFFERENT, PolicyConfig, dump_fields, read_fields
+from jaxmodels.policies.config import LerobotConfig, dump_fields, read_fields
 from jaxmodels.ranges import (
     CHUNK,
     LAYERS_WRITTEN_OUT,
@@ -49,7 +49,7 @@ class ExpertStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SmolVlaConfig(PolicyConfig):
+class SmolVlaConfig(LerobotConfig):
     """LeRobot's `SmolVLAConfig`, field by field (lerobot/policies/smolvla/configuration_smolvla.py, 0.6.1).
 
     Differences: features are tuples, because their order is that of the cameras' tokens.
@@ -67,19 +67,13 @@ class SmolVlaConfig(PolicyConfig):
     """
 
     type: ClassVar[str] = "smolvla"
-    temporal_ensemble_coeff: ClassVar[None] = None
-    text_encoder: ClassVar[None] = None
-    # LeRobot's policy draws its noise anew each time; here the same observation has the same answer.
-    noise_seed: ClassVar[int] = 0
     processor_steps: ClassVar[frozenset[str]] = frozenset({"tokenizer_processor", "smolvla_new_line_processor"})
     resizes_frames: ClassVar[bool] = True
     allows_absent_cameras: ClassVar[bool] = True
-    # Fields, or how their names begin, that neither a program nor its weights depend on. Padding of the prefix
+    # Padding of the prefix
     # (`prefix_length`, `pad_language_to`) is seen by nobody.
     indifferent: ClassVar[tuple[str, ...]] = (
-        *LEROBOT_INDIFFERENT,
-        "pretrained_",
-        "normalization_mapping",
+        *LerobotConfig.indifferent,
         "tokenizer_max_length",
         "freeze_vision_encoder",
         "train_",
@@ -92,19 +86,6 @@ class SmolVlaConfig(PolicyConfig):
         "compile_",
     )
 
-    n_obs_steps: Annotated[int, Range(1, 64)] = 1
-    input_features: tuple[Feature, ...] = ()
-    output_features: tuple[Feature, ...] = ()
-    device: str | None = None
-    use_amp: bool = False
-    use_peft: bool = False
-    push_to_hub: bool = True
-    repo_id: str | None = None
-    private: bool | None = None
-    tags: tuple[str, ...] | None = None
-    license: str | None = None
-    pretrained_path: str | None = None
-    pretrained_revision: str | None = None
     chunk_size: Annotated[int, Range(1, CHUNK)] = 50
     n_action_steps: Annotated[int, Range(1, CHUNK)] = 50
     normalization_mapping: tuple[tuple[str, str], ...] = (
@@ -294,6 +275,14 @@ class SmolVlaConfig(PolicyConfig):
         return self.vlm.vocabulary
 
     @property
+    def prefix_tokens(self) -> int:
+        resized = self.resize_imgs_with_padding
+        frames = self.frames if resized is None else [resized[::-1]] * len(self.frames)
+        special = 3 * len(self.cameras) if self.add_image_special_tokens else 0
+        images = sum(self.vlm.count_image_tokens(*frame) or 0 for frame in frames)
+        return images + special + self.prompt_length + 1
+
+    @property
     def prompt_length(self) -> int:
         return self.tokenizer_max_length
 
@@ -319,11 +308,6 @@ class SmolVlaConfig(PolicyConfig):
     def prefix_bound(self) -> float:
         """The most that a plan may pull, see `jaxmodels.samplers.continuing`."""
         return dict(self.rtc_config or ()).get("max_guidance_weight") or BOUND
-
-    def architecture(self) -> "SmolVlaConfig":
-        """The config with every indifferent field at its default: equal ones share programs."""
-        defaults = {entry.name: entry.default for entry in fields(self) if entry.name.startswith(self.indifferent)}
-        return replace(self, **defaults)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SmolVlaConfig":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from jaxmodels.policies.transformer2d_config import Sampling, Transformer2dPolicyConfig
+from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
 from jaxmodels.ranges import NOT_NEGATIVE, SHARE, Range
 from jaxmodels.samplers import MaskSchedule
 from jaxmodels.samplers.sampling import STEPS
@@ -80,13 +80,6 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
             sample_size=max(self.chunk_size, self.action.shape[0]),
             num_vector_embeds=self.bins + 1,
             activation_fn="geglu-approximate",
-        )
-
-    @property
-    def sampling(self) -> Sampling:
-        """Cost of decoding a chunk, in which each number is a token."""
-        return Sampling(
-            tokens=self.chunk_size * self.action.shape[0], steps=self.num_inference_steps, outputs=self.bins
         )
 
     @property

@@ -96,7 +96,6 @@ export class Detail {
     const head = make("div", { class: "card" },
       make("div", { class: "title" }, make("h2", {}, id), this.pill, this.dry, this.recorded), this.facts, this.reason, this.warned, this.progress,
       make("div", { class: "row actions" }, this.start, this.halt, this.restart, this.record, this.reset, this.remove), this.told_to, this.told);
-    this.score = make("div", { class: "card", id: "score", hidden: true });
     this.cameraBox = make("div", { class: "cameras" });
     this.cameraCard = make("div", { class: "card" }, make("h3", {}, "Cameras"), this.cameraBox);
     this.plotBox = make("div", { class: "plots", id: "plots" }, make("p", { class: "dim" }, "Joints are drawn from the first tick on."));
@@ -117,7 +116,7 @@ export class Detail {
     const all = make("details", { class: "card" }, make("summary", {}, make("h2", {}, "Every figure")), make("div", { class: "wide" }, make("table", {}, this.everything)));
     this.driven = [this.cameraCard, times, plotCard];
     for (const card of this.driven) card.hidden = true;
-    this.root.replaceChildren(head, make("div", { class: "columns" }, make("div", { class: "stack" }, this.score, this.cameraCard, times), make("div", { class: "stack" }, plotCard, this.policy.node)), all);
+    this.root.replaceChildren(head, make("div", { class: "columns" }, make("div", { class: "stack" }, this.cameraCard, times), make("div", { class: "stack" }, plotCard, this.policy.node)), all);
   }
 
   busy(isBusy) { this.isBusy = isBusy; if (this.line) this.update(this.line); }
@@ -186,7 +185,6 @@ export class Detail {
     for (const [camera, shown] of Object.entries(this.cameras)) shown.fps = (stats.camera_fps || {})[camera];
     this.takeTimes(stats, inference, spread, edges);
     this.takeInstruction(stats);
-    this.takeScore(stats.score);
     this.takeRecording(stats.recording || {});
     this.takeWarnings(stats);
     this.policy.take(stats);
@@ -246,18 +244,6 @@ export class Detail {
     if (unmatched.length) warnings.push(`the limits file names ${unmatched.join(", ")}, which this session does not have`);
     this.warned.hidden = !warnings.length;
     say(this.warned, warnings.join("; "));
-  }
-
-  takeScore(score) {
-    this.score.hidden = !score;
-    if (!score) return;
-    const text = JSON.stringify([score.succeeded, score.tried, score.note]);
-    if (this.score.dataset.text === text) return;
-    this.score.dataset.text = text;
-    const filled = make("i", {});
-    filled.style.width = score.tried ? `${(100 * score.succeeded) / score.tried}%` : "0";
-    this.score.replaceChildren(make("h3", {}, "Success"), make("p", { class: "score" }, make("b", {}, `${score.succeeded} of ${score.tried}`),
-      make("span", { class: "dim" }, score.tried ? `${Math.round((100 * score.succeeded) / score.tried)} %` : "", score.note ? ` · ${score.note}` : "")), make("div", { class: "tally" }, filled));
   }
 
   buildPlots(joints) {

@@ -15,8 +15,8 @@ from jaxmodels import Requirements
 from jaxmodels.errors import CheckpointError
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
-from service.testing import SO100_REQUIREMENTS, MemoryLink
 from tests.testing import rig
+from tests.testing.doubles import SO100_REQUIREMENTS, MemoryLink
 from tests.testing.rig import JOINTS
 
 PERIOD = 0.04

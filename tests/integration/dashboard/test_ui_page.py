@@ -18,7 +18,8 @@ from jaxmodels.errors import CheckpointError
 from service.auth.caller import Role
 from service.dashboard.live import LiveSettings
 from service.inference.replicas import MAX_FAILURES
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from service.rollout.records import Record
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.peers import require_peers
 from tests.testing.waiting import until
 
@@ -235,24 +236,11 @@ async def test_a_recording_is_switched_and_a_commit_is_let_out_of_the_quarantine
     (tmp_path / "so100.toml").write_text("[joints.sholder_pan]\nlow = -60")
     settings = {"recordings": str(tmp_path), "recording_free": 0, "recording_datasets": False}
     async with serve(limits=str(tmp_path / "so100.toml"), **settings) as server:
-        commit = {
-            "repo": "lab/pick",
-            "sha": "c0ffee" * 7,
-            "at": 1.0,
-            "reason": "load",
-            "text": "a NaN",
-            "deployment": None,
-        }
-        kept = [commit]
-
-        async def release(sha: str) -> bool:
-            kept.remove(commit)
-            return sha == commit["sha"]
-
-        monkeypatch.setattr(server.app.ctx.updates, "list_quarantine", lambda: kept)
-        monkeypatch.setattr(server.app.ctx.updates, "release", release)
-        update = commit | {"ref": None, "trigger": "webhook", "result": "rejected"}
-        monkeypatch.setattr(server.app.ctx.updates, "list", lambda limit, of: [update])
+        record = Record("lab/pick", None, "webhook", sha="c0ffee" * 7)
+        record.end("rejected", "load", "a NaN")
+        updates = server.app.ctx.updates
+        await updates.quarantine.add(record.repo, "c0ffee" * 7, "load", "a NaN", None)
+        monkeypatch.setattr(updates, "list", lambda limit, of: [record])
         await server.create()
         async with opened(browser, server, PHONE, has_touch=True, is_mobile=True) as page:
             await until_text(page, "#detail table", "rejected: load: a NaN")
@@ -267,7 +255,7 @@ async def test_a_recording_is_switched_and_a_commit_is_let_out_of_the_quarantine
             await until_text(page, "#quarantine-list", "load: a NaN")
             await pressed_twice(page, "#quarantine-list button")
             await until_text(page, "#quarantine-list", "No commit is in it.")
-        assert not kept
+        assert not updates.quarantine.list()
 
 
 TOO_SMALL = """() => [...document.querySelectorAll('button, input, select, summary, label.check')]

@@ -207,7 +207,7 @@ async def test_of_a_session_whose_server_died_it_is_told_how_it_stood(servers: S
 
 async def test_an_id_of_a_server_that_died_before_it_told_of_it_is_no_session(servers: Servers) -> None:
     new = NewSession("arm", "policies/act", ROOMS)
-    await servers.a.front._run_change(session_table.claim, "a", servers.a.front._process, new)
+    await servers.a.front._query(servers.a.front._database, session_table.claim, "a", servers.a.front._process, new)
     await servers.lose(servers.a)
     assert (await servers.b.call("GET", "/sessions/arm"))[0] == 404
     assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
@@ -354,9 +354,9 @@ async def test_a_server_whose_session_was_adopted_gives_it_up_when_it_comes_back
 async def test_an_adoption_whose_answer_is_lost_is_made_good(servers: Servers) -> None:
     await servers.a.create("arm")
     await servers.lose(servers.a)
-    owning = await servers.b.front._run_change(session_table.find_front, "a")
-    await servers.b.front._run_change(
-        session_table.adopt, "b", servers.b.front._process, "arm", owning
+    owning = await servers.b.front._query(servers.b.front._database, session_table.find_front, "a")
+    await servers.b.front._query(
+        servers.b.front._database, session_table.adopt, "b", servers.b.front._process, "arm", owning
     )  # and no answer
     assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
     assert await servers.b.listed() == {"arm": "interrupted"}

@@ -12,7 +12,7 @@ import pytest
 
 from service.api.blueprint import ROUTES
 from service.api.openapi import specified_document
-from service.testing import SO100_REQUIREMENTS
+from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.rig import started
 
 _FILE = Path(__file__).parents[3] / "benchmarks" / "hostile_requests.py"

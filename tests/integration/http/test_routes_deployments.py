@@ -17,7 +17,7 @@ from service.api.schemas import Deployment, Quarantined
 from service.errors import TransportError
 from service.rollout import webhooks
 from service.rollout.gates import ProbationSettings
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 from tests.testing.rig import POSE, Server, started
 from tests.testing.stub_hub import StubHub
 from tests.testing.waiting import until
@@ -261,7 +261,7 @@ async def test_a_push_is_refused_only_for_fields_that_name_the_event(tmp_path: P
 
 
 async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> None:
-    from hooks.client import WebhooksClient
+    from hooks import WebhooksClient
 
     heard: list[dict[str, Any]] = []
 

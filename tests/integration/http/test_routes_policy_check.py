@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 
 NAMES = ["shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper"]
 DEMO = {"policy_path": "robojax/sim/policy"}
@@ -111,16 +111,6 @@ async def test_a_reader_with_a_bug_tells_no_more_than_its_kind(server, monkeypat
     assert status == 422
     assert "RuntimeError" in str(told)
     assert "hf_abc" not in str(told)
-
-
-async def test_a_score_is_told_by_whoever_judges_it(server):
-    await server.create()
-    score = {"tried": 5, "succeeded": 4, "note": "cubes"}
-    assert (await server.call("POST", "/sessions/arm/score", json=score))[0] == 200
-    stats = (await server.call("GET", "/sessions/arm"))[1]["stats"]
-    assert {name: stats["score"][name] for name in score} == score
-    assert (await server.call("POST", "/sessions/arm/score", json={"tried": 1, "succeeded": 2}))[0] == 422
-    assert (await server.call("POST", "/sessions/nobody/score", json=score))[0] == 404
 
 
 @pytest.fixture

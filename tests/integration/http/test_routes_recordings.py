@@ -11,7 +11,7 @@ from service.auth.caller import Role
 from service.recording.library import open_source
 from service.recording.mcap_files import McapSource
 from service.recording.recordings import run_process
-from service.testing import ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import JOINTS
 
 

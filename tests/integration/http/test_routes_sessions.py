@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from service.errors import TransportError
-from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 
 
 async def test_a_session_is_made_listed_looked_at_and_deleted(server):

@@ -197,7 +197,6 @@ async def test_a_body_that_is_no_object_is_refused_with_its_type(server, body, f
         "/sessions/arm/restart",
         "/sessions/arm/rollback",
         "/sessions/arm/policy",
-        "/sessions/arm/score",
         "/sessions/arm/record",
         "/debug/sessions/arm/reset",
         "/tickets",

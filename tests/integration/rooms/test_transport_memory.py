@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from service.errors import InvalidRequest, TransportError
-from service.testing import MemoryTransport
 from service.transport.link import EmergencyStop, JointValue, Link, LinkDown, LinkUp, Transport
+from tests.testing.doubles import MemoryTransport
 
 
 def connect(transport: Transport, inbox, cameras=("front",), workspace_id=None, session_id="s"):

@@ -14,7 +14,7 @@ from service.errors import PolicyError, RobotTaken
 from service.sessions.request import NewSession
 from service.sessions.session import Session
 from service.stage import Stage
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed

@@ -23,8 +23,8 @@ from service.control.robot_io import RobotIO
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
 from service.stage import Move
-from service.testing import MemoryTransport, ScriptedPolicy
 from service.transport.link import LinkDown, LinkEvent, LinkUp, RobotLeft
+from tests.testing.doubles import MemoryTransport, ScriptedPolicy
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 POSE = {joint.name: 10.0 + joint.index for joint in SO100}

@@ -19,7 +19,7 @@ from service.sessions.policy_slots import list_differences
 from service.sessions.request import NewSession, SessionSettings
 from service.setting_types import SettingsError
 from service.settings import load_settings
-from service.testing import SO100_REQUIREMENTS
+from tests.testing.doubles import SO100_REQUIREMENTS
 
 TABLE = JointTable(SO100)
 UNKNOWN = create_joint_table(3, requested=["waist", "elbow", "finger"])

@@ -9,7 +9,7 @@ from service.control.observation_buffer import Snapshot
 from service.control.policy_runner import PolicyRunner
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 
 SIZE = (48, 64)
 

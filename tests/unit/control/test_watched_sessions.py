@@ -13,8 +13,8 @@ from service.control.observers import Tick
 from service.errors import MoveRefused
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Stage
-from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
 from service.transport.link import BadInput, RobotLeft
+from tests.testing.doubles import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
 from tests.testing.rig import POSE
 from tests.testing.waiting import until
 from tests.unit.control.conftest import LENIENT

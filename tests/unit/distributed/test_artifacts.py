@@ -1,56 +1,86 @@
-"""A policy's files go to another machine as they are, and nothing but those."""
+"""Policy artifacts: what is packed, sent, checked on arrival and cached."""
 
+import multiprocessing
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jaxmodels import is_policy_file
 from jaxmodels.errors import CheckpointError
 from service.distributed import artifacts
-from service.distributed.artifacts import PolicyArtifact, pack, unpack
-from tests.unit.distributed.policy_files import files
-from tests.unit.distributed.policy_files.files import FILES, read
+from service.distributed.artifacts import Digest, PolicyArtifact, list_files, pack, read_pieces, unpack
+
+FILES = {
+    "config.json": b'{"type": "act"}',
+    "model.safetensors": bytes(range(256)) * 8,
+    "owner/vlm/tokenizer.json": b"{}",
+}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return files.write(tmp_path / "policy")
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def same(piece: bytes) -> bytes:
     return piece
 
 
-def test_files_of_many_pieces_too(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "policy", FILES)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+# Packing.
+
+
+def test_large_files_are_sent_in_pieces(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pack(folder, same).sha
     monkeypatch.setattr(artifacts, "PIECE_BYTES", 100)
     artifact = pack(folder, same)
-    assert {name: len(pieces) for name, pieces in artifact.pieces.items()} == {
-        "config.json": 1,
-        "model.safetensors": 21,
-        "owner/vlm/tokenizer.json": 1,
-    }
+    assert [len(artifact.pieces[name]) for name in FILES] == [1, 21, 1]
     assert artifact.sha == whole
-    assert read(unpack(artifact, tmp_path / "cache", same)) == FILES
+    assert read(unpack(artifact, cache, same)) == FILES
 
 
-def test_its_name_is_of_what_is_in_it(folder: Path) -> None:
-    before = pack(folder, same).sha
-    assert pack(folder, same).sha == before
-    (folder / "config.json").write_bytes(b"{}")
-    other = pack(folder, same).sha
-    (folder / "config.json").rename(folder / "train_config.json")
-    assert len({before, other, pack(folder, same).sha}) == 3
+@pytest.mark.parametrize("size", [1, 100, 1 << 20])
+def test_the_hash_does_not_depend_on_the_size_of_pieces(folder: Path, size: int) -> None:
+    digest = Digest()
+    for name in list_files(folder):
+        assert b"".join(digest.hash_pieces(name, read_pieces(folder / name, size))) == FILES[name]
+    assert digest.sha == pack(folder, same).sha
+    assert digest.files == [("config.json", 15), ("model.safetensors", 2048), ("owner/vlm/tokenizer.json", 2)]
+
+
+def test_the_hash_covers_names_contents_and_boundaries_of_files(tmp_path: Path) -> None:
+    contents = [(b"ab", b"c"), (b"a", b"bc"), (b"abc", b"")]
+    folders = [{"config.json": first, "model.safetensors": second} for first, second in contents]
+    folders.append({"train_config.json": b"ab", "model.safetensors": b"c"})
+    shas = [pack(write(tmp_path / str(number), files), same).sha for number, files in enumerate(folders)]
+    assert len(set(shas)) == 4
 
 
 def test_only_files_of_policies_are_packed(folder: Path) -> None:
-    (folder / "keys.txt").write_text("secret")
-    (folder / "run.py").write_text("print()")
+    write(folder, {"keys.txt": b"secret", "run.py": b"print()"})
     (folder / "nested.json").mkdir()
     assert set(pack(folder, same).pieces) == set(FILES)
 
 
-def test_weights_that_do_not_travel_are_refused_before_anything_is_sent(folder: Path) -> None:
+def test_orbax_weights_are_refused_before_anything_is_sent(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "orbax").mkdir()
     sent: list[bytes] = []
@@ -59,56 +89,49 @@ def test_weights_that_do_not_travel_are_refused_before_anything_is_sent(folder: 
     assert not sent
 
 
-def test_a_folder_without_any_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_policy_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="none of the files of a policy is in it"):
         pack(tmp_path, same)
 
 
+# What arrives.
+
+
 @pytest.mark.parametrize(
     "name",
-    ["../config.json", "/tmp/config.json", "a/../../config.json", "..", "", "run.py", "a/model.safetensors", "\0.json"],
+    [
+        *("", "..", "run.py", "train_config.json", "\0.json", "policy_preprocessor_step_/../x.safetensors"),
+        *("../config.json", "/tmp/config.json", "a//config.json", "a/../../config.json", ".a/config.json"),
+        *("a/b/c/d/config.json", "a/model.safetensors", "a/robojax.json", "model-1-of-2.safetensors"),
+        "model-0/../-of-00001.safetensors",
+    ],
 )
-def test_no_file_is_written_that_is_none_of_a_policys(name: str, folder: Path, tmp_path: Path) -> None:
-    artifact = pack(folder, same)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises((CheckpointError, ValueError)):
-        unpack(PolicyArtifact(replace(artifact.listing, files=((name, 1),)), {name: (b"x",)}), tmp_path / "cache", same)
-    assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and path not in before] in (
-        [],
-        [path for path in sorted((tmp_path / "cache").glob(".*.lock"))],
-    )
+def test_files_of_other_names_are_refused(name: str, folder: Path, cache: Path) -> None:
+    assert not is_policy_file(name)
+    assert not is_policy_file(name)
+    artifact = PolicyArtifact(pack(folder, same).sha, (("config.json", 2), (name, 1)), {name: (b"x",)})
+    with pytest.raises(CheckpointError, match="no file of a policy"):
+        unpack(artifact, cache, same)
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize("sha", ["..", "../policy", "", "0" * 63, "0" * 64 + "\n", "/tmp"])
-def test_no_folder_is_made_but_one_of_its_name(sha: str, folder: Path, tmp_path: Path) -> None:
-    artifact = pack(folder, same)
-    with pytest.raises(CheckpointError):
-        unpack(replace(artifact, listing=replace(artifact.listing, sha=sha)), tmp_path / "cache", same)
-    assert not (tmp_path / "cache").exists()
+def test_a_name_that_is_not_a_hash_is_refused(sha: str, folder: Path, cache: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no hash of a policy's files"):
+        unpack(replace(pack(folder, same), sha=sha), cache, same)
+    assert not cache.exists()
 
 
-def test_what_is_not_what_was_sent_is_not_kept(folder: Path, tmp_path: Path) -> None:
+def test_files_that_changed_on_the_way_are_not_cached(folder: Path, cache: Path) -> None:
     artifact = pack(folder, same)
     with pytest.raises(CheckpointError, match="changed while they were sent"):
-        unpack(artifact, tmp_path / "cache", lambda piece: piece[:-1])
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-    assert read(unpack(artifact, tmp_path / "cache", same)) == FILES
+        unpack(artifact, cache, lambda piece: piece[:-1])
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+    assert read(unpack(artifact, cache, same)) == FILES
 
 
-def test_it_is_fetched_once_on_a_machine(folder: Path, tmp_path: Path) -> None:
-    artifact, fetched = pack(folder, same), []
-
-    def get(piece: bytes) -> bytes:
-        fetched.append(piece)
-        return piece
-
-    for _ in range(3):
-        unpack(artifact, tmp_path / "cache", get)
-    assert len(fetched) == len(FILES)
-
-
-def test_a_fetch_that_fails_leaves_nothing_and_is_tried_again(folder: Path, tmp_path: Path) -> None:
-    artifact, cache = pack(folder, same), tmp_path / "cache"
+def test_a_failed_fetch_leaves_nothing_and_is_tried_again(folder: Path, cache: Path) -> None:
+    artifact = pack(folder, same)
 
     def fail(piece: bytes) -> bytes:
         raise OSError(28, "No space left on device")
@@ -119,7 +142,109 @@ def test_a_fetch_that_fails_leaves_nothing_and_is_tried_again(folder: Path, tmp_
     assert read(unpack(artifact, cache, same)) == FILES
 
 
-def test_a_cache_that_cannot_be_made_says_so(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
+# The cache.
+
+
+def test_only_a_folder_with_exactly_these_files_matches(folder: Path) -> None:
+    artifact = pack(folder, same)
+    write(folder, {"notes.txt": b"not of the policy"})
+    assert artifact.matches(folder)
+    assert not artifact.matches(folder / "nowhere")
+    write(folder, {"tokenizer.json": b"{}"})
+    assert not artifact.matches(folder)
+    (folder / "tokenizer.json").unlink()
+    write(folder, {"config.json": b'{"type": "ACT"}'})
+    assert not artifact.matches(folder)
+    (folder / "config.json").unlink()
+    assert not artifact.matches(folder)
+
+
+def test_a_policy_is_fetched_once_and_again_when_it_is_damaged(folder: Path, cache: Path) -> None:
+    artifact, fetched = pack(folder, same), list[bytes]()
+
+    def get(piece: bytes) -> bytes:
+        fetched.append(piece)
+        return piece
+
+    cached, *others = [unpack(artifact, cache, get) for _ in range(3)]
+    assert others == [cached, cached]
+    assert len(fetched) == len(FILES)
+    assert cache.stat().st_mode & 0o777 == cached.stat().st_mode & 0o777 == 0o700
+    write(cached, {"config.json": b'{"type": "ACT"}'})
+    assert unpack(artifact, cache, get) == cached
+    assert read(cached) == FILES
+
+
+def test_a_cache_that_cannot_be_created_is_an_error(folder: Path, cache: Path) -> None:
+    cache.write_text("a file")
     with pytest.raises(OSError, match="exists"):
-        unpack(pack(folder, same), tmp_path / "cache", same)
+        unpack(pack(folder, same), cache, same)
+
+
+def _unpack_in_process(artifact: PolicyArtifact, cache: Path, counts: "multiprocessing.SimpleQueue[int]") -> None:
+    fetched: list[bytes] = []
+
+    def get(piece: bytes) -> bytes:
+        fetched.append(piece)
+        return piece
+
+    assert read(unpack(artifact, cache, get)) == FILES
+    counts.put(len(fetched))
+
+
+def test_of_two_processes_at_once_one_fetches(folder: Path, cache: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    counts = context.SimpleQueue()
+    arguments = (pack(folder, same), cache, counts)
+    both = [context.Process(target=_unpack_in_process, args=arguments, daemon=True) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join(60)
+    assert [one.exitcode for one in both] == [0, 0]
+    assert sorted(counts.get() for _ in both) == [0, len(FILES)]
+
+
+def cached_folder(cache: Path, name: str, size: int, age: float) -> Path:
+    folder = write(cache / name, {"model.safetensors": bytes(size)})
+    used_at = cache.stat().st_mtime - age
+    os.utime(folder, (used_at, used_at))
+    return folder
+
+
+def test_policies_that_were_unused_for_longest_are_deleted(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifacts, "CACHE_BYTES", 1000)
+    oldest, older, old = (cached_folder(cache, f"{age}" * 64, 450, age * 1000.0) for age in (3, 2, 1))
+    unpack(pack(folder, same), cache, same)
+    assert [path.exists() for path in (oldest, older, old)] == [False, True, True]
+
+
+def test_folders_that_another_process_may_use_are_not_deleted(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifacts, "CACHE_BYTES", 0)
+    writing, reading = cached_folder(cache, ".part-1", 10, 5.0), cached_folder(cache, "1" * 64, 10, 300.0)
+    died = cached_folder(cache, ".part-2", 10, 86400.0)
+    unpack(pack(folder, same), cache, same)
+    assert [path.exists() for path in (writing, reading, died)] == [True, True, False]
+
+
+def test_a_folder_that_vanishes_during_the_deletion_is_not_an_error(folder: Path, cache: Path) -> None:
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            (cache / ".part-x").mkdir(parents=True, exist_ok=True)
+            (cache / ".part-x").rmdir()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for number in range(50):
+            write(folder, {"config.json": str(number).encode()})
+            unpack(pack(folder, same), cache, same)
+    finally:
+        ended.set()
+        thread.join()

@@ -22,8 +22,7 @@ pytest.importorskip("ray", reason=skip_reason("ray"))
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from service.distributed import cluster as cluster_module
-from service.distributed import ray_connection, replication
-from service.distributed.artifacts import Listing as Files
+from service.distributed import ray_connection, remote_engine
 from service.distributed.artifacts import PolicyArtifact
 from service.distributed.cluster import CLUSTER_LOST, Cluster
 from service.distributed.engine_actor import Begun, EngineFacts, EngineOptions, Loaded, Refusal
@@ -35,7 +34,7 @@ from service.errors import PolicyError
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceResult, LoadedPolicy, Policy
-from service.testing import SO100_REQUIREMENTS
+from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.pauses import Pauses
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
@@ -136,7 +135,7 @@ class House:
         self.meanwhile()
         if self.silence is not None:
             raise self.silence
-        begun = Begun(version("robojax"), "here", 1, ())
+        begun = Begun(version("robojax"), "here", 1)
         return Listing(tuple(Listed(name, Actor(Resident(self, name)), begun) for name in self.names))
 
     def enter(self, name: str) -> None:
@@ -165,7 +164,7 @@ class Resident:
             house.gate()
             if refusals := house.refusals.get(self._name):
                 return refusals.pop(0)
-            return Loaded(artifact.sha, SO100_REQUIREMENTS, "cpu:0", [dict(SO100_REQUIREMENTS.cameras)])
+            return Loaded(artifact.sha, SO100_REQUIREMENTS, [dict(SO100_REQUIREMENTS.cameras)])
         finally:
             house.leave(self._name)
 
@@ -260,7 +259,7 @@ async def test_an_update_is_loaded_into_one_after_the_other(begin: Any, folder: 
 async def test_an_update_that_one_engine_cannot_have_is_refused_and_what_runs_goes_on(
     begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replication, "FIRST_RETRY", 0.05)
+    monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.05)
     front = await begin(House(3))
     first = await front.load(folder)
     front.house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
@@ -282,7 +281,7 @@ async def test_so_is_another_one_where_robots_ask(begin: Any, folder: Path) -> N
 async def test_a_copy_that_failed_is_tried_again_and_spoken_of_until_it_is_there(
     begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replication, "FIRST_RETRY", 0.05)
+    monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.05)
     house = House(3)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 4
     front = await begin(house)
@@ -309,7 +308,7 @@ async def test_whichever_engine_cannot_have_it_the_others_do(begin: Any, folder:
 async def test_what_no_engine_can_load_is_refused_with_its_reason_and_not_tried_again(
     begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replication, "FIRST_RETRY", 0.02)
+    monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.02)
     house = House(2)
     house.refusals = {name: [Refusal("policy", "config.json: no such type")] * 1000 for name in house.names}
     front = await begin(house)
@@ -323,7 +322,7 @@ async def test_what_no_engine_can_load_is_refused_with_its_reason_and_not_tried_
 async def test_what_nobody_wants_any_more_is_neither_tried_nor_spoken_of(
     begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replication, "FIRST_RETRY", 0.3)
+    monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.3)
     house = House(2)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
     front = await begin(house)
@@ -339,7 +338,7 @@ async def test_whoever_waits_for_an_engine_that_leaves_is_told_at_once(begin: An
     house, gate = House(2), threading.Event()
     house.gate = gate.wait
     front = await begin(house)
-    answer = front.cluster.ask("2", "load", PolicyArtifact(Files("", ()), {}), None)
+    answer = front.cluster.ask("2", "load", PolicyArtifact("", (), {}), None)
     house.names.remove("robojax-2")
     with pytest.raises(DeviceGone, match="engine 2 is not there any more"):
         await asyncio.wait_for(asyncio.wrap_future(answer), 30)

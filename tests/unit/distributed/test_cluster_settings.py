@@ -22,10 +22,6 @@ def test_where_engines_may_be(engine: str) -> None:
         ({"engine": "ray://user@host:1"}, "wanted here, ray-local"),
         ({"engine": "ray-local\n"}, "wanted here, ray-local"),
         ({"engines": "3", "engines_most": "2"}, "found 3 and 2; wanted engines <= engines_most"),
-        (
-            {"hosts_count": "2", "devices": "all", "placement": "shard", "engine": "ray-auto"},
-            "found 2 and ray-auto; wanted one of the two",
-        ),
         ({"engine_resources": "GPU"}, "wanted NAME=AMOUNT with commas between, not 'GPU'"),
         ({"engine_resources": "GPU=0"}, "greater than 0"),
         ({"front_name": "lab-1"}, "found without database; wanted --database postgresql://... for all servers"),

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError, HubError, ObservationError
-from service.distributed import replication
+from service.distributed import remote_engine
 from service.distributed.artifacts import PolicyArtifact
 from service.distributed.engine_actor import Loaded, Refusal
-from service.distributed.remote_engine import RemoteLoader, RemotePolicy
-from service.distributed.replication import Copy, check_answer
+from service.distributed.remote_engine import RemoteLoader, RemotePolicy, check_answer
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
-from service.testing import SO100_REQUIREMENTS
+from service.inference.loaded_policy import InferenceStuck
+from tests.testing.doubles import SO100_REQUIREMENTS
 
 SIZES = {"front": (48, 64)}
 
@@ -30,7 +30,7 @@ class Engines:
         self.calls: list[tuple[str, str]] = []
         self.likes: list[str | None] = []
         self.artifacts: list[PolicyArtifact] = []
-        self.copies: list[Copy] = []
+        self.copies: list[str] = []
         self.not_ready: list[tuple[str, str, str]] = []
         self.answers: dict[str, Any] = {}
         self.pieces: list[bytes] = []
@@ -58,11 +58,11 @@ class Engines:
             artifact, like = arguments
             self.artifacts.append(artifact)
             self.likes.append(like)
-            return Loaded(artifact.sha, SO100_REQUIREMENTS, "cpu:0", [SIZES])
+            return Loaded(artifact.sha, SO100_REQUIREMENTS, [SIZES])
         return {"try_out": (np.zeros((1, 20, 6), np.float32), 0.25), "profile": 0.125}.get(method)
 
-    def keep_copy(self, copy: Copy) -> None:
-        self.copies.append(copy)
+    def keep_copy(self, engine: str, loaded: Loaded) -> None:
+        self.copies.append(engine)
 
     def record_failure(self, engine: str, handle: str, why: str) -> None:
         self.not_ready.append((engine, handle, why))
@@ -86,7 +86,7 @@ def test_its_files_go_where_it_is_loaded(engines: Engines, folder: Path) -> None
     policy = RemoteLoader(engines)(str(folder))
     assert (policy.device, policy.requirements, policy.handle) == ("one", SO100_REQUIREMENTS, engines.artifacts[0].sha)
     assert sorted(engines.pieces) == [b"weights", b'{"type": "act"}']
-    assert [copy.engine for copy in engines.copies] == ["one"]
+    assert engines.copies == ["one"]
 
 
 def test_another_one_may_be_like_one_that_is_there(engines: Engines, policy: RemotePolicy, folder: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_copy_is_of_the_same_files(engines: Engines, policy: RemotePolicy) -> 
     assert (other.device, other.handle) == ("two", policy.handle)
     assert engines.artifacts[0] is engines.artifacts[1]
     assert engines.calls == [("one", "load"), ("two", "load")]
-    assert [copy.engine for copy in engines.copies] == ["one", "two"]
+    assert engines.copies == ["one", "two"]
 
 
 def test_engines_that_nobody_asks_load_a_first_one_as_well_and_an_update_comes_to_each_in_its_turn(
@@ -175,7 +175,7 @@ def test_where_none_can_have_it_the_reason_is_the_policys(engines: Engines, fold
 def test_it_is_said_what_the_slowest_engine_does(
     engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replication, "POLL_PERIOD", 0.001)
+    monkeypatch.setattr(remote_engine, "POLL_PERIOD", 0.001)
     engines.idle, told = ("two",), []
     slow = {name: Future[Any]() for name in ("one", "two")}
     stages = iter([("reading", "reading"), ("compiling", "reading"), ("compiling", "compiling"), (None, "compiling")])
@@ -195,7 +195,7 @@ def test_it_is_said_what_the_slowest_engine_does(
         told.append(word)
         if len(told) == 5:  # downloads are not: reading the folder here, and four times what engines do
             for one in slow.values():
-                one.set_result(Loaded(engines.artifacts[0].sha, SO100_REQUIREMENTS, "cpu:0", [SIZES]))
+                one.set_result(Loaded(engines.artifacts[0].sha, SO100_REQUIREMENTS, [SIZES]))
 
     monkeypatch.setattr(engines, "ask", ask_slowly)
     RemoteLoader(engines)(str(folder), on_progress=tell)
@@ -240,7 +240,7 @@ def test_one_that_could_not_be_compiled_is_not(engines: Engines, policy: RemoteP
         ("unknown", DeviceGone),
         ("engine", DeviceGone),
         ("failed", PolicyFailed),
-        ("stuck", PolicyFailed),
+        ("stuck", InferenceStuck),
     ],
 )
 def test_each_refusal_is_the_error_that_it_is(kind: Any, error: type[Exception]) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,10 @@ import pytest
 from service.distributed import remote_engine
 from service.distributed.engine_actor import EngineFacts, Loaded, Refusal
 from service.distributed.remote_engine import RemotePolicy, RemoteWorker
-from service.distributed.replication import Copy
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
-from service.testing import SO100_REQUIREMENTS
+from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -27,7 +28,13 @@ OBSERVATION = {"observation.state": np.zeros((1, 6), np.float32)}
 
 
 class Engine:
-    """The other end: keeps what it is asked until the test answers."""
+    """An engine that answers when the test says so.
+
+    Attributes:
+        asked: calls so far.
+        done: settles the answer of each call that `answers` had nothing for.
+        answers: results or errors of the next calls.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
@@ -35,13 +42,22 @@ class Engine:
         self.threads: set[str] = set()
         self.answers: list[Any] = []
 
-    def send(self, method: str, arguments: tuple[Any, ...], done: Callable[[Any], None]) -> None:
+    def ask(self, method: str, *arguments: Any) -> "Future[Any]":
         self.threads.add(threading.current_thread().name)
         self.asked.append((method, arguments))
+        answer: Future[Any] = Future()
+
+        def settle(result: Any) -> None:
+            if isinstance(result, Exception):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
+
         if self.answers:
-            done(self.answers.pop(0))
+            settle(self.answers.pop(0))
         else:
-            self.done.append(done)
+            self.done.append(settle)
+        return answer
 
     async def until_asked(self, times: int = 1) -> None:
         await until(lambda: len(self.asked) >= times)
@@ -60,8 +76,8 @@ def check_answer(**seconds: float) -> InferenceResult:
 
 @pytest.fixture
 def replica() -> Replica:
-    loaded = Loaded("handle", SO100_REQUIREMENTS, "cpu:0", ())
-    return Replica(RemotePolicy(None, Copy("one", loaded), None), 0)  # type: ignore[arg-type]
+    replication: Any = SimpleNamespace(commit=None)
+    return Replica(RemotePolicy(replication, "one", Loaded("handle", SO100_REQUIREMENTS, ())), 0)
 
 
 @pytest.fixture
@@ -73,7 +89,7 @@ def engine() -> Engine:
 async def worker(engine: Engine) -> AsyncIterator[RemoteWorker]:
     unheard: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: unheard.append(about))
-    worker = RemoteWorker("one", engine.send, stuck_after=60.0)
+    worker = RemoteWorker("one", engine.ask, stuck_after=60.0)
     yield worker
     await worker.close(1.0)
     await until(lambda: not [one for one in threading.enumerate() if one.name.startswith("engine one")])
@@ -93,6 +109,7 @@ async def test_an_answer_is_handed_on_and_the_way_counts_as_waiting(
     assert found.queue + found.to_device + found.compute + found.to_host == pytest.approx(found.total)
     assert (found.to_device, found.compute, found.to_host, found.batch) == (0.02, 0.03, 0.04, 4)
     assert found.total > 0.12
+    found.chunk[0, 0] = 7.0  # writable, although arrays of the object store are read-only
     assert worker.pending == 0
     assert replica.latencies[replica.trained_frames].is_measured is False
     assert replica.latencies[frozenset()].measured(4).median == 0.03
@@ -106,12 +123,6 @@ async def test_what_an_answer_took_counts_for_pictures_of_its_size(
         await worker.submit(replica, {"observation.images.front": np.zeros((1, height, 64, 3), np.uint8)}, None)
     assert replica.latencies[replica.trained_frames].measured(4).median == 0.001
     assert replica.latencies[frozenset({("front", (480, 64))})].measured(4).median == 0.004
-
-
-async def test_a_chunk_may_be_written_to(engine: Engine, worker: RemoteWorker, replica: Replica) -> None:
-    engine.answers = [check_answer()]
-    found = await worker.submit(replica, OBSERVATION, None)
-    found.chunk[0, 0] = 7.0
 
 
 async def test_what_is_due_is_told_as_seconds_from_now_by_a_thread_of_its_own(
@@ -131,7 +142,6 @@ async def test_what_is_due_is_told_as_seconds_from_now_by_a_thread_of_its_own(
     [
         ("input", InputRefused),
         ("failed", PolicyFailed),
-        ("policy", PolicyFailed),
         ("stuck", InferenceStuck),
         ("unknown", DeviceGone),
         ("engine", DeviceGone),
@@ -147,40 +157,28 @@ async def test_each_refusal_is_the_error_that_it_is(
     assert worker.pending == 0
 
 
-async def test_an_error_on_the_way_is_raised(engine: Engine, worker: RemoteWorker, replica: Replica) -> None:
-    engine.answers = [DeviceGone("its process ended"), RuntimeError("the engine raised ValueError")]
-    with pytest.raises(DeviceGone):
-        await worker.submit(replica, OBSERVATION, None)
-    with pytest.raises(RuntimeError):
-        await worker.submit(replica, OBSERVATION, None)
-
-
-async def test_where_another_engine_may_be_asked_it_soon_is(
-    engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [DeviceGone("its process ended"), RuntimeError("no reason")])
+async def test_an_error_of_the_call_is_raised(
+    error: Exception, engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
-    monkeypatch.setattr(remote_engine, "DEFAULT_OVERDUE", 0.02)
-    with pytest.raises(Overdue, match=r"one has not answered for 0.02 s"):
-        await worker.submit(replica, OBSERVATION, None, may_move=True)
-    assert worker.pending == 1, "it owes an answer"
-    await engine.until_asked()
-    engine.done[0](check_answer())
-    await until(lambda: worker.pending == 0)
+    engine.answers = [error]
+    with pytest.raises(type(error)):
+        await worker.submit(replica, OBSERVATION, None)
 
 
-async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_first_until_then(
+async def test_a_late_engine_is_asked_last_until_it_answers(
     engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_engine, "DEFAULT_OVERDUE", 0.02)
     assert not worker.is_late
-    with pytest.raises(Overdue) as late:
+    with pytest.raises(Overdue, match=r"one has not answered for 0.02 s") as late:
         await worker.submit(replica, OBSERVATION, None, may_move=True)
-    assert worker.is_late
+    assert (worker.is_late, worker.pending) == (True, 1)
     await engine.until_asked()
     engine.done[0](check_answer())
     assert late.value.answer is not None
-    found = await late.value.answer
-    assert found.total > 0.02
-    assert not worker.is_late
+    assert (await late.value.answer).total > 0.02
+    assert (worker.is_late, worker.pending) == (False, 0)
 
 
 async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
@@ -214,31 +212,21 @@ async def test_alone_it_is_waited_for_until_it_is_stuck(engine: Engine, worker: 
         await worker.submit(replica, OBSERVATION, None)
 
 
-async def test_of_an_engine_that_is_gone_whoever_waits_is_told_at_once(
-    engine: Engine, worker: RemoteWorker, replica: Replica
+@pytest.mark.parametrize(("is_gone", "error"), [(True, DeviceGone), (False, WorkerClosed)], ids=["fail", "close"])
+async def test_pending_requests_fail_at_once(
+    is_gone: bool, error: type[Exception], engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
     waiting = [asyncio.create_task(worker.submit(replica, OBSERVATION, None)) for _ in range(3)]
     await engine.until_asked(3)
-    worker.fail("it ended")
-    for one in waiting:
-        with pytest.raises(DeviceGone, match="it ended"):
+    if is_gone:
+        worker.fail("it ended")
+    else:
+        assert await worker.close(1.0)
+    for one in (*waiting, worker.submit(replica, OBSERVATION, None)):
+        with pytest.raises(error, match="it ended" if is_gone else "the server is ending"):
             await one
-    with pytest.raises(DeviceGone, match="it ended"):
-        await worker.submit(replica, OBSERVATION, None)
     assert len(engine.asked) == 3
     engine.done[0](check_answer())  # too late
-
-
-async def test_whoever_waits_is_told_that_the_server_ends(
-    engine: Engine, worker: RemoteWorker, replica: Replica
-) -> None:
-    waiting = asyncio.create_task(worker.submit(replica, OBSERVATION, None))
-    await engine.until_asked()
-    assert await worker.close(1.0)
-    with pytest.raises(WorkerClosed):
-        await waiting
-    with pytest.raises(WorkerClosed):
-        await worker.submit(replica, OBSERVATION, None)
 
 
 @pytest.mark.parametrize("end", ["fail", "close"])
@@ -259,14 +247,13 @@ async def test_what_waits_to_be_sent_to_an_engine_that_is_gone_is_not_sent(
     engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
     begun, gate = threading.Event(), threading.Event()
-    send = engine.send
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments: Any) -> "Future[Any]":
         begun.set()
         gate.wait(30)
-        send(*arguments)
+        return engine.ask(*arguments)
 
-    worker._send = slow
+    worker._ask = slow
     asking = [asyncio.create_task(worker.submit(replica, OBSERVATION, None)) for _ in range(5)]
     await until(begun.is_set)
     worker.fail("it ended")
@@ -284,6 +271,6 @@ async def test_it_says_what_the_engine_said_last(worker: RemoteWorker) -> None:
 
 
 def test_what_needs_no_ray_does_not_import_it() -> None:
-    modules = ("scaling", "artifacts", "engine_actor", "remote_engine", "replication", "host_coordinator")
+    modules = ("scaling", "artifacts", "engine_actor", "remote_engine")
     program = "import sys\n" + "".join(f"import service.distributed.{name}\n" for name in modules)
     subprocess.run([sys.executable, "-c", f"{program}assert 'ray' not in sys.modules"], check=True)

@@ -1,6 +1,6 @@
 """What an engine could not have is tried again, ever more rarely, and is spoken of until it is well."""
 
-from service.distributed.replication import FIRST_RETRY, LONGEST_RETRY, RetryState
+from service.distributed.remote_engine import FIRST_RETRY, LONGEST_RETRY, RetryState
 
 HANDLE = "0123456789abcdef"
 
@@ -45,6 +45,11 @@ def test_nothing_is_said_any_more_when_it_has_it_or_it_is_not_wanted() -> None:
         retries.record_failure(engine, HANDLE, "out of memory", 0.0)
     retries.record_success("a", HANDLE)
     retries.record_success("a", "never heard of")
+    for _ in range(3):
+        retries.record_failure("d", HANDLE, "out of memory", 0.0)
+    retries.record_success("d", HANDLE)
+    retries.record_failure("d", HANDLE, "out of memory", 0.0)
+    assert "d" in retries.due(FIRST_RETRY), "after a success it starts again with the first pause"
     retries.retain(["a", "b"], [HANDLE])
     assert retries.due(LONGEST_RETRY) == ["b"]
     retries.retain(["a", "b"], ["other"])
@@ -59,12 +64,3 @@ def test_what_was_tried_again_without_a_word_is_not_wanted() -> None:
     retries.drop_failures("b", 10.0)
     assert retries.describe(10.0).count("b is missing") == 1
     assert retries.describe(10.0).count("a is missing") == 1
-
-
-def test_one_that_has_it_again_begins_anew() -> None:
-    retries = RetryState()
-    for _ in range(5):
-        retries.record_failure("b", HANDLE, "out of memory", 0.0)
-    retries.record_success("b", HANDLE)
-    retries.record_failure("b", HANDLE, "out of memory", 0.0)
-    assert retries.due(FIRST_RETRY) == ["b"]

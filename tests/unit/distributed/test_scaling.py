@@ -6,7 +6,15 @@ from itertools import pairwise
 import pytest
 
 from service.distributed.engine_actor import EngineFacts
-from service.distributed.scaling import PLACEMENT_TIMEOUT, START_TIMEOUT, Bounds, Scaling, explain_shortage
+from service.distributed.scaling import (
+    GROW_AFTER,
+    PLACEMENT_TIMEOUT,
+    SHRINK_AFTER,
+    START_TIMEOUT,
+    Bounds,
+    Scaling,
+    explain_shortage,
+)
 
 BOUNDS = Bounds(least=1, most=4)
 
@@ -43,16 +51,16 @@ def test_bounds_of_one_keep_one() -> None:
 @pytest.mark.parametrize(("load", "queue"), [(0.9, 0.0), (0.5, 0.1)], ids=["busy", "late"])
 def test_one_more_when_devices_are_busy_or_requests_late_for_a_while(load: float, queue: float) -> None:
     scaling = Scaling(BOUNDS)
-    assert after(scaling, BOUNDS.grow_after - 0.5, engines(2, load, queue)) == 2
-    assert scaling.decide(BOUNDS.grow_after, engines(2, load, queue)) == 3
+    assert after(scaling, GROW_AFTER - 0.5, engines(2, load, queue)) == 2
+    assert scaling.decide(GROW_AFTER, engines(2, load, queue)) == 3
     assert scaling.why.startswith(f"devices are {load:.0%} busy")
 
 
 def test_a_burst_is_no_reason() -> None:
     scaling = Scaling(BOUNDS)
     for begin in range(0, 100, 10):
-        assert after(scaling, BOUNDS.grow_after - 0.5, engines(2, 1.0, 1.0), begin=begin) == 2
-        assert scaling.decide(begin + BOUNDS.grow_after, engines(2, 0.5)) == 2
+        assert after(scaling, GROW_AFTER - 0.5, engines(2, 1.0, 1.0), begin=begin) == 2
+        assert scaling.decide(begin + GROW_AFTER, engines(2, 0.5)) == 2
 
 
 def test_waiting_without_work_is_nothing_that_another_engine_would_mend() -> None:
@@ -63,14 +71,14 @@ def test_nothing_more_is_decided_while_one_is_coming() -> None:
     scaling = Scaling(BOUNDS)
     assert after(scaling, 100, engines(2, 1.0, 1.0), coming=1) == 3
     # From then on it takes as long again to see that it was not enough.
-    assert after(scaling, BOUNDS.grow_after - 0.5, engines(3, 1.0, 1.0), begin=101) == 3
-    assert scaling.decide(101 + BOUNDS.grow_after, engines(3, 1.0, 1.0)) == 4
+    assert after(scaling, GROW_AFTER - 0.5, engines(3, 1.0, 1.0), begin=101) == 3
+    assert scaling.decide(101 + GROW_AFTER, engines(3, 1.0, 1.0)) == 4
 
 
 def test_one_fewer_when_those_that_stay_have_little_to_do_for_long() -> None:
     scaling = Scaling(BOUNDS)
-    assert after(scaling, BOUNDS.shrink_after - 0.5, engines(3, 0.2)) == 3
-    assert scaling.decide(BOUNDS.shrink_after, engines(3, 0.2)) == 2
+    assert after(scaling, SHRINK_AFTER - 0.5, engines(3, 0.2)) == 3
+    assert scaling.decide(SHRINK_AFTER, engines(3, 0.2)) == 2
     assert scaling.why == "devices are 20% busy, and one less would be 30%"
 
 

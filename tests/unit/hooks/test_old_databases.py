@@ -76,7 +76,7 @@ async def test_a_registry_of_the_first_version_sends_what_waits_in_order(tmp_pat
         )
         registry = Registry(settings)
         async with registry.running():
-            one, held, job = await registry.management.list()
+            one, held, job = await registry.list_webhooks()
             assert (one.secret, held.disabled, job.secrets) == (
                 "a-secret-of-some-length",
                 "suspended-after-failure",
@@ -87,11 +87,11 @@ async def test_a_registry_of_the_first_version_sends_what_waits_in_order(tmp_pat
             assert sorted(numbers) == [3, 4, 5]
             assert numbers.index(3) < numbers.index(4)
             ids = {delivery.id for delivery in target.got}
-            log = await registry.management.deliveries(one.id, 10, None)
+            log = await registry.list_deliveries(one.id, 10, None)
             assert ids == {entry["webhookDeliveryId"] for entry in log[:3]}
             assert [entry["status"] for entry in log[3:]] == ["failed", "delivered"]
             target.got.clear()
-            await registry.management.enable(held.id)
+            await registry.enable_webhook(held.id)
             await target.wait_for(1)
             assert [delivery.json["repo"]["number"] for delivery in target.got] == [7]  # 6 was dropped
             await until(lambda: len(target.got) == 1)

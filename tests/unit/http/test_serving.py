@@ -14,7 +14,7 @@ from service.app import create_app
 from service.http.server import CannotListen, listen, serve_app, url_of
 from service.loop_watchdog import LoopWatchdog
 from service.settings import Settings
-from service.testing import MemoryTransport, ScriptedLoader
+from tests.testing.doubles import MemoryTransport, ScriptedLoader
 from tests.testing.pauses import Pauses
 from tests.testing.rig import JOINTS, body, started
 

@@ -12,7 +12,7 @@ from service.errors import PolicyError, PolicyFailed
 from service.inference.device_worker import DeviceGone, Overdue, WorkerClosed
 from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, LoadedPolicy, Replica
-from service.testing import ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 

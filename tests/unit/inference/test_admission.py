@@ -11,7 +11,7 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy, Replica
 from service.sessions.store import NewSession, Sessions
 from service.stage import Stage
-from service.testing import SO100_REQUIREMENTS, MemoryTransport, ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
 NEEDS = replace(SO100_REQUIREMENTS, chunk=20, action_steps=5, rate=25.0)

@@ -15,7 +15,7 @@ from service.errors import PolicyFailed
 from service.inference.batching import ALIGNMENT, StackingBuffers, read_layout
 from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, LoadedPolicy
-from service.testing import ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed

@@ -13,7 +13,7 @@ from service.errors import PolicyFailed
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
 from service.inference.replicas import MAX_FAILURES
-from service.testing import ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.pauses import Pauses
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from service.inference.engine import Engine
-from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.testing.compiling import process_environment
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 

@@ -14,8 +14,8 @@ from service.errors import PolicyError, PolicyFailed
 from service.inference.device_worker import InferenceWorker, WorkerClosed
 from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceStuck, describe_sizes
-from service.testing import ScriptedLoader, ScriptedPolicy
 from service.threads import Worker, call_in_thread
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import OBSERVATION, latency_model
 from tests.testing.waiting import until
 

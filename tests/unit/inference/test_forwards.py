@@ -20,7 +20,7 @@ from service.inference.config import ModelSettings
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
 from service.inference.model_server import ForwardRequest, ForwardResult, ModelServer, ServedModel
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 

@@ -15,7 +15,7 @@ from service.inference.batching import LatencyModel, read_layout
 from service.inference.device_worker import Batch, InferenceWorker
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
-from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import latency_model
 from tests.testing.waiting import until
 

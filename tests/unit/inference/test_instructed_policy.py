@@ -21,7 +21,7 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import task_input
 from service.inference.measurement import make_observation
 from service.sessions.store import NewSession, Sessions
-from service.testing import MemoryTransport
+from tests.testing.doubles import MemoryTransport
 
 # Programs are compiled here, which takes a slow machine a minute each.
 pytestmark = [pytest.mark.models, pytest.mark.timeout(600), pytest.mark.usefixtures("compilation")]

@@ -7,7 +7,7 @@ import pytest
 
 from jaxmodels.errors import CheckpointError
 from service.inference.sandbox import CheckpointSandbox
-from service.testing import ScriptedLoader
+from tests.testing.doubles import ScriptedLoader
 from tests.testing.rig import started
 
 DEMO = Path(__file__).parents[3] / "robojax" / "sim" / "policy"

@@ -4,7 +4,7 @@ import pytest
 
 from jaxmodels import Requirements
 from service.inference.measurement import Speed, assess_speed, make_observation, measure_policy
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 
 
 def needs(**more) -> Requirements:

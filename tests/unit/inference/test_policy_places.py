@@ -7,7 +7,7 @@ from jaxmodels import PolicyFolder
 from jaxmodels.errors import CheckpointError
 from service.errors import InvalidRequest, PolicyError
 from service.inference.policy_sources import SourceRules, copy_roots
-from service.testing import ScriptedLoader
+from tests.testing.doubles import ScriptedLoader
 from tests.testing.rig import body, started
 
 

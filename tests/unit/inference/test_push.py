@@ -15,7 +15,7 @@ from service.inference.batching import WINDOW
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy, Replica
 from service.inference.policy_cache import PolicyCache
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.rig import latency_model
 from tests.testing.waiting import until
 

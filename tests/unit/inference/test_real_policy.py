@@ -23,8 +23,8 @@ from jaxmodels.weights import blueprint_of, flatten
 from service.inference.engine import Engine
 from service.sessions.store import NewSession, Sessions
 from service.stage import Stage
-from service.testing import MemoryLink, MemoryTransport
 from tests.testing import waiting
+from tests.testing.doubles import MemoryLink, MemoryTransport
 
 pytestmark = pytest.mark.usefixtures("compilation")
 until = partial(waiting.until, within=60.0)

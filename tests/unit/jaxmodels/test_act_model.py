@@ -10,9 +10,10 @@ import optax
 import pytest
 from flax import nnx
 
+from jaxmodels.layers.vision import measure_feature_map
 from jaxmodels.policies.act import Act, ActConfig, serving
-from jaxmodels.policies.act.serving import act, architecture
-from jaxmodels.policies.act.weights import feature_map, fold
+from jaxmodels.policies.act.serving import act
+from jaxmodels.policies.act.weights import fold
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.types import Feature, Observation
 from jaxmodels.weights import blueprint_of, flatten
@@ -85,7 +86,7 @@ def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of, mon
         assert not any(key.startswith("latent_encoder") for key in folded)
         if platform == "gpu" and name != "resnet18":
             continue
-        found = jax.jit(lambda weights, seen: act(architecture(config), weights, seen))(folded, observation)
+        found = jax.jit(lambda weights, seen: act(config.architecture(), weights, seen))(folded, observation)
         np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
@@ -95,7 +96,7 @@ def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of, mon
 def test_the_feature_map_has_the_size_that_folding_expects(small, backbone, size) -> None:
     config = resized(small(cameras=("a",), vision_backbone=backbone), size)
     shape = nnx.eval_shape(lambda: Act(config, rngs=nnx.Rngs(0)).backbone(jnp.zeros((1, *size, 3)))).shape
-    assert shape[1:3] == feature_map(config, *size)
+    assert shape[1:3] == measure_feature_map(backbone, size)
 
 
 def test_without_random_keys_the_loss_is_the_error_alone(small, checkpoint_of) -> None:

@@ -237,28 +237,20 @@ def test_files_that_may_run_code_are_named_and_left_where_they_are(fetch, caplog
 
 
 @pytest.mark.parametrize(
-    ("file", "words"),
+    ("files", "missing", "words"),
     [
-        ("adapter_config.json", "is an adapter .*merge_and_unload"),
-        ("model_index.json", "is a pipeline of diffusers"),
-        ("meta/info.json", "is a LeRobotDataset"),
-        ("pytorch_model.bin", "has only pickle files"),
-        ("notes.txt", "wanted the repo of a policy"),
+        (("adapter_config.json",), "config.json", "is an adapter .*merge_and_unload"),
+        (("model_index.json",), "config.json", "is a pipeline of diffusers"),
+        (("meta/info.json",), "config.json", "is a LeRobotDataset"),
+        (("pytorch_model.bin",), "config.json", "has only pickle files"),
+        (("notes.txt",), "config.json", "wanted the repo of a policy"),
+        (("adapter_config.json", "config.json"), "model.safetensors", "is an adapter .*merge_and_unload"),
+        (("pytorch_model.bin", "config.json", "runs/log.txt"), "model.safetensors", "only pickle"),
     ],
 )
-def test_repos_of_something_else_are_described(fetch, stub: StubHub, file: str, words: str) -> None:
-    stub.push("someone/other", {file: b"{}"})
-    with pytest.raises(HubError, match=f"'someone/other': the repo has no config.json; .*{words}"):
-        fetch("someone/other")
-
-
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [("adapter_config.json", "is an adapter .*merge_and_unload"), ("pytorch_model.bin", "only pickle")],
-)
-def test_repos_with_a_config_and_without_weights_are_described(fetch, stub: StubHub, file: str, words: str) -> None:
-    stub.push("someone/other", {"config.json": b"{}", file: b"{}", "runs/log.txt": b""})
-    with pytest.raises(HubError, match=f"'someone/other': the repo has no model.safetensors; .*{words}"):
+def test_repos_without_a_policy_are_described(fetch, stub: StubHub, files, missing: str, words: str) -> None:
+    stub.push("someone/other", dict.fromkeys(files, b"{}"))
+    with pytest.raises(HubError, match=f"'someone/other': the repo has no {missing}; .*{words}"):
         fetch("someone/other")
 
 

@@ -316,7 +316,6 @@ def test_public_names_are_exactly_these() -> None:
         "hub_limits",
         "is_model",
         "is_policy_file",
-        "join_hosts",
         "list_policy_files",
         "load_model",
         "load_policy",

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from service.testing import MemoryLink
+from tests.testing.doubles import MemoryLink
 from tests.testing.recordings import noise
 from tests.testing.rig import JOINTS, started
 

@@ -6,7 +6,7 @@ import pytest
 from jaxmodels import Requirements
 from service.recording.library import open_source
 from service.recording.replay import PolicyMismatch, replay_recording, save_plot
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.recordings import subject
 
 NEEDS = Requirements(policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=8, action_steps=4)

@@ -1,11 +1,9 @@
 import errno
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -210,57 +208,6 @@ def test_a_recording_has_a_limit_and_ends_whole(tmp_path):
     outcome = McapSource(tmp_path / "a.mcap").outcome
     assert outcome.state == "limit"
     assert 0 < outcome.ticks < 60
-
-
-KILLED = """
-    import pathlib, sys, time
-    from service.recording import recorder
-    from service.recording.mcap_files import McapSource
-    from service.recording.steps import RecordingError
-    from tests.testing.recordings import play, subject
-    recorder._FLUSH_INTERVAL = 0.0
-    def is_written(path):
-        try:
-            return len(list(McapSource(path).steps())) == 12
-        except (OSError, RecordingError):
-            return False
-    one = recorder.Recorder(pathlib.Path(sys.argv[1]), subject())
-    play(one, episodes=1)
-    while not is_written(pathlib.Path(sys.argv[1])):
-        time.sleep(0.01)
-    print("written", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_process_that_is_killed_leaves_what_it_wrote(tmp_path):
-    path = tmp_path / "a.mcap"
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
-    root = Path(__file__).parents[3]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "PYTHONPATH": "."}
-    )
-    try:
-        assert process.stdout.readline() == "written\n"
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-        process.communicate()
-    source = McapSource(path)
-    assert source.outcome.state == "interrupted"
-    assert not source.info.is_whole
-    assert len(list(source.steps())) == 12
-
-
-def test_a_file_that_was_cut_anywhere_is_read_as_far_as_it_goes(record, tmp_path):
-    whole = record(episodes=1).read_bytes()
-    cut = tmp_path / "cut.mcap"
-    counts = set()
-    for size in range(len(whole) - 1, 2000, -97):
-        cut.write_bytes(whole[:size])
-        counts.add(len(list(McapSource(cut).steps())))
-    assert counts <= {0, 12}
-    assert 12 in counts
 
 
 # A disk that is full, while robots move.

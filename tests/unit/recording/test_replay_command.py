@@ -8,7 +8,7 @@ import jaxmodels
 from jaxmodels import Requirements
 from robojax.cli.app import COMMANDS
 from robojax.cli.recordings import MEMORY, app, limited_memory, replay
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 
 WIDTH = {"COLUMNS": "200"}
 

@@ -11,7 +11,8 @@ import pytest
 from huggingface_hub import HfApi
 
 from hooks.database import Database
-from hooks.errors import SourceError, StoreError
+from hooks.errors import StoreError
+from service.errors import UpdateFailed
 from service.rollout.sources import FolderSource, HubLimits, HubSource
 from service.rollout.triggers import MAX_DELIVERY_IDS
 from tests.testing.stub_hub import DeliveryPlan, Failure, Receiver
@@ -80,18 +81,12 @@ async def test_same_size_corruption_is_refused_while_the_old_policy_runs_on(worl
     assert world.events[-1][0] == "policy.rejected"
 
 
-@pytest.mark.parametrize("how", ["corrupt", "short"])
-async def test_bytes_that_were_only_transferred_badly_are_fetched_again(world: World, how: str) -> None:
-    world.hub.script("GET .*/resolve/.*model.safetensors", how)
+@pytest.mark.parametrize(("how", "times"), [("corrupt", 1), ("short", 1), ("short", None)])
+async def test_a_bad_transfer_is_repeated_and_not_the_commits_fault(world: World, how: str, times: int | None) -> None:
+    world.hub.script("GET .*/resolve/.*model.safetensors", how, times=times)
     sha = await world.arrive(policy(1))
-    assert world.robots["a"].sha == sha
-    assert world.results == ["swapped"]
-
-
-async def test_a_file_that_never_arrives_whole_is_no_fault_of_the_commit(world: World) -> None:
-    world.hub.script("GET .*/resolve/.*model.safetensors", "short", times=None)
-    await world.arrive(policy(1))
-    world.ended(("failed", "transfer"))
+    world.ended(("failed", "transfer") if times is None else ("swapped", None))
+    assert (world.robots["a"].sha == sha) == (times == 1)
     assert not world.quarantined
 
 
@@ -133,54 +128,51 @@ async def test_a_gate_that_is_not_passed_is_quarantine_that_survives_a_restart_a
     await world.told(bad)
     assert world.robots.of("prepare") == [bad]
     assert [record.reason for record in world.deployments.list()] == ["quarantined", "not_finite"]
-    assert (await world.deployments.deploy("a", bad)).reason == "quarantined"
+    assert (await world.deploy("a", bad)).reason == "quarantined"
     assert await world.deployments.quarantine.release(bad) == 1
     await world.reconciled()
     assert world.robots["a"].sha == bad
 
 
-async def test_what_is_the_session_s_fault_is_no_quarantine_but_waited_for(world: World) -> None:
-    world.robots["a"].verdicts["prepare"] = Verdict("session", "the session ended")
-    await world.arrive(policy(1))
-    await world.reconciled()
-    assert world.results == ["failed"]
-    assert not world.quarantined
-    assert len(world.robots.of("prepare")) == 1
-
-
-async def test_a_rollback_on_probation_is_quarantine(world: World) -> None:
+@pytest.mark.parametrize(
+    ("step", "verdict", "outcome", "is_quarantined"),
+    [
+        ("prepare", Verdict("session", "the session ended"), ("failed", "session"), False),
+        ("swap", Verdict("session", "the robot is held"), ("failed", "session"), False),
+        ("probation", Verdict("missed_ticks", "9 ticks", {"missed_ticks": 9}), ("rolled_back", "missed_ticks"), True),
+    ],
+)
+async def test_only_the_fault_of_a_commit_is_quarantined(
+    world: World, step: str, verdict: Verdict, outcome: tuple[str, str], is_quarantined: bool
+) -> None:
     running = world.robots["a"].sha
-    world.robots["a"].verdicts["probation"] = Verdict("missed_ticks", "9 ticks", {"missed_ticks": 9})
-    bad = await world.arrive(policy(1))
-    record = world.ended(("rolled_back", "missed_ticks"))
-    assert record.figures["a"]["probation"] == {"missed_ticks": 9}
+    world.robots["a"].verdicts[step] = verdict
+    sha = await world.arrive(policy(1))
+    await world.reconciled()
+    record = world.ended(outcome)
+    assert world.robots.of("prepare") == [sha], "it is not tried again at once"
     assert world.robots["a"].sha == running
-    assert world.deployments.quarantine.get(REPO, bad) is not None
-    assert world.events[-1][0] == "policy.rolled_back"
+    assert world.quarantined == ([sha] if is_quarantined else [])
+    assert world.events[-1][0] == f"policy.{outcome[0]}"
+    if step == "swap":
+        assert world.robots["a"].prepared is None
+    if step == "probation":
+        assert record.figures["a"]["probation"] == {"missed_ticks": 9}
 
 
-async def test_a_newer_head_supersedes_one_that_is_being_prepared(world: World) -> None:
+@pytest.mark.parametrize("is_delivered", [True, False])
+async def test_a_newer_head_supersedes_one_that_is_being_prepared(world: World, is_delivered: bool) -> None:
     world.robots.may_prepare.clear()
     older = world.push(policy(1))
     await until(lambda: world.robots.of("prepare") == [older])
-    newer = world.push(policy(2))
-    await until(lambda: world.robots.of("prepare") == [older, newer])
+    newer = world.push(policy(2)) if is_delivered else world.hub.push(REPO, policy(2), deliver=False)
+    if is_delivered:
+        await until(lambda: world.robots.of("prepare") == [older, newer])
     world.robots.may_prepare.set()
     await world.idle()
     assert world.results == ["superseded", "swapped"]
     assert world.robots.of("swap") == [newer]
     assert world.robots.of("discard") == [older]
-
-
-async def test_a_head_that_moved_unheard_is_seen_before_the_swap(world: World) -> None:
-    world.robots.may_prepare.clear()
-    older = world.push(policy(1))
-    await until(lambda: world.robots.of("prepare") == [older])
-    newer = world.hub.push(REPO, policy(2), deliver=False)
-    world.robots.may_prepare.set()
-    await world.idle()
-    assert world.robots.of("swap") == [newer]
-    assert world.results == ["superseded", "swapped"]
 
 
 async def test_pushes_that_come_faster_than_one_is_prepared_arrive_all_the_same(world: World) -> None:
@@ -243,7 +235,7 @@ async def test_a_session_that_is_held_or_gone_does_not_keep_it_from_the_others(w
     assert [record.figures[session]["result"] for session in "abc"] == ["failed", "failed", "swapped"]
     assert not world.quarantined
     world.robots["a"].verdicts.clear()
-    assert (await world.deployments.deploy("a")).result == "swapped"
+    assert (await world.deploy("a")).result == "swapped"
 
 
 async def test_a_session_that_is_made_anew_meanwhile_gets_only_what_it_follows(world: World) -> None:
@@ -278,7 +270,7 @@ async def test_a_rollback_ends_what_was_asked_for_before_it(world: World) -> Non
     await world.arrive(policy(1))
     world.hub.push(REPO, policy(2), deliver=False)
     world.robots.may_prepare.clear()
-    asked = await world.deployments.deploy("a", wait=False)
+    asked = await world.deployments.begin_deployment("a", None)
     await until(lambda: len(world.robots.of("prepare")) == 2)
     await world.deployments.rollback("a")
     world.robots.may_prepare.set()
@@ -292,7 +284,7 @@ async def test_what_was_asked_for_is_not_replaced_by_a_hint_that_waited_behind_i
     await world.arrive(policy(1))
     second = world.hub.head(REPO)
     world.robots.may_prepare.clear()
-    asked = await world.deployments.deploy("a", str(first), wait=False)
+    asked = await world.deployments.begin_deployment("a", str(first))
     await until(lambda: len(world.robots.of("prepare")) == 2)
     world.tell(second)
     await asyncio.sleep(0.3)  # until it waits for its turn
@@ -313,7 +305,7 @@ async def test_a_staged_commit_waits_and_is_swapped_at_once_when_it_is_asked_for
     await world.deployments.reconcile()
     await world.told(sha)
     assert world.robots.of("prepare") == [sha]
-    record = await world.deployments.deploy("a", sha)
+    record = await world.deploy("a", sha)
     assert record.result == "swapped"
     assert [stage.name for stage in record.stages] == ["resolving", "swapping", "probation"]
     assert world.robots.of("prepare") == [sha]
@@ -332,11 +324,11 @@ async def test_sessions_that_are_off_are_left_alone_until_somebody_asks(world: W
     sha = world.push(policy(1))
     await world.reconciled()
     assert world.results == []
-    assert (await world.deployments.deploy("a")).result == "swapped"
+    assert (await world.deploy("a")).result == "swapped"
     assert world.robots["a"].sha == sha
-    assert (await world.deployments.deploy("a")).result == "noop"
-    with pytest.raises(SourceError, match="'z' runs no policy"):
-        await world.deployments.deploy("z")
+    assert (await world.deploy("a")).result == "noop"
+    with pytest.raises(UpdateFailed, match="'z' runs no policy"):
+        await world.deploy("z")
 
 
 async def test_an_older_commit_is_only_deployed_by_request_and_stays_until_something_newer_comes(world: World) -> None:
@@ -347,7 +339,7 @@ async def test_an_older_commit_is_only_deployed_by_request_and_stays_until_somet
     assert (world.deployments.list()[0].result, world.deployments.list()[0].reason) == ("rejected", "older")
     assert not world.quarantined
     world.hub.repo(REPO).refs["refs/heads/main"] = second
-    assert (await world.deployments.deploy("a", first)).result == "swapped"
+    assert (await world.deploy("a", first)).result == "swapped"
     world.tell(second)
     await world.reconciled()
     assert world.robots["a"].sha == first
@@ -362,13 +354,13 @@ async def test_a_request_comes_before_what_is_prepared_by_itself(world: World) -
     world.robots.may_prepare.clear()
     third = world.push(policy(2))
     await until(lambda: world.robots.of("prepare") == [third])
-    asked = await world.deployments.deploy("a", str(first), wait=False)
+    asked = await world.deployments.begin_deployment("a", str(first))
     assert asked.result is None
     world.robots.may_prepare.set()
     await world.idle()
     assert world.results == ["superseded", "swapped"]
     assert (asked.result, world.robots["a"].sha) == ("swapped", first)
-    assert (await world.deployments.deploy("a", "v9")).reason == "unknown_revision"
+    assert (await world.deploy("a", "v9")).reason == "unknown_revision"
 
 
 async def test_a_rollback_by_request_is_at_once_and_not_undone_by_a_poll(world: World) -> None:
@@ -378,7 +370,7 @@ async def test_a_rollback_by_request_is_at_once_and_not_undone_by_a_poll(world: 
     assert (record.result, record.sha, world.robots["a"].sha) == ("rolled_back", sha, first)
     await world.reconciled()
     assert world.robots["a"].sha == first
-    assert (await world.deployments.deploy("a", sha, force=True)).result == "swapped"
+    assert (await world.deploy("a", sha, force=True)).result == "swapped"
     assert not world.quarantined
 
 
@@ -495,14 +487,6 @@ async def test_a_policy_that_is_never_prepared_is_left(world: World) -> None:
     assert not world.quarantined
 
 
-async def test_a_session_that_does_not_take_it_over_keeps_nothing_prepared(world: World) -> None:
-    world.robots["a"].verdicts["swap"] = Verdict("session", "the robot is held")
-    await world.arrive(policy(1))
-    world.ended(("failed", "session"))
-    assert world.robots["a"].prepared is None
-    assert not world.quarantined
-
-
 async def test_a_full_disk_stops_no_robot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(self: Database, *given: object, **named: object) -> None:
         raise StoreError("database or disk is full")
@@ -520,7 +504,7 @@ async def test_a_staged_policy_that_the_session_lost_is_prepared_again(world: Wo
     world.robots["a"].mode = "stage"
     sha = await world.arrive(policy(1))
     world.robots["a"].prepared = None
-    assert (await world.deployments.deploy("a")).result == "swapped"
+    assert (await world.deploy("a")).result == "swapped"
     assert world.robots["a"].sha == sha
     assert world.robots.of("prepare") == [sha, sha]
 

@@ -130,16 +130,15 @@ async def test_what_is_no_policy_is_refused(folder: Path, source: FolderSource, 
     assert raised.value.code == "incomplete"
 
 
-async def test_a_folder_has_no_tags(folder: Path, source: FolderSource) -> None:
+@pytest.mark.parametrize(
+    ("name", "ref", "code"), [("policy", "v1", "unknown_revision"), ("nothing", None, "unknown_repo")]
+)
+async def test_unknown_folders_and_revisions_have_a_code(
+    folder: Path, source: FolderSource, name: str, ref: str | None, code: str
+) -> None:
     with pytest.raises(SourceError) as raised:
-        await source.head(str(folder), "v1")
-    assert raised.value.code == "unknown_revision"
-
-
-async def test_a_folder_that_is_not_there_is_unknown(source: FolderSource, tmp_path: Path) -> None:
-    with pytest.raises(SourceError) as raised:
-        await source.head(str(tmp_path / "nothing"), None)
-    assert raised.value.code == "unknown_repo"
+        await source.head(str(folder.parent / name), ref)
+    assert raised.value.code == code
 
 
 async def test_files_that_did_not_change_are_not_read_again(

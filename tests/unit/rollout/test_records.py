@@ -3,15 +3,13 @@ from pathlib import Path
 import pytest
 
 from hooks.database import Database
-from service.rollout.config import DeploymentSettings
-from service.rollout.deployments import Deployments
-from service.rollout.records import SCHEMA, Journal, Record, Records
-from tests.unit.rollout.world import REPO, Robots
+from service.rollout.records import SCHEMA, Journal, Record
+from tests.unit.rollout.world import REPO
 
 
 async def test_records_are_there_after_a_restart_and_the_oldest_are_dropped(tmp_path: Path) -> None:
     database = Database(tmp_path / "d.sqlite", SCHEMA)
-    records = Records(database, 3)
+    records = Journal(database, 3, None)
     made = [Record(REPO, None, "poll", sha=str(number) * 40, at=float(number)) for number in range(5)]
     for record in made:
         record.begin_stage("resolving")
@@ -21,11 +19,10 @@ async def test_records_are_there_after_a_restart_and_the_oldest_are_dropped(tmp_
     assert records.list() == made[:1:-1]
     database.close()
     database = Database(tmp_path / "d.sqlite", SCHEMA)
-    again = Records(database, 3)
-    assert again.list(2) == made[:2:-1]
-    assert again.get(made[4].id).stages[1].name == "downloading"
-    with pytest.raises(KeyError):
-        again.get(made[0].id)
+    again = Journal(database, 3, None)
+    assert again.list() == made[:1:-1]
+    assert again.list()[0].stages[1].name == "downloading"
+    assert again.get(made[0].id) is None
     database.close()
 
 
@@ -33,11 +30,11 @@ async def test_what_a_killed_process_was_at_is_said_to_have_failed(tmp_path: Pat
     database = Database(tmp_path / "d.sqlite", SCHEMA)
     record = Record(REPO, None, "webhook", webhook_id="hook", delivery_ids=["1"])
     record.begin_stage("compiling")
-    await Records(database, 3).save(record)
+    await Journal(database, 3, None).save(record)
     database.close()
     for _ in range(2):
         database = Database(tmp_path / "d.sqlite", SCHEMA)
-        (again,) = Records(database, 3).list()
+        (again,) = Journal(database, 3, None).list()
         assert (again.id, again.result, again.reason, again.delivery_ids) == (record.id, "failed", "interrupted", ["1"])
         database.close()
 
@@ -49,7 +46,7 @@ async def test_what_a_robot_tried_when_its_process_was_killed_is_in_quarantine(
     database = Database(tmp_path / "d.sqlite", SCHEMA)
     record = Record(REPO, None, "webhook", sha="a" * 40, sessions=["arm"])
     record.begin_stage(stage)
-    await Records(database, 3).save(record)
+    await Journal(database, 3, None).save(record)
     database.close()
     database = Database(tmp_path / "d.sqlite", SCHEMA)
     journal = Journal(database, 3, None)
@@ -74,23 +71,3 @@ def test_stages_follow_each_other_and_one_that_is_told_twice_is_one() -> None:
     assert all(stage.seconds is not None and stage.seconds >= 0 for stage in record.stages)
     assert "request -> someone/arm@main ?" in record.describe()
     assert "rejected (slow: p99 80 ms)" in record.describe()
-
-
-async def test_a_database_that_others_use_too_gets_the_tables(tmp_path: Path) -> None:
-    database = Database(None, ["CREATE TABLE other (id TEXT)"])
-    deployments = Deployments(sources=lambda repo: pytest.fail(repo), rollout=Robots(), database=database)
-    await deployments.quarantine.add(REPO, "1" * 40, "slow", "", None)
-    deployments.close()
-    assert (
-        database.run_blocking(lambda connection: connection.execute("SELECT count(*) FROM quarantine").fetchone()[0])
-        == 1
-    )
-    database.close()
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"quiet": -1}, {"poll": 0}, {"jitter": 1}, {"transfers": 0}, {"longest": 0}, {"max_records": 0}]
-)
-def test_settings_that_make_no_sense_are_refused(wrong: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        DeploymentSettings(**wrong)

@@ -12,6 +12,7 @@ from typing import Any
 from hooks.payload import WebhookPayload
 from service.rollout.config import DeploymentSettings
 from service.rollout.deployments import Deployments
+from service.rollout.gates import Verdict
 from service.rollout.records import Record
 from service.rollout.sources import Source
 from tests.testing import waiting
@@ -30,13 +31,6 @@ def policy(step: int) -> dict[str, bytes | str | None]:
         "policy_preprocessor.json": "{}",
         "README.md": "# An arm",
     }
-
-
-@dataclass
-class Verdict:
-    reason: str | None = None
-    text: str = ""
-    figures: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass
@@ -187,6 +181,13 @@ class World:
         """The only record there is, which ended with this result and for this reason."""
         (record,) = self.deployments.list()
         assert (record.result, record.reason) == how
+        return record
+
+    async def deploy(self, session_id: str, revision: str | None = None, *, force: bool = False) -> Record:
+        """Ask for a deployment and wait for its end."""
+        record = await self.deployments.begin_deployment(session_id, revision, force=force)
+        await until(lambda: record.result is not None)
+        await self.idle()
         return record
 
     @property

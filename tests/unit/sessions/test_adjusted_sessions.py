@@ -9,7 +9,7 @@ import pytest
 
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from service.errors import InvalidRequest, MoveRefused
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 from tests.testing.waiting import until
 from tests.unit.sessions.test_interrupted import NEW as KEPT
 from tests.unit.sessions.test_interrupted import after_a_kill, serving

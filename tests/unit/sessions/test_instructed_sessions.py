@@ -13,7 +13,7 @@ from service.api.schemas import AdjustRequest, NewSessionRequest
 from service.errors import InvalidRequest
 from service.inference.engine import Engine
 from service.inference.loaded_policy import MAX_INSTRUCTION_LENGTH, select_features, task_input
-from service.testing import MAX_WORDS, ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import MAX_WORDS, ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import POSE
 from tests.testing.waiting import until
 from tests.unit.sessions.test_sessions import LONG, NEW, Rig, rigged

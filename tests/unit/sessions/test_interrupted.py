@@ -20,7 +20,7 @@ from service.lifespan import session_settings
 from service.sessions.records import SCHEMA, SessionRecords
 from service.sessions.store import NewSession, Sessions
 from service.settings import Settings
-from service.testing import MemoryTransport, ScriptedLoader
+from tests.testing.doubles import MemoryTransport, ScriptedLoader
 from tests.testing.waiting import until
 
 NEW = NewSession("arm", "policy", "memory://", workspace_id="home", max_relative_target={"Jaw": 2.0})

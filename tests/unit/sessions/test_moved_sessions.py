@@ -9,7 +9,7 @@ from service.errors import MoveRefused, SessionExists
 from service.inference.engine import Engine
 from service.sessions.records import SessionRecords, from_json
 from service.sessions.store import NewSession, Sessions
-from service.testing import MemoryTransport, ScriptedLoader
+from tests.testing.doubles import MemoryTransport, ScriptedLoader
 
 pytestmark = pytest.mark.timed
 

@@ -31,7 +31,7 @@ from service.sessions.compatibility import configure_control
 from service.sessions.request import DIRECT
 from service.sessions.store import NewSession, SessionSettings
 from service.stage import Stage
-from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
 from tests.testing.pauses import Pauses
 from tests.testing.rig import POSE, SessionRig
 from tests.testing.waiting import until

@@ -23,7 +23,7 @@ from service.inference.engine import Engine
 from service.sessions.records import SCHEMA, SessionRecords
 from service.sessions.store import NewSession, Sessions, SessionSettings
 from service.stage import Move
-from service.testing import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import POSE
 from tests.testing.waiting import until
 

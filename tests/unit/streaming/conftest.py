@@ -14,8 +14,8 @@ import websockets
 from service.api.websockets import create_openpi_app
 from service.http.server import listen, serve_app
 from service.streaming import codec
-from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.testing import rig
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
 

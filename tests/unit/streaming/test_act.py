@@ -12,8 +12,8 @@ from PIL import Image
 from jaxmodels import Requirements
 from service.rollout.rollout import _grey_observation
 from service.streaming import codec
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing import rig
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 
 
 def jpeg(height: int = 48, width: int = 64, form: str = "JPEG") -> bytes:

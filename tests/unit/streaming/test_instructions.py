@@ -14,7 +14,7 @@ from jaxmodels.types import PROMPT_CUTS
 from robojax.cli import sessions
 from robojax.client import AsyncClient
 from service.streaming import codec
-from service.testing import MAX_WORDS, SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.doubles import MAX_WORDS, SO100_REQUIREMENTS, ScriptedPolicy
 
 READS = replace(SO100_REQUIREMENTS, language=True)
 

@@ -28,7 +28,7 @@ from service.sessions.request import DIRECT, NewSession
 from service.streaming import codec
 from service.streaming.observation import Observation, ObservationSpec
 from service.streaming.openpi import read_openpi_observation, rename_keys
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 from tests.testing.peers import OPENPI_PYTHON, require_peers
 from tests.testing.rig import started
 from tests.testing.waiting import until
@@ -328,7 +328,7 @@ async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_clie
                 await socket.recv()
                 socket.transport.pause_reading()
                 ending = asyncio.create_task(beside.aclose())
-                await until(lambda: app.ctx.sessions._is_closing, within=30.0)
+                await until(lambda: app.ctx.sessions.is_closing, within=30.0)
                 await ending
 
 

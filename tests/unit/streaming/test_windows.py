@@ -13,7 +13,7 @@ from service.recording.dataset import DatasetSource
 from service.recording.replay import replay_recording
 from service.streaming import codec
 from service.streaming.direct_inference import ObservationWindow
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 
 NEEDS = replace(SO100_REQUIREMENTS, chunk=8, action_steps=4, rate=10.0, observation_steps=3)
 

@@ -11,10 +11,10 @@ from service.app import create_app
 from service.errors import InvalidRequest, TransportError
 from service.setting_types import SettingsError
 from service.settings import Settings
-from service.testing import ScriptedLoader
 from service.transport.address import AddressRules, AllowedHost, Destinations
 from service.transport.client.rest import http_session
 from service.transport.server.app import serve_transport
+from tests.testing.doubles import ScriptedLoader
 from tests.testing.rig import REAL, started
 
 NAMES = {

@@ -1,14 +1,12 @@
 """A Hub on this machine, of both kinds: one that tells secrets back, and one that tells only that there is one."""
 
-import http.server
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
 
-from hooks.client import WebhooksClient
+from hooks import WebhooksClient
 from hooks.threads import start_in_thread
 from tests.testing.stub_hub import StubHub
 from tests.testing.stub_hub.failures import Failure
@@ -62,40 +60,3 @@ def limit_ends_at(monkeypatch) -> Callable[[Failure], None]:
         monkeypatch.setattr("hooks.client.client.run_with_timeout", within)
 
     return set_limit
-
-
-class Receiver:
-    """An address that answers deliveries with ``status``, or 403 where the secret is another than ``secret``."""
-
-    def __init__(self) -> None:
-        self.status, self.secret = 200, ""
-        self.got: list[tuple[dict[str, str], bytes]] = []
-        receiver = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                receiver.got.append((headers, self.rfile.read(int(headers["content-length"]))))
-                is_wrong = receiver.secret not in ("", headers.get("x-webhook-secret"))
-                self.send_response(403 if is_wrong else receiver.status)
-                self.end_headers()
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                pass
-
-        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/hook"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    receiver = Receiver()
-    yield receiver
-    receiver.close()

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from hooks.client import AsyncWebhooksClient, HubSilent, WebhooksClient
+from hooks import AsyncWebhooksClient, HubSilent, WebhooksClient
 from tests.testing import waiting
 
 
 def test_it_has_every_operation_with_the_same_arguments():
-    operations = {name for name in dir(WebhooksClient) if not name.startswith("_")} - {"api", "allow_http"}
+    operations = {name for name in dir(WebhooksClient) if not name.startswith("_")} - {"allow_http"}
     assert operations <= set(dir(AsyncWebhooksClient))
     for name in operations - {"endpoint"}:
         ours, theirs = getattr(AsyncWebhooksClient, name), getattr(WebhooksClient, name)
@@ -52,7 +52,7 @@ def test_a_program_ends_although_the_hub_still_hangs(stub):
     stub.script("GET", "hang", None)
     program = f"""
 import asyncio
-from hooks.client import AsyncWebhooksClient
+from hooks import AsyncWebhooksClient
 async def main():
     try:
         await asyncio.wait_for(AsyncWebhooksClient({stub.url!r}, "hf_token", timeout=60).list_webhooks(), 0.3)

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils import _http
 
-from hooks.client import HubRefused, HubSilent, HubUnreachable, WebhooksClient
+from hooks import HubRefused, HubSilent, HubUnreachable, WebhooksClient
 from hooks.client.client import read_retry_after
 from hooks.errors import HubTrouble
 from hooks.threads import run_with_timeout

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import huggingface_hub
 import pytest
 
-from hooks.client import WebhookWatchedItem, find_secret, generate_secret
+from hooks import WebhookWatchedItem, find_secret, generate_secret
 from hooks.client.webhook import check_webhook_id, make_body, mask_url, read_domains, read_watched, read_webhook
 from hooks.errors import HubTrouble, InvalidWebhook
 from hooks.signatures import is_valid_standard, sign_standard
@@ -137,17 +137,16 @@ def test_a_webhook_is_huggingface_hubs_with_more_and_copies_like_it():
     webhook = read_webhook(ANSWER | {"job": JOB})
     assert isinstance(webhook, huggingface_hub.WebhookInfo)
     assert (webhook.id, webhook.url, webhook.secret) == (ANSWER["id"], ANSWER["url"], ANSWER["secret"])
-    assert (webhook.has_secret, webhook.status, webhook.raw["createdAt"]) == (True, "enabled", "2026-09-01")
+    assert (webhook.has_secret, webhook.status, webhook.job_id) == (True, "enabled", None)
     assert read_webhook(ANSWER).job is None
     for other in (copy.deepcopy(webhook), pickle.loads(pickle.dumps(webhook))):
-        assert (other, other.raw, other.status) == (webhook, webhook.raw, "enabled")
+        assert (other, other.status) == (webhook, "enabled")
     assert asdict(webhook)["watched"] == ANSWER["watched"]
-    assert asdict(webhook)["raw"]["secret"] == "********"
 
 
 def test_no_secret_is_in_what_is_printed():
     webhook = read_webhook(ANSWER | {"job": JOB})
-    for text in (repr(webhook), str(webhook), f"{webhook}", repr([webhook]), repr(webhook.raw)):
+    for text in (repr(webhook), str(webhook), f"{webhook}", repr([webhook])):
         for secret in ("very-secret-indeed", "pass-word-1", "in-the-url", "hf_of-the-job"):
             assert secret not in text
         assert "example.com/hook" in text
@@ -201,12 +200,10 @@ def test_a_generated_secret_is_good_and_another_each_time(caplog):
     assert not is_valid_standard([other], "id", "1000", signature, b"{}", now=1000)
 
 
-def test_a_secret_comes_from_the_place_that_was_named(tmp_path):
+def test_a_secret_comes_from_its_file(tmp_path):
     (tmp_path / "secret").write_text(" of-the-file\n")
     assert find_secret() is None
-    assert find_secret("given") == "given"
     assert find_secret(file=tmp_path / "secret") == "of-the-file"
-    assert find_secret(variable="HOOK", environment={"HOOK": "of-the-environment"}) == "of-the-environment"
     made = find_secret(file=tmp_path / "new", generate=True)
     assert find_secret(file=tmp_path / "new", generate=True) == made == (tmp_path / "new").read_text().strip()
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600
@@ -215,8 +212,6 @@ def test_a_secret_comes_from_the_place_that_was_named(tmp_path):
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"given": "one", "variable": "TWO"}, "by secret and by variable"),
-        ({"variable": "NOT_SET"}, "NOT_SET has no secret"),
         ({"generate": True}, "name the file"),
         ({"file": "not-there"}, "let it be made"),
         ({"file": "no/folder", "generate": True}, "cannot be made"),
@@ -229,4 +224,4 @@ def test_a_place_without_a_secret_is_said(named, message, tmp_path, monkeypatch)
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidWebhook, match=message):
-        find_secret(**named, environment={})
+        find_secret(**named)

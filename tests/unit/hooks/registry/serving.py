@@ -11,17 +11,12 @@ from hooks.registry.delivery import Schedule
 from hooks.registry.registry import Registry, RegistrySettings
 from hooks.registry.sender import SenderSettings
 from service.http.server import listen, serve_app
-from tests.testing.waiting import until
 
 TOKEN = "hf_" + "t" * 30
-READ_TOKEN = "hf_" + "r" * 30
 QUICK = SenderSettings(schedule=Schedule(waits=(0.0, 0.05, 0.1), jitter=0.0))
 SETTINGS = RegistrySettings(
     tokens=(TOKEN,),
-    read_tokens=(READ_TOKEN,),
     allowed_networks=("127.0.0.0/8",),
-    quiet=0.15,
-    poll=30.0,
     sender=QUICK,
 )
 
@@ -39,20 +34,3 @@ async def serve(registry: Registry) -> AsyncIterator[str]:
 
 def settings(**changed: Any) -> RegistrySettings:
     return replace(SETTINGS, **changed)
-
-
-async def until_fact(registry: Registry, name: str, value: int) -> None:
-    async def is_so() -> bool:
-        return (await registry.get_stats()).get(name) == value
-
-    await until(is_so)
-
-
-async def until_known(registry: Registry) -> None:
-    """Until the watched folder was read for the first time: only what changes after that is a change."""
-    await until_fact(registry, "folders_known", 1)
-
-
-async def until_delivered(registry: Registry, count: int) -> None:
-    """Until so many deliveries are written down as such."""
-    await until_fact(registry, "deliveries_delivered", count)

@@ -16,7 +16,7 @@ from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 
 from hooks.registry.registry import Registry
 from tests.testing.target import TargetServer
-from tests.unit.hooks.registry.serving import READ_TOKEN, TOKEN, serve, settings
+from tests.unit.hooks.registry.serving import TOKEN, serve, settings
 
 WATCHED = [WebhookWatchedItem(type="model", name="lab/act"), WebhookWatchedItem(type="user", name="julien")]
 PUBLIC = "http://93.184.215.14/hook"
@@ -86,10 +86,9 @@ async def test_a_webhook_for_sessions_needs_to_watch_nothing(served: Served) -> 
     assert (made.domains, made.watched) == (["session"], [])
 
 
-async def test_whoami_answers_for_both_kinds_of_token(served: Served) -> None:
-    for token, role in ((TOKEN, "write"), (READ_TOKEN, "read")):
-        me = await served.call(HfApi(endpoint=served.url, token=token).whoami)
-        assert (me["name"], me["auth"]["accessToken"]["role"]) == ("robojax", role)
+async def test_whoami_answers(served: Served) -> None:
+    me = await served.call(served.api.whoami)
+    assert (me["name"], me["auth"]["accessToken"]["role"]) == ("robojax", "write")
 
 
 @pytest.mark.parametrize(
@@ -97,12 +96,9 @@ async def test_whoami_answers_for_both_kinds_of_token(served: Served) -> None:
     [
         (False, 401, "A token of this registry is needed"),
         ("hf_" + "x" * 30, 401, "Invalid credentials in Authorization header"),
-        (READ_TOKEN, 403, "This token may only read webhooks"),
     ],
 )
-async def test_a_token_that_is_none_or_wrong_or_may_only_read_is_told_so(
-    served: Served, token: Any, status: int, text: str
-) -> None:
+async def test_a_missing_or_wrong_token_is_refused(served: Served, token: Any, status: int, text: str) -> None:
     with pytest.raises(HfHubHTTPError, match=text) as error:
         await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED, token=token)
     assert error.value.response.status_code == status
@@ -117,13 +113,19 @@ async def test_a_token_that_is_none_or_wrong_or_may_only_read_is_told_so(
         ({"url": "http://u:p@example.com/"}, "user name or password"),
         ({"url": "ftp://example.com"}, "wanted http or https"),
         ({"watched": []}, "watched: wanted at least one item"),
-        ({"watched": [{"type": "planet", "name": "x"}]}, "type 'planet', wanted one of bucket, dataset"),
-        ({"watched": [{"type": "model", "name": "../x"}]}, "name '../x', wanted name or owner/name"),
-        ({"watched": [{"type": "model", "name": "a"}] * 101}, "at most 100 items"),
-        ({"domains": ["weather"]}, "domains: 'weather', wanted repo, discussion, session"),
-        ({"domains": []}, "wanted a list of repo, discussion, session"),
+        (
+            {"watched": [{"type": "planet", "name": "x"}]},
+            "'type'.: Input should be 'bucket', .* or 'user', found 'planet'",
+        ),
+        (
+            {"watched": [{"type": "model", "name": "../x"}]},
+            "'name'.: wanted name or owner/name, found '../x'",
+        ),
+        ({"watched": [{"type": "model", "name": "a"}] * 101}, "watched: Tuple should have at most 100 items"),
+        ({"domains": ["weather"]}, "domains.0.: Input should be 'repo', 'discussion' or 'session', found 'weather'"),
+        ({"domains": []}, "domains: Tuple should have at least 1 item"),
         ({"secret": "geheim-ä"}, "secret: wanted printable ASCII"),
-        ({"secret": "x" * 513}, "secret: 513 characters, wanted at most 512"),
+        ({"secret": "x" * 513}, "secret: String should have at most 512 characters"),
         ({"secret": "whsec_!"}, "go on in base64"),
     ],
 )
@@ -142,8 +144,8 @@ async def test_all_that_is_wrong_is_said_at_once(served: Served) -> None:
     status, answer, headers = await served.request("POST", BASE, json=body)
     assert status == 400
     for name in ("url", "watched", "domains", "secret"):
-        assert f"{name}: " in answer["error"]
-        assert f"{name}: " in headers["X-Error-Message"]
+        assert name in answer["error"]
+        assert name in headers["X-Error-Message"]
     assert headers["X-Error-Code"] == "BadRequest"
 
 
@@ -159,12 +161,13 @@ async def test_a_body_whose_parts_do_not_go_together_or_are_of_another_kind_is_a
         ({"url": PUBLIC, "jobSourceId": "retrain"}, "both are given"),
         ({}, "wanted one of them"),
         ({"job": {"command": ["rm"]}}, "registered by the operator"),
-        ({"url": PUBLIC, "watched": [5]}, "watched[0]: wanted {'type'"),
+        ({"url": PUBLIC, "watched": [5]}, "watched[0]: Input should be a dictionary"),
         ({"url": PUBLIC, "secrets": {"HF_TOKEN": "x"}}, "wanted with jobSourceId only"),
-        ({"jobSourceId": "retrain", "secrets": ["HF_TOKEN"]}, "secrets: wanted an object"),
-        ({"jobSourceId": "retrain", "secrets": {"HF TOKEN": "x"}}, "is no name of a variable"),
-        ({"jobSourceId": "retrain", "secrets": {"HF_TOKEN": 5}}, "HF_TOKEN: wanted text"),
-        ({"url": PUBLIC, "secret": 5}, "secret: int, wanted text"),
+        ({"jobSourceId": "retrain", "secrets": ["HF_TOKEN"]}, "secrets: Input should be a valid dictionary"),
+        ({"jobSourceId": "retrain", "secrets": {"HF TOKEN": "x"}}, "secrets['HF TOKEN']"),
+        ({"jobSourceId": "retrain", "secrets": {f"{number}\ud800": 5 for number in range(30)}}, "secrets['0"),
+        ({"jobSourceId": "retrain", "secrets": {"HF_TOKEN": 5}}, "secrets['HF_TOKEN']: Input should be a valid string"),
+        ({"url": PUBLIC, "secret": 5}, "secret: Input should be a valid string"),
     ):
         status, answer, _ = await served.request("POST", BASE, json={"watched": [], **body})
         assert (status, text in answer["error"]) == (400, True)

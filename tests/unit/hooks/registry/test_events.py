@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 from aiohttp import web
 
-from hooks.errors import HooksError
+from hooks.errors import HooksError, UnknownWebhook
 from hooks.payload import WebhookPayload
 from hooks.registry.delivery import Schedule
 from hooks.registry.registry import Registry
@@ -31,11 +31,11 @@ async def registry() -> AsyncIterator[Registry]:
 
 async def add(registry: Registry, url: str, **named: Any) -> Webhook:
     body = {"url": url, "watched": [{"type": "model", "name": "lab/act"}], **named}
-    return await registry.management.create(body)
+    return await registry.create_webhook(body)
 
 
 async def log(registry: Registry, webhook: Webhook) -> list[dict[str, Any]]:
-    return await registry.management.deliveries(webhook.id, 100, None)
+    return await registry.list_deliveries(webhook.id, 100, None)
 
 
 async def until_finished(registry: Registry, webhook: Webhook) -> dict[str, Any]:
@@ -52,7 +52,7 @@ async def until_disabled(registry: Registry, webhook: Webhook) -> Any:
     """What the API says then."""
 
     async def disabled() -> Any:
-        return (await registry.management.get(webhook.id)).to_json()["disabled"]
+        return (await registry.get_webhook(webhook.id)).to_json()["disabled"]
 
     return await until(disabled)
 
@@ -189,11 +189,11 @@ async def test_a_webhook_that_fails_again_and_again_is_suspended_until_it_is_ena
         await registry.emit_repo("lab/act", OLD, NEW)
         assert await until_disabled(registry, webhook) == "suspended-after-failure"
         assert await registry.emit_repo("lab/act", NEW, OLD) == 0
-        enabled = await registry.management.enable(webhook.id)
+        enabled = await registry.enable_webhook(webhook.id)
         assert enabled.disabled == ""
         assert await registry.emit_repo("lab/act", NEW, OLD) == 1
         await target.wait_for(5)
-        assert (await registry.get_stats())["deliveries_failed"] == 2
+        assert [entry["status"] for entry in await log(registry, webhook)].count("failed") == 2
 
 
 async def test_a_success_in_between_keeps_a_webhook_from_being_suspended(target: TargetServer) -> None:
@@ -205,7 +205,7 @@ async def test_a_success_in_between_keeps_a_webhook_from_being_suspended(target:
             await registry.emit_repo("lab/act", NEW, OLD)
         await target.wait_for(3)
         await until_finished(registry, webhook)
-        assert not (await registry.management.get(webhook.id)).disabled
+        assert not (await registry.get_webhook(webhook.id)).disabled
 
 
 async def test_what_waited_while_a_webhook_was_disabled_is_sent_when_it_is_enabled_to_its_new_url(
@@ -215,10 +215,10 @@ async def test_what_waited_while_a_webhook_was_disabled_is_sent_when_it_is_enabl
     target.answers = [web.Response(status=500)]
     await registry.emit_repo("lab/act", NEW, OLD)
     await target.wait_for(1)
-    await registry.management.disable(webhook.id)
+    await registry.disable_webhook(webhook.id)
     await until(lambda: len(target.got) >= 1)
-    await registry.management.update(webhook.id, {"watched": [], "url": f"{target.url}/new"})
-    await registry.management.enable(webhook.id)
+    await registry.update_webhook(webhook.id, {"watched": [], "url": f"{target.url}/new"})
+    await registry.enable_webhook(webhook.id)
     await target.wait_for(2)
     assert len({got.id for got in target.got}) == 1
     assert (await until_finished(registry, webhook))["status"] == "delivered"
@@ -230,11 +230,12 @@ async def test_a_deleted_webhook_is_sent_nothing_more(registry: Registry, target
     await registry.emit_repo("lab/act", NEW, OLD)
     await target.wait_for(1)
     await registry.emit_repo("lab/act", OLD, NEW)
-    await registry.management.delete(webhook.id)
+    await registry.delete_webhook(webhook.id)
     target.gate.set()
     await asyncio.sleep(0.05)
     assert len(target.got) == 1
-    assert (await registry.get_stats())["deliveries_waiting"] == 0
+    with pytest.raises(UnknownWebhook):
+        await log(registry, webhook)
 
 
 async def test_events_are_refused_with_a_reason_while_it_does_not_run() -> None:

@@ -182,15 +182,15 @@ def jobs_file(tmp_path: Path, code: str, **named: Any) -> Path:
 async def running(tmp_path: Path, code: str, **named: Any) -> AsyncIterator[tuple[Registry, str]]:
     made = settings(jobs_file=jobs_file(tmp_path, code, **named), database=tmp_path / "registry.sqlite3")
     async with Registry(made).running() as registry:
-        webhooks = await registry.management.list()
+        webhooks = await registry.list_webhooks()
         body = {"jobSourceId": "job", "watched": [], "domains": ["session"], "secret": "hidden-secret"}
-        webhook = webhooks[0] if webhooks else await registry.management.create(body)
+        webhook = webhooks[0] if webhooks else await registry.create_webhook(body)
         yield registry, webhook.id
 
 
 async def finished(registry: Registry, webhook: str, attempts: int = 1) -> dict[str, Any]:
     async def entry() -> dict[str, Any] | None:
-        [one] = await registry.management.deliveries(webhook, 10, None)
+        [one] = await registry.list_deliveries(webhook, 10, None)
         return one if one["status"] != "waiting" and len(one["attempts"]) >= attempts else None
 
     found = await until(entry)
@@ -208,7 +208,7 @@ async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path
         entry = await finished(registry, webhook)
         assert [attempt["exitStatus"] for attempt in entry["attempts"]] == [7, 0]
         assert {attempt["excerpt"] for attempt in entry["attempts"]} == {f"{entry['webhookDeliveryId']} ***\n"}
-        assert (await registry.management.replay(webhook, entry["id"])).status == 202
+        assert (await registry.replay(webhook, entry["id"])).status == 202
         assert (await finished(registry, webhook, attempts=3))["attempts"][2]["isReplay"] is True
 
 
@@ -268,15 +268,16 @@ def test_a_file_of_jobs_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[jobs.a]\nargv = 'rm -rf /'", "argv: wanted a list"),
-        ("[jobs.a]\nargv = []", "argv: wanted a list"),
-        ("[jobs.a]\nargv = ['x']\nshell = true", "unknown shell; known: argv, cwd"),
-        ("[jobs.a]\nargv = ['x']\ntimeout = 0", "timeout: wanted seconds"),
-        ("[jobs.a]\nargv = ['x']\ntimeout = true", "timeout: wanted seconds"),
-        ("[jobs.a]\nargv = ['x']\nmax_output = 9999999", "max_output: wanted 1 to"),
-        ("[jobs.a]\nargv = ['x']\nenv = { A = 1 }", "env: wanted a table of texts"),
-        ("[jobs.a]\nargv = ['x']\nsecrets = ['WEBHOOK_ID']", "secrets: wanted names"),
-        ("[jobs.'a b']\nargv = ['x']", "an id is of letters"),
+        ("[jobs.a]\nargv = 'rm -rf /'", "a.argv: Input should be a valid tuple, found 'rm -rf /'"),
+        ("[jobs.a]\nargv = []", "a.argv: Tuple should have at least 1 item"),
+        ("[jobs.a]\nargv = ['x']\nshell = true", "a.shell: Unexpected keyword argument"),
+        ("[jobs.a]\nargv = ['x']\ntimeout = 0", "a.timeout: Input should be greater than 0"),
+        ("[jobs.a]\nargv = ['x']\ntimeout = true", "a.timeout: Input should be a valid number"),
+        ("[jobs.a]\nargv = ['x']\nmax_output = 9999999", "a.max_output: Input should be less than"),
+        ("[jobs.a]\nargv = ['x']\nenv = { A = 1 }", "a.env.A: Input should be a valid string"),
+        ("[jobs.a]\nargv = ['x']\nsecrets = ['WEBHOOK_ID']", "a.secrets.0: String should match pattern"),
+        ("[jobs.'a b']\nargv = ['x']", "a b.id: String should match pattern"),
+        ("[jobs]\na = 3", "a: Input should be a dictionary or an instance of Job, found 3"),
         ("jobs = 3", "wanted only tables"),
         ("[job.a]\nargv = ['x']", "found job"),
         ("[jobs.a", "jobs file"),

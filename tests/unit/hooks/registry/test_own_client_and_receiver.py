@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from sanic import Sanic
 
-from hooks.client.client import WebhooksClient
+from hooks import WebhooksClient
 from hooks.errors import HubTrouble, UnknownWebhook
 from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.receiver import Receiver
 from hooks.registry.registry import Registry
 from service.http.server import listen, serve_app
-from tests.unit.hooks.registry.serving import READ_TOKEN, TOKEN, serve, settings
+from tests.unit.hooks.registry.serving import TOKEN, serve, settings
 
 SECRET = "a-secret-of-some-length"
 WATCHED = ["model:lab/act"]
@@ -42,8 +42,8 @@ async def test_our_client_goes_through_the_whole_life_of_a_webhook(registry: tup
         assert client.enable_webhook(made.id).status == "enabled"
         with pytest.raises(UnknownWebhook):
             client.replay(made.id, "0" * 24)
-        with pytest.raises(HubTrouble, match="may not manage webhooks"):
-            client.delete_webhook(made.id, token=READ_TOKEN)
+        with pytest.raises(HubTrouble, match="401"):
+            client.delete_webhook(made.id, token="hf_" + "r" * 30)
         client.delete_webhook(made.id)
         with pytest.raises(UnknownWebhook, match="there is no webhook"):
             client.get_webhook(made.id)
@@ -69,17 +69,26 @@ async def test_our_receiver_takes_what_the_registry_sends_by_either_proof(
     app.blueprint(receiver.blueprint())
     async with serve_app(app, listen("127.0.0.1", 0)) as url:
         body = {"url": url + path, "watched": [{"type": "model", "name": "lab/act"}], "secret": SECRET}
-        webhook = await sender.management.create(body)
+        webhook = await sender.create_webhook(body)
         await sender.emit_repo("lab/act", "b" * 40, "a" * 40)
         async with asyncio.timeout(30):
             payload = await got.get()
         assert (payload.webhook.id, payload.new_sha("main")) == (webhook.id, "b" * 40)
         for _ in range(3000):
-            [entry] = await sender.management.deliveries(webhook.id, 10, None)
+            [entry] = await sender.list_deliveries(webhook.id, 10, None)
             if entry["status"] == "delivered":
                 break
             await asyncio.sleep(0.01)
         assert entry["attempts"][0]["excerpt"] == '"taken"'
-        assert (await sender.management.replay(webhook.id, entry["id"])).status == 200
+        assert (await sender.replay(webhook.id, entry["id"])).status == 200
         # The same event: the receiver answers, and runs nothing again.
         assert got.empty()
+
+
+async def test_ensure_finds_the_webhook_of_a_job(tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs.toml"
+    jobs.write_text('[jobs.retrain]\nargv = ["true"]\n')
+    async with serve(Registry(settings(jobs_file=jobs))) as url:
+        client = WebhooksClient(url, TOKEN)
+        first, second = [await asyncio.to_thread(client.ensure, job_id="retrain", watched=WATCHED) for _ in range(2)]
+    assert (first.id, first.job_id) == (second.id, "retrain")

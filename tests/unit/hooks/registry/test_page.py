@@ -40,5 +40,5 @@ def test_the_figures_on_the_page_are_the_defaults() -> None:
     assert Schedule().waits == (0, 5, 300, 1800, 7200, 18000, 36000)
     assert (SenderSettings().max_parallel, SenderSettings().max_waiting) == (4, 1000)
     defaults = RegistrySettings(tokens=("t" * 16,))
-    assert (defaults.quiet, defaults.suspend_after, defaults.jobs_at_once) == (2.0, 3, 2)
+    assert (defaults.suspend_after, defaults.jobs_at_once) == (3, 2)
     assert f"GET {api.PREFIX}/{{id}}/deliveries" in PAGE

@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +13,7 @@ from hooks.registry import delivery_queue
 from hooks.registry.delivery import DeliveryRequest, Destination, Outcome, Schedule
 from hooks.registry.delivery_queue import Message
 from hooks.registry.sender import Sender, SenderSettings
+from hooks.registry.store import WebhookStore
 from tests.testing.waiting import until
 
 MINUTE = 60.0
@@ -27,7 +28,7 @@ class Clock:
 
 
 class Book:
-    """Subscribers that are all there, and what became of their deliveries."""
+    """Store that has each webhook, and the recorded results of deliveries."""
 
     def __init__(self) -> None:
         self.results: list[tuple[str, str]] = []
@@ -72,8 +73,8 @@ class Sending:
         self.clock, self.book, self.deliverer = Clock(), Book(), ScriptedDeliverer()
         self.sender = Sender(
             self.database,
-            self.book,
-            lambda destination: self.deliverer,
+            cast(WebhookStore, self.book),
+            self.deliverer.deliver,
             SenderSettings(**{"schedule": Schedule(jitter=0.0)} | settings),  # type: ignore[arg-type]
             clock=self.clock,
         )

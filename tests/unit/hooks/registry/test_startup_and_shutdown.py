@@ -19,7 +19,7 @@ from hooks.registry.delivery import resolve_host
 from hooks.registry.registry import Registry, RegistrySettings
 from tests.testing.pauses import Pauses
 from tests.testing.target import Delivery, target_server
-from tests.unit.hooks.registry.serving import TOKEN, serve, settings, until_known
+from tests.unit.hooks.registry.serving import TOKEN, serve, settings
 
 # A process of its own: makes the webhook at its first start, emits events to a number, and says when each is queued.
 SERVER = """
@@ -31,8 +31,8 @@ from hooks.registry.registry import RegistrySettings
 async def main(database, url, first, last):
     settings = RegistrySettings(tokens=("t" * 32,), database=Path(database), allowed_networks=("127.0.0.0/8",))
     async with Registry(settings).running() as registry:
-        if not await registry.management.list():
-            await registry.management.create({"url": url, "watched": [], "domains": ["session"]})
+        if not await registry.list_webhooks():
+            await registry.create_webhook({"url": url, "watched": [], "domains": ["session"]})
         for number in range(int(first), int(last)):
             await registry.emit_session("session.started", {"session_id": str(number % 7), "number": number})
             print(number, flush=True)
@@ -117,13 +117,12 @@ async def test_no_event_is_lost_and_each_keeps_its_id_over_kills_at_random_momen
             assert firsts == sorted(firsts)
 
 
-async def test_it_stops_in_time_while_a_target_hangs_and_a_folder_is_watched(tmp_path: Path, pauses: Pauses) -> None:
-    (tmp_path / "act").mkdir()
-    made = settings(database=tmp_path / "registry.sqlite3", folders={"act": tmp_path / "act"})
+async def test_it_stops_in_time_while_a_target_hangs(tmp_path: Path, pauses: Pauses) -> None:
+    made = settings(database=tmp_path / "registry.sqlite3")
     async with target_server() as target:
         target.gate.clear()
         async with serve(registry := Registry(made)):
-            await registry.management.create({"url": target.url, "watched": [], "domains": ["session"]})
+            await registry.create_webhook({"url": target.url, "watched": [], "domains": ["session"]})
             await registry.emit_session("session.started", {})
             await target.wait_for(1)
             began = time.monotonic()
@@ -148,10 +147,10 @@ async def test_a_host_that_nobody_knows_yet_may_be_registered(tmp_path: Path) ->
 
     body = {"url": "http://robot.example/hook", "watched": [], "domains": ["session"]}
     async with Registry(settings(), resolve=unknown).running() as registry:
-        assert (await registry.management.create(body)).url == body["url"]
+        assert (await registry.create_webhook(body)).url == body["url"]
     async with Registry(settings(), resolve=inside).running() as registry:
         with pytest.raises(Exception, match=r"'robot.example' is 10.0.0.1, which is private"):
-            await registry.management.create(body)
+            await registry.create_webhook(body)
 
 
 async def test_two_processes_do_not_send_from_one_database(tmp_path: Path) -> None:
@@ -165,20 +164,16 @@ async def test_two_processes_do_not_send_from_one_database(tmp_path: Path) -> No
 
 
 def test_it_runs_on_the_event_loop_of_the_service(tmp_path: Path) -> None:
-    folder = tmp_path / "act"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
     jobs = tmp_path / "jobs.toml"
     jobs.write_text("[jobs.mark]\nargv = ['touch', 'mark']\n")
-    made = settings(database=tmp_path / "db" / "r.sqlite3", folders={"act": folder}, jobs_file=jobs)
+    made = settings(database=tmp_path / "db" / "r.sqlite3", jobs_file=jobs)
 
     async def main() -> None:
         watched = [{"type": "model", "name": "act"}]
         async with target_server() as target, serve(registry := Registry(made)):
-            await registry.management.create({"url": target.url, "watched": watched})
-            await registry.management.create({"jobSourceId": "mark", "watched": watched})
-            await until_known(registry)
-            (folder / "config.json").write_text("{ }")
+            await registry.create_webhook({"url": target.url, "watched": watched})
+            await registry.create_webhook({"jobSourceId": "mark", "watched": watched})
+            await registry.emit_repo("act", "b" * 40, "a" * 40)
             await target.wait_for(1)
             async with asyncio.timeout(30):
                 while not (tmp_path / "mark").exists():  # noqa: ASYNC110
@@ -193,13 +188,11 @@ def test_it_runs_on_the_event_loop_of_the_service(tmp_path: Path) -> None:
     [
         ({"tokens": ()}, "no token is configured, and without one anybody could .* `openssl rand -hex 32`"),
         ({"tokens": ("short",)}, "shorter than 16 characters"),
-        ({"read_tokens": ("short",)}, "shorter than 16 characters"),
         ({"allowed_networks": ("10.0.0.1/8",)}, "allowed network '10.0.0.1/8'"),
-        ({"folders": {"../x": Path("/x")}}, "folder '../x': wanted a repo's name"),
-        ({"timeout": 0}, "timeout: 0, wanted more than 0"),
+        ({"suspend_after": 0}, "suspend_after: 0, wanted more than 0"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(named: dict, reason: str) -> None:
     with pytest.raises(InvalidSettings, match=reason):
         RegistrySettings(**{"tokens": (TOKEN,), **named})
-    assert TOKEN not in repr(RegistrySettings(tokens=(TOKEN,), read_tokens=(TOKEN,)))
+    assert TOKEN not in repr(RegistrySettings(tokens=(TOKEN,)))

@@ -28,10 +28,10 @@ from robojax.robot.config import RobotConfig
 from robojax.robot.errors import ArmLost, RobotError
 from robojax.robot.runner import RobotRunner, run
 from robojax.robot.simulated_bus import SimulatedBus
-from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.faults import processes
 from tests.faults.proxy import FaultProxy, fault_proxy
 from tests.faults.script import Script
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import REAL, started
 from tests.unit.robojax.robot.conftest import CALIBRATION
 

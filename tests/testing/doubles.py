@@ -1,4 +1,4 @@
-"""Test doubles for users: ScriptedPolicy and MemoryTransport."""
+"""Test doubles: a scripted policy with its loader, and rooms in memory."""
 
 import threading
 import time
