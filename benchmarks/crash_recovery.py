@@ -1,22 +1,19 @@
-"""Is anything lost, and does anything move by itself, when the server is killed in the middle of what it does?
+"""Is anything lost, and does anything move by itself, when the server is killed at a random moment?
 
-    python benchmarks/crash_recovery.py                      # 200 kills
-    python benchmarks/crash_recovery.py --kills 20 --seed 7
+    python -m benchmarks.crash_recovery                      # 200 kills
+    python -m benchmarks.crash_recovery --kills 5 --seed 7
 
-A real server process with a state folder serves six clients that create, start, stop, restart, delete, stop in an
-emergency and reset sessions over HTTP as fast as they can; their rooms are on a transport server in this process, which
-outlives it. At a random moment it gets SIGKILL and another one starts on the same folder. Then what it lists is
-compared with what was acknowledged:
+Clients create, start, stop, restart, delete, stop in an emergency and reset sessions over HTTP as fast as they can.
+At a random moment the server gets SIGKILL and is started again with the same state folder. Its list is compared with
+what it acknowledged:
 
-- a session whose creation was acknowledged, and whose deletion was not asked for, is listed (``lost`` otherwise);
-- one whose deletion was acknowledged is not (``ghosts``);
-- all are ``interrupted``, in none of their rooms is anybody (``moved_by_themselves``);
-- an emergency stop that was acknowledged is latched, one whose reset was acknowledged is not (``latches_wrong``);
-- the reason names a stage that was acknowledged, or asked for when the kill came (``reasons_wrong``);
-- rooms of sessions that are not listed are gone within five seconds (``orphan_rooms``).
+- ``lost``, ``ghosts``: a session that was created is missing; a session that was deleted is listed;
+- ``moved_by_themselves``: a session is not ``interrupted``, or a client is in its rooms;
+- ``latches_wrong``: an acknowledged emergency stop is not latched, or an acknowledged reset is not in effect;
+- ``reasons_wrong``: the reason names a stage that the session did not have;
+- ``orphan_rooms``, ``server_errors``: rooms without a session; answers of 500 and above.
 
-Policies are scripted, so that what is measured is the service. Every server is forked from a process that has imported
-everything, as its start is not the question.
+Last figure, AMD EPYC, 2 cores: 200 kills, no fault.
 """
 
 import argparse
@@ -29,7 +26,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -38,7 +35,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.measured import RESULTS, machine, write
+from benchmarks.measured import RESULTS, result, write
 from service.app import create_app
 from service.http.server import listen, run, serve_app
 from service.settings import Settings
@@ -90,13 +87,13 @@ class Known:
         self.stage, self.asked = stage, None
 
 
-def serve(state: str, log: str, told: Connection) -> None:
-    """One life of the server, in a process of its own."""
+def serve(state: str, log: str, told: Connection, **settings: Any) -> None:
+    """Run a server in a process of its own, until it is killed."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    app = create_app(Settings.from_values(state=state, embedded_transport=False, port=0), load=ScriptedLoader())
-    run(app, listen("127.0.0.1", 0), told.send)
+    values = Settings.from_values(state=state, embedded_transport=False, port=0, **settings)
+    run(create_app(values, load=ScriptedLoader()), listen("127.0.0.1", 0), told.send)
 
 
 @asynccontextmanager
@@ -269,23 +266,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", "--results", type=Path, default=RESULTS / "crash_recovery.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "crash_recovery.json")
     options = parser.parse_args()
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
         found = asyncio.run(campaign(Path(folder), options.kills, options.seed))
-    result = {
-        "question": "what is lost, and what moves by itself, when the server is killed at a random moment",
-        "command": f"python benchmarks/crash_recovery.py --kills {options.kills} --seed {options.seed}",
-        "machine": machine(),
-        "kills": options.kills,
-        "seconds": round(time.monotonic() - began, 1),
-        **found,
-        "is_met": not any(found[fault] for fault in FAULTS),
-    }
-    write(options.output, result)
-    print(json.dumps(result, indent=2))
-    raise SystemExit(0 if result["is_met"] else 1)
+    report(options, "crash_recovery", "what is lost or moves by itself when the server is killed", FAULTS, began, found)
+
+
+def report(
+    options: argparse.Namespace, name: str, question: str, faults: Sequence[str], began: float, found: dict[str, Any]
+) -> None:
+    """Write the figures of a campaign and exit with 1 if there was a fault."""
+    command = f"python -m benchmarks.{name} --kills {options.kills} --seed {options.seed}"
+    told = {"kills": options.kills, "seconds": round(time.monotonic() - began, 1)} | found
+    is_met = not any(found[fault] for fault in faults)
+    write(options.output, result(question, command, {}, "asyncpg", **told, is_met=is_met))
+    print(json.dumps(found, indent=2))
+    raise SystemExit(0 if is_met else 1)
 
 
 if __name__ == "__main__":

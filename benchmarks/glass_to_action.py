@@ -1,7 +1,7 @@
 """How long from light to motion? From a picture being taken to the command that used it, stage by stage.
 
-    python benchmarks/glass_to_action.py                          # rooms and direct, with and without computing
-    python benchmarks/glass_to_action.py --seconds 5 --case "rooms, ACT"
+    python -m benchmarks.glass_to_action                          # rooms and direct, with and without computing
+    python -m benchmarks.glass_to_action --seconds 5 --case "rooms, ACT"
 
 The robot of this process shows pictures whose bars say when they were taken, 30 a second. The server is a process of
 its own. Its policy reads the bars and says them in every action, so that each command tells which picture it came
@@ -20,25 +20,32 @@ person sees: from something that happens at a random moment to the first command
 
 import argparse
 import asyncio
+import io
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import uvloop
+from PIL import Image
 
-from benchmarks.glass_server import CAMERA
-from benchmarks.measured import RESULTS, ROOT, SHIPPED, percentiles, quietness, result, sleep_until, write
-from benchmarks.pictures import stacked_bars
-from benchmarks.processes import Child, Refused, call, child
-from benchmarks.timed_pictures import BASE, number_of, picture, stamp
+import jaxmodels
+from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, sleep_until, write
+from benchmarks.processes import Child, Refused, call, child, say
+from benchmarks.timed_pictures import BASE, number_of, picture, pose_of, stamp, stamp_of
+from jaxmodels import Requirements
+from robojax.client import AsyncClient, Command
+from robojax.client.stream import AsyncStream
+from service.app import create_app
+from service.http.server import listen, run
+from service.settings import Settings
 from service.transport.client.robot import connect_robot
 from service.transport.link import Rooms
+from tests.testing.doubles import ScriptedPolicy
 
-SERVER = ROOT / "benchmarks" / "glass_server.py"
 SIZE = (480, 640)
 FPS = 30.0
 JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
@@ -59,6 +66,107 @@ STAGES = {
     "waiting for its tick": ("planned", "sent"),
     "wire": ("sent", "heard"),
 }
+
+
+CAMERA = "front"
+NEEDS = Requirements(
+    policy_type="act", cameras={CAMERA: (480, 640)}, state=6, action=6, chunk=20, action_steps=5, rate=25.0
+)
+
+
+# The server.
+
+
+class Notes:
+    """An observer that notes, for each picture by its number, when what happened to it; monotonic seconds."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, dict[str, float]] = {}
+
+    def add(self, number: int | None, what: str, at: float) -> None:
+        """The first time counts."""
+        if number is not None:
+            self.of.setdefault(number, {}).setdefault(what, at)
+
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
+        self.add(stamp_of(image), "seen", observed_at)
+
+    def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
+        self.add(number_of(chunk[-1]), "planned", at)
+
+    def on_tick(self, tick: Any) -> None:
+        if tick.command is not None and tick.hold is None:
+            self.add(number_of(tick.command), "sent", tick.at)
+
+
+class Reading:
+    """A policy whose every action says which picture it saw, after whatever another policy takes to compute."""
+
+    def __init__(self, policy: Any, notes: Notes):
+        self._policy = policy
+        self._notes = notes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        """(b, t, a) float32."""
+        began = time.monotonic()
+        chunk = self._policy.act(observation)
+        ended = time.monotonic()
+        numbers = [stamp_of(image) for image in observation[f"observation.images.{CAMERA}"]]
+        for number in numbers:
+            self._notes.add(number, "began", began)
+            self._notes.add(number, "ended", ended)
+        poses = np.stack([pose_of(number) for number in numbers])[:, None]
+        return np.repeat(poses, chunk.shape[1], axis=1)
+
+
+def watch(session: Any, notes: Notes) -> None:
+    """From now on this session's stages are noted."""
+    session.attach(notes)
+    runner = session.robot_io.runner
+    ask = runner.ask
+
+    async def noted(request: Any) -> Any:
+        notes.add(stamp_of(request.snapshot.frames[CAMERA]), "asked", time.monotonic())
+        return await ask(request)
+
+    runner.ask = noted
+
+
+def serve(policy: str) -> None:
+    """Run the measured server. It prints one line when it is ready.
+
+    SIGUSR1 starts a new measurement. SIGUSR2 prints the times of each picture.
+    """
+    notes = Notes()
+
+    def load(path: str, revision: str | None = None, /, **more: Any) -> Any:
+        return Reading(ScriptedPolicy(NEEDS) if policy == "none" else jaxmodels.load_policy(SHIPPED), notes)
+
+    needs = NEEDS if policy == "none" else jaxmodels.load_policy(SHIPPED).requirements
+    app = create_app(Settings.from_values(state="off"), load=load, read_requirements=lambda path, revision: needs)
+    watched: set[str] = set()
+
+    def begin() -> None:
+        for session in app.ctx.sessions.list():
+            if session.id not in watched:
+                watched.add(session.id)
+                watch(session, notes)
+        notes.of.clear()
+        say(event="measuring")
+
+    @app.after_server_start
+    async def hear(app: Any) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, begin)
+        loop.add_signal_handler(signal.SIGUSR2, lambda: say(event="measured", pictures=notes.of))
+
+    run(app, listen("127.0.0.1", 0), lambda url: say(event="ready", url=url))
+
+
+# The robot.
 
 
 class Eye(Protocol):
@@ -111,54 +219,38 @@ async def in_rooms(url: str, session: Mapping[str, Any], robot: Robot) -> AsyncI
 
 
 class Stream:
-    """Through ``WS /sessions/{id}/stream``; pictures go as JPEG."""
+    """Robot on ``WS /sessions/{id}/stream``; pictures are sent as JPEG, together with the joints."""
 
-    def __init__(self, socket: Any):
-        self._socket = socket
+    def __init__(self, stream: AsyncStream):
+        self._stream = stream
         self._sending: set[asyncio.Task[None]] = set()
         self._image: bytes | None = None
 
     def show(self, camera: str, image: np.ndarray) -> None:
-        import io
-
-        from PIL import Image
-
         file = io.BytesIO()
         Image.fromarray(image).save(file, "JPEG", quality=90)
         self._image = file.getvalue()
 
     def send_joints(self, values: Mapping[str, float]) -> None:
-        """The picture goes with them."""
-        import msgpack
-
-        packed = msgpack.packb({"kind": "observation", "images": {CAMERA: self._image}, "state": dict(values)})
-        assert packed is not None
-        task = asyncio.create_task(self._socket.send_bytes(packed))
+        images = {} if self._image is None else {CAMERA: self._image}
+        task = asyncio.create_task(self._stream.observe(images, dict(values)))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
 
 @asynccontextmanager
 async def by_stream(url: str, session_id: str, robot: Robot) -> AsyncIterator[Eye]:
-    """Without rooms."""
-    import aiohttp
-    import msgpack
-
-    async with aiohttp.ClientSession() as http, http.ws_connect(f"{url}/sessions/{session_id}/stream") as socket:
+    """Connect the robot to the session's stream, without rooms."""
+    async with AsyncClient(url) as client, client.session(session_id).stream() as stream:
 
         async def listen() -> None:
-            async for message in socket:
-                now = time.monotonic()
-                if message.type is aiohttp.WSMsgType.BINARY:
-                    told = msgpack.unpackb(message.data)
-                    if told["kind"] == "command":
-                        robot.obey(told["joints"], now)
-                    elif told["kind"] == "error":
-                        raise RuntimeError(f"the stream says {told['code']}: {told['detail']}")
+            async for message in stream:
+                if isinstance(message, Command):
+                    robot.obey(message.joints, time.monotonic())
 
         listening = asyncio.create_task(listen())
         try:
-            yield Stream(socket)
+            yield Stream(stream)
             if listening.done():
                 listening.result()
         finally:
@@ -230,19 +322,23 @@ def measure(name: str, seconds: float) -> dict[str, Any]:
     """One case, in a server of its own."""
     way, policy = CASES[name]
     with ExitStack() as stack:
-        server = stack.enter_context(child(str(SERVER), "--policy", policy))
+        server = stack.enter_context(child("-m", "benchmarks.glass_to_action", "--serve", policy))
         url = server.told("ready")["url"]
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         robot, notes = runner.run(drive(server, url, way, seconds))
     return figures(robot, notes)
 
 
-def main(report: Callable[[str], None] = print) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0, help="of each case")
     parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be given again")
     parser.add_argument("--output", type=Path, default=RESULTS / "glass_to_action.json")
+    parser.add_argument("--serve", choices=["none", "shipped"], help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve:
+        serve(options.serve)
+        return
     quiet = quietness()
     cases: dict[str, Any] = {}
     left_out: dict[str, str] = {}
@@ -251,13 +347,13 @@ def main(report: Callable[[str], None] = print) -> None:
             cases[name] = found = measure(name, options.seconds)
         except Refused as error:
             left_out[name] = str(error)
-            report(f"{name}: left out: {error}")
+            print(f"{name}: left out: {error}")
             continue
         stages = "  ".join(f"{stage} {spread['p50']:.1f}" for stage, spread in found["stages_ms"].items())
-        report(f"{name}: light to motion p50 {found['light_to_motion_ms']['p50']:.1f} ms; {stages}")
+        print(f"{name}: light to motion p50 {found['light_to_motion_ms']['p50']:.1f} ms; {stages}")
     found = result(
         "milliseconds from a picture being taken to the command that used it, by stage",
-        "python benchmarks/glass_to_action.py",
+        "python -m benchmarks.glass_to_action",
         quiet,
         seconds=options.seconds,
         pictures=f"{SIZE[1]}x{SIZE[0]} at {FPS:g} a second",
@@ -265,14 +361,6 @@ def main(report: Callable[[str], None] = print) -> None:
         left_out=left_out,
     )
     write(options.output, found)
-    stacked_bars(
-        options.output.with_suffix(".png"),
-        "From light to motion: medians by stage",
-        {name: {stage: spread["p50"] for stage, spread in one["stages_ms"].items()} for name, one in cases.items()},
-        "milliseconds",
-        {name: one["light_to_motion_ms"]["p99"] for name, one in cases.items()},
-        "p99 of the whole way",
-    )
 
 
 if __name__ == "__main__":

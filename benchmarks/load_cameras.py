@@ -1,24 +1,67 @@
-"""L2, L3, L4 and L6 of ``benchmarks/load.py``: sessions with cameras and policies that compute."""
+"""L2, L3 and L6 of ``benchmarks/load.py``: sessions with cameras and policies that compute."""
 
 import argparse
 import json
+import os
 import statistics
-import tempfile
+import threading
 import time
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from benchmarks.load_scene import Row, Scene, is_wanted, lateness, row
-from benchmarks.processes import child
-from benchmarks.witness import witnesses
+
+PERIOD = 0.005
 
 
-def l2_l4_l6(options: argparse.Namespace) -> list[Row]:
-    """8 sessions at 25 Hz with the small ACT and a camera each; meanwhile a big policy is loaded; a soak."""
+class Witness:
+    """The longest that a thread without work was kept from running, between two looks.
+
+    Args:
+        core: on which it sleeps; a virtual machine may lose one of them for a while, and keep the others.
+    """
+
+    def __init__(self, core: int):
+        self._core = core
+        self._longest = 0.0
+
+    def taken(self) -> float:
+        """The longest since the last look, in seconds; begins anew."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+    def watch(self, ended: threading.Event) -> None:
+        """Sleep until the event, in the thread that this is called in."""
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {self._core})
+        due = time.monotonic()
+        while not ended.wait(max(due + PERIOD - time.monotonic(), 0)):
+            due += PERIOD
+            late = time.monotonic() - due
+            self._longest = max(self._longest, late)
+            if late > PERIOD:
+                due += late
+
+
+@contextmanager
+def witnesses() -> Iterator[list[Witness]]:
+    """One for each core, until the block ends; their process must have nothing else to do."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    watching, ended = [Witness(core) for core in cores], threading.Event()
+    with ExitStack() as stack:
+        for one in watching:
+            thread = threading.Thread(target=one.watch, args=(ended,), daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(ended.set)
+        yield watching
+
+
+def l2_l6(options: argparse.Namespace) -> list[Row]:
+    """8 sessions at 25 Hz with the small ACT and a camera each; a soak."""
     rows = []
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         scene = Scene(stack, "real")
         for number in range(8):
             scene.create("s", number, ["front"])
@@ -53,80 +96,9 @@ def l2_l4_l6(options: argparse.Namespace) -> list[Row]:
                     lateness(bare),
                 )
             )
-        if is_wanted(options, "L4"):
-            rows.append(_l4(scene, folder, before))
         if is_wanted(options, "L6"):
             rows.append(_l6(scene, options.soak * 60))
     return rows
-
-
-def _l4(scene: Scene, folder: Path, before: Any) -> Row:
-    size = _big_policy(folder / "big")
-    seconds = 0.0
-
-    def load() -> None:
-        nonlocal seconds
-        began = time.monotonic()
-        scene.create("big", 0, ["front"], folder / "big", degrade=True)
-        seconds = time.monotonic() - began
-
-    time.sleep(1)
-    during = scene.measure(10, load)
-    grown = during["lateness_ms"]["p99"] - before["lateness_ms"]["p99"]
-    figure = {
-        "loaded_mb": round(size / 1e6),
-        "create_s": round(seconds, 2),
-        "p99_before_ms": before["lateness_ms"]["p99"],
-        "p99_during_ms": during["lateness_ms"]["p99"],
-        "grown_ms": round(grown, 3),
-        "longest_burst_of_missed_ticks": during["longest_burst_of_missed_ticks"],
-        "starvations": during["counts"]["starvations"],
-    }
-    return row(
-        "L4",
-        "a session that compiles and loads 200 MB beside L2: p99 grows by 5 ms at most, no burst of more than 2 ticks",
-        figure,
-        grown <= 5 and during["longest_burst_of_missed_ticks"] <= 2,
-    )
-
-
-def _big_policy(folder: Path) -> int:
-    """An ACT of 200 MB with random weights that nobody compiled before; its size in bytes."""
-    with child("-c", BIG, str(folder), str(time.time_ns() % 64)) as writing:
-        if writing.process.wait() != 0:
-            writing.line()
-    return sum(file.stat().st_size for file in folder.iterdir())
-
-
-BIG = """
-import sys
-from pathlib import Path
-import jax
-import numpy as np
-from flax import nnx
-from jaxmodels.policies import lerobot_folder as lerobot
-from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
-from jaxmodels.types import Feature
-from jaxmodels.normalization import build_normalization
-from jaxmodels.policies.act import Act, ActConfig
-from jaxmodels.weights import flatten
-
-inputs = (Feature("observation.state", "STATE", (6,)), Feature("observation.images.front", "VISUAL", (3, 96, 96)))
-outputs = (Feature("action", "ACTION", (6,)),)
-config = ActConfig(
-    input_features=inputs, output_features=outputs, chunk_size=20, n_action_steps=5, vision_backbone="small_cnn",
-    pretrained_backbone_weights=None, dim_model=768, n_heads=8, dim_feedforward=3072 + 8 * int(sys.argv[2]),
-    n_encoder_layers=5, use_vae=False,
-)
-vector = {"mean": np.zeros(6, np.float32), "std": np.full(6, 20, np.float32)}
-image = {"mean": np.full((3, 1, 1), 0.5, np.float32), "std": np.full((3, 1, 1), 0.25, np.float32)}
-stats = {"observation.state": vector, "action": vector, "observation.images.front": image}
-weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
-joints = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
-normalization = build_normalization(inputs, outputs, config.normalization_mapping, stats)
-sidecar = Sidecar(rate=25.0, joint_names=joints)
-lerobot.write_checkpoint(Path(sys.argv[1]), Checkpoint(config, weights, normalization, sidecar))
-"""
 
 
 # A frame or a command this much late, and a robot may be held: what is older than 0.3 s is not acted upon.
@@ -154,7 +126,7 @@ def _l6(scene: Scene, seconds: float) -> Row:
                 }
                 held.append(
                     {"minute": round(elapsed / 60, 1), "holds": counts["holds"], "reasons": reasons}
-                    | {"machine_stood_still_ms": round(1000 * stood), "server_stood_still": found["stood_still"]}
+                    | {"machine_stood_still_ms": round(1000 * stood)}
                 )
                 print(f"    held: {json.dumps(held[-1])}", flush=True)
     times, values = [at for at, _ in sizes], [size for _, size in sizes]

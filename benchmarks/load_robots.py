@@ -1,7 +1,7 @@
 """The robots of ``benchmarks/load.py``, and bare loops that send to the same rooms what sessions send.
 
-    python benchmarks/load_robots.py robots --url URL --count 32
-    python benchmarks/load_robots.py bare --url URL --count 32 --rate 50
+    python -m benchmarks.load_robots robots --url URL --count 32
+    python -m benchmarks.load_robots bare --url URL --count 32 --rate 50
 
 Each prints one line when it is there. Robots tell at SIGUSR2 what they heard; bare loops begin a measurement anew at
 SIGUSR1 and print its figures as JSON at SIGUSR2.

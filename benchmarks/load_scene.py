@@ -94,12 +94,10 @@ def _cameras(cameras: Sequence[str]) -> list[str]:
     return ["--cameras", *cameras] if cameras else []
 
 
-def median(figures: Sequence[Any], name: str) -> float:
-    return round(statistics.median(one["lateness_ms"][name] for one in figures), 3)
-
-
 def lateness(figures: Sequence[Any]) -> dict[str, float]:
-    return {name: median(figures, name) for name in ("p50", "p99", "p99.9", "max")}
+    """Return the medians of the rounds."""
+    names = ("p50", "p99", "p99.9", "max")
+    return {name: round(statistics.median(one["lateness_ms"][name] for one in figures), 3) for name in names}
 
 
 def row(name: str, target: str, figure: Any, passes: bool, bare: Any = None, **more: Any) -> Row:

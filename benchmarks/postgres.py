@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 # Where Debian has the programs that start one; elsewhere they are on the PATH.
 _DEBIAN = Path("/usr/lib/postgresql")
 # PostgreSQL does not run as root; Debian's package makes this user.
@@ -57,13 +59,12 @@ class PostgresServer:
             self._process.wait(20)
             self._process = None
 
-    def pause(self) -> None:
-        """Its processes stand still: it takes connections and answers nothing."""
-        self._signal_all(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """They run again."""
-        self._signal_all(signal.SIGCONT)
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to all its processes, such as SIGSTOP: then it accepts connections and answers nothing."""
+        assert self._process is not None, "The server runs."
+        parent = psutil.Process(self._process.pid)
+        for one in (parent, *parent.children(recursive=True)):
+            one.send_signal(number)
 
     def sql(self, statement: str) -> list[list[str]]:
         """Rows of texts."""
@@ -72,14 +73,6 @@ class PostgresServer:
             self.url,
         )  # fmt: skip
         return [line.split("\t") for line in found.splitlines() if line]
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        import psutil
-
-        assert self._process is not None, "it runs"
-        parent = psutil.Process(self._process.pid)
-        for one in (parent, *parent.children(recursive=True)):
-            one.send_signal(number)
 
     def _call(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -118,3 +118,11 @@ def call(url: str, method: str = "GET", body: Any = None, patience: float = 300)
     except urllib.error.HTTPError as error:
         with error:
             raise Refused(f"{method} {url}: {error.code} {error.read().decode()[:2000]}") from error
+
+
+def peer_versions(python: str | None, *names: str) -> dict[str, str]:
+    """Return the versions of packages in another Python; empty without one."""
+    if python is None:
+        return {}
+    program = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
+    return json.loads(subprocess.run([python, "-c", program], capture_output=True, check=True, text=True).stdout)

@@ -1,6 +1,6 @@
 """What do robots see of a Ray cluster when it grows, and when a machine or a front of it dies?
 
-    python benchmarks/ray_cluster.py
+    python -m benchmarks.ray_cluster
 
 Three nodes of Ray on this machine, each with one engine. First one, two and three engines are asked by simulated robots
 at 20 Hz and as fast as they answer. Then two front servers with eight robots each; in the middle a node is killed, then
@@ -11,23 +11,256 @@ machines give.
 
 import argparse
 import asyncio
+import io
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from benchmarks import pictures
+import numpy as np
+import psutil
+from PIL import Image
+
 from benchmarks.measured import RESULTS, SHIPPED, quietness, result, write
 from benchmarks.postgres import postgres
-from benchmarks.processes import Child, Refused, call, child
-from benchmarks.ray_nodes import Nodes
-from benchmarks.ray_robots import ObedientRobot, summary
+from benchmarks.processes import Child, call
+from robojax.client import AsyncClient
+from robojax.client.errors import ClientError
+from robojax.client.stream import Command, Status
 
 ROBOTS = 16
+PATIENCE = 60.0
+FPS = 20.0
 # Seconds without any cluster; less than robots wait for an engine before their sessions are in error (60).
 DOWN = 30.0
+
+
+# The nodes.
+
+
+class Nodes:
+    """The first node is the cluster's head; each has one processor for one engine.
+
+    Attributes:
+        folder: gone with them.
+        environment: for whoever joins the cluster: its address, and the token without which nobody may.
+    """
+
+    def __init__(self, count: int):
+        self._folder = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # its sockets' paths have to be short
+        token = Path(self._folder.name) / "token"
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+        self._port = _free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self.environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_ADDRESS": self.address,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        self.folder = self._folder.name
+        self._count = count
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._clusters = 0
+
+    def __enter__(self) -> "Nodes":
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        """Start the nodes of a cluster that knows nothing of the one before, at the same address."""
+        self._clusters += 1
+        temporary = f"--temp-dir={self._folder.name}/{self._clusters}"
+        try:
+            head = ("--head", f"--port={self._port}", "--include-dashboard=false", temporary)
+            for number in range(self._count):
+                self._start(*(head if number == 0 else (f"--address={self.address}",)))
+        except BaseException:
+            self._end()
+            raise
+
+    def kill_all(self) -> None:
+        """Kill everything of all nodes, the head first."""
+        for number in range(len(self._nodes)):
+            self.kill(number)
+        self._nodes.clear()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _start(self, *arguments: str) -> None:
+        before = len(raylets())
+        environment = {**os.environ, **self.environment, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        del environment["RAY_ADDRESS"]  # `ray start` refuses to start a node where there is one
+        command = (str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1", *arguments)
+        self._nodes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        )
+        until = time.monotonic() + PATIENCE
+        while len(raylets()) <= before:
+            if self._nodes[-1].poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"`{' '.join(command)}` did not start a node")
+            time.sleep(0.1)
+        time.sleep(2.0)  # a raylet that is there has yet to register
+
+    def kill(self, number: int) -> None:
+        """Kill everything of a node at once."""
+        for pid in [*descendants(self._nodes[number].pid), self._nodes[number].pid]:
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).kill()
+        self._nodes[number].wait()
+
+    def node_of(self, pid: int) -> int | None:
+        """The node that a process belongs to."""
+        return next((n for n, node in enumerate(self._nodes) if pid in descendants(node.pid)), None)
+
+    def _end(self) -> None:
+        self.kill_all()
+        self._folder.cleanup()
+
+
+def raylets() -> list[int]:
+    """Processes of Ray's that look after a node each."""
+    found = psutil.process_iter(["cmdline"])
+    return [one.pid for one in found if (one.info["cmdline"] or [""])[0].endswith("raylet/raylet")]
+
+
+def descendants(pid: int) -> list[int]:
+    """Of a process, youngest last; none of one that is gone."""
+    with suppress(psutil.NoSuchProcess):
+        return [one.pid for one in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def _free_port() -> int:
+    # Below the ports that Ray gives to workers (10002 to 19999) and those of outgoing connections.
+    for port in range(6400, 6500):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port between 6400 and 6500")
+
+
+# The robots.
+
+
+def _pictures() -> list[bytes]:
+    random = np.random.default_rng(0)
+    found = []
+    for _ in range(8):
+        held = io.BytesIO()
+        Image.fromarray(random.integers(0, 255, (12, 12, 3), np.uint8)).resize((96, 96)).save(held, "JPEG")
+        found.append(held.getvalue())
+    return found
+
+
+PICTURES = _pictures()
+
+
+@dataclass
+class Heard:
+    """What one robot heard.
+
+    Attributes:
+        commands: monotonic times.
+        holds: times and codes; None when a hold ended.
+    """
+
+    commands: list[float] = field(default_factory=list)
+    holds: list[tuple[float, str | None]] = field(default_factory=list)
+
+    def between(self, begin: float, end: float) -> dict[str, Any]:
+        """Commands, the longest pause between two, and the holds of a time."""
+        came = [begin, *(at for at in self.commands if begin <= at <= end), end]
+        codes = [code for at, code in self.holds if begin <= at <= end and code]
+        return {
+            "commands": len(came) - 2,
+            "longest_pause_s": round(float(np.diff(came).max()), 3),
+            "holds": {code: codes.count(code) for code in dict.fromkeys(codes)},
+        }
+
+
+class ObedientRobot:
+    """Goes at once where it is told, and shows a picture that changes a little."""
+
+    def __init__(self, name: str, url: str):
+        self.name, self.url = name, url
+        self.heard = Heard()
+        self.troubles: list[str] = []
+        self._state: dict[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is being told where to go."""
+        return bool(self.heard.commands) and time.monotonic() - self.heard.commands[-1] < 0.2
+
+    def begin(self) -> None:
+        """Be there until ``end``."""
+        self._task = asyncio.create_task(self._live(), name=self.name)
+
+    async def end(self) -> None:
+        """Be gone."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _live(self) -> None:
+        while True:
+            try:
+                async with AsyncClient(self.url) as client, client.session(self.name).stream() as stream:
+                    joints = stream.welcome.joint_names
+                    self._state = self._state or dict.fromkeys(joints, 0.0)
+                    seeing = asyncio.create_task(self._show(stream, tuple(stream.welcome.cameras)))
+                    try:
+                        async for message in stream:
+                            self._hear(message)
+                    finally:
+                        seeing.cancel()
+            except (ClientError, OSError, TimeoutError) as error:
+                self.troubles.append(type(error).__name__)
+            await asyncio.sleep(0.2)
+
+    async def _show(self, stream: Any, cameras: tuple[str, ...]) -> None:
+        number, start = 0, time.monotonic()
+        while True:
+            await stream.observe(dict.fromkeys(cameras, PICTURES[number % len(PICTURES)]), self._state)
+            number += 1
+            await asyncio.sleep(max(start + number / FPS - time.monotonic(), 0))
+
+    def _hear(self, message: object) -> None:
+        now = time.monotonic()
+        if isinstance(message, Command):
+            self.heard.commands.append(now)
+            self._state |= message.joints
+        elif isinstance(message, Status):
+            self.heard.holds.append((now, message.hold_code))
+
+
+def summary(robots: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of all robots' figures of one time."""
+    pauses = sorted(one["longest_pause_s"] for one in robots.values())
+    held = [name for name, one in robots.items() if one["holds"]]
+    return {
+        "robots": len(robots),
+        "commands": sum(one["commands"] for one in robots.values()),
+        "longest_pause_s": pauses[-1],
+        "median_of_longest_pauses_s": pauses[len(pauses) // 2],
+        "robots_held": len(held),
+    }
 
 
 # What robots see.
@@ -99,13 +332,6 @@ async def broken(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
 
         asyncio.get_running_loop().call_later(1.0, fronts[1].process.kill)
         await watch("a front is killed: robots of the other", seconds, robots[::2])
-        found["robots_of_the_killed_front"] = {
-            robot.name: {
-                "held_by_their_own_watchdog": "no command any more",
-                "last_command_before_end_s": round(time.monotonic() - robot.heard.commands[-1], 2),
-            }
-            for robot in robots[1::2]
-        }
         listed = {one["session_id"]: one["status"] for one in call(f"{a}/sessions")}
         found["listed"] = {
             "sessions": len(listed),
@@ -123,10 +349,6 @@ async def broken(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
         found["adopted_in_s"] = round(time.monotonic() - began, 2)
         await started(a, robots[1::2])
         await watch("all on one front", seconds)
-        try:
-            call(f"{a}/sessions/robot-1/adopt", "POST")
-        except Refused as error:
-            found["adopting_again"] = str(error).split(": ", 1)[1]
         for robot in robots:
             await robot.end()
     return found
@@ -179,22 +401,13 @@ async def lost(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="of each part")
-    parser.add_argument("--only", choices=["scaling", "failures", "lost"], help="one part")
+    parser.add_argument("--only", choices=["failures", "lost"], help="one part")
     parser.add_argument("--output", type=Path, default=RESULTS / "ray_cluster.json")
     options = parser.parse_args()
     if find_spec("ray") is None:
         parser.error("Ray is not installed: pip install -e '.[ray]'")
     quiet = quietness()
     figures: dict[str, Any] = {}
-    if options.only in (None, "scaling"):
-        rows = []
-        for engines in (1, 2, 3):
-            with Nodes(3) as nodes:
-                command = ("-m", "benchmarks.ray_cluster_scaling", str(engines), str(options.seconds))
-                with child(*command, env=nodes.environment) as one:
-                    rows.append(one.told("scaled")["found"])
-                    print(rows[-1], flush=True)
-        figures["scaling"] = rows
     if options.only in (None, "failures"):
         with Nodes(3) as nodes:
             figures["failures"] = asyncio.run(broken(nodes, options.seconds, Path(nodes.folder)))
@@ -202,12 +415,7 @@ def main() -> None:
         with Nodes(3) as nodes:
             figures["lost"] = asyncio.run(lost(nodes, options.seconds, Path(nodes.folder)))
     question = (__doc__ or "").splitlines()[0]
-    write(options.output, result(question, "python benchmarks/ray_cluster.py", quiet, "ray", **figures))
-    if "scaling" in figures:
-        shown = {
-            f"{row['engines']} engines": row["as_fast_as_possible"]["answers_per_second"] for row in figures["scaling"]
-        }
-        pictures.bars(options.output.with_suffix(".png"), "Answers per second", shown, "answers", list(shown))
+    write(options.output, result(question, "python -m benchmarks.ray_cluster", quiet, "ray", **figures))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does a new chunk go on with what the robot is doing, or change its mind at the seam?
 
-    python benchmarks/real_time_chunking.py                  # 512 episodes for each of 8 delays and 4 ways, 10 s
+    python -m benchmarks.real_time_chunking                # 512 episodes for each of 8 delays and 4 ways, 10 s
 
 Something stands in the way and may be passed on either side (the bifurcation of https://arxiv.org/abs/2506.07339): a
 demonstration is one number per step, ``side * bump(step)`` with the side drawn anew, and a little noise. The best flow
@@ -16,8 +16,6 @@ Figures: the jump at the seam, and the share of new chunks that change sides.
 """
 
 import argparse
-import json
-import platform
 import time
 from functools import partial
 from pathlib import Path
@@ -28,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
+from benchmarks.measured import RESULTS, result, write
 from jaxmodels.samplers import FlowSchedule, begin_with, continuing, flow_euler, given
 from jaxmodels.types import Prefix
 
-RESULTS = Path(__file__).parent / "results" / "real_time_chunking.json"
 CHUNK, EXECUTED, STEPS = 16, 8, 5
 EPISODE, MIDDLE, WIDTH = 64, 32, 9.0
 SPREAD = 0.03
@@ -106,26 +104,10 @@ def seams(way: str, delay: int, count: int, seed: int = 0) -> Seams:
     return Seams(float(np.mean(jumps)), float(np.mean(changes)))
 
 
-def draw(table: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
-    """The table as two curves for each way."""
-    from matplotlib.figure import Figure  # takes longer to import than the test of this file
-
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    for axes, name, label in zip(
-        figure.subplots(1, 2), Seams._fields, ("jump at the seam", "share of chunks that change sides"), strict=True
-    ):
-        for way, rows in table.items():
-            axes.plot(list(rows), [row[name] for row in rows.values()], marker="o", label=way)
-        axes.set(xlabel="delay (actions)", ylabel=label, ylim=(0, None))
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False, fontsize="small", loc="center right")
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=512)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "real_time_chunking.json")
     arguments = parser.parse_args()
     began = time.perf_counter()
     delays = range(EXECUTED)
@@ -134,15 +116,16 @@ def main() -> None:
     for way, rows in table.items():
         cells = (f"{row['jump']:.3f} {100 * row['changes']:5.1f} %" for row in rows.values())
         print(f"{way:28}" + "".join(f"{cell:>16}" for cell in cells))
-    result = {
-        "question": (__doc__ or "").splitlines()[0],
-        "machine": {"platform": platform.platform(), "jax": jax.__version__, "device": str(jax.devices()[0])},
-        "settings": {"chunk": CHUNK, "executed": EXECUTED, "steps": STEPS, "episodes": arguments.episodes},
+    question = (__doc__ or "").splitlines()[0]
+    found = {
+        "chunk": CHUNK,
+        "executed": EXECUTED,
+        "steps": STEPS,
+        "episodes": arguments.episodes,
         "seconds": round(time.perf_counter() - began, 1),
         "ways": table,
     }
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    draw(table, arguments.output.with_suffix(".png"))
+    write(arguments.output, result(question, "python -m benchmarks.real_time_chunking", {}, **found))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ DELAYS = (0, 100, 200, 300, 400)  # milliseconds
 OWN = 0.003  # seconds that an inference takes anyway
 SEEDS = range(20_000, 20_020)  # cubes that no demonstration began with
 SPARE = 60  # ticks that a robot may wait for its first command
-COLOURS = ("#4a5568", "#2b6cb0", "#9f7aea", "#2f855a", "#dd6b20", "#c53030", "#00838f", "#d53f8c")
 
 
 @dataclass
@@ -166,41 +165,7 @@ def table(rows: Sequence[Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(found: Any, path: Path) -> None:
-    """Lifts and mean jerk over delay, one line each."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    rows = found["rows"]
-    figure, sides = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    names = list(dict.fromkeys(row["overlap"] for row in rows))
-    for place, name in enumerate(names):
-        mine = [row for row in rows if row["overlap"] == name]
-        delays = [row["delay_ms"] for row in mine]
-        style = {"color": COLOURS[place % len(COLOURS)], "marker": "o", "lw": 2.6 if name == found["default"] else 1.4}
-        # Lines on top of each other are told apart by a little shift.
-        sides[0].plot(
-            [delay + 3 * (place - len(names) / 2) for delay in delays], [row["lifted"] for row in mine], **style
-        )
-        sides[1].plot(delays, [row["jerk_mean"] for row in mine], label=name, **style)
-    sides[0].set(
-        xlabel="delay of every answer, ms",
-        ylabel=f"cubes lifted of {rows[0]['episodes']}",
-        ylim=(0, rows[0]["episodes"] * 1.05),
-    )
-    sides[1].set(xlabel="delay of every answer, ms", ylabel="mean jerk of the arm, rad/s³", ylim=(0, None))
-    sides[1].legend(frameon=False)
-    for side in sides:
-        side.grid(alpha=0.3)
-        side.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
-    print(f"drawn: {path}")
-
-
 def main() -> None:
-    """Measure, or only draw what was measured."""
     asking = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asking.add_argument("--policy", default=str(SHIPPED))
     asking.add_argument(
@@ -212,15 +177,7 @@ def main() -> None:
     asking.add_argument("--action-steps", type=int)
     asking.add_argument("--ask-ahead", type=float)
     asking.add_argument("--output", type=Path, default=RESULTS / "smoothness.json")
-    asking.add_argument("--picture", type=Path, default=None, help="default: beside the output")
-    asking.add_argument("--draw-only", action="store_true")
     options = asking.parse_args()
-    picture = options.picture or options.output.with_suffix(".png")
-    if options.draw_only:
-        found = json.loads(options.output.read_text())
-        print(table(found["rows"]))
-        draw(found, picture)
-        return
     policy = jaxmodels.load_policy(options.policy)
     fitting = [one for one, how in AGGREGATIONS.items() if policy.requirements.takes_prefix or not how.sends_plan]
     seeds = range(SEEDS.start, SEEDS.start + options.episodes)
@@ -243,7 +200,6 @@ def main() -> None:
     )
     write(options.output, found)
     print(table(rows))
-    draw(found, picture)
 
 
 if __name__ == "__main__":

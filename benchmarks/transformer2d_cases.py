@@ -49,13 +49,6 @@ _FLOW = {
     "use_additional_conditions": False,
     "interpolation_scale": 1,
 }
-_TOKENS = {
-    **_POLICY,
-    "num_vector_embeds": 257,
-    "sample_size": 10,
-    "attention_bias": True,
-    "activation_fn": "geglu-approximate",
-}
 
 
 @dataclass(frozen=True)
@@ -73,17 +66,6 @@ class Case:
     shape: tuple[int, ...]
     text: int = 0
     steps: int = 0
-
-    @property
-    def width(self) -> int:
-        return self.config["num_attention_heads"] * self.config["attention_head_dim"]
-
-    @property
-    def tokens(self) -> int:
-        if len(self.shape) == 2:
-            return self.shape[1]
-        patch = self.config.get("patch_size") or 1
-        return (self.shape[2] // patch) * (self.shape[3] // patch)
 
     def inputs(self) -> dict[str, np.ndarray]:
         """Arguments of the call; those of a loop's first step."""
@@ -106,28 +88,11 @@ class Case:
                 arrays["timestep"] = np.full(batch, 417.0, np.float32)
         return arrays
 
-    def operations(self) -> int:
-        """Floating-point operations of the products of one call (a multiplication and an addition are two)."""
-        n, m, d = self.tokens, self.text, self.width
-        is_gated = self.config.get("activation_fn", "geglu") in ("geglu", "swiglu")
-        layer = 2 * n * 4 * d * d + 4 * n * n * d  # projections, and scores with values
-        if m:
-            layer += 2 * n * 2 * d * d + 2 * m * 2 * d * self.config["cross_attention_dim"] + 4 * n * m * d
-        layer += 2 * n * d * 4 * d * (3 if is_gated else 2)
-        ends = 2 * n * d * (self.config.get("in_channels") or 0) * 2
-        ends += 2 * n * d * (self.config.get("num_vector_embeds") or 0)
-        return self.shape[0] * (self.config.get("num_layers", 1) * layer + ends) * max(self.steps, 1)
-
 
 CPU: Mapping[str, Case] = {
     "SD 1.5 block 320, 64x64, batch 2": Case(_SD, (2, 320, 64, 64), text=77),
     "DiT-S/2, 32x32x4, batch 2": Case({**DIT_S, "num_layers": 12}, (2, 4, 32, 32)),
-    "DiT-S/2, 32x32x4, batch 1": Case({**DIT_S, "num_layers": 12}, (1, 4, 32, 32)),
     "VQ-Diffusion ITHQ, 4 layers, batch 1": Case({**_VQ, "num_layers": 4}, (1, 1024), text=77),
-    "VQ-Diffusion ITHQ, 4 layers, batch 2": Case({**_VQ, "num_layers": 4}, (2, 1024), text=77),
-    "continuous chunk of 16, 6 layers": Case(_CHUNK, (1, 512, 16, 1), text=300),
-    "flow over a chunk of 16x6, 6 layers": Case(_FLOW, (1, 6, 16, 1), text=300),
-    "96 action tokens, 6 layers": Case(_TOKENS, (1, 96), text=300),
     "continuous chunk, 10 steps": Case(_CHUNK, (1, 512, 16, 1), text=300, steps=STEPS),
     "flow over a chunk, 10 steps": Case(_FLOW, (1, 6, 16, 1), text=300, steps=STEPS),
 }

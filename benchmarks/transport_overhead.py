@@ -8,9 +8,8 @@ openpi's own, unmodified, in processes of their own; sides take turns, and a rat
 the rounds' ratios. Ours does what theirs does not: keys, limits on everything that comes, an engine that batches and
 survives stuck policies, and a guard over every chunk. ``benchmarks/openpi_peer.py`` says how their server stands in.
 
-Clients need a core each: where there are fewer, they and not the servers are what is waited for. So the processor time
-that each server needs for a request is written beside, and a second kind of row, ``packed``, has clients that send the
-same bytes each time and unpack no answer (``ask_packed`` of the peer), so that the servers are what is waited for.
+Each client needs a core: where there are fewer, requests wait for clients and not for servers. So the processor time
+that each server needs for a request is measured, too.
 """
 
 import argparse
@@ -24,7 +23,6 @@ import numpy as np
 import psutil
 
 from benchmarks.measured import RESULTS, percentiles, quietness, result, write
-from benchmarks.pictures import bars
 from benchmarks.processes import Child, call, child, say
 
 PEER = str(Path(__file__).parent / "openpi_peer.py")
@@ -85,17 +83,13 @@ def turn(server: Child, clients: list[Child], count: int) -> tuple[list[float], 
     return [seconds for one in told for seconds in one["seconds"]], (cpu(server) - before) / requests * 1e3, spent
 
 
-def measure(python: str, many: int, rounds: int, count: int, how: str) -> dict[str, Any]:
-    """All of one number of clients.
-
-    Args:
-        how: what they do, by its name in ``benchmarks/openpi_peer.py``.
-    """
+def measure(python: str, many: int, rounds: int, count: int) -> dict[str, Any]:
+    """Return the figures for a number of clients."""
     found: dict[str, dict[str, list[Any]]] = {side: {"seconds": [], "cpu": []} for side in (OURS, THEIRS)}
     ratios, clients_cpu = [], []
     with ExitStack() as stack:
         servers = {
-            OURS: stack.enter_context(child(__file__, "--serve", env={"PYTHONPATH": str(Path.cwd())})),
+            OURS: stack.enter_context(child("-m", "benchmarks.transport_overhead", "--serve")),
             THEIRS: stack.enter_context(child(PEER, "serve", python=python)),
         }
         told = {side: server.told("serves") for side, server in servers.items()}
@@ -103,7 +97,7 @@ def measure(python: str, many: int, rounds: int, count: int, how: str) -> dict[s
         call(f"{told[OURS]['url']}/sessions", "POST", new)
         clients = {
             side: [
-                stack.enter_context(child(PEER, how, "127.0.0.1", str(told[side]["port"]), python=python))
+                stack.enter_context(child(PEER, "ask", "127.0.0.1", str(told[side]["port"]), python=python))
                 for _ in range(many)
             ]
             for side in servers
@@ -127,7 +121,7 @@ def measure(python: str, many: int, rounds: int, count: int, how: str) -> dict[s
         }
         for side, one in found.items()
     }
-    ratio, target = statistics.median(ratios), TARGETS.get(many) if how == "ask" else None
+    ratio, target = statistics.median(ratios), TARGETS.get(many)
     return {
         **sides,
         "client_cpu_ms_per_request": round(statistics.median(clients_cpu), 3),
@@ -157,8 +151,7 @@ def main() -> None:
         parser.error("--openpi-python is wanted: a Python with openpi-client 0.1.2")
     quiet = quietness()
     sides = {
-        f"clients_{many}{name}": measure(options.openpi_python, many, options.rounds, options.count, how)
-        for how, name in (("ask", ""), ("ask_packed", "_packed"))
+        f"clients_{many}": measure(options.openpi_python, many, options.rounds, options.count)
         for many in options.clients
     }
     found = result(
@@ -177,13 +170,6 @@ def main() -> None:
         ours, theirs = (one[side]["round_trip_ms"]["p50"] for side in (OURS, THEIRS))
         print(f"{name}: ours {ours} ms, theirs {theirs} ms, ratio {one['ratio']} (target {one['target']})")
         print(f"  processor time of the servers: ratio {one['ratio_of_server_cpu']}")
-    rows = {
-        f"{side}, {name.replace('_', ' ')}": one[side]["round_trip_ms"]["p50"]
-        for name, one in sides.items()
-        for side in (THEIRS, OURS)
-    }
-    title = "One request without thinking, two 224x224 images (median)"
-    bars(options.output.with_suffix(".png"), title, rows, "ms", [name for name in rows if name.startswith(OURS)])
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
 """How long do pi0.5, SmolVLA, Diffusion Policy and ACT take on a GPU, from NumPy frames to NumPy actions?
 
-    python benchmarks/vla_gpu.py --golden --lerobot-python /path/to/venv/bin/python
+    python -m benchmarks.vla_gpu --lerobot-python VENV/bin/python
 
 Targets, on an H200 in bfloat16 with three cameras of 480x640 and 10 steps: pi0.5 43 ms (p50) for one robot and 33
 chunks a second for four together, SmolVLA 20 ms, ACT 2.5 ms. Policies have the sizes that people run (pi0.5 with all of
-its 3.35 billion parameters) and random weights, which are made in memory; with --files SmolVLA's and ACT's are written
-to a folder and read from there. A measurement starts with uint8 frames and float32 states in NumPy arrays and ends when
-the un-normalised chunk is a NumPy array. Beside that: seconds to load and to compile, the parts of a chunk, each as a
-program of its own, memory, and (--golden) how far this device's chunks are from those that LeRobot recorded on a CPU.
+its 3.35 billion parameters) and random weights in memory. A measurement starts with uint8 frames and float32 states in
+NumPy arrays and ends when the un-normalised chunk is a NumPy array. Also measured: seconds to load and to compile, the
+parts of a chunk, each as a program of its own, and memory.
 
-Each case runs in a process of its own with a time limit, and what is measured is written at once, so that a case that
-fails takes nothing with it. Without a GPU it says so and measures nothing. The peer is any Python 3.12 with lerobot
-0.6.1, its extras smolvla and pi, and a torch for this GPU; it runs after ours, as both want the GPU's memory.
+Each case runs in a process of its own with a time limit, and its figures are written at once, so a case that fails does
+not affect the others. The peer is a Python 3.12 with lerobot 0.6.1, its extras smolvla and pi, and a torch for this
+GPU; it runs after ours, because both need the GPU's memory.
 
-Last result, an H200 with 16 cores of a Xeon: benchmarks/results/vla_gpu.json
+Last figures, an H200 with 16 cores of a Xeon: pi0.5 24.2 ms, SmolVLA 13.4 ms, ACT 2.6 ms; LeRobot eager 238 ms, 233 ms
+and 17.0 ms (benchmarks/results/vla_gpu.json).
 """
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import threading
@@ -37,7 +36,6 @@ from benchmarks.processes import Child, child
 
 QUESTION = "How long do pi0.5, SmolVLA and ACT take on a GPU, from NumPy frames to NumPy actions?"
 HERE = Path(__file__).parent
-GOLDEN = HERE.parent / "tests" / "golden"
 CAMERAS = ("camera1", "camera2", "camera3")
 PERCENTS = (50, 90, 99)
 
@@ -59,7 +57,6 @@ CASES = {
     "pi05": Case("pi05", target_ms=43.0, target_chunks_per_s=33.0),
     "diffusion": Case("diffusion"),
 }
-GOLDENS = ("pi05_two_cameras", "pi0_two_cameras", "smolvla_two_cameras", "act_two_cameras_no_vae")
 TOGETHER = 4
 BLOCK = 1 << 25
 
@@ -132,22 +129,14 @@ class Measured:
         self._policy: Any = None
         self._case = CASES["act"]
 
-    def load(self, case: str, device: str | None, is_small: bool, from_files: bool) -> dict[str, Any]:
+    def load(self, case: str, device: str | None, is_small: bool) -> dict[str, Any]:
         self._case = CASES[case]
-        import jaxmodels
-        from jaxmodels.policies import lerobot_folder
         from jaxmodels.policy import Policy
 
         checkpoint = build_checkpoint(self._case, self._folder, is_small=is_small)
-        if from_files := from_files and self._case.policy != "pi05":
-            lerobot_folder.write_checkpoint(self._folder, checkpoint)
         made = time.perf_counter()
-        if from_files:
-            self._policy = jaxmodels.load_policy(self._folder, dtype=self._case.dtype, device=device)
-        else:
-            self._policy = Policy(checkpoint, dtype=self._case.dtype, device=device)
+        self._policy = Policy(checkpoint, dtype=self._case.dtype, device=device)
         return {
-            "is_of_files": from_files,
             "load_s": round(time.perf_counter() - made, 2),
             "dtype": self._policy.dtype,
             "parameters": sum(self._policy.count_parameters().values()),
@@ -190,36 +179,6 @@ class Measured:
             f"{name}_gb": round(stats[name] / 1e9, 2) for name in ("peak_bytes_in_use", "bytes_in_use") if name in stats
         }
 
-    def trace(self, into: str, batch: int) -> dict[str, Any]:
-        import jax
-
-        seen = observe(self._case, batch)
-        with jax.profiler.trace(into):
-            for _ in range(3):
-                self._policy.act(seen)
-        return {}
-
-    def golden(self, name: str, device: str | None, dtype: str) -> dict[str, Any]:
-        """Largest difference to the chunk that LeRobot recorded on a CPU, over its largest magnitude."""
-        import jaxmodels
-        from jaxmodels.checkpoints.files import write_safetensors
-        from tests.testing.models import seeded_weights
-
-        golden, folder = GOLDEN / f"lerobot_{name.partition('_')[0]}" / name, self._folder / name
-        with np.load(golden / "io.npz") as file:
-            io = dict(file)
-        if not folder.exists():
-            shutil.copytree(golden, folder, copy_function=shutil.copyfile)
-            write_safetensors(
-                folder / "model.safetensors", seeded_weights(json.loads((golden / "keys.json").read_text()), io)
-            )
-        seen: dict[str, Any] = {key.removeprefix("in.0."): io[key] for key in io if key.startswith("in.0.obs")}
-        if "in.0.task" in io:
-            seen["task"] = io["in.0.task"].tolist()
-        policy = jaxmodels.load_policy(folder, dtype=dtype, device=device)
-        chunk, wanted = policy.act(seen, noise=io.get("in.0.noise")), io["out.0.chunk"]
-        return {"error": float(np.abs(chunk - wanted).max() / np.abs(wanted).max())}
-
 
 def serve() -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -243,8 +202,8 @@ def limit(process: Child, seconds: float) -> Iterator[None]:
 def run_case(name: str, options: argparse.Namespace, note: Callable[..., None]) -> None:
     """Everything about one case, in a process of its own; `note` is given figures as soon as they are there."""
     case, count = CASES[name], options.count
-    with child(__file__, "--serve") as process, limit(process, options.limit):
-        where = {"device": options.device, "is_small": options.small, "from_files": options.files}
+    with child("-m", "benchmarks.vla_gpu", "--serve") as process, limit(process, options.limit):
+        where = {"device": options.device, "is_small": options.small}
         note("loaded", **process.order(do="load", case=name, **where))
         for batch in (1, TOGETHER):
             found = process.order(do="compile", batch=batch) | process.order(do="measure", batch=batch, count=count)
@@ -254,8 +213,6 @@ def run_case(name: str, options: argparse.Namespace, note: Callable[..., None]) 
                 target = case.target_chunks_per_s
                 found |= {"target_chunks_per_s": target, "is_met": found["chunks_per_s"] >= target}
             note(name_batch(batch), **found)
-            if options.trace is not None:
-                process.order(do="trace", into=str(options.trace.resolve() / f"{name} {batch}"), batch=batch)
         note("memory", **process.order(do="memory"))
         note("parts", **process.order(do="stages", runs=count))
 
@@ -284,26 +241,12 @@ def run_peer(name: str, options: argparse.Namespace, note: Callable[..., None]) 
                 note(f"lerobot {name_batch(batch)}", load_s=round(found["load_s"], 2), **summarize(seconds, batch))
 
 
-def run_goldens(options: argparse.Namespace, note: Callable[..., None]) -> None:
-    """Errors of chunks in float32 and bfloat16."""
-    with child(__file__, "--serve") as process, limit(process, options.limit):
-        for name in GOLDENS:
-            errors = {
-                dtype: process.order(do="golden", name=name, device=options.device, dtype=dtype)["error"]
-                for dtype in ("float32", "bfloat16")
-            }
-            note(name, **errors)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", choices=tuple(CASES), action="append", help="only this one; may be given again")
     parser.add_argument("--count", type=int, default=100, help="chunks of each measurement")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a case may take")
     parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.6.1 and has this GPU")
-    parser.add_argument("--golden", action="store_true", help="also compare with chunks that LeRobot recorded")
-    parser.add_argument("--files", action="store_true", help="write weights to files and load them, but pi0.5's")
-    parser.add_argument("--trace", type=Path, help="a folder for profiles of three chunks each (XProf, Perfetto)")
     parser.add_argument("--device", default="gpu")
     parser.add_argument("--small", action="store_true", help="a quarter of the width, two layers of pi0.5")
     parser.add_argument("--output", type=Path, default=RESULTS / "vla_gpu.json")
@@ -315,7 +258,7 @@ def main() -> None:
     if options.device != "cpu" and accelerator() is None:
         print("no GPU here (nvidia-smi finds none), nothing measured; --device cpu --small shows that everything works")
         return
-    command = " ".join(["benchmarks/vla_gpu.py", *sys.argv[1:]])
+    command = " ".join(["python", "-m", "benchmarks.vla_gpu", *sys.argv[1:]])
     found = result(QUESTION, command, {}, "jaxlib", frame=vla_latency.FRAME, cameras=len(CAMERAS), cases={})
 
     def note_under(name: str) -> Callable[..., None]:
@@ -335,12 +278,6 @@ def main() -> None:
             run_case(name, options, note)
             if options.lerobot_python and CASES[name].dtype == "bfloat16" and name != "diffusion":
                 run_peer(name, options, note)
-        except RuntimeError as error:
-            note("failed", why=str(error)[-2000:])
-    if options.golden:
-        note = note_under("golden")
-        try:
-            run_goldens(options, note)
         except RuntimeError as error:
             note("failed", why=str(error)[-2000:])
     write(options.output, found)

@@ -1,43 +1,31 @@
-"""How long do SmolVLA, Diffusion Policy and pi0.5 take from NumPy frames to NumPy actions, beside LeRobot's in torch?
+"""How long do SmolVLA, Diffusion Policy and pi0.5 take from NumPy frames to NumPy actions, compared with torch?
 
-    python benchmarks/vla_latency.py --lerobot-python /path/to/venv/bin/python --compiled-peer --batching --sharing
+    python -m benchmarks.vla_latency --lerobot-python VENV/bin/python --compiled-peer --rounds 5 --count 2
 
-That takes 8 minutes on 2 quiet cores, most of it torch.compile (1 to 3 minutes a case); without --compiled-peer 4. The
-peer is any Python 3.12 that can import lerobot 0.6.1 with its extras smolvla, diffusion and pi (see
-benchmarks/vla_latency_peer.py); without it only this package is measured. Both run in processes of their own, never at
-the same time, in alternating rounds, so that whatever else the machine does meets both alike; the ratio is the median
-of the rounds' ratios, and processor seconds are counted too, as a busy machine spoils the others. Batch 1, float32,
-every core, random weights in the sizes that people run: SmolVLA's 450 million parameters over two cameras, Diffusion
-Policy at LeRobot's defaults with 10 steps of DDIM, and pi0.5 at its full width with 2 of the 18 and 27 layers of its
-towers and with 1,024 words (the table of 257,152 is 2 GB, and only looked up in). Beside that, of this package alone:
-how much memory loading takes over the size of the weights; (--sharing) memory of one and of eight sessions of one
-policy in one engine, each of which was answered; (--batching) how many robots are answered a second, eight together
-and one at a time, by a SmolVLA of a quarter of its width.
+This takes 8 minutes on 2 quiet cores, most of it torch.compile; without --compiled-peer 4. The peer is a Python 3.12
+with lerobot 0.6.1 and its extras smolvla, diffusion and pi (see vla_latency_peer.py). Without it, only this package is
+measured. Sides take turns as in act_latency.py. Batch 1, float32, all cores, random weights in the sizes that people
+run: SmolVLA's 450 million parameters with two cameras, Diffusion Policy at LeRobot's defaults with 10 steps of DDIM,
+and pi0.5 at its full width with 2 of the 18 and 27 layers of its towers and with 1,024 words (the table of 257,152
+words takes 2 GB).
 
-Last results: benchmarks/results/vla_latency.json (2 cores of a Xeon) and vla_latency_epyc.json (of an EPYC).
+Last figures: benchmarks/results/vla_latency.json (2 cores of a Xeon) and vla_latency_epyc.json (of an EPYC). SmolVLA on
+the Xeon: 2.85 s; LeRobot eager 3.16 s.
 """
 
-import argparse
-import asyncio
-import json
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.measured import RESULTS, machine, write
-from benchmarks.processes import Child, child
+from benchmarks import latency
+from benchmarks.measured import RESULTS
 
 if TYPE_CHECKING:
     from jaxmodels.policies.lerobot_folder import Checkpoint
 
-HERE = Path(__file__).parent
 CASES = ("smolvla", "diffusion", "pi05")
 TASK = "pick up the red cube and place it in the box"
 STATE = ACTION = 6
@@ -118,11 +106,11 @@ def shrink(vlm: dict[str, Any], parts: int) -> dict[str, Any]:
     return vlm | {"text_config": text, "vision_config": vision}
 
 
-def write_policy(folder: Path, case: str, parts: int = 1) -> None:
-    """A policy of the size that people run, or a part of its width, with random weights, as LeRobot's files."""
+def write_policy(folder: Path, case: str) -> None:
+    """Write a policy of the size that people run, with random weights, as LeRobot's files."""
     from jaxmodels.policies import lerobot_folder
 
-    lerobot_folder.write_checkpoint(folder, build_checkpoint(folder, case, parts=parts))
+    lerobot_folder.write_checkpoint(folder, build_checkpoint(folder, case))
 
 
 def build_checkpoint(
@@ -279,211 +267,23 @@ def _write_vlm(folder: Path) -> bytes:
     return written
 
 
-def load(folder: str, seen: dict[str, Any], noise: np.ndarray) -> Callable[[], np.ndarray]:
+def load(folder: str, case: str) -> Callable[[], np.ndarray]:
+    """Load the policy in this process."""
     import jaxmodels
 
-    policy = jaxmodels.load_policy(folder)
+    policy, seen, noise = jaxmodels.load_policy(folder), observation(case), noise_of(case)
     return lambda: policy.act(seen, noise=noise)
 
 
 def noise_of(case: str) -> np.ndarray:
-    """The noise that both sides make their chunk of."""
+    """The noise that both sides denoise into their chunk."""
     shape = (1, 64, ACTION) if case == "diffusion" else (1, 50, 32)
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
-def memory_bytes(field: str) -> int:
-    """Of this process: ``VmRSS``, what it has, or ``VmHWM``, the most that it had since `forget_peak` (Linux)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def forget_peak() -> None:
-    """A process begins with its parent's peak; from now on it counts its own."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def measure_batching(rounds: int) -> dict[str, float]:
-    """Robots per second, eight together and one at a time, by a SmolVLA of a quarter of its width."""
-    import jaxmodels
-
-    with tempfile.TemporaryDirectory() as name:
-        write_policy(Path(name), "smolvla", parts=4)
-        policy = jaxmodels.load_policy(name)
-        one = observation("smolvla")
-        eight = {key: value * 8 if key == "task" else np.repeat(value, 8, axis=0) for key, value in one.items()}
-        seconds: dict[int, list[float]] = {1: [], 8: []}
-        for seen in (one, eight):
-            policy.act(seen)
-        for _ in range(rounds):
-            for batch, seen in ((1, one), (8, eight)):
-                for _ in range(8 // batch):
-                    start = time.perf_counter()
-                    policy.act(seen)
-                    seconds[batch].append(time.perf_counter() - start)
-    alone, together = (1 / float(np.median(seconds[1])), 8 / float(np.median(seconds[8])))
-    return {"alone_per_s": round(alone, 3), "eight_per_s": round(together, 3), "ratio": round(together / alone, 3)}
-
-
-class Session:
-    """Whoever asks an engine."""
-
-
-async def share(folder: str) -> list[int]:
-    """Bytes of this process over its start with one session of a policy, with two, ... with eight, all answered."""
-    import jaxmodels
-    from service.inference.engine import Engine
-
-    engine, seen, sessions, found = Engine(batch_sizes=(1,), stuck_after=600), observation("smolvla"), [], []
-    before = memory_bytes("VmRSS")
-    async with AsyncExitStack() as stack:
-        for _ in range(8):
-            sessions.append(Session())
-            loaded = await stack.enter_async_context(
-                engine.policy_cache.open_policy(
-                    lambda path, *_, **__: jaxmodels.load_policy(path), folder, None, lambda _: None
-                )
-            )
-            await engine.infer(loaded, seen, caller=sessions[-1])
-            found.append(memory_bytes("VmRSS") - before)
-    await engine.close()
-    return found
-
-
-def measure_sharing() -> dict[str, float]:
-    """Memory of one session and of eight of one SmolVLA, in a process of its own."""
-    with tempfile.TemporaryDirectory() as name, child(__file__, "--serve") as process:
-        write_policy(Path(name), "smolvla")
-        sizes = process.order(do="share", folder=name)["bytes"]
-        weights = (Path(name) / "model.safetensors").stat().st_size
-    megabytes = [round(size / 1e6, 1) for size in (weights, sizes[0], sizes[-1])]
-    return dict(zip(("weights_mb", "one_session_mb", "eight_sessions_mb"), megabytes, strict=True))
-
-
-def nothing_loaded() -> np.ndarray:
-    raise SystemExit("the first order must be to load a policy")
-
-
-def time_calls(act: Callable[[], object], count: int) -> dict[str, list[float]]:
-    """Seconds of each call, by the clock and of processors."""
-    found: dict[str, list[float]] = {"seconds": [], "processor_seconds": []}
-    for _ in range(count):
-        start, used = time.perf_counter(), time.process_time()
-        act()
-        found["seconds"].append(time.perf_counter() - start)
-        found["processor_seconds"].append(time.process_time() - used)
-    return found
-
-
-def serve() -> None:
-    """The measured side: one line of JSON in, one out. The peer speaks the same."""
-    act = nothing_loaded
-    for line in sys.stdin:
-        order = json.loads(line)
-        if order["do"] == "load":
-            import jaxmodels.policy
-
-            assert jaxmodels.policy  # what importing takes is not loading's
-            forget_peak()
-            start, before = time.perf_counter(), memory_bytes("VmRSS")
-            act = load(order["folder"], observation(order["case"]), noise_of(order["case"]))
-            loaded, peak = time.perf_counter(), memory_bytes("VmHWM")
-            chunk = act()
-            answer = {"load_s": loaded - start, "compile_s": time.perf_counter() - loaded}
-            size = (Path(order["folder"]) / "model.safetensors").stat().st_size
-            answer["load_bytes_over_weights"] = round((peak - before) / size, 3)
-            answer["chunk"] = chunk[0].tolist()
-        elif order["do"] == "share":
-            answer = {"bytes": asyncio.run(share(order["folder"]))}
-        else:
-            answer = time_calls(act, order["count"])
-        print(json.dumps(answer), flush=True)
-
-
-def measure(commands: dict[str, list[str]], case: str, rounds: int, count: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "policy"
-        folder.mkdir()
-        write_policy(folder, case)
-        results: dict[str, Any] = {}
-        rounds_of: dict[str, list[dict[str, list[float]]]] = {side: [] for side in commands}
-        chunks = {}
-        # One after the other in each round, and both alive, so that no side ever starts cold.
-        with ExitStack() as stack:
-            sides: dict[str, Child] = {}
-            for side, (python, *command) in commands.items():
-                sides[side] = process = stack.enter_context(child(*command, python=python))
-                results[side] = process.order(do="load", folder=str(folder), case=case)
-                chunks[side] = np.array(results[side].pop("chunk"))
-                process.order(do="measure", count=1)
-            for _ in range(rounds):
-                for side, process in sides.items():
-                    rounds_of[side].append(process.order(do="measure", count=count))
-    ours = chunks["robojax"]
-
-    def collect(side: str, kind: str) -> np.ndarray:
-        """Milliseconds (rounds, calls)."""
-        return np.array([found[kind] for found in rounds_of[side]]) * 1e3
-
-    for side in commands:
-        milliseconds, processor = collect(side, "seconds"), collect(side, "processor_seconds")
-        shares = np.median(collect("robojax", "seconds"), axis=1) / np.median(milliseconds, axis=1)
-        results[side] |= {
-            "p50_ms": round(float(np.percentile(milliseconds, 50)), 2),
-            "min_ms": round(float(milliseconds.min()), 2),
-            "processor_ms": round(float(np.median(processor)), 2),
-            "count": milliseconds.size,
-            "ours_over_it": round(float(np.median(shares)), 3),
-            "ours_over_it_at_best": round(float(collect("robojax", "seconds").min() / milliseconds.min()), 3),
-            "largest_difference": float(np.abs(chunks[side] - ours).max() / np.abs(ours).max()),
-        }
-    return results
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.6.1")
-    parser.add_argument("--compiled-peer", action="store_true", help="also measure the peer under torch.compile")
-    parser.add_argument("--batching", action="store_true", help="also measure eight robots together")
-    parser.add_argument("--sharing", action="store_true", help="also measure memory of eight sessions")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--count", type=int, default=2, help="inferences per round and side")
-    parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be given again")
-    parser.add_argument("--output", type=Path, default=RESULTS / "vla_latency.json")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve:
-        serve()
-        return
-    commands = {"robojax": [sys.executable, __file__, "--serve"]}
-    if options.lerobot_python:
-        peer = [str(options.lerobot_python), str(HERE / "vla_latency_peer.py")]
-        commands["lerobot eager"] = peer
-        if options.compiled_peer:
-            commands["lerobot torch.compile"] = [*peer, "--compile"]
-    import jax
-
-    result: dict[str, Any] = {"machine": machine() | {"device": str(jax.devices()[0])}, "cases": {}}
-    for case in options.case or CASES:
-        sides = measure(commands, case, options.rounds, options.count)
-        result["cases"][case] = sides
-        for side, figures in sides.items():
-            print(
-                f"{case:10} {side:22} p50 {figures['p50_ms']:8.1f} ms  min {figures['min_ms']:8.1f} ms  "
-                f"processor {figures['processor_ms']:8.1f} ms  ours takes {figures['ours_over_it']:5.2f} of it "
-                f"({figures['ours_over_it_at_best']:.2f} at best)  difference {figures['largest_difference']:.1e}",
-                flush=True,
-            )
-    if options.batching:
-        result["batching"] = figures = measure_batching(options.rounds)
-        print(f"eight robots together: {figures['ratio']:.2f} times as many answers as one at a time")
-    if options.sharing:
-        result["sharing"] = figures = measure_sharing()
-        print(
-            f"memory: weights {figures['weights_mb']:.0f} MB, one session {figures['one_session_mb']:.0f} MB, "
-            f"eight {figures['eight_sessions_mb']:.0f} MB"
-        )
-    write(options.output, result)
+    output = RESULTS / "vla_latency.json"
+    latency.run("vla_latency", __doc__, CASES, load, write_policy, lerobot="0.6.1", output=output)
 
 
 if __name__ == "__main__":

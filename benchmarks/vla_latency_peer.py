@@ -1,15 +1,9 @@
-"""LeRobot's side of benchmarks/vla_latency.py and vla_gpu.py: run by a Python with lerobot 0.6.1, which ours never has.
+"""LeRobot's side of vla_latency.py and vla_gpu.py; runs in a Python with lerobot 0.6.1."""
 
-Answers the same orders as `serve` there: load a policy folder, or measure some inferences, one line of JSON each.
-"""
-
-import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +11,7 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.vla_latency import time_calls
+from benchmarks import latency
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -26,7 +20,6 @@ def load(
     folder: str,
     case: str,
     *,
-    is_compiled: bool,
     device: str = "cpu",
     dtype: str = "float32",
     cameras: Sequence[str] | None = None,
@@ -65,9 +58,9 @@ def load(
             policy = get_policy_class(case)(config).to(device).eval()
     moved = {"device_processor": {"device": device}}
     before, after = make_pre_post_processors(config, pretrained_path=folder, preprocessor_overrides=moved)
-    if is_compiled and case != "diffusion":
+    if "--compile" in sys.argv and case != "diffusion":
         policy.model.sample_actions = torch.compile(policy.model.sample_actions)
-    elif is_compiled:
+    elif "--compile" in sys.argv:
         policy.diffusion.unet = torch.compile(policy.diffusion.unet)
         encoders = policy.diffusion.rgb_encoder  # one for each camera, or one for all
         for encoder in encoders if isinstance(encoders, torch.nn.ModuleList) else (encoders,):
@@ -121,28 +114,6 @@ def use_sizes(sizes: dict[str, Any]) -> None:
     module.get_gemma_config = lambda variant: module.GemmaConfig(**sizes[variant])
 
 
-def nothing_loaded(batch: int = 1) -> np.ndarray:
-    raise SystemExit("the first order must be to load a policy")
-
-
-def main() -> None:
-    logging.disable(logging.WARNING)
-    answers, sys.stdout = sys.stdout, sys.stderr  # LeRobot prints while it loads
-    act = nothing_loaded
-    for line in sys.stdin:
-        order = json.loads(line)
-        if order["do"] == "load":
-            start = time.perf_counter()
-            del order["do"]
-            act = load(**order, is_compiled="--compile" in sys.argv)
-            loaded = time.perf_counter()
-            chunk = act()
-            answer = {"load_s": loaded - start, "compile_s": time.perf_counter() - loaded}
-            answer["chunk"] = chunk[0].tolist()
-        else:
-            answer = time_calls(partial(act, order.get("batch", 1)), order["count"])
-        print(json.dumps(answer), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    logging.disable(logging.WARNING)
+    latency.serve(load)

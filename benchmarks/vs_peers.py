@@ -1,14 +1,11 @@
 """How much faster than the peers? The same policies, the same payloads, the same run, everybody in turns.
 
-    python benchmarks/vs_peers.py --lerobot-python VENV/bin/python         # one with lerobot 0.4.4 and grpcio
+    python -m benchmarks.vs_peers --lerobot-python VENV/bin/python         # one with lerobot 0.4.4 and grpcio
 
 - served: an observation (two uint8 images of 224x224, 14 joints) to a server on this machine and its chunk of 100
   actions back, by each project's own client in a process of its own: ``robojax.client`` over a stream, LeRobot's gRPC
   service. Once with LeRobot's ACT of its default size (52 M parameters, random weights, written by LeRobot and read by
   both from the same files), once with a policy that computes nothing.
-- in process: the same ACT without a server, from NumPy to NumPy, beside LeRobot's in eager torch and under
-  ``torch.compile``; ``benchmarks/act_latency.py`` has more sizes.
-- openpi's server and client: ``benchmarks/transport_overhead.py`` measures them; its figures are repeated here.
 
 A ratio is theirs over ours, the median of the rounds' ratios: 2 means that ours takes half as long. Behind servers,
 OpenMP's threads wait passively, or those of whoever had its turn before would take the cores. What cannot run is left
@@ -20,20 +17,17 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.act_latency import measure as measure_in_process
-from benchmarks.cold_start import CAMERAS, JOINTS, LEROBOT, PEER_SIZE, free_port, wait_for
-from benchmarks.measured import RESULTS, ROOT, percentiles, quietness, result, write
-from benchmarks.pictures import bars
-from benchmarks.processes import call, child, say
+from benchmarks.cold_start import CAMERAS, JOINTS, LEROBOT, PEER_SIZE, free_port, wait_for, write_act
+from benchmarks.measured import RESULTS, percentiles, quietness, result, write
+from benchmarks.processes import call, child, peer_versions, say
 
-HERE = Path(__file__)
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 CHUNK = 100
 OURS, LEROBOTS = "robojax", "LeRobot's gRPC server"
@@ -90,12 +84,12 @@ def ask(url: str, policy: str) -> None:
 def ours(stack: ExitStack, folder: Path, policy: str) -> Ask:
     """Our server and our client."""
     if policy == "none":
-        url = stack.enter_context(child(str(HERE), "--serve")).told("ready")["url"]
+        url = stack.enter_context(child("-m", "benchmarks.vs_peers", "--serve")).told("ready")["url"]
     else:
         url = stack.enter_context(
             child("-m", "robojax.cli", "serve", "--port", "0", "--state", "off", env=PASSIVE)
         ).url()
-    asking = stack.enter_context(child(str(HERE), "--ask", url, str(folder)))
+    asking = stack.enter_context(child("-m", "benchmarks.vs_peers", "--ask", url, str(folder)))
     asking.told("ready")
     settle(url)
     return lambda count: asking.order(count=count)["seconds"]
@@ -142,32 +136,6 @@ def served(python: str | None, folder: Path, policy: str, rounds: int, count: in
     return found
 
 
-def in_process(python: str | None, rounds: int, count: int) -> dict[str, Any]:
-    """ACT without a server."""
-    script = str(ROOT / "benchmarks" / "act_latency.py")
-    commands = {OURS: [sys.executable, script, "--serve"]}
-    if python is not None:
-        peer = [python, str(ROOT / "benchmarks" / "act_latency_peer.py")]
-        commands |= {"LeRobot, eager": peer, "LeRobot, torch.compile": [*peer, "--compile"]}
-    sides = measure_in_process(commands, (PEER_SIZE["cameras"], PEER_SIZE["height"], PEER_SIZE["width"]), rounds, count)
-    own = sides[OURS]["p50_ms"]
-    return {
-        side: {"p50": one["p50_ms"], "p99": one["p99_ms"], "ratio": round(one["p50_ms"] / own, 2)}
-        for side, one in sides.items()
-    }
-
-
-def openpi(left_out: dict[str, str]) -> Mapping[str, Any]:
-    """What the other benchmark found."""
-    path = RESULTS / "transport_overhead.json"
-    if not path.is_file():
-        left_out["openpi's websocket server"] = "no results yet: run benchmarks/transport_overhead.py"
-        return {}
-    found = json.loads(path.read_text())
-    unwanted = ("question", "command", "machine", "rounds", "bare_loop_lateness_ms")
-    return {name: value for name, value in found.items() if name not in unwanted}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lerobot-python", help="a Python with lerobot 0.4.4 and grpcio")
@@ -190,55 +158,26 @@ def main() -> None:
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "act"
-        if python is None:
-            from benchmarks.act_latency import write_policy
-
-            write_policy(folder, *PEER_SIZE.values())
-        else:
-            with child(str(LEROBOT), "ask", "--port", "1", python=python) as writing:
-                writing.order(do="write", folder=str(folder), **PEER_SIZE)
+        write_act(folder, python)
         for name, run in {
             "served, ACT of 52 M": lambda: served(python, folder, "real", rounds, count),
             "served, a policy that computes nothing": lambda: served(python, folder, "none", rounds, 10 * count),
-            "in process, ACT of 52 M": lambda: in_process(python, rounds, count),
         }.items():
             cases[name] = run()
             for side, one in cases[name].items():
                 print(f"{name}: {side}: p50 {one['p50']:.1f} ms, {one['ratio']:.2f} times ours", flush=True)
     found = result(
         "milliseconds of one observation to its chunk, ours and the peers', and how many times ours theirs is",
-        "python benchmarks/vs_peers.py --lerobot-python VENV/bin/python",
+        "python -m benchmarks.vs_peers --lerobot-python VENV/bin/python",
         quiet,
         "torch",
         rounds=rounds,
         payload="2 images of 224x224 as uint8, 14 joints; a chunk of 100 actions",
         cases_ms=cases,
-        openpi=openpi(left_out),
         left_out=left_out,
-        peer=peer_versions(python),
+        peer=peer_versions(python, "lerobot", "torch", "grpcio", "numpy"),
     )
     write(options.output, found)
-    rows = {f"{name}: {side}": one["p50"] for name, sides in cases.items() for side, one in sides.items()}
-    title = "One observation to its chunk (p50)"
-    bars(
-        options.output.with_suffix(".png"),
-        title,
-        rows,
-        "ms",
-        [row for row in rows if row.endswith(f": {OURS}")],
-        is_log=True,
-    )
-
-
-def peer_versions(python: str | None) -> dict[str, str]:
-    """Of what the peer's Python runs."""
-    import subprocess
-
-    if python is None:
-        return {}
-    names = ("lerobot", "torch", "grpcio", "numpy")
-    program = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
-    return json.loads(subprocess.run([python, "-c", program], capture_output=True, check=True, text=True).stdout)
 
 
 if __name__ == "__main__":

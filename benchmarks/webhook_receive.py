@@ -1,7 +1,7 @@
 """How long do senders and bystanders wait while webhook handlers are slow, compared with huggingface_hub's server?
 
-    python benchmarks/webhook_receive.py                                 # ours alone
-    python benchmarks/webhook_receive.py --peer-python VENV/bin/python   # one with huggingface_hub, gradio, fastapi
+    python -m benchmarks.webhook_receive                                 # ours alone
+    python -m benchmarks.webhook_receive --peer-python VENV/bin/python   # one with huggingface_hub, gradio, fastapi
 
 Each server is a process of its own with a secret, the same three handlers and its default settings; ours writes its
 events to a file. A round sends three deliveries to a sync handler of two seconds, and beside them, on a fixed schedule
@@ -36,7 +36,8 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks.measured import RESULTS, machine, write
+from benchmarks.measured import RESULTS, machine, percentiles, write
+from benchmarks.processes import peer_versions
 
 SECRET = "a-secret-of-the-benchmark"
 SLOW = 2.0  # seconds
@@ -139,23 +140,23 @@ def payload() -> dict[str, object]:
 
 
 async def deliver(session: aiohttp.ClientSession, url: str) -> float:
-    """Milliseconds until it is acknowledged."""
+    """Return the seconds until a delivery is acknowledged."""
     body = payload()
     headers = {"x-webhook-secret": SECRET, "webhook-id": f"delivery-{next(COUNT)}"}
     began = time.perf_counter()
     async with session.post(url, json=body, headers=headers) as answer:
         text = await answer.text()
         assert answer.status in (200, 202), f"{answer.status}: {text}"
-    return (time.perf_counter() - began) * 1e3
+    return time.perf_counter() - began
 
 
 async def look(session: aiohttp.ClientSession, url: str) -> float:
-    """Milliseconds of an unrelated GET."""
+    """Return the seconds of an unrelated GET."""
     began = time.perf_counter()
     async with session.get(f"{url}/unrelated") as answer:
         await answer.read()
         assert answer.status == 200, f"{url}/unrelated is {answer.status}"
-    return (time.perf_counter() - began) * 1e3
+    return time.perf_counter() - began
 
 
 async def ready(session: aiohttp.ClientSession, url: str, within: float = 60.0) -> None:
@@ -197,12 +198,6 @@ async def measure_queued(session: aiohttp.ClientSession, url: str, found: dict[s
     await asyncio.sleep(SLOW + 0.5)
 
 
-def figures(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    picked = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-    return {name: round(ordered[min(len(ordered) - 1, int(len(ordered) * part))], 2) for name, part in picked.items()}
-
-
 async def run(rounds: int, peer_python: str | None) -> dict[str, object]:
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     with ExitStack() as held:
@@ -222,22 +217,19 @@ async def run(rounds: int, peer_python: str | None) -> dict[str, object]:
                     await measure(session, url, found.setdefault(name, {}))
             await measure_queued(session, urls["ours"], found["ours"])
     return {
-        side: {case: {name: figures(values) for name, values in waits.items()} for case, waits in cases.items()}
+        side: {
+            case: {name: percentiles(values, (50, 99)) for name, values in waits.items()}
+            for case, waits in cases.items()
+        }
         for side, cases in found.items()
     }
-
-
-def peer_versions(python: str) -> dict[str, str]:
-    names = ("huggingface_hub", "gradio", "fastapi")
-    program = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
-    return json.loads(subprocess.run([python, "-c", program], capture_output=True, check=True, text=True).stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer-python", help="a Python that has huggingface_hub, gradio and fastapi")
-    parser.add_argument("--output", "--results", type=Path, default=RESULTS / "webhook_receive.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "webhook_receive.json")
     arguments = parser.parse_args()
     waits = asyncio.run(run(arguments.rounds, arguments.peer_python))
     unrelated = waits["ours"]["while_3_slow_handlers_run"]["unrelated"]  # type: ignore[index]
@@ -246,15 +238,13 @@ def main() -> None:
         "rounds": arguments.rounds,
         "slow_handler_s": SLOW,
         "machine": machine(),
-        "peer": peer_versions(arguments.peer_python) if arguments.peer_python else "not measured: no --peer-python",
+        "peer": peer_versions(arguments.peer_python, "huggingface_hub", "gradio", "fastapi"),
         "waits_ms": waits,
         "target_ms": TARGET_MS,
         "is_met": unrelated["p99"] < TARGET_MS,
     }
     write(arguments.output, result)
     print(json.dumps(result, indent=1))
-    if arguments.peer_python is None:
-        print("no peer: give --peer-python a Python with huggingface_hub, gradio and fastapi to compare")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         WebhookPayloadWebhook,
     )
     from hooks.receiver.endpoint import ReceiverSettings
-    from hooks.receiver.events import Event
+    from hooks.receiver.inbox import Event
     from hooks.receiver.receiver import Receiver
     from hooks.server.server import WebhooksServer, webhook_endpoint
 
@@ -54,7 +54,7 @@ _NAMES = {
         "WebhookPayloadEvent WebhookPayloadMovedTo WebhookPayloadRepo WebhookPayloadUpdatedFile "
         "WebhookPayloadUpdatedRef WebhookPayloadUrl WebhookPayloadWebhook"
     ),
-    "hooks.receiver.events": ("Event"),
+    "hooks.receiver.inbox": ("Event"),
     "hooks.receiver.receiver": ("Receiver"),
     "hooks.receiver.endpoint": ("ReceiverSettings"),
     "hooks.server.server": ("WebhooksServer webhook_endpoint"),

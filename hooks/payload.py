@@ -6,8 +6,9 @@ does not have its documented type is None, so that a change of the Hub does not 
 Source: https://huggingface.co/docs/hub/webhooks, and huggingface_hub 2.4.
 """
 
+import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
@@ -29,7 +30,7 @@ __all__ = [
     "WebhookPayloadWebhook",
 ]
 
-# What the Hub documents. Fields below are plain strings: any other value is accepted too.
+# Values that the Hub documents. The fields below are plain strings and accept any other value, too.
 ACTIONS = ("create", "delete", "move", "update")
 SCOPES = ("repo", "repo.content", "repo.config", "discussion", "discussion.comment")
 REPO_TYPES = ("model", "dataset", "space", "bucket")
@@ -46,7 +47,7 @@ def _validate_or_none(value: Any, validate: ValidatorFunctionWrapHandler) -> Any
         return None
 
 
-# A field that no delivery is refused for: None where the payload has another type.
+# A field that never makes a delivery invalid: None where the payload has another type.
 Lenient = Annotated[T | None, WrapValidator(_validate_or_none)]
 
 
@@ -84,8 +85,8 @@ class WebhookPayloadEvent(_Part):
     """Event of the delivery: an action within a scope.
 
     Attributes:
-        action: one of ``ACTIONS``, or one that came later.
-        scope: one of ``SCOPES``, or a narrower one that came later; it is at least an update of the broader one.
+        action: a value of ``ACTIONS``, or a newer one.
+        scope: a value of ``SCOPES``, or a newer and narrower one, which is at least an update of the broader one.
     """
 
     action: str
@@ -126,7 +127,7 @@ class WebhookPayloadRepo(ObjectId):
 
     Attributes:
         head_sha: commit of the default branch, ``headSha`` on the wire; with scopes of ``repo``, never of buckets.
-        type: one of ``REPO_TYPES``, or one that came later.
+        type: a value of ``REPO_TYPES``, or a newer one.
     """
 
     owner: Lenient[ObjectId] = None
@@ -180,133 +181,66 @@ class WebhookPayload(_Part):
         return is_in_scope(self.event.scope, (scope,))
 
     def new_sha(self, ref: str) -> str | None:
-        """Return the commit that a ref (``refs/heads/main`` or ``main``) moved to; None if it did not, or is gone."""
+        """Return the commit that a ref (``refs/heads/main`` or ``main``) moved to; None without a move or a commit."""
         names = (ref,) if ref.startswith("refs/") else (f"refs/heads/{ref}", f"refs/tags/{ref}")
         return next((moved.newSha for moved in self.updatedRefs or () if moved.ref in names and moved.newSha), None)
 
 
 def is_in_scope(scope: str, scopes: Sequence[str]) -> bool:
-    """Whether a scope is one of these or below one of them."""
+    """Whether a scope is in this list, or below a scope of this list."""
     return any(scope == scope_or_parent or scope.startswith(f"{scope_or_parent}.") for scope_or_parent in scopes)
 
 
 Payload = dict[str, Any]
 
-WEBHOOK_ID = "6390e855e30d9209411de93b"
 HUB = "https://huggingface.co"
-OWNER, AUTHOR = "628b753283ef59b5be89e937", "61d2f90c3c2083e1c08af22d"
+OLD_SHA = hashlib.sha1(b"the commit before").hexdigest()
 PLURAL = {"dataset": "datasets/", "space": "spaces/", "bucket": "buckets/"}
+DISCUSSION: Payload = {
+    "id": "6399f58518721fdd27fc9ca9",
+    "title": "Update the model card",
+    "status": "open",
+    "author": {"id": "61d2f90c3c2083e1c08af22d"},
+    "num": 19,
+    "isPullRequest": False,
+}
+PULL_REQUEST = DISCUSSION | {"isPullRequest": True, "changes": {"base": "refs/heads/main"}}
+COMMENT: Payload = {"id": "6399f58518721fdd27fc9caa", "author": {"id": "61d2f90c3c2083e1c08af22d"}, "hidden": False}
+FILES: list[Payload] = [
+    {"path": "episodes/000.parquet", "action": "add", "xetHash": hashlib.sha256(b"0").hexdigest(), "size": 1024},
+    {"path": "episodes/old.parquet", "action": "delete"},
+]
+NEW = "NEW"  # stands for the commit that a sample is about
 
 
-def _id(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+def _move(ref: str, old: str | None, new: str | None) -> Payload:
+    return {"updatedRefs": [{"ref": ref, "oldSha": old, "newSha": new}]}
 
 
-def _sha(text: str) -> str:
-    return hashlib.sha1(text.encode()).hexdigest()
-
-
-def _base(kind: str, repo: str, sha: str, action: str, scope: str) -> Payload:
-    url = f"{PLURAL.get(kind, '')}{repo}"
-    payload: Payload = {
-        "event": {"action": action, "scope": scope},
-        "repo": {
-            "type": kind,
-            "name": repo,
-            "id": _id(f"{kind} {repo}"),
-            "private": False,
-            "url": {"web": f"{HUB}/{url}", "api": f"{HUB}/api/{PLURAL.get(kind, 'models/')}{repo}"},
-            "owner": {"id": OWNER},
-        },
-        "webhook": {"id": WEBHOOK_ID, "version": 3},
-    }
-    # The head of the main branch: with scopes of `repo`, and never of a bucket, which has no commits.
-    if scope.startswith("repo") and kind != "bucket":
-        payload["repo"]["headSha"] = sha
-    return payload
-
-
-def _content(kind: str, repo: str, sha: str, ref: str, old: str | None, new: str | None) -> Payload:
-    moved = {"ref": ref, "oldSha": old, "newSha": new}
-    return {**_base(kind, repo, sha, "update", "repo.content"), "updatedRefs": [moved]}
-
-
-def _discussion(kind: str, repo: str, sha: str, action: str, *, is_pull_request: bool, status: str = "open") -> Payload:
-    payload = _base(kind, repo, sha, action, "discussion")
-    web = f"{payload['repo']['url']['web']}/discussions/19"
-    payload["discussion"] = {
-        "id": "6399f58518721fdd27fc9ca9",
-        "title": "Update the model card",
-        "url": {"web": web, "api": f"{payload['repo']['url']['api']}/discussions/19"},
-        "status": status,
-        "author": {"id": AUTHOR},
-        "num": 19,
-        "isPullRequest": is_pull_request,
-    }
-    if is_pull_request:
-        payload["discussion"]["changes"] = {"base": "refs/heads/main"}
-    return payload
-
-
-def _comment(kind: str, repo: str, sha: str, action: str, *, is_hidden: bool = False) -> Payload:
-    payload = _discussion(kind, repo, sha, "update", is_pull_request=False)
-    payload["event"] = {"action": action, "scope": "discussion.comment"}
-    payload["comment"] = {
-        "id": "6399f58518721fdd27fc9caa",
-        "author": {"id": AUTHOR},
-        "hidden": is_hidden,
-        "url": {"web": f"{payload['discussion']['url']['web']}#6399f58518721fdd27fc9caa"},
-    }
-    if not is_hidden:
-        payload["comment"]["content"] = "Please add the number of episodes."
-    return payload
-
-
-def _move(kind: str, repo: str, sha: str) -> Payload:
-    new = f"{repo}-renamed"
-    return {**_base(kind, repo, sha, "move", "repo"), "movedTo": {"name": new, "owner": {"id": OWNER}}}
-
-
-def _bucket(kind: str, repo: str, sha: str) -> Payload:
-    payload = _base("bucket", repo, sha, "update", "repo.content")
-    payload["updatedFiles"] = [
-        {"path": "episodes/000.parquet", "action": "add", "xetHash": hashlib.sha256(b"0").hexdigest(), "size": 1024},
-        {"path": "episodes/old.parquet", "action": "delete"},
-    ]
-    payload["updatedFilesTruncated"] = False
-    return payload
-
-
-_OLD = _sha("the commit before")
-
-# name -> the payload, given the type of repo, its name and the commit. A name begins with the scope.
-SAMPLES: Mapping[str, Callable[[str, str, str], Payload]] = {
-    "repo": lambda kind, repo, sha: _base(kind, repo, sha, "update", "repo"),
-    "repo:create": lambda kind, repo, sha: _base(kind, repo, sha, "create", "repo"),
-    "repo:delete": lambda kind, repo, sha: _base(kind, repo, sha, "delete", "repo"),
-    "repo:move": _move,
-    "repo.content": lambda kind, repo, sha: _content(kind, repo, sha, "refs/heads/main", _OLD, sha),
-    "repo.content:branch": lambda kind, repo, sha: _content(kind, repo, _OLD, "refs/heads/next", None, sha),
-    "repo.content:branch-deleted": lambda kind, repo, sha: _content(kind, repo, sha, "refs/heads/next", _OLD, None),
-    "repo.content:tag": lambda kind, repo, sha: _content(kind, repo, sha, "refs/tags/v1.0", None, sha),
-    "repo.content:tag-deleted": lambda kind, repo, sha: _content(kind, repo, sha, "refs/tags/v1.0", sha, None),
-    "repo.content:pull-request": lambda kind, repo, sha: _content(kind, repo, _OLD, "refs/pr/19", None, sha),
-    "repo.content:bucket": _bucket,
-    "repo.config": lambda kind, repo, sha: {
-        **_base(kind, repo, sha, "update", "repo.config"),
-        "updatedConfig": {"private": False},
-    },
-    "discussion": lambda kind, repo, sha: _discussion(kind, repo, sha, "create", is_pull_request=False),
-    "discussion:update": lambda kind, repo, sha: _discussion(
-        kind, repo, sha, "update", is_pull_request=False, status="closed"
+# Name of a sample -> its action, and the parts that only this kind of event has. A name begins with the scope.
+SAMPLES: Mapping[str, tuple[str, Payload]] = {
+    "repo": ("update", {}),
+    "repo:create": ("create", {}),
+    "repo:delete": ("delete", {}),
+    "repo:move": ("move", {"movedTo": {"owner": {"id": "628b753283ef59b5be89e937"}}}),
+    "repo.content": ("update", _move("refs/heads/main", OLD_SHA, NEW)),
+    "repo.content:branch": ("update", _move("refs/heads/next", None, NEW)),
+    "repo.content:branch-deleted": ("update", _move("refs/heads/next", OLD_SHA, None)),
+    "repo.content:tag": ("update", _move("refs/tags/v1.0", None, NEW)),
+    "repo.content:tag-deleted": ("update", _move("refs/tags/v1.0", NEW, None)),
+    "repo.content:pull-request": ("update", _move("refs/pr/19", None, NEW)),
+    "repo.content:bucket": ("update", {"updatedFiles": FILES, "updatedFilesTruncated": False}),
+    "repo.config": ("update", {"updatedConfig": {"private": False}}),
+    "discussion": ("create", {"discussion": DISCUSSION}),
+    "discussion:update": ("update", {"discussion": DISCUSSION | {"status": "closed"}}),
+    "discussion:delete": ("delete", {"discussion": DISCUSSION}),
+    "discussion:pull-request": ("create", {"discussion": PULL_REQUEST}),
+    "discussion:merged": ("update", {"discussion": PULL_REQUEST | {"status": "merged"}}),
+    "discussion.comment": (
+        "create",
+        {"discussion": DISCUSSION, "comment": COMMENT | {"content": "How many episodes?"}},
     ),
-    "discussion:delete": lambda kind, repo, sha: _discussion(kind, repo, sha, "delete", is_pull_request=False),
-    "discussion:pull-request": lambda kind, repo, sha: _discussion(kind, repo, sha, "create", is_pull_request=True),
-    "discussion:merged": lambda kind, repo, sha: _discussion(
-        kind, repo, sha, "update", is_pull_request=True, status="merged"
-    ),
-    "discussion.comment": lambda kind, repo, sha: _comment(kind, repo, sha, "create"),
-    "discussion.comment:hidden": lambda kind, repo, sha: _comment(kind, repo, sha, "update", is_hidden=True),
+    "discussion.comment:hidden": ("update", {"discussion": DISCUSSION, "comment": COMMENT | {"hidden": True}}),
 }
 SAMPLE_SCOPES = tuple(SAMPLES)
 
@@ -321,12 +255,43 @@ def sample(
     """Build a sample payload as the Hub sends it.
 
     Args:
-        scope: one of ``SCOPES``.
-        sha: the commit that it is about; one made up of the repo's name when None.
+        scope: a name in ``SAMPLES``.
+        sha: commit that the event is about; derived from the repo's name when None.
 
     Raises:
         InvalidWebhook: the Hub documents no such event.
     """
     if scope not in SAMPLES:
         raise InvalidWebhook(f"there is no sample of {scope!r}; wanted one of {', '.join(SAMPLE_SCOPES)}")
-    return SAMPLES[scope](repo_type, repo, sha or _sha(repo))
+    action, parts = SAMPLES[scope]
+    kind = "bucket" if "updatedFiles" in parts else repo_type
+    head = sha or hashlib.sha1(repo.encode()).hexdigest()
+    url = {
+        "web": f"{HUB}/{PLURAL.get(kind, '')}{repo}",
+        "api": f"{HUB}/api/{PLURAL.get(kind, 'models/')}{repo}",
+    }
+    payload: Payload = {
+        "event": {"action": action, "scope": scope.partition(":")[0]},
+        "repo": {
+            "type": kind,
+            "name": repo,
+            "id": hashlib.sha256(f"{kind} {repo}".encode()).hexdigest()[:24],
+            "private": False,
+            "url": url,
+            "owner": {"id": "628b753283ef59b5be89e937"},
+        },
+        "webhook": {"id": "6390e855e30d9209411de93b", "version": 3},
+        **copy.deepcopy(parts),
+    }
+    # The head of the main branch is sent with scopes of `repo`. A bucket has no commits.
+    if scope.startswith("repo") and kind != "bucket":
+        payload["repo"]["headSha"] = OLD_SHA if scope.endswith((":branch", ":pull-request")) else head
+    if "movedTo" in payload:
+        payload["movedTo"]["name"] = f"{repo}-renamed"
+    for moved in payload.get("updatedRefs", ()):
+        moved |= {name: head for name in ("oldSha", "newSha") if moved[name] == NEW}
+    if "discussion" in payload:
+        payload["discussion"]["url"] = {name: f"{address}/discussions/19" for name, address in url.items()}
+    if "comment" in payload:
+        payload["comment"]["url"] = {"web": f"{url['web']}/discussions/19#{COMMENT['id']}"}
+    return payload

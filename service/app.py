@@ -115,8 +115,6 @@ def read_versions() -> dict[str, str]:
 # own secrets and tokens.
 UNLISTED_ROUTES = (
     ("POST", "/webhooks/_events", Role.OPERATOR),
-    ("GET", "/webhooks/_docs", None),
-    ("GET", "/webhooks/_openapi.json", None),
     ("POST", "/webhooks/", None),
     ("GET", "/webhooks", Role.VIEWER),
     ("*", "/api/settings/webhooks", None),

@@ -1,12 +1,12 @@
-"""Inbox of received events in SQLite: state transitions, replay, pruning."""
+"""Inbox of a receiver: events in SQLite, their states, duplicates, replay and pruning."""
 
 import json
 import sqlite3
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +14,6 @@ from typing import Any, Self
 from hooks.database import Database, alone, insert_row
 from hooks.errors import UnknownEvent
 from hooks.queue import OPEN, Queue
-from hooks.receiver.events import Answer, Effect, Event, Status
 
 SCHEMA = [
     """CREATE TABLE events (
@@ -59,8 +58,76 @@ BRIEF = (
     "number, id, path, webhook_id, delivery_id, repo, repo_type, scope, action, status, attempt, received_at, "
     "finished_at, error, failures, size"
 )
-ENDED = (Status.DONE, Status.IGNORED, Status.SUPERSEDED)
+
+
+class Status(StrEnum):
+    """State of an event.
+
+    ``failed``: the handler failed while the sender waited, and the sender was asked by a 500 to send the event again.
+    ``ignored``: the endpoint does not run it.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    DEAD = "dead"
+    IGNORED = "ignored"
+
+
+ENDED = (Status.DONE, Status.IGNORED)
 DEAD = (Status.DEAD, Status.FAILED)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer to the sender of a delivery."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Accepted delivery with its outcome.
+
+    Attributes:
+        id: the same in every attempt and every duplicate; an effect outside of the inbox happens once with its help.
+        number: position in the order of acceptance.
+        path: path of the endpoint.
+        delivery_id: ``Webhook-Id`` of the sender, if it sent one.
+        webhook_id: id of the webhook, if the payload has one; ``repo`` and the next three come from the payload, too.
+        attempt: 1 in the first run, 0 before. Above 1, an earlier run may have had an effect.
+        received_at: seconds since 1970, as ``finished_at``.
+        error: error of the last run.
+        failures: failed runs since the event was accepted or replayed.
+        size: bytes of the body.
+        headers: headers of the request, without secrets and signatures.
+        body: body of the request; empty in listings.
+        answer: answer for the sender of a duplicate; None until the event is done, and in listings.
+    """
+
+    id: str
+    number: int
+    path: str
+    status: Status
+    attempt: int
+    received_at: float
+    delivery_id: str | None = None
+    webhook_id: str | None = None
+    repo: str | None = None
+    repo_type: str | None = None
+    scope: str | None = None
+    action: str | None = None
+    finished_at: float | None = None
+    error: str | None = None
+    failures: int = 0
+    size: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = field(default=b"", repr=False)
+    answer: Answer | None = field(default=None, repr=False)
 
 
 def get_event(connection: sqlite3.Connection, event_id: str) -> Event:
@@ -90,15 +157,6 @@ def list_events(
     return [read_event(row) for row in rows]
 
 
-def count_deliveries(connection: sqlite3.Connection, *, since: float) -> dict[str, int]:
-    """Count deliveries by webhook id since a time."""
-    rows = connection.execute(
-        "SELECT webhook_id, count(*) AS count FROM events WHERE webhook_id<>'' AND received_at>? GROUP BY webhook_id",
-        (since,),
-    )
-    return {row["webhook_id"]: row["count"] for row in rows}
-
-
 def prune_events(
     connection: sqlite3.Connection,
     *,
@@ -108,28 +166,29 @@ def prune_events(
     max_bytes: int,
     batch_size: int = 500,
 ) -> int:
-    """Delete finished events that are too old, and the oldest when their bodies take too much; return how many."""
-    count = 0
-    for statuses, age in ((ENDED, max_age), (DEAD, max_dead_age)):
-        marks = ",".join("?" * len(statuses))
-        count += connection.execute(
-            "DELETE FROM events WHERE number IN"
-            f" (SELECT number FROM events WHERE finished_at<=? AND status IN ({marks}) LIMIT ?)",
-            (now - age, *statuses, batch_size),
-        ).rowcount
-    marks = ",".join("?" * len(ENDED))
-    total = connection.execute(f"SELECT total(size) AS size FROM events WHERE status IN ({marks})", ENDED).fetchone()
-    excess = total["size"] - max_bytes
-    if excess > 0:
-        for row in connection.execute(
-            f"SELECT number, size FROM events WHERE status IN ({marks}) ORDER BY number LIMIT ?", (*ENDED, batch_size)
-        ).fetchall():
-            if excess <= 0:
-                break
-            connection.execute("DELETE FROM events WHERE number=?", (row["number"],))
-            excess -= row["size"]
-            count += 1
-    return count
+    """Delete finished events that are too old, and the oldest when their bodies take too much space.
+
+    Args:
+        now: seconds since 1970; the ages are in seconds.
+        max_bytes: bytes that the bodies of finished events may take.
+
+    Returns:
+        The number of deleted events, at most three times ``batch_size``.
+    """
+    ended, dead = (", ".join(f"'{status}'" for status in statuses) for statuses in (ENDED, DEAD))
+    conditions = (
+        (f"SELECT number FROM events WHERE status IN ({ended}) AND finished_at <= ?", now - max_age),
+        (f"SELECT number FROM events WHERE status IN ({dead}) AND finished_at <= ?", now - max_dead_age),
+        (
+            "SELECT number FROM (SELECT number, sum(size) OVER (ORDER BY number DESC) AS total FROM events"
+            f" WHERE status IN ({ended})) WHERE total > ? ORDER BY number",
+            max_bytes,
+        ),
+    )
+    return sum(
+        connection.execute(f"DELETE FROM events WHERE number IN ({select} LIMIT ?)", (limit, batch_size)).rowcount
+        for select, limit in conditions
+    )
 
 
 def read_event(row: sqlite3.Row) -> Event:
@@ -153,10 +212,6 @@ class Acceptance(Enum):
     FULL = auto()
 
 
-class EffectFailed(Exception):
-    """An effect of a handler could not be written; the cause is the effect's own error."""
-
-
 @dataclass(frozen=True)
 class IncomingEvent:
     """Delivery that passed every check and is about to be stored.
@@ -178,7 +233,6 @@ class IncomingEvent:
     repo_type: str | None
     scope: str | None
     action: str | None
-    status: Status
 
 
 def accept_event(
@@ -187,46 +241,32 @@ def accept_event(
     *,
     now: float,
     window: float,
-    coalesce: bool,
     max_waiting: int,
     paths: Collection[str],
-) -> tuple[Acceptance, Event, list[str]]:
+) -> tuple[Acceptance, Event]:
     """Store a new delivery, or recognise a duplicate, in one transaction.
 
     Args:
-        paths: of the endpoints there are; those of them that are open count for ``max_waiting``.
-
-    Returns:
-        The event, and the ids of those that it supersedes.
+        now: seconds since 1970.
+        window: seconds in which an equal body without an id is a duplicate.
+        paths: paths of the endpoints; their open events count for ``max_waiting``.
     """
     (count,) = connection.execute(
         f"SELECT count(*) FROM events WHERE {OPEN} AND path IN ({', '.join('?' * len(paths))})", tuple(paths)
     ).fetchone()
-    is_full = count >= max_waiting
     known = _find_duplicate(connection, incoming, now - window, now + window)
+    if known is not None and known["status"] != Status.FAILED:
+        # The sender learns that the event is accepted, so a later failure is not handed back to a sender.
+        connection.execute(f"UPDATE events SET is_acknowledged=1 WHERE {OPEN} AND number=?", (known["number"],))
+        return Acceptance.DUPLICATE, read_event(known)
+    if count >= max_waiting:
+        return Acceptance.FULL, Event(incoming.id, 0, incoming.path, Status.WAITING, 0, now)
     if known is not None:
-        status = Status(known["status"])
-        if status is Status.FAILED:
-            if is_full:
-                return Acceptance.FULL, read_event(known), []
-            connection.execute(
-                "UPDATE events SET status=?, due=?, finished_at=NULL, is_acknowledged=0 WHERE number=?",
-                (Status.WAITING, now, known["number"]),
-            )
-            return Acceptance.RETRIED, read_event(known), []
-        if status in (Status.WAITING, Status.RUNNING):
-            # The sender is told that it is accepted: a failure may not be handed back to it any more.
-            connection.execute("UPDATE events SET is_acknowledged=1 WHERE number=?", (known["number"],))
-        return Acceptance.DUPLICATE, read_event(known), []
-    is_ignored = incoming.status is Status.IGNORED
-    if is_full and not is_ignored:
-        return Acceptance.FULL, Event(incoming.id, 0, incoming.path, incoming.status, 0, now), []
-    superseded = []
-    if coalesce and incoming.lane and not is_ignored:
-        superseded = connection.execute(
-            "UPDATE events SET status=?, finished_at=? WHERE path=? AND lane=? AND status=? RETURNING id",
-            (Status.SUPERSEDED, now, incoming.path, incoming.lane, Status.WAITING),
-        ).fetchall()
+        connection.execute(
+            "UPDATE events SET status=?, due=?, finished_at=NULL, is_acknowledged=0 WHERE number=?",
+            (Status.WAITING, now, known["number"]),
+        )
+        return Acceptance.RETRIED, read_event(known)
     identity = (
         f"id:{incoming.delivery_id}" if incoming.delivery_id is not None else f"{incoming.identity}:{incoming.id}"
     )
@@ -234,12 +274,12 @@ def accept_event(
         connection,
         "events",
         **vars(incoming) | {"identity": identity},
+        status=Status.WAITING,
         due=now,
         received_at=now,
-        finished_at=now if is_ignored else None,
         size=len(incoming.body),
     )
-    return Acceptance.NEW, get_event(connection, incoming.id), [row["id"] for row in superseded]
+    return Acceptance.NEW, get_event(connection, incoming.id)
 
 
 def _find_duplicate(
@@ -260,39 +300,13 @@ def _find_duplicate(
     ).fetchone()
 
 
-def finish_event(
-    connection: sqlite3.Connection, event_id: str, answer: Answer, effects: Sequence[Effect], *, now: float
-) -> None:
-    """Mark an event as done and run its handler's effects, in one transaction.
-
-    Raises:
-        EffectFailed: the latter could not be; nothing is written.
-    """
+def finish_event(connection: sqlite3.Connection, event_id: str, answer: Answer, *, now: float) -> None:
+    """Mark an event as done and keep the answer for duplicates."""
     connection.execute(
         "UPDATE events SET status=?, finished_at=?, error=NULL, answer_status=?, answer_type=?, answer_headers=?,"
         " answer_body=? WHERE id=?",
         (Status.DONE, now, answer.status, answer.content_type, json.dumps(dict(answer.headers)), answer.body, event_id),
     )
-    for effect in effects:
-        with _deny_commits(connection):
-            try:
-                effect(connection)
-            except Exception as error:
-                raise EffectFailed from error
-
-
-@contextmanager
-def _deny_commits(connection: sqlite3.Connection) -> Iterator[None]:
-    """Deny commits to an effect (``with connection:``, ``executescript``); it is written with its event's end."""
-
-    def authorize(action: int, *_: object) -> int:
-        return sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_TRANSACTION else sqlite3.SQLITE_OK
-
-    connection.set_authorizer(authorize)
-    try:
-        yield
-    finally:
-        connection.set_authorizer(None)
 
 
 def fail_event(
@@ -310,7 +324,7 @@ def fail_event(
     Args:
         attempts: runs that may fail.
         retry_at: when it may run again; None for never.
-        to_sender: its sender still waits and would be told.
+        to_sender: whether the sender still waits and would get the failure.
 
     Returns:
         ``failed`` when its sender has to send it again, ``waiting`` when it is tried again here, else ``dead``.
@@ -359,7 +373,7 @@ def get_data_version(connection: sqlite3.Connection) -> int:
 
 
 def replay_event(connection: sqlite3.Connection, event_id: str, *, now: float) -> Event:
-    """Set an event to run again, whatever its state; one that waits runs now.
+    """Set an event in any state to run again; a waiting event runs now.
 
     Raises:
         UnknownEvent: there is none of this id.
@@ -376,7 +390,7 @@ def replay_event(connection: sqlite3.Connection, event_id: str, *, now: float) -
 class Inbox:
     """Inbox of events in a file, or in memory when ``path`` is None.
 
-    The methods here wait for the database: they are for programs that read and replay beside a running receiver.
+    The methods wait for the database: they are for programs that read and replay while a receiver runs elsewhere.
 
     Raises:
         StoreError: it cannot be opened.

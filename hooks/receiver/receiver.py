@@ -1,40 +1,219 @@
-"""Receiver of webhooks: routes of a Sanic blueprint that call handlers."""
+"""Receiver of webhooks: checks each request, stores it as an event, and answers its sender."""
 
+import asyncio
+import hashlib
+import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from sanic import Blueprint, HTTPResponse, Request, Sanic
 from sanic.constants import HTTP_METHODS
+from sanic.exceptions import SanicException
 
-from hooks.errors import HooksError, InvalidWebhook
+from hooks.errors import HooksError, InvalidWebhook, StoreError
 from hooks.receiver import inbox
 from hooks.receiver.endpoint import (
-    AcceptedSecrets,
+    RETRY_AFTER,
+    SECRET_HEADERS,
     Endpoint,
-    Filter,
     Mode,
-    Names,
     ReceiverSettings,
-    Retry,
-    check_secrets,
+    build_answer,
+    build_error,
+    check_sender,
     read_handler,
+    to_response,
 )
-from hooks.receiver.events import Event
-from hooks.receiver.intake import Intake
+from hooks.receiver.inbox import Answer, Event, IncomingEvent
+from hooks.receiver.parsing import Facts, InvalidPayload, check_payload, is_quick_to_parse, parse_json, read_facts
+from hooks.receiver.worker import Worker
 
 log = logging.getLogger(__name__)
+
+MAX_DISCARDED = 1 << 26  # bytes that are read and dropped so that a sender reads why it is refused
+DISCARD_TIMEOUT = 2.0
+STORE_TIMEOUT = 8.0  # seconds for the database, after which a sender gets 503
+MAX_SOURCES = 10_000  # source addresses with a known rate; the address that was silent for longest is forgotten first
+ID_HEADERS = ("webhook-id", "x-github-delivery")
+LONGEST_ID = 256
+
+
+class Refused(Exception):
+    """The request is refused and becomes no event."""
+
+    def __init__(self, answer: Answer):
+        super().__init__(answer.status)
+        self.answer = answer
+
+
+@dataclass
+class _Bucket:
+    tokens: float
+    updated_at: float
+
+
+class RateLimiter:
+    """Rate limit per source address, with a token bucket for each."""
+
+    def __init__(self, rate: float, burst: int):
+        self._rate = rate
+        self._burst = burst
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+
+    def take_token(self, source: str, now: float) -> float:
+        """Take a token; return 0, or the seconds until the source may send again.
+
+        Args:
+            now: monotonic time in seconds.
+        """
+        bucket = self._buckets.setdefault(source, _Bucket(self._burst, now))
+        self._buckets.move_to_end(source)
+        if len(self._buckets) > MAX_SOURCES:
+            self._buckets.popitem(last=False)
+        bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.updated_at) * self._rate)
+        bucket.updated_at = now
+        if bucket.tokens < 1:
+            return (1 - bucket.tokens) / self._rate
+        bucket.tokens -= 1
+        return 0.0
+
+
+async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
+    """Read the whole body of a request.
+
+    Raises:
+        Refused: the body is too large, too slow or broken.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout):
+            async for piece in _iterate_body(request):
+                body += piece
+                if len(body) > max_bytes:
+                    raise Refused(_build_size_error(max_bytes))
+    except TimeoutError:
+        close_after_answer(request)
+        raise Refused(build_error(408, f"The body took more than {timeout:g} s.")) from None
+    except SanicException:
+        raise Refused(build_error(400, "The body cannot be read.")) from None
+    return bytes(body)
+
+
+async def discard_body(request: Request) -> None:
+    """Read and drop the rest of a body: a sender that writes first and reads later would miss the answer."""
+    stream = cast(Any, request.stream)
+    if getattr(stream, "expecting_continue", False):
+        close_after_answer(request)  # this sender waits for "100 Continue" and sends nothing without it
+        return
+    count = 0
+    with suppress(TimeoutError, SanicException):
+        async with asyncio.timeout(DISCARD_TIMEOUT):
+            async for piece in _iterate_body(request):
+                count += len(piece)
+                if count > MAX_DISCARDED:
+                    break
+            else:
+                return
+    close_after_answer(request)
+
+
+def close_after_answer(request: Request) -> None:
+    """Close the connection after the answer, without reading the rest of the body."""
+    stream = cast(Any, request.stream)
+    if stream is not None:
+        stream.expecting_continue = False
+        stream.request_body = None
+        stream.keep_alive = False
+
+
+async def _iterate_body(request: Request) -> AsyncIterator[bytes]:
+    if request.stream is None:
+        yield request.body
+        return
+    # Sanic declares its stream with a type that has no iterator.
+    async for piece in cast(Any, request.stream):
+        yield piece
+
+
+def _build_size_error(max_bytes: int) -> Answer:
+    return build_error(413, f"The body has more than {max_bytes} bytes.")
+
+
+async def read_verified_body(request: Request, settings: ReceiverSettings, rate_limiter: RateLimiter) -> bytes:
+    """Read the body of a request after checking size, rate and secret, each as early as possible.
+
+    Raises:
+        Refused: a check failed, or the body cannot be read.
+    """
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > settings.max_body:
+        raise Refused(_build_size_error(settings.max_body))
+    wait = rate_limiter.take_token(request.remote_addr or request.ip or "", time.monotonic())
+    if wait:
+        raise Refused(build_error(429, "Too many deliveries from this address.", retry_after=wait))
+    refusal = check_sender(request.headers, settings.secrets)
+    if refusal is not None:
+        raise Refused(refusal)
+    return await read_body(request, settings.max_body, settings.read_within)
+
+
+def build_incoming_event(endpoint: Endpoint, request: Request, content: bytes) -> IncomingEvent:
+    """Build the event to store from a request whose sender is verified.
+
+    Raises:
+        Refused: the body is not what the handler takes, or the id is not usable.
+    """
+    takes_payload = endpoint.handler.takes("payload")
+    facts = Facts()
+    try:
+        if content or takes_payload:
+            data = parse_json(content)
+            facts = read_facts(data)
+            if takes_payload:
+                check_payload(endpoint.handler.model, data)
+    except InvalidPayload as error:
+        # A handler without a payload accepts any body.
+        if takes_payload:
+            more: dict[str, Any] = {"fields": list(error.fields)} if error.fields else {}
+            raise Refused(build_error(422, f"{str(error).capitalize()}.", **more)) from None
+    delivery_id = next((request.headers[name] for name in ID_HEADERS if request.headers.get(name)), None)
+    if delivery_id is not None and (len(delivery_id) > LONGEST_ID or not delivery_id.isprintable()):
+        raise Refused(build_error(422, "The id of the delivery is not usable."))
+    headers = {name.lower(): text for name, text in request.headers.items() if name.lower() not in SECRET_HEADERS}
+    return IncomingEvent(
+        id=secrets.token_hex(12),
+        path=endpoint.path,
+        body=content,
+        headers=json.dumps(headers),
+        lane=facts.repo_id or "",
+        # Two empty bodies are two events, because an empty body identifies nothing.
+        identity=f"body:{hashlib.sha256(content).hexdigest()}" if content and delivery_id is None else "",
+        webhook_id=facts.webhook_id or "",
+        delivery_id=delivery_id,
+        repo=facts.repo,
+        repo_type=facts.repo_type,
+        scope=facts.scope,
+        action=facts.action,
+    )
 
 
 class Receiver:
     """Receiver of webhooks: its endpoints and their events. Nothing runs before a server with its blueprint starts.
 
     Args:
-        settings: secrets, limits, the file of events; without secrets it is open to everyone.
-        prefix: of all paths.
-        is_guarded: the app that it is in decides who may deliver without a secret; no warning then.
+        settings: secrets, limits and the file of events, as the attribute of this name; without secrets the receiver is
+            open to everyone.
+        prefix: prefix of all paths.
+        is_guarded: whether the app decides who may deliver without a secret; then the receiver logs no warning.
     """
 
     def __init__(
@@ -44,12 +223,13 @@ class Receiver:
         self.settings = settings or ReceiverSettings()
         self.prefix = "/" + prefix.strip("/") if prefix.strip("/") else ""
         self._endpoints: dict[str, Endpoint] = {}
-        self._intake: Intake | None = None
+        self._rate_limiter = RateLimiter(self.settings.rate, self.settings.burst)
+        self._worker: Worker | None = None
         self._is_built = False
 
     @property
     def registered(self) -> Mapping[str, Callable[..., Any]]:
-        """Handlers as they were given, by absolute path."""
+        """Handler functions by absolute path."""
         return MappingProxyType({path: endpoint.handler.function for path, endpoint in self._endpoints.items()})
 
     @property
@@ -57,37 +237,12 @@ class Receiver:
         """Endpoints by absolute path."""
         return MappingProxyType(self._endpoints)
 
-    def add(
-        self,
-        handler: Callable[..., Any],
-        path: str | None = None,
-        *,
-        events: Names = None,
-        repos: Names = None,
-        repo_types: Names = None,
-        scopes: Names = None,
-        actions: Names = None,
-        refs: Names = None,
-        mode: Mode = "reply",
-        concurrency: int | None = None,
-        timeout: float | None = None,
-        answer_within: float | None = None,
-        secret: str | tuple[str, ...] | None = None,
-        coalesce: str | None = None,
-        retry: Retry = "any",
-    ) -> str:
-        """Add a handler with its route and filter; deliveries that the filter refuses are answered as ignored.
+    def add(self, handler: Callable[..., Any], path: str | None = None, *, mode: Mode = "reply") -> str:
+        """Add a handler with its route.
 
         Args:
-            path: after the prefix; the handler's name when None.
-            events: ``scope`` or ``scope:action``; see ``Filter`` for this and the next five.
-            mode: ``reply`` tells the sender the handler's value if it is there in time, ``queue`` says 202 at once.
-            concurrency: runs of this handler at one time.
-            timeout: seconds of a run until it counts as failed.
-            answer_within: seconds until the sender is told 202; as the settings say when None.
-            secret: of this endpoint alone (or several, in rotation), instead of all that the settings have.
-            coalesce: ``latest``: of the events of one repo that wait, only the latest is run.
-            retry: after an error in the background: ``any``, ``retryable`` (only ``RetryableError``) or ``never``.
+            path: path after the prefix; the handler's name when None.
+            mode: ``reply`` answers with the handler's value when it is there in time, ``queue`` with 202 at once.
 
         Returns:
             The absolute path.
@@ -99,43 +254,19 @@ class Receiver:
             raise HooksError(f"handler {handler!r}: add it before the server is made; its routes are fixed then")
         read = read_handler(handler)
         whole = self._resolve_path(read.name if path is None else path)
-        _check("mode", mode, ("reply", "queue"))
-        _check("retry", retry, ("any", "retryable", "never"))
-        _check("coalesce", coalesce, (None, "latest"))
-        for name, number in (("concurrency", concurrency), ("timeout", timeout), ("answer_within", answer_within)):
-            if number is not None and not number > 0:
-                raise InvalidWebhook(f"{name} is {number}; wanted more than 0")
-        self._endpoints[whole] = Endpoint(
-            path=whole,
-            handler=read,
-            filter=Filter.build(
-                events=events, repos=repos, repo_types=repo_types, scopes=scopes, actions=actions, refs=refs
-            ),
-            accepted_secrets=self._get_accepted_secrets(secret),
-            mode=mode,
-            retry=retry,
-            concurrency=concurrency,
-            timeout=timeout,
-            answer_within=self.settings.answer_within if answer_within is None else answer_within,
-            is_coalesced=coalesce == "latest",
-        )
+        if mode not in ("reply", "queue"):
+            raise InvalidWebhook(f"mode is {mode!r}; wanted 'reply' or 'queue'")
+        self._endpoints[whole] = Endpoint(whole, read, mode)
         return whole
 
     def _resolve_path(self, path: str) -> str:
         name = path.strip("/")
-        if not name or not re.fullmatch(r"[^\s<>?#%\x00-\x1f]+", name):
+        if not re.fullmatch(r"[^\s<>?#%\x00-\x1f]+", name):
             raise InvalidWebhook(f"webhook path {path!r}: wanted a path without spaces, <, >, ?, # and %; give it one")
         whole = f"{self.prefix}/{name}"
         if whole in self._endpoints:
             raise InvalidWebhook(f"Webhook {whole} already exists.")
         return whole
-
-    def _get_accepted_secrets(self, secret: str | tuple[str, ...] | None) -> AcceptedSecrets:
-        if secret is None:
-            return AcceptedSecrets(self.settings.secrets, self.settings.standard_secrets, self.settings.github_secrets)
-        own = (secret,) if isinstance(secret, str) else tuple(secret)
-        check_secrets("secret", own)
-        return AcceptedSecrets(own)
 
     def blueprint(self) -> Blueprint:
         """Build the blueprint; the inbox opens when its server starts, and pending events resume."""
@@ -143,9 +274,9 @@ class Receiver:
         blueprint = Blueprint(f"webhooks{re.sub(r'[^0-9A-Za-z]', '_', self.prefix)}")
         for number, endpoint in enumerate(self._endpoints.values()):
             blueprint.add_route(
-                self._make_route(endpoint),
+                partial(self._handle_request, endpoint=endpoint),
                 endpoint.path,
-                # All methods, so that a wrong one is answered as JSON in whatever app this is.
+                # All methods, so that a wrong method is answered as JSON in any app.
                 methods=list(HTTP_METHODS),
                 name=f"{re.sub(r'[^0-9A-Za-z]', '_', endpoint.path).strip('_')}_{number}",
                 stream=True,
@@ -156,24 +287,54 @@ class Receiver:
         # Functions, because Sanic's blueprints register them by their names.
         @blueprint.before_server_start
         async def start_webhooks(app: Sanic) -> None:
-            is_open = [path for path, endpoint in self._endpoints.items() if endpoint.accepted_secrets.is_open]
-            for path in is_open if not self._is_guarded else ():
-                log.warning("no webhook secret is set: whoever reaches %s may deliver to it", path)
-            self._intake = await Intake.open(self.settings, self._endpoints, app)
+            if not self.settings.secrets and not self._is_guarded:
+                paths = ", ".join(self._endpoints)
+                log.warning("no webhook secret is set: anybody who reaches this server may deliver to %s", paths)
+            self._rate_limiter = RateLimiter(self.settings.rate, self.settings.burst)
+            self._worker = await Worker.open(self.settings, self._endpoints, app)
 
         @blueprint.before_server_stop
         async def stop_webhooks(app: Sanic) -> None:
-            if self._intake is not None:
-                await self._intake.close()
-                self._intake = None
+            self._is_built = False
+            if self._worker is not None:
+                await self._worker.close()
+                self._worker = None
 
         return blueprint
 
-    def _make_route(self, endpoint: Endpoint) -> Callable[..., Any]:
-        async def receive(request: Request) -> HTTPResponse:
-            return await Intake.handle_request(self._intake, self.settings, endpoint, request)
+    async def _handle_request(self, request: Request, endpoint: Endpoint) -> HTTPResponse:
+        """Answer a request to an endpoint, always with JSON."""
+        try:
+            if request.method != "POST":
+                answer = build_answer({"error": "Method Not Allowed"}, 405, {"allow": "POST"})
+            elif self._worker is None or self._worker.is_ending:
+                answer = build_error(503, "The receiver is not running.", retry_after=RETRY_AFTER)
+            else:
+                return to_response(await self._receive(self._worker, endpoint, request))
+        except Refused as refused:
+            answer = refused.answer
+        except Exception:
+            log.exception("a delivery to %s failed", endpoint.path)
+            answer = build_error(500, "Internal Server Error")
+        await discard_body(request)
+        return to_response(answer)
 
-        return receive
+    async def _receive(self, worker: Worker, endpoint: Endpoint, request: Request) -> Answer:
+        # The app that mounts the blueprint may cut an answer that takes longer.
+        longest = max(0.1, 0.8 * request.app.config.RESPONSE_TIMEOUT)
+        answer_by = time.monotonic() + min(self.settings.answer_within, longest)
+        content = await read_verified_body(request, self.settings, self._rate_limiter)
+        request.body = content
+        # A listing of hundreds of files takes long to parse, so a thread does it.
+        build_event = partial(build_incoming_event, endpoint, request, content)
+        incoming = build_event() if is_quick_to_parse(content) else await asyncio.to_thread(build_event)
+        try:
+            return await worker.deliver(
+                endpoint, incoming, request, store_within=min(STORE_TIMEOUT, longest), answer_by=answer_by
+            )
+        except StoreError as error:
+            log.error("a delivery to %s is not acknowledged: %s", endpoint.path, error)
+            raise Refused(build_error(503, "The event could not be written.", retry_after=RETRY_AFTER)) from None
 
     async def events(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
@@ -181,8 +342,8 @@ class Receiver:
         """List events, newest first, without headers and bodies.
 
         Args:
-            status: one of ``Status``; ``dead`` lists the dead letters.
-            before: the ``number`` of the last one of the page before.
+            status: a ``Status``; ``dead`` lists the dead letters.
+            before: ``number`` of the last event of the page before.
         """
         return await self._running.inbox.database.run(
             inbox.list_events, status=status, path=path, limit=limit, before=before
@@ -192,29 +353,24 @@ class Receiver:
         """Return one event with its headers, body and answer.
 
         Raises:
-            UnknownEvent: there is none of this id.
+            UnknownEvent: there is no event of this id.
         """
         return await self._running.inbox.database.run(inbox.get_event, event_id)
 
     async def replay(self, event_id: str) -> Event:
-        """Set an event to run again, whatever its state.
+        """Set an event in any state to run again.
 
         Raises:
-            UnknownEvent: there is none of this id.
+            UnknownEvent: there is no event of this id.
         """
         return await self._running.replay(event_id)
 
     async def list_recent(self, limit: int = 10) -> list[Event]:
-        """List the latest events for a page; nothing in them is secret but names of repos. Empty while stopped."""
-        return [] if self._intake is None else await self.events(limit=limit)
+        """List the latest events for a page: names of repos, but no secrets. Empty while the receiver is stopped."""
+        return [] if self._worker is None else await self.events(limit=limit)
 
     @property
-    def _running(self) -> Intake:
-        if self._intake is None:
+    def _running(self) -> Worker:
+        if self._worker is None:
             raise HooksError("the receiver is not running; start the server, or open its file with Inbox")
-        return self._intake
-
-
-def _check(name: str, value: object, expected: tuple[object, ...]) -> None:
-    if value not in expected:
-        raise InvalidWebhook(f"{name} is {value!r}; wanted one of {', '.join(map(repr, expected))}")
+        return self._worker

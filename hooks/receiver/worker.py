@@ -1,35 +1,41 @@
-"""Worker that runs the handlers of stored events, in order per repo and with retries."""
+"""Worker of a receiver: accepts events, runs their handlers in order per repo and with retries, prunes the inbox."""
 
 import asyncio
-import contextvars
 import functools
 import inspect
 import logging
-import queue
-import threading
+import sqlite3
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, Self, cast
 
-from pydantic import BaseModel
 from sanic import Request, Sanic
 from sanic.compat import Header
 
 from hooks.errors import RetryableError, StoreError
+from hooks.queue import QueueRunner
 from hooks.receiver import endpoint as answers
 from hooks.receiver import inbox as ledger
 from hooks.receiver.endpoint import Endpoint, ReceiverSettings, backoff
-from hooks.receiver.events import Answer, Event, Status
-from hooks.receiver.filters import InvalidPayload, build_payload, parse_json
-from hooks.receiver.inbox import EffectFailed, Inbox
+from hooks.receiver.inbox import Acceptance, Answer, Event, Inbox, IncomingEvent, Status
+from hooks.receiver.parsing import InvalidPayload, build_payload, parse_json
+from hooks.threads import start_in_thread
+
+log = logging.getLogger(__name__)
+
+LARGE_BODY = 1 << 18  # bytes of a body above which a thread parses it
+MAX_CRASHES = 20  # ends of the process during an event, above which the event is a dead letter
+POLL_INTERVAL = 0.5  # seconds between looks for replays by other processes
+PRUNE_INTERVAL = 60.0
 
 
 class Reply:
     """Answer to a waiting sender, handed over from the handler's run to the request.
 
-    A failure that is handed back to the sender is written as such first, so from ``hold_sender`` on the request waits
-    for that instead of saying 202: an event must not be both accepted and handed back.
+    A failure that the sender has to repeat is written to the inbox first. From ``hold_sender`` on, the request waits
+    for that write instead of answering 202: no event is both accepted and handed back.
     """
 
     def __init__(self) -> None:
@@ -43,12 +49,12 @@ class Reply:
             self._answer.set_result(answer)
 
     def hold_sender(self) -> bool:
-        """Keep the sender waiting until an answer is set; False when it has stopped waiting."""
+        """Keep the sender waiting until an answer is set; False when the sender has stopped waiting."""
         self._is_held = self._has_waiter and not self._answer.done()
         return self._is_held
 
     async def wait(self, seconds: float) -> Answer | None:
-        """Wait this long for the answer; None without one."""
+        """Wait for the answer; None when there is none in time."""
         try:
             done, _ = await asyncio.wait({self._answer}, timeout=seconds)
             if not done and self._is_held:
@@ -58,120 +64,145 @@ class Reply:
         return self._answer.result() if self._answer.done() else None
 
 
-class DaemonThreadPool:
-    """Pool of daemon threads, started on demand; an executor's threads would hold up the process's end."""
+class Worker:
+    """Running part of a receiver, from the server's start to its stop; made on the server's loop."""
 
-    def __init__(self, count: int):
-        self._count = count
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._started = 0
-
-    def run(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Run a call in a thread; cancelling the future stops the waiting only."""
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[Any] = loop.create_future()
-        # Whoever waited may have given up; its error is no news then.
-        outcome.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        context = contextvars.copy_context()
-
-        def work() -> None:
-            result: object = None
-            error: Exception | None = None
-            try:
-                result = context.run(call)
-            except StopIteration:  # a future cannot carry it
-                error = RuntimeError("StopIteration in a handler")
-            except Exception as raised:
-                error = raised
-            except BaseException as raised:  # an exit of this thread is no exit of the process
-                error = RuntimeError(f"{type(raised).__name__} in a handler")
-            with suppress(RuntimeError):  # the loop has ended, and whoever waited with it
-                loop.call_soon_threadsafe(_set_outcome, outcome, result, error)
-
-        self._calls.put(work)
-        if self._started < self._count:
-            self._started += 1
-            threading.Thread(target=self._work, name=f"webhook-{self._started}", daemon=True).start()
-        return outcome
-
-    def close(self) -> None:
-        """Let each thread end after its present call."""
-        for _ in range(self._started):
-            self._calls.put(None)
-
-    def _work(self) -> None:
-        while (work := self._calls.get()) is not None:
-            work()
-
-
-def _set_outcome(outcome: asyncio.Future[Any], result: object, error: Exception | None) -> None:
-    if outcome.done():
-        return
-    if error is None:
-        outcome.set_result(result)
-    else:
-        outcome.set_exception(error)
-
-
-log = logging.getLogger(__name__)
-
-LARGE_BODY = 1 << 18  # bytes of a body that is not read on the event loop
-
-
-class HandlerTimeout(Exception):
-    """A sync handler exceeded its timeout; its thread goes on."""
-
-
-class HandlerRunner:
-    """Runs handlers and records their outcomes.
-
-    Args:
-        write: writes what became of an event, for as long as that takes.
-    """
-
-    def __init__(self, inbox: Inbox, settings: ReceiverSettings, app: Sanic | None, write: Callable[..., Any]):
-        self._inbox = inbox
-        self._write = write
+    def __init__(self, inbox: Inbox, settings: ReceiverSettings, endpoints: Mapping[str, Endpoint], app: Sanic):
+        self.inbox = inbox
+        self.is_ending = False
         self._settings = settings
+        self._endpoints = endpoints
         self._app = app
-        self._threads = DaemonThreadPool(settings.threads)
+        self._runner = QueueRunner(inbox.database, ledger.QUEUE, self._run_event, self._get_limits)
+        self._accepting: set[asyncio.Task[Any]] = set()
+        # Waiting senders by event. Each request lives only as long as its sender waits: a thousand events may wait,
+        # each with a large body.
+        self._senders: dict[str, tuple[Reply, weakref.ref[Request]]] = {}
+        self._background_tasks = [
+            asyncio.create_task(self._runner.run(), name="webhook events"),
+            asyncio.create_task(self._maintain(), name="webhook inbox"),
+        ]
 
-    def close(self) -> None:
-        """Let the handlers' threads end after their present calls."""
-        self._threads.close()
+    @classmethod
+    async def open(cls, settings: ReceiverSettings, endpoints: Mapping[str, Endpoint], app: Sanic) -> Self:
+        """Open the inbox and resume its pending events.
 
-    async def run_handler(self, endpoint: Endpoint, event: Event, reply: Reply | None, request: Request | None) -> bool:
-        """Run an event's handler once; return whether the event is done.
+        Raises:
+            StoreError: the inbox cannot be opened, or another receiver uses it.
+        """
+        inbox = await asyncio.to_thread(Inbox, settings.database)
+        try:
+            inbox.lock()
+            waiting = await inbox.database.run(ledger.resume_events, now=time.time(), max_crashes=MAX_CRASHES)
+        except BaseException:
+            inbox.close()
+            raise
+        for path in sorted(set(waiting) - set(endpoints)):
+            log.warning("%d events wait for %s, which has no handler here; they wait on", waiting[path], path)
+        return cls(inbox, settings, endpoints, app)
+
+    async def close(self) -> None:
+        """Stop accepting, let running handlers end for a while, and leave the rest to the next start."""
+        self.is_ending = self._runner.is_ending = True
+        for task in self._background_tasks:
+            task.cancel()
+        await asyncio.gather(*self._background_tasks, *self._accepting, return_exceptions=True)
+        await self._runner.close(self._settings.stop_within)
+        for event_id, (reply, _) in self._senders.items():
+            reply.set_answer(answers.build_accepted_answer(event_id))
+        with suppress(StoreError):  # the next start resumes what could not be released
+            await self.inbox.database.run(ledger.QUEUE.release_running)
+        await asyncio.to_thread(self.inbox.close)
+
+    async def deliver(
+        self, endpoint: Endpoint, incoming: IncomingEvent, request: Request, *, store_within: float, answer_by: float
+    ) -> Answer:
+        """Store a delivery, run it, and return the answer for its sender.
 
         Args:
-            reply: of the sender, if it waits.
-            request: of the sender, if it still waits.
+            store_within: seconds for the database.
+            answer_by: monotonic time at which the sender gets 202 instead of the handler's answer.
+
+        Raises:
+            StoreError: the event was not stored in time; it may be stored later.
         """
+        reply = Reply() if endpoint.mode == "reply" else None
+        task = asyncio.create_task(self._accept(incoming, reply, request))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+        # Shielded, because an accepted event runs even when its sender goes away.
         try:
-            value = await self._call_handler(endpoint, event, request)
+            async with asyncio.timeout(store_within):
+                acceptance, event = await asyncio.shield(task)
+        except TimeoutError:
+            raise StoreError("the database is slow") from None
+        if acceptance is Acceptance.FULL:
+            log.warning("a delivery to %s is answered 503: %d events wait", endpoint.path, self._settings.max_waiting)
+            return answers.build_error(503, "Too many events wait.", retry_after=answers.RETRY_AFTER)
+        if acceptance is Acceptance.DUPLICATE:
+            return answers.build_duplicate_answer(event)
+        accepted = answers.build_accepted_answer(event.id)
+        return accepted if reply is None else await reply.wait(max(0.0, answer_by - time.monotonic())) or accepted
+
+    async def _accept(self, incoming: IncomingEvent, reply: Reply | None, request: Request) -> tuple[Acceptance, Event]:
+        acceptance, event = await self.inbox.database.run(
+            ledger.accept_event,
+            incoming,
+            now=time.time(),
+            window=self._settings.same_body_within,
+            max_waiting=self._settings.max_waiting,
+            paths=self._endpoints.keys(),
+        )
+        if acceptance in (Acceptance.NEW, Acceptance.RETRIED):
+            if reply is not None:
+                self._senders[event.id] = reply, weakref.ref(request)
+            self._runner.wake()
+        return acceptance, event
+
+    async def replay(self, event_id: str) -> Event:
+        """Set an event to run again.
+
+        Raises:
+            UnknownEvent: there is no event of this id.
+        """
+        event = await self.inbox.database.run(ledger.replay_event, event_id, now=time.time())
+        self._runner.wake()
+        return event
+
+    def _get_limits(self, path: str) -> Mapping[str, int]:
+        """Return how many handlers may run at once: all async ones share a limit, and so do all sync ones."""
+        endpoint = self._endpoints.get(path)
+        if endpoint is None:
+            return {path: 0}
+        return {"async": self._settings.concurrency} if endpoint.handler.is_async else {"sync": self._settings.threads}
+
+    async def _run_event(self, row: sqlite3.Row) -> bool:
+        """Run an event's handler once; return whether the event is done."""
+        event, endpoint = ledger.read_event(row), self._endpoints[row["path"]]
+        reply, request = self._senders.pop(event.id, (None, None))
+        try:
+            value = await self._call_handler(endpoint, event, request and request())
             answer = answers.convert_value(endpoint.handler.name, value)
             if answer.status >= 500:
                 await self._record_failure(endpoint, event, RuntimeError(f"it answered {answer.status}"), reply, answer)
                 return False
-            await self._write(
-                ledger.finish_event, event.id, answers.shorten_answer(answer), tuple(event.effects), now=time.time()
-            )
+            await self._runner.write(ledger.finish_event, event.id, answers.shorten_answer(answer), now=time.time())
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # The handler's own; the lane goes on.
-            await self._record_failure(endpoint, event, error, reply)
-        except EffectFailed as error:
-            await self._record_failure(endpoint, event, error.__cause__ or error, reply)
+            await self._record_failure(endpoint, event, error, reply)  # the handler raised it
         except GeneratorExit:
             raise  # of this coroutine, when its loop has ended
-        except BaseException as error:  # an exit or a panic of a library must not end the server, nor the lane
+        except BaseException as error:  # an exit or a panic of a library must not end the server
             await self._record_failure(endpoint, event, error, reply)
         else:
             if reply is not None:
                 reply.set_answer(answer)
             return True
+        finally:
+            if reply is not None:
+                reply.set_answer(answers.build_accepted_answer(event.id))  # unless another answer was set
         return False
 
     async def _call_handler(self, endpoint: Endpoint, event: Event, request: Request | None) -> object:
@@ -184,14 +215,10 @@ class HandlerRunner:
             request = _rebuild_request(event, self._app)
         call = handler.bind(payload, request, event)
         if handler.is_async:
-            async with asyncio.timeout(endpoint.timeout):
-                value = call()
-                return await value if inspect.isawaitable(value) else value
-        outcome = self._threads.run(call)
-        done, _ = await asyncio.wait({outcome}, timeout=endpoint.timeout)
-        if not done:
-            raise HandlerTimeout(f"it took longer than {endpoint.timeout:g} s; its thread goes on")
-        value = outcome.result()
+            value = call()
+        else:
+            # A thread of its own: a thread pool of asyncio would hold up the end of the process.
+            value = await asyncio.wrap_future(start_in_thread(functools.partial(_run_sync, call)))
         return await value if inspect.isawaitable(value) else value
 
     async def _record_failure(
@@ -199,13 +226,14 @@ class HandlerRunner:
     ) -> None:
         log.error("event %s: handler %s failed", event.id, endpoint.handler.name, exc_info=error)
         now = time.time()
-        # To run it again would be beside itself, or in vain.
-        is_final = isinstance(error, HandlerTimeout | InvalidPayload)
-        delay = None if is_final else endpoint.get_retry_delay(error, event.failures + 1, self._settings)
-        is_retried_here = isinstance(error, RetryableError) and delay is not None
-        # Once this is decided, the sender waits until it is written whether the event is handed back to it.
-        to_sender = reply is not None and not is_final and not is_retried_here and reply.hold_sender()
-        write = self._inbox.database.run if to_sender else self._write
+        is_final = isinstance(error, InvalidPayload)  # the body stays as it is
+        is_retryable = isinstance(error, RetryableError)
+        delay = backoff(event.failures + 1, self._settings)
+        if isinstance(error, RetryableError) and error.after is not None:
+            delay = error.after
+        # From here on the sender waits until the inbox says whether the event is handed back.
+        to_sender = reply is not None and not is_final and not is_retryable and reply.hold_sender()
+        write = self.inbox.database.run if to_sender else self._runner.write
         try:
             status = await write(
                 ledger.fail_event,
@@ -213,30 +241,72 @@ class HandlerRunner:
                 _describe_error(error),
                 now=now,
                 attempts=self._settings.attempts,
-                retry_at=None if delay is None else now + delay,
+                retry_at=None if is_final else now + delay,
                 to_sender=to_sender,
             )
         except StoreError as trouble:
-            # Nobody knows that it was handed back, so it runs again here, whatever its sender does.
+            # The inbox does not know that the event was handed back, so it runs again here.
             log.error("event %s: its end cannot be written, it runs again: %s", event.id, trouble)
             if reply is not None:
                 reply.set_answer(
-                    answers.build_busy_answer("The event could not be written.", self._settings.retry_after)
+                    answers.build_error(503, "The event could not be written.", retry_after=answers.RETRY_AFTER)
                 )
-            status = await self._write(ledger.requeue_event, event.id, due=now + backoff(1, self._settings))
-        if reply is not None:
-            is_accepted = status is Status.WAITING
-            reply.set_answer(
-                answers.build_accepted_answer(event.id)
-                if is_accepted
-                else answer or answers.build_failure_answer(event.id)
-            )
+            status = await self._runner.write(ledger.requeue_event, event.id, due=now + backoff(1, self._settings))
+        if reply is not None and status is Status.WAITING:
+            reply.set_answer(answers.build_accepted_answer(event.id))
+        elif reply is not None:
+            # The error itself stays in the log and in the inbox.
+            failed = answers.build_error(500, "The handler of this webhook failed.", event_id=event.id)
+            reply.set_answer(answer or failed)
         if status is Status.DEAD:
             log.error("event %s of %s is a dead letter after %d attempts", event.id, event.path, event.attempt)
 
+    async def _maintain(self) -> None:
+        """Notice replays by other processes and prune old events, until cancelled."""
+        version: int | None = None
+        pruned_at, logged_error = 0.0, ""
+        while True:
+            try:
+                last_version, version = version, await self.inbox.database.run(ledger.get_data_version)
+                if version != last_version:
+                    self._runner.wake()
+                if time.monotonic() - pruned_at > PRUNE_INTERVAL:
+                    pruned_at = time.monotonic()
+                    await self.prune(time.time())
+                logged_error = ""
+            except StoreError as error:
+                # Once, because a full disk stays full for long, and the log would fill another one.
+                if str(error) != logged_error:
+                    log.error("the inbox cannot be looked after: %s", error)
+                logged_error = str(error)
+            await asyncio.sleep(POLL_INTERVAL)
+
+    async def prune(self, now: float) -> None:
+        """Delete old events, a few at a time so that deliveries are written in between.
+
+        Args:
+            now: seconds since 1970.
+        """
+        settings = self._settings
+        while await self.inbox.database.run(
+            ledger.prune_events,
+            now=now,
+            max_age=settings.kept,
+            max_dead_age=settings.kept_dead,
+            max_bytes=settings.kept_bytes,
+        ):
+            pass
+
+
+def _run_sync(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except StopIteration as error:  # a future cannot carry it
+        raise RuntimeError("StopIteration in a handler") from error
+
 
 def _describe_error(error: BaseException) -> str:
-    """Describe an error in text that a database takes: it may hold bytes that are no text, or fail to print."""
+    """Describe an error in text that a database takes: its text may hold lone surrogates, or fail to print."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:
@@ -244,12 +314,12 @@ def _describe_error(error: BaseException) -> str:
     return text[:2000].encode("utf-8", "replace").decode()
 
 
-def _rebuild_request(event: Event, app: Sanic | None) -> Request:
+def _rebuild_request(event: Event, app: Sanic) -> Request:
     """Rebuild the request of an event whose sender was answered before."""
-    request = Request(event.path.encode(), Header(dict(event.headers)), "1.1", "POST", cast(Any, None), cast(Any, app))
+    request = Request(event.path.encode(), Header(dict(event.headers)), "1.1", "POST", cast(Any, None), app)
     request.body = event.body
     return request
 
 
-def _parse_payload(model: type[BaseModel] | None, body: bytes) -> Any:
+def _parse_payload(model: Any, body: bytes) -> Any:
     return build_payload(model, parse_json(body))

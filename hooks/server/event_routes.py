@@ -10,9 +10,9 @@ from sanic import Blueprint, HTTPResponse, Request
 from sanic.response import json
 
 from hooks.errors import HooksError, UnknownEvent
-from hooks.receiver.events import Event, Status
+from hooks.receiver.endpoint import check_sender, to_response
+from hooks.receiver.inbox import Event, Status
 from hooks.receiver.receiver import Receiver
-from hooks.signatures import is_valid_secret
 
 # What a Host header, and behind its scheme an Origin, may be made of: either is anybody's text.
 HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::\d{1,5})?")
@@ -42,10 +42,8 @@ def check_access(request: Request, secrets: Sequence[str]) -> HTTPResponse | Non
             if is_local_request(request)
             else json({"error": "Without a secret, only from this machine itself."}, 403)
         )
-    secret = request.headers.get("x-webhook-secret")
-    if secret is None:
-        return json({"error": "x-webhook-secret header not set."}, 401)
-    return None if is_valid_secret(secret, secrets) else json({"error": "Invalid webhook secret."}, 403)
+    refusal = check_sender(request.headers, tuple(secrets))
+    return None if refusal is None else to_response(refusal)
 
 
 def _is_loopback(name: str | None) -> bool:
@@ -84,8 +82,8 @@ def build_blueprint(
     """Build the routes that list, show and replay events.
 
     Args:
-        allowed: secrets of whoever may look; when there are none, only visitors from this machine may.
-        is_allowed: who may look without one, because the server around it knows them.
+        allowed: returns the secrets that give access; without secrets only visitors from this machine have access.
+        is_allowed: whether the app around the routes gives the sender of a request access without a secret.
     """
     made = Blueprint(f"events-{secrets.token_hex(4)}", url_prefix=f"{prefix}/_events")
 

@@ -1,7 +1,7 @@
-"""Lifecycle of a script's server: it starts when the script ends and serves until a signal.
+"""Lifecycle of a script's server: it starts when the script ends, with the settings of its environment.
 
-``atexit`` is too late: by then thread pools are shut, and with them ``asyncio.to_thread`` and name look-ups. The hook
-that ``concurrent.futures`` shuts its pools by runs earlier, and the last one registered goes first.
+``atexit`` is too late for the start: by then thread pools are shut, and with them ``asyncio.to_thread`` and name
+look-ups. ``concurrent.futures`` shuts its pools by a hook that runs earlier, and the last registered call goes first.
 """
 
 import atexit
@@ -10,7 +10,6 @@ import importlib
 import itertools
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +21,12 @@ from hooks.errors import HooksError
 from hooks.receiver.endpoint import ReceiverSettings
 
 AUTOSTART = "ROBOJAX_WEBHOOKS_AT_EXIT"
-# There the hook is called, but no thread can be started in it any more (CPython gh-113964).
+# On these versions no thread can be started in the hook (CPython gh-113964).
 BROKEN_HOOK_VERSIONS = ((3, 12, 0), (3, 12, 1))
-RUNNER = "hooks.server.script"
 
 
 def is_interactive() -> bool:
-    """Whether a person types here (REPL, ``python -i``, IPython, a notebook), so that no end of a script will come."""
+    """Whether a person types here (REPL, ``python -i``, IPython, a notebook), so that the script never ends."""
     ipython = sys.modules.get("IPython")
     return (
         hasattr(sys, "ps1")
@@ -37,29 +35,19 @@ def is_interactive() -> bool:
     )
 
 
-def is_autostart_allowed() -> bool:
-    """Whether a server may start by itself at the end of this process."""
-    return os.environ.get(AUTOSTART, "").lower() not in ("0", "off", "no", "false") and is_script()
-
-
 def is_script() -> bool:
     """Whether this process runs a script of its own, which ends by itself and may be started again."""
     return not (
         is_interactive()
-        # Test runs and child processes import scripts; that is no running of them.
+        # Test runs and child processes import scripts without running them.
         or "pytest" in sys.modules
         or "unittest.__main__" in sys.modules
         or multiprocessing.parent_process() is not None
     )
 
 
-def has_crashed() -> bool:
-    """Whether the script ended by an uncaught exception; its error is then the last word."""
-    return hasattr(sys, "last_exc") or getattr(sys, "last_type", None) is not None
-
-
 class AtExit:
-    """Call at the end of the script, unless cancelled, the script crashed, or the start by itself is switched off."""
+    """Call at the end of the script, unless it is cancelled, the script crashes, or the environment forbids it."""
 
     def __init__(self, function: Callable[[], object]):
         self._function = function
@@ -69,30 +57,25 @@ class AtExit:
 
     def arm(self) -> None:
         """Schedule the call for the script's end; repeated calls schedule it once."""
-        self._is_on = is_autostart_allowed()
-        if not self._is_on or self._is_registered:
-            return
-        self._is_registered = True
-        register = get_exit_hook()
-        if register is not None:
-            register(self._run)
-        else:
-            # Asked now: at its end a script has forgotten its file.
-            atexit.register(self._restart_script, get_restart_command())
+        self._is_on = is_script() and os.environ.get(AUTOSTART, "").lower() not in ("0", "off", "no", "false")
+        if self._is_on and not self._is_registered:
+            self._is_registered = True
+            register_at_exit(self._run)
 
     def cancel(self) -> bool:
         """Cancel the call; return whether it was scheduled."""
         was_on, self._is_on = self._is_on, False
         return was_on
 
-    def _is_due(self) -> bool:
-        # Asked again: a spawned process does not know yet that it is a child while it imports the script.
-        return self._is_on and is_autostart_allowed() and not has_crashed() and os.getpid() == self._process
-
     def _run(self) -> None:
-        if not self._is_due():
+        has_crashed = hasattr(sys, "last_exc") or getattr(sys, "last_type", None) is not None
+        # A spawned process learns that it is a child only after it has imported the script.
+        if not self._is_on or not is_script() or has_crashed or os.getpid() != self._process:
             return
         self._is_on = False
+        if sys.version_info[:3] in BROKEN_HOOK_VERSIONS:
+            sys.stderr.write("webhooks: this Python cannot serve at the end of a script; call .run() in the script\n")
+            _exit(1)
         try:
             self._function()
         # An exception would only be printed here, and the process would end with 0.
@@ -102,16 +85,6 @@ class AtExit:
         except KeyboardInterrupt:
             _exit(130)
 
-    def _restart_script(self, command: list[str] | None) -> None:
-        if self._is_due():
-            self._is_on = False
-            if command is None:
-                sys.stderr.write("webhooks: this Python cannot serve at the end of a script; call .run() in it\n")
-                return
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.execv(command[0], command)
-
 
 def _exit(code: int) -> NoReturn:
     atexit._run_exitfuncs()
@@ -120,35 +93,24 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def get_exit_hook(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Callable[[Callable[[], Any]], None] | None:
-    """Return the function that registers a call at exit; None where this Python has none that works."""
-    # Imported now: both register themselves at import, which fails later, and have to be shut after us.
+def register_at_exit(function: Callable[[], Any]) -> None:
+    """Register a call for the end of the main program, while threads and name look-ups still work.
+
+    Raises:
+        RuntimeError: the program is ending already.
+    """
+    # Both modules register their shutdown when they are imported, and the calls run in reverse order.
     for pools in ("concurrent.futures.thread", "concurrent.futures.process"):
         try:
             importlib.import_module(pools)
-        except ImportError:  # the second one, where there are no semaphores
+        except ImportError:  # the second module needs semaphores
             continue
-    return None if version in BROKEN_HOOK_VERSIONS else getattr(threading, "_register_atexit", None)
-
-
-def get_restart_command() -> list[str] | None:
-    """Return the command that runs this script in a process that serves at its end; None without a file."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        name = spec.name.removesuffix(".__main__")
-        script = ["-m", name]
-    elif file := getattr(main, "__file__", None):
-        script = [os.path.abspath(file)]
-    else:
-        return None
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags, "-m", RUNNER, *script, *sys.argv[1:]]
+    threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
 SECRET, DATABASE = "WEBHOOK_SECRET", "ROBOJAX_WEBHOOKS_DATABASE"
 MEMORY = "memory"
-# Servers of one script are told apart by the order in which it makes them.
+# Each server of a script has a number, in the order in which the script makes them.
 _server_numbers: Iterator[int] = itertools.count(1)
 
 
@@ -159,10 +121,10 @@ def resolve_settings(
     *,
     has_script: bool = True,
 ) -> ReceiverSettings:
-    """Complete the settings with a secret and a database; empty values count as not given.
+    """Complete the settings with a secret and a database; an empty value counts as none.
 
     Args:
-        has_script: whether the running program is the one that describes the server, and not a command that loads it.
+        has_script: whether the running program describes the server, and is no command that loads a description.
     """
     settings = settings or ReceiverSettings()
     if secret and not isinstance(secret, str):
@@ -176,17 +138,17 @@ def resolve_settings(
 
 
 def get_default_folder() -> Path:
-    """Return the folder for scripts' events when none is given."""
+    """Return the folder for the events of scripts that name no database."""
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "robojax" / "webhooks"
 
 
 def choose_database(number: int) -> Path | None:
     """Choose a database file for this script in the user's state folder, so that a restart remembers its events.
 
-    None where there is no script to come back (a REPL, a notebook, a test run), or where nothing can be written.
+    None without a script that can be started again (a REPL, a notebook, a test run), or without a writable folder.
 
     Args:
-        number: of the server in its script, from 1.
+        number: number of the server in its script, from 1.
     """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None or not is_script():
@@ -202,6 +164,6 @@ def choose_database(number: int) -> Path | None:
         return None
     if not os.access(folder, os.W_OK):
         return None
-    # Two scripts of one name are two scripts.
+    # The hash tells scripts of one name apart.
     name = f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     return folder / (f"{name}.sqlite3" if number == 1 else f"{name}-{number}.sqlite3")

@@ -1,152 +1,180 @@
-"""Routes of a webhooks server's pages: landing page, OpenAPI document, a user's own interface."""
+"""Pages of a webhooks server: the landing page with instructions, or an interface of the user (``ui``)."""
 
+import base64
+import hashlib
 import inspect
-import os
+import json
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import shlex
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from html import escape
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from pydantic.json_schema import models_json_schema
 from sanic import Blueprint, HTTPResponse, Request
-from sanic.response import file, html, json
+from sanic.response import html
 
 from hooks.errors import HooksError
-from hooks.payload import WebhookPayload
+from hooks.payload import sample
 from hooks.receiver.endpoint import Endpoint
+from hooks.receiver.inbox import Event, Status
 from hooks.receiver.receiver import Receiver
-from hooks.server import landing_page as landing
 from hooks.server.event_routes import HOST, is_local_request
-from hooks.server.landing_page import EndpointInfo
 
-Json = dict[str, Any]
+SETTINGS_PAGE = "https://huggingface.co/settings/webhooks"
+GUIDE = "https://huggingface.co/docs/hub/webhooks"
+WHEN_OPEN = "anybody who knows this address can send events."
 
-ANSWERS = {
-    "200": "Handled: what the handler returned, or null; or left alone because of its filters; or a duplicate",
-    "202": "Kept, and handled in the background",
-    "401": "No secret or signature",
-    "403": "A wrong one",
-    "413": "The body is too large",
-    "422": "The body is no payload that the handler can take",
-    "429": "Too many from one source",
-    "500": "The handler failed; the same delivery may be sent again",
-    "503": "Too many wait already; Retry-After tells when to send again",
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; --good: #1a7f37; --bad: #b3261e; --quiet: #656d76; }
+@media (prefers-color-scheme: dark) { :root { --good: #4ac26b; --bad: #ff8a80; --quiet: #9198a1; } }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+code, pre { font: .85rem/1.45 ui-monospace, monospace; }
+pre { background: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: .7rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
+th { color: var(--quiet); font-weight: 500; }
+.scroll { overflow-x: auto; } .quiet { color: var(--quiet); }
+.good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
+nav a { margin-right: 1rem; }
+"""
+POLICY = (
+    "default-src 'none'; style-src 'sha256-"
+    + base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    + "'; base-uri 'none'; form-action 'none'; frame-ancestors 'self' https://huggingface.co"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
 }
 
 
-def build_openapi(endpoints: Iterable[EndpointInfo], *, title: str = "Webhooks", version: str = "1") -> Json:
-    """Build the OpenAPI 3.1 document of the endpoints."""
-    _, schemas = models_json_schema([(WebhookPayload, "validation")], ref_template="#/components/schemas/{model}")
-    paths: Json = {}
-    for endpoint in endpoints:
-        operation: Json = {
-            "operationId": endpoint.path.strip("/").replace("/", "_"),
-            "summary": endpoint.text or endpoint.path.rsplit("/", 1)[-1],
-            "parameters": [
-                {
-                    "name": "Webhook-Id",
-                    "in": "header",
-                    "description": "Of the delivery, the same in every attempt; a second one with it is a duplicate.",
-                    "schema": {"type": "string"},
-                }
-            ],
-            "requestBody": {
-                "content": {
-                    "application/json": {
-                        "schema": {"$ref": "#/components/schemas/WebhookPayload"},
-                        "example": endpoint.build_sample(),
-                    }
-                }
-            },
-            "responses": {status: {"description": text} for status, text in ANSWERS.items()},
-        }
-        if endpoint.filter_text:
-            operation["description"] = f"Only {endpoint.filter_text}."
-        if endpoint.has_secret:
-            operation["security"] = [{"secret": []}]
-        paths[endpoint.path] = {"post": operation}
-    secret = {"type": "apiKey", "in": "header", "name": "X-Webhook-Secret"}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": title, "version": version},
-        "paths": paths,
-        "components": {"schemas": schemas["$defs"], "securitySchemes": {"secret": secret}},
-    }
-
-
-def render_docs(document: Json, links: dict[str, str]) -> str:
-    """Render the OpenAPI document as a page to read in a browser."""
-    parts = ["<h1>Endpoints</h1><nav>"]
-    parts += [f'<a href="{escape(url)}">{escape(name)}</a> ' for name, url in links.items()]
-    parts.append("</nav>")
-    for path, operations in document["paths"].items():
-        description = operations["post"]
-        parts.append(f"<h2><code>POST {escape(path)}</code></h2><p>{escape(description['summary'])}</p>")
-        parts.append(f"<p>{escape(description.get('description', ''))}</p>" if "description" in description else "")
-        parts.append("<p>Needs <code>X-Webhook-Secret</code>.</p>" if "security" in description else "")
-    parts.append("<h2>Answers</h2>" + _render_table(ANSWERS.items()))
-    for name, schema in document["components"]["schemas"].items():
-        rows = [(field, _get_type_name(part)) for field, part in schema.get("properties", {}).items()]
-        parts.append(
-            f"<h2>{escape(name)}</h2><p>{escape(_strip_markup(schema.get('description', '')))}</p>{_render_table(rows)}"
-        )
-    return landing.render_html("Webhooks: endpoints", parts)
-
-
-def _strip_markup(text: str) -> str:
-    return text.split("\n\n")[0].replace("``", "")
-
-
-def _render_table(rows: Iterable[tuple[str, str]]) -> str:
-    description = "".join(
-        f"<tr><td><code>{escape(name)}</code></td><td>{escape(text)}</td></tr>" for name, text in rows
+def build_curl_command(url: str, *, has_secret: bool) -> str:
+    """Build a command line that delivers a sample; each run has an id of its own, so that none is a duplicate."""
+    body = json.dumps(sample(), separators=(",", ":"))
+    secret = ' -H "X-Webhook-Secret: $WEBHOOK_SECRET"' if has_secret else ""
+    return (
+        f"curl -X POST {shlex.quote(url)} -H 'Content-Type: application/json'"
+        f' -H "Webhook-Id: try-$(date +%s)"{secret} -d {shlex.quote(body)}'
     )
-    return f'<div class="scroll"><table>{description}</table></div>'
 
 
-def _get_type_name(part: Json) -> str:
-    if "anyOf" in part:
-        return " or ".join(_get_type_name(one) for one in part["anyOf"])
-    if part.get("type") == "array":
-        return f"list of {_get_type_name(part.get('items', {}))}"
-    return str(part.get("$ref", part.get("type", "anything"))).rsplit("/", 1)[-1]
+def render_page(
+    base: str,
+    endpoints: Collection[Endpoint],
+    *,
+    has_secret: bool,
+    events: Iterable[Event] | None,
+    links: Mapping[str, str],
+    when_open: str = WHEN_OPEN,
+    now: float | None = None,
+) -> str:
+    """Render the landing page as one HTML document.
+
+    Args:
+        base: URL of this server without a path, public if there is a public one.
+        has_secret: whether a delivery needs a secret.
+        events: latest events, newest first; None when this visitor must not see them.
+        links: URLs of other pages by their names.
+        when_open: consequence of an endpoint without a secret in this app.
+        now: seconds since 1970.
+    """
+    secret = (
+        '<p class="good">A secret is set: deliveries without it are refused.</p>'
+        if has_secret
+        else f'<p class="bad">No secret is set: {escape(when_open)}</p>'
+        "<p>Set <code>WEBHOOK_SECRET</code> in the environment of the server, and give the Hub the same.</p>"
+    )
+    no_endpoint = '<p class="quiet">None yet: decorate a function with <code>@server.add_webhook</code>.</p>'
+    is_public = base.startswith("https://")
+    parts = [
+        "<h1>This app processes webhooks</h1>",
+        "<nav>" + " ".join(_render_link(url, name) for name, url in links.items()) + "</nav>",
+        secret,
+        f"<h2>{len(endpoints)} endpoint{'' if len(endpoints) == 1 else 's'}</h2>",
+        "".join(_render_endpoint(base, endpoint, has_secret) for endpoint in endpoints) or no_endpoint,
+        "<h2>Last events</h2>",
+        _render_events(events, time.time() if now is None else now),
+        f"<h2>Next</h2><p>Enter the address of an endpoint at {_render_link(SETTINGS_PAGE, SETTINGS_PAGE)}",
+        f" ({_render_link(GUIDE, 'guide')}).",
+        ""
+        if is_public
+        else f" {escape(base)} is no public address; the Hub needs one: a proxy, a Space, or a tunnel "
+        "(<code>share=True</code> in a script).",
+        "</p>",
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Webhooks</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
+    )
 
 
-Interface: TypeAlias = str | Path | Blueprint
+def _render_link(url: str, text: str) -> str:
+    return f'<a href="{escape(url)}">{escape(text)}</a>'
 
-EXPECTED_UI = "a text of HTML, the path of a file or folder, or a Sanic blueprint"
+
+def _render_endpoint(base: str, endpoint: Endpoint, has_secret: bool) -> str:
+    function = endpoint.handler.function
+    text = ((inspect.getdoc(function) if inspect.isroutine(function) else None) or "").split("\n\n")[0]
+    command = build_curl_command(base + endpoint.path, has_secret=has_secret)
+    return f"<h3><code>POST {escape(base + endpoint.path)}</code></h3><p>{escape(text)}</p><pre>{escape(command)}</pre>"
+
+
+def _render_events(events: Iterable[Event] | None, now: float) -> str:
+    if events is None:
+        return (
+            '<p class="quiet">Shown to visitors from the machine itself only. From elsewhere: '
+            "<code>curl -H 'X-Webhook-Secret: ...' .../webhooks/_events</code></p>"
+        )
+    rows = [_render_row(event, now) for event in events]
+    if not rows:
+        return '<p class="quiet">None yet.</p>'
+    head = "".join(f"<th>{name}</th>" for name in ("When", "Endpoint", "Event", "Repo", "Status", "Id"))
+    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _render_row(event: Event, now: float) -> str:
+    subject = f"{event.scope or '?'} {event.action or ''}"
+    mark = ' class="bad"' if event.status in (Status.DEAD, Status.FAILED) else ""
+    return (
+        f"<tr><td>{_format_age(now - event.received_at)}</td><td><code>{escape(event.path)}</code></td>"
+        f"<td>{escape(subject)}</td><td>{escape(event.repo or '')}</td>"
+        f"<td{mark}>{escape(str(event.status))}</td><td><code>{escape(event.id)}</code></td></tr>"
+    )
+
+
+def _format_age(seconds: float) -> str:
+    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {name} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
+
+
+Interface: TypeAlias = str | Blueprint
 
 
 class InvalidInterface(HooksError, TypeError):
-    """``ui`` is nothing that can be shown."""
+    """The value of ``ui`` cannot be shown."""
 
 
 def check_ui(ui: object) -> Interface:
     """Return the ``ui`` if it can be shown.
 
     Raises:
-        InvalidInterface: it cannot.
+        InvalidInterface: the value is neither HTML nor a blueprint.
     """
-    if isinstance(ui, Blueprint):
+    if isinstance(ui, str | Blueprint):
         return ui
-    if isinstance(ui, str) and "<" in ui:
-        return ui
-    if isinstance(ui, str | Path):
-        path = Path(ui).absolute()
-        if path.is_file() or path.is_dir():
-            return path
-        raise InvalidInterface(
-            f"ui {str(ui)!r}: found neither HTML nor a file or folder of this name; wanted {EXPECTED_UI}"
-        )
     kind = type(ui)
-    hint = (
-        "; a gradio interface runs in a server of its own: launch it beside this one and link to it"
-        if kind.__module__.split(".")[0] == "gradio"
-        else ""
+    raise InvalidInterface(
+        f"ui: found {kind.__module__}.{kind.__qualname__}, wanted a text of HTML or a Sanic blueprint; "
+        "a gradio interface runs in a server of its own: launch it there and link to it"
     )
-    raise InvalidInterface(f"ui: found {kind.__module__}.{kind.__qualname__}, wanted {EXPECTED_UI}{hint}")
 
 
 def build_ui_blueprint(ui: Interface) -> Blueprint:
@@ -154,114 +182,42 @@ def build_ui_blueprint(ui: Interface) -> Blueprint:
     if isinstance(ui, Blueprint):
         return ui
     blueprint = Blueprint(f"ui-{secrets.token_hex(4)}")
-    if isinstance(ui, Path) and ui.is_dir():
-        # Sanic serves nothing from outside the folder, by ".." or by a link.
-        blueprint.static("/", ui, name="ui", index="index.html")
-        return blueprint
 
     async def show(request: Request) -> HTTPResponse:
-        # Read anew, so that an edited file is shown without a new start.
-        return await file(ui) if isinstance(ui, Path) else html(ui)
+        return html(ui)
 
     blueprint.add_route(show, "/", methods=["GET", "HEAD"], name="ui")
     return blueprint
 
 
-def describe_endpoints(receiver: Receiver) -> list[EndpointInfo]:
-    """Describe the endpoints of a receiver for pages."""
-    return [_describe_endpoint(endpoint) for endpoint in receiver.endpoints.values()]
-
-
-def _describe_endpoint(endpoint: Endpoint) -> EndpointInfo:
-    text = inspect.getdoc(endpoint.handler.function) if inspect.isroutine(endpoint.handler.function) else None
-    return EndpointInfo(
-        endpoint.path, (text or "").split("\n\n")[0], endpoint.filter, not endpoint.accepted_secrets.is_open
-    )
-
-
-async def render_landing_page(
-    receiver: Receiver,
-    base: str,
-    *,
-    links: dict[str, str],
-    with_events: bool,
-    when_open: str = landing.WHEN_OPEN,
-) -> str:
-    """Render the landing page's HTML.
-
-    Args:
-        base: URL of the app, without a path.
-        links: other pages, by their name.
-        with_events: whether this visitor may see what came.
-        when_open: what an endpoint without a secret means in this app.
-    """
-    return landing.render_page(
-        base,
-        describe_endpoints(receiver),
-        events=await receiver.list_recent() if with_events else None,
-        links=links,
-        when_open=when_open,
-        is_space=bool(os.environ.get("SPACE_ID")),
-    )
-
-
-@dataclass(frozen=True)
-class PagePaths:
-    """Paths of the pages; an empty one is not served."""
-
-    landing: str = "/webhooks"
-    docs: str = "/webhooks/_docs"
-    document: str = "/webhooks/_openapi.json"
-
-
 def build_blueprint(
     receiver: Receiver,
-    paths: PagePaths = PagePaths(),
+    path: str = "/webhooks",
     *,
     base: Callable[[], str | None] = lambda: None,
-    links: dict[str, str] | None = None,
-    when_open: str = landing.WHEN_OPEN,
+    links: Mapping[str, str] | None = None,
+    when_open: str = WHEN_OPEN,
 ) -> Blueprint:
-    """Build the routes of the landing page and the documents.
+    """Build the route of the landing page.
 
     Args:
-        base: public URL of the app, if it is known; else that of the request.
-        links: of other pages of the app to show.
-        when_open: what an endpoint without a secret means in this app.
+        base: returns the public URL of the app, if it is known; else the URL of the request is shown.
+        links: URLs of other pages of the app by their names.
+        when_open: consequence of an endpoint without a secret in this app.
     """
     pages = Blueprint(f"pages-{secrets.token_hex(4)}")
-    named = {"Endpoints": paths.docs, "OpenAPI": paths.document, **(links or {})}
-    page_links = {name: path for name, path in named.items() if path} | {"Webhooks on the Hub": landing.SETTINGS_PAGE}
 
     async def show_landing(request: Request) -> HTTPResponse:
-        text = await render_landing_page(
-            receiver,
-            base() or _get_base_url(request),
-            links=page_links,
-            with_events=is_local_request(request),
+        host = request.headers.get("host", "")
+        text = render_page(
+            base() or (f"{request.scheme}://{host}" if HOST.fullmatch(host) else "http://127.0.0.1"),
+            receiver.endpoints.values(),
+            has_secret=bool(receiver.settings.secrets),
+            events=await receiver.list_recent() if is_local_request(request) else None,
+            links=links or {},
             when_open=when_open,
         )
-        return html(text, headers=landing.HEADERS)
+        return html(text, headers=HEADERS)
 
-    async def show_docs(request: Request) -> HTTPResponse:
-        back = {"Back": paths.landing} if paths.landing else {}
-        text = render_docs(build_openapi(describe_endpoints(receiver)), {**back, "OpenAPI": paths.document})
-        return html(text, headers=landing.HEADERS)
-
-    async def show_document(request: Request) -> HTTPResponse:
-        return json(build_openapi(describe_endpoints(receiver)))
-
-    routes: Sequence[tuple[str, Any]] = (
-        (paths.landing, show_landing),
-        (paths.docs, show_docs),
-        (paths.document, show_document),
-    )
-    for path, handler in routes:
-        if path:
-            pages.add_route(handler, path, methods=["GET", "HEAD"], name=handler.__name__)
+    pages.add_route(show_landing, path, methods=["GET", "HEAD"], name="landing")
     return pages
-
-
-def _get_base_url(request: Request) -> str:
-    host = request.headers.get("host", "")
-    return f"{request.scheme}://{host}" if HOST.fullmatch(host) else "http://127.0.0.1"

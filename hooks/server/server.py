@@ -1,7 +1,8 @@
-"""WebhooksServer, and `webhook_endpoint` for scripts of one function."""
+"""WebhooksServer, `webhook_endpoint` for scripts of a few functions, and the loader of a script's server."""
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import secrets
@@ -12,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -23,7 +23,7 @@ from hooks.errors import HooksError, InvalidWebhook
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.receiver import Receiver
 from hooks.server import event_routes, pages
-from hooks.server.lifecycle import AtExit, get_exit_hook, is_interactive, resolve_settings
+from hooks.server.lifecycle import AtExit, is_interactive, register_at_exit, resolve_settings
 from hooks.server.serving import (
     BackgroundServer,
     WebhooksApp,
@@ -34,7 +34,7 @@ from hooks.server.serving import (
     open_listener,
     serve_until_signal,
 )
-from hooks.server.tunnel import Program, choose_program, open_tunnel
+from hooks.server.tunnel import choose_command, open_tunnel
 
 OPEN = (
     "Webhook secret is not defined. This means your webhook endpoints will be open to everyone.\n"
@@ -43,9 +43,11 @@ OPEN = (
     "For more details about webhook secrets, see https://huggingface.co/docs/hub/webhooks#webhook-secret"
 )
 CLOSED = "Webhook secret is correctly defined."
-SHARED = "A share link lives for 72 hours at most and changes with every start"
-SPACE = "A Space on free hardware sleeps after 48 hours without traffic: deliveries then fail"
-CHANGES = "This interface may still change: pin the version you use (robojax=={version})"
+# Printed once, because the Hub needs the secret.
+SECRET_MADE = (
+    "The address is public and no secret was set, so one was made for this run. Give it to the Hub with the webhook:\n"
+    "    {secret}"
+)
 
 
 def print_notice(text: str) -> None:
@@ -66,78 +68,32 @@ def format_addresses(local: str, public: str | None, paths: Sequence[str]) -> st
     return "\n".join(lines)
 
 
-def describe_limits(database: Path | None, version: str) -> str:
-    """Describe the limits that users would otherwise learn by losing events."""
-    storage = "in memory and forgotten when this ends; database='webhooks.sqlite3' keeps them"
-    lines = [
-        SHARED,
-        SPACE,
-        CHANGES.format(version=version),
-        f"Events are kept {f'in {database}' if database else storage}",
-    ]
-    return "Good to know:\n" + "\n".join(f"  - {line}." for line in lines)
-
-
-def format_generated_secret(secret: str) -> str:
-    """Format the notice of a generated secret; it is shown this one time, because the Hub has to be given it."""
-    return (
-        "The address is public and no secret was set, so one was made for this run. Give it to the Hub with the "
-        f"webhook:\n    {secret}"
-    )
-
-
-def check_function(function: Any) -> None:
-    """Raise for a value that cannot be called with a delivery.
-
-    Raises:
-        TypeError: it is a class, a method without its object, or nothing that is called at all.
-    """
-    if isinstance(function, classmethod | property) or not callable(function):
-        raise TypeError(
-            f"a webhook is a function: found {describe_value(function)}. In a class, register the method of an object: "
-            "server.add_webhook(robot.on_push)"
-        )
-    if inspect.isclass(function):
-        raise TypeError(f"a webhook is a function: found the class {function.__name__}")
-    if inspect.isfunction(function) and "." in function.__qualname__.rpartition("<locals>.")[2]:
-        first = next(iter(inspect.signature(function).parameters), None)
-        if first in ("self", "cls"):
-            raise TypeError(
-                f"{function.__qualname__} is a method and wants an object, which nobody has yet; register that of an "
-                f"object: server.add_webhook(robot.{function.__name__})"
-            )
-
-
-def describe_value(value: object) -> str:
-    """Describe a value for an error's text."""
-    return f"{type(value).__name__} {value!r:.60}"
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 RESERVED = ("_events",)
-# While a script is only looked at for its server, by a command that starts it as it is told to.
+# Set while a command loads a script for its server and then starts the server itself.
 is_script_being_loaded: ContextVar[bool] = ContextVar("is_script_being_loaded", default=False)
 
 
 class WebhooksServer:
-    """A server whose endpoints are functions, each at ``/webhooks/<name>``.
+    """Server whose endpoints are functions, each at ``/webhooks/<name>``.
 
     Args:
-        ui: what stands at ``/`` in place of the landing page: HTML, a file or folder, or a Sanic blueprint.
-        webhook_secret: what the Hub sends as ``X-Webhook-Secret``; ``WEBHOOK_SECRET`` when None or empty; several while
-            one replaces another. Without any the server is open to everyone, and says so.
-        host: to listen on; 127.0.0.1, or all addresses on a Space.
-        port: the first free one from 7860 on when None, any free one when 0.
-        share: ask ``cloudflared``, ``ngrok`` or ``tunnel`` for a public address; without a secret one is made.
-        tunnel: a command that makes a public address, with ``{url}``, ``{host}`` and ``{port}`` in it.
-        database: file that keeps events over a restart; ``ROBOJAX_WEBHOOKS_DATABASE`` when None, else one of the
-            script's own in ``~/.local/state/robojax/webhooks``. ``"memory"``, or no script: a restart forgets them.
-        settings: all else about receiving; arguments here win over it.
+        ui: page at ``/`` in place of the landing page: HTML or a Sanic blueprint, which may serve files.
+        webhook_secret: secret that the Hub sends as ``X-Webhook-Secret``, or several during a rotation; the variable
+            ``WEBHOOK_SECRET`` when None or empty. Without a secret the server is open to everyone and prints a warning.
+        host: address to listen on; 127.0.0.1, or all addresses on a Space.
+        port: port; the first free one from 7860 on when None, any free one when 0.
+        share: whether ``cloudflared``, ``ngrok`` or ``tunnel`` makes a public address; without a secret one is made.
+        tunnel: command that makes a public address, with ``{url}``, ``{host}`` and ``{port}`` in it.
+        database: file that keeps events over a restart; when None, ``ROBOJAX_WEBHOOKS_DATABASE``, else a file of the
+            script's own in ``~/.local/state/robojax/webhooks``. With ``"memory"`` or without a script, a restart
+            forgets the events.
+        settings: all other settings of the receiver; the arguments here win over them.
 
     Raises:
-        TypeError: ``ui`` is none of these.
-        InvalidWebhook: a secret cannot be one.
+        TypeError: ``ui`` cannot be shown.
+        InvalidWebhook: a secret cannot be used.
     """
 
     def __init__(
@@ -154,11 +110,9 @@ class WebhooksServer:
     ):
         self._ui = None if ui is None else pages.check_ui(ui)
         self._host, self._port, self._share, self._tunnel = host, port, share, tunnel
-        self._settings = resolve_settings(
-            settings, webhook_secret, database, has_script=not is_script_being_loaded.get()
+        self._receiver = Receiver(
+            resolve_settings(settings, webhook_secret, database, has_script=not is_script_being_loaded.get())
         )
-        self._added: list[tuple[Callable[..., Any], str | None, dict[str, Any]]] = []
-        self._receiver = Receiver(self._settings)
         self._app: WebhooksApp | None = None
         self._background: BackgroundServer | None = None
         self._local: str | None = None
@@ -167,20 +121,14 @@ class WebhooksServer:
         self._at_exit = AtExit(self.launch)
 
     @property
-    def _has_secret(self) -> bool:
-        settings = self._settings
-        return bool(settings.secrets or settings.standard_secrets or settings.github_secrets)
-
-    @property
     def settings(self) -> ReceiverSettings:
-        """Settings of the receiver; they can be replaced until it runs."""
-        return self._settings
+        """Settings of the receiver; they can be replaced while the server is stopped."""
+        return self._receiver.settings
 
     @settings.setter
     def settings(self, settings: ReceiverSettings) -> None:
         self._refuse_while_running("change its settings")
-        self._settings = settings
-        self._rebuild_receiver()
+        self._receiver.settings, self._app = settings, None
 
     def _refuse_while_running(self, what: str) -> None:
         if self.is_running:
@@ -198,7 +146,7 @@ class WebhooksServer:
 
     @property
     def app(self) -> WebhooksApp:
-        """Sanic app with the endpoints added before this is first used; another one after ``close``."""
+        """Sanic app with the endpoints that were added before the first use; another app after ``close``."""
         if self._app is None:
             self._app = self._new_app()
         return self._app
@@ -230,43 +178,41 @@ class WebhooksServer:
     def add_webhook(self, path: str | None = None, **options: Any) -> Callable[[Function], Function]: ...
 
     def add_webhook(self, path: Any = None, **options: Any) -> Any:
-        """Register a function: ``@server.add_webhook``, ``@server.add_webhook("path")``, with filters or without.
+        """Register a function: ``@server.add_webhook`` or ``@server.add_webhook("path")``.
 
         Args:
-            path: under ``/webhooks``; the function's name when None. Slashes at both ends do not count.
-            options: filters (``events``, ``repos``, ``repo_types``, ``scopes``, ``actions``, ``refs``) and how it is
-                run (``mode``, ``concurrency``, ``timeout``, ``secret``, ``coalesce``, ``retry``): see ``Receiver.add``.
+            path: path under ``/webhooks``; the function's name when None. Slashes at both ends do not count.
+            options: ``mode``, as of ``Receiver.add``.
 
         Returns:
-            The function as it is.
+            The function itself.
 
         Raises:
-            ValueError: there is a webhook of this path already, or the function takes what there is not.
-            TypeError: it was put on something that is no function.
+            ValueError: the path is taken, or a parameter of the function has no known meaning.
+            TypeError: the decorated object is no function.
         """
         if callable(path):
             return self._add(path, None, options)
         if path is not None and not isinstance(path, str):
-            raise TypeError(f"add_webhook: found {describe_value(path)}, wanted a function, or a path as text")
+            raise TypeError(
+                f"add_webhook: found {type(path).__name__} {path!r:.60}, wanted a function, or a path as text"
+            )
         return lambda function: self._add(function, path, options)
 
     def _add(self, function: Any, path: str | None, options: dict[str, Any]) -> Any:
-        check_function(function)
+        if not callable(function) or inspect.isclass(function):
+            raise TypeError(
+                f"a webhook is a function: found {type(function).__name__} {function!r:.60}. In a class, register the "
+                "method of an object: server.add_webhook(robot.on_push)"
+            )
         self._refuse_while_running("add the webhook")
         if self._app is not None:
-            # Whoever has it may have added to it; another one would be without that.
+            # The user may have added routes to the app, which another app would not have.
             raise HooksError("the app is made already, and its routes are fixed: add webhooks before .app is asked for")
         if path is not None and path.strip("/").split("/")[0] in RESERVED:
-            raise InvalidWebhook(f"webhook path {path!r} is a page of the server's; give it another one")
+            raise InvalidWebhook(f"webhook path {path!r} is a page of the server; give it another one")
         self._receiver.add(function, path, **options)
-        self._added.append((function, path, options))
         return function
-
-    def _rebuild_receiver(self) -> None:
-        """Build a new receiver with the same endpoints, because the routes of one with an app are fixed."""
-        self._receiver, self._app = Receiver(self._settings), None
-        for function, path, options in self._added:
-            self._receiver.add(function, path, **options)
 
     def start_at_exit(self) -> None:
         """Serve when the script has ended, unless ``launch`` was called before or the script crashed."""
@@ -293,15 +239,16 @@ class WebhooksServer:
         """Serve now and print the addresses; a server that runs already goes on.
 
         Args:
-            prevent_thread_lock: return when it answers, and serve in the background; always so in a notebook, in a REPL
-                and where an event loop runs. Else this returns when Ctrl-C, SIGTERM or ``close`` has ended the server.
-            server_name: ``host`` by its name in gradio.
-            server_port: ``port`` likewise.
+            prevent_thread_lock: whether to return when the server answers, and serve in the background; always so in a
+                notebook, in a REPL and in a running event loop. Else this returns when Ctrl-C, SIGTERM or ``close`` has
+                ended the server.
+            server_name: gradio's name for ``host``.
+            server_port: gradio's name for ``port``.
 
         Raises:
             CannotListen: the port is taken.
             StoreError: the file of events cannot be used.
-            TunnelFailed: there is no public address to be had.
+            TunnelFailed: the tunnel program gave no public address.
         """
         if is_script_being_loaded.get():
             return
@@ -319,11 +266,13 @@ class WebhooksServer:
             self.block_thread()
 
     def _start(self, share: bool, host: str | None, port: int | None) -> None:
-        program: Program | None = None
+        command: Sequence[str] | None = None
         if share:
-            program = choose_program(self._tunnel)
-            if not self._has_secret:
-                self._make_secret()
+            command = choose_command(self._tunnel)
+            if not self.settings.secrets:
+                secret = secrets.token_urlsafe(32)
+                self._receiver.settings = replace(self.settings, secrets=(secret,))
+                print_notice(SECRET_MADE.format(secret=secret))
         where, ports = choose_address(host, port)
         listener = open_listener(where, ports)
         self._stop.clear()
@@ -332,32 +281,25 @@ class WebhooksServer:
         self._public = f"https://{space}" if space else None
         try:
             self._background = BackgroundServer(
-                app, listener, lambda: self._share_publicly(program, build_url(listener))
+                app, listener, lambda: self._share_publicly(command, build_url(listener))
             )
         except BaseException:
-            self._rebuild_receiver()
+            self._app = None
             raise
         _close_at_exit(self)
-        print_notice(CLOSED if self._has_secret else OPEN)
-        print_notice(describe_limits(self._settings.database, _version()))
+        print_notice(CLOSED if self.settings.secrets else OPEN)
 
     @asynccontextmanager
-    async def _share_publicly(self, program: Program | None, local: str) -> AsyncIterator[None]:
-        if program is None:
+    async def _share_publicly(self, command: Sequence[str] | None, local: str) -> AsyncIterator[None]:
+        if command is None:
             yield
             return
-        async with open_tunnel(program, local, on_end=print_notice) as public:
+        async with open_tunnel(command, local, on_end=print_notice) as public:
             self._public = public
             try:
                 yield
             finally:
                 self._public = None
-
-    def _make_secret(self) -> None:
-        secret = secrets.token_urlsafe(32)
-        self._settings = replace(self._settings, secrets=(secret,))
-        self._rebuild_receiver()
-        print_notice(format_generated_secret(secret))
 
     def block_thread(self) -> None:
         """Wait until Ctrl-C, SIGTERM or ``close`` ends the server; a second signal ends the process at once."""
@@ -370,7 +312,7 @@ class WebhooksServer:
         background, self._background = self._background, None
         if background is not None:
             background.stop()
-            self._rebuild_receiver()
+            self._app = None
 
     def __enter__(self) -> "WebhooksServer":
         """Serve in the background within a ``with``."""
@@ -382,13 +324,13 @@ class WebhooksServer:
         self.close()
 
     def _new_app(self) -> WebhooksApp:
-        app = build_app(self._settings.max_body)
+        app = build_app(self.settings.max_body)
         app.blueprint(self._receiver.blueprint())
-        app.blueprint(event_routes.build_blueprint(self._receiver, lambda: self._settings.secrets))
-        paths = pages.PagePaths("/" if self._ui is None else "", "/docs", "/openapi.json")
-        links = {"Health": "/healthz"}
-        app.blueprint(pages.build_blueprint(self._receiver, paths, base=lambda: self._public, links=links))
-        if self._ui is not None:
+        app.blueprint(event_routes.build_blueprint(self._receiver, lambda: self.settings.secrets))
+        if self._ui is None:
+            links = {"Health": "/healthz"}
+            app.blueprint(pages.build_blueprint(self._receiver, "/", base=lambda: self._public, links=links))
+        else:
             app.blueprint(pages.build_ui_blueprint(self._ui))
 
         @app.get("/healthz", name="healthz")
@@ -406,18 +348,9 @@ def _close_at_exit(server: WebhooksServer) -> None:
         if (server_or_none := reference()) is not None:
             server_or_none.close()
 
-    # At the end of the script itself nothing can be registered any more; there `launch` waits and closes.
+    # At the end of the script itself nothing can be registered; there `launch` waits and closes.
     with contextlib.suppress(RuntimeError):
-        register = get_exit_hook(())
-        if register is not None:
-            register(close)
-
-
-def _version() -> str:
-    try:
-        return version("robojax")
-    except PackageNotFoundError:
-        return "0"
+        register_at_exit(close)
 
 
 @functools.cache
@@ -437,15 +370,16 @@ def webhook_endpoint(path: str | None = None, **options: Any) -> Callable[[Funct
 def webhook_endpoint(path: Any = None, **options: Any) -> Any:
     """Register a function; the server starts when the script has ended.
 
-    ``function.run()`` (or ``.launch()``) starts it now, as a notebook has to. It does not start by itself when the
-    script crashed, in a REPL or notebook, under pytest, in child processes, and with ``ROBOJAX_WEBHOOKS_AT_EXIT=0``.
+    ``function.run()`` (or ``.launch()``) starts the server now, which a notebook needs. The server does not start by
+    itself when the script crashed, in a REPL or notebook, under pytest, in child processes, and with
+    ``ROBOJAX_WEBHOOKS_AT_EXIT=0``.
 
     Args:
-        path: under ``/webhooks``; the function's name when None.
-        options: filters and how it is run, as of ``WebhooksServer.add_webhook``.
+        path: path under ``/webhooks``; the function's name when None.
+        options: ``mode``, as of ``Receiver.add``.
 
     Returns:
-        The function as it is, with ``launch``, ``run`` and ``close`` attached.
+        The function itself, with ``launch``, ``run`` and ``close`` attached.
     """
     if callable(path):
         return webhook_endpoint(None, **options)(path)
@@ -460,3 +394,48 @@ def webhook_endpoint(path: Any = None, **options: Any) -> Any:
         return function
 
     return register
+
+
+class ServerNotFound(HooksError):
+    """No server, or more than one, was found in a script or module."""
+
+
+def load_server(target: str) -> WebhooksServer:
+    """Load the server of ``module``, ``module:name``, ``file.py`` or ``file.py:name``, without starting it.
+
+    Without a name it is the only ``WebhooksServer`` of the module, or the server of ``webhook_endpoint``.
+
+    Raises:
+        ServerNotFound: the module does not exist, or has no server or several.
+        Exception: any error of the module.
+    """
+    where, _, name = target.partition(":")
+    path = Path(where)
+    is_file = path.suffix == ".py"
+    if is_file and not path.is_file():
+        raise ServerNotFound(f"there is no file {where!r}")
+    # A script can import its neighbours.
+    sys.path.insert(0, str(path.absolute().parent) if is_file else "")
+    token = is_script_being_loaded.set(True)
+    try:
+        module = importlib.import_module(path.stem if is_file else where)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+            raise  # the module itself imports a missing one
+        raise ServerNotFound(f"there is no module {where!r}; give a module, or the path of a .py file") from None
+    finally:
+        is_script_being_loaded.reset(token)
+        get_default_server().cancel_start_at_exit()
+    servers = {key: value for key, value in vars(module).items() if isinstance(value, WebhooksServer)}
+    if name and name not in servers:
+        kind = type(getattr(module, name, None)).__name__
+        raise ServerNotFound(f"{where}: {name!r} is {kind}; wanted the name of a WebhooksServer")
+    if name:
+        return servers[name]
+    if not servers and get_default_server().registered_webhooks:
+        return get_default_server()
+    if not servers:
+        raise ServerNotFound(f"{where} has no WebhooksServer and no function with @webhook_endpoint")
+    if len({id(server) for server in servers.values()}) > 1:
+        raise ServerNotFound(f"{where} has several servers ({', '.join(servers)}); say which one: {where}:NAME")
+    return next(iter(servers.values()))

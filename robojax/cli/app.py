@@ -89,7 +89,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "recordings": ("robojax.cli.recordings", "app", "What a server recorded: list, info, export to a dataset."),
     "replay": ("robojax.cli.recordings", "replay", "A recording against a policy: how far off it would have been."),
     "webhooks": ("robojax.cli.webhooks", "app", "Manage webhooks of the Hub, receive them, replay what came."),
-    "bench": ("robojax.cli.bench", "bench", "Measure this machine with the benchmarks of a checkout; writes a page."),
     "train": ("robojax.cli.train", "app", "Train a policy on a LeRobotDataset; flags as of lerobot-train."),
     "transport": ("robojax.cli.serve", "transport", "Run a rooms server alone."),
 }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VARIABLE = "WEBHOOK_SECRET"
 DATABASE = Path("webhooks.sqlite")
 PUSH = ("repo.content",)
-STATUSES = "waiting, running, done, failed, dead, ignored, superseded"
+STATUSES = "waiting, running, done, failed, dead, ignored"
 
 plain = functools.partial(typer.Typer, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app = plain(help="Manage webhooks of the Hub (or of a robojax server), receive deliveries, list received events.")
@@ -236,7 +236,7 @@ def serve(
     database: Annotated[File, option(f"File of the events; default: what the module says, or {DATABASE}.")] = None,
 ) -> None:
     """Receive webhooks with the functions of a module until Ctrl-C."""
-    from hooks.server.script import load_server
+    from hooks.server.server import load_server
 
     secret = hooks.find_secret(file=secret_file)
     server = load_server(target)

@@ -14,7 +14,7 @@ import jaxmodels
 from hooks.errors import HooksError
 from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import ReceiverSettings
-from hooks.receiver.events import Event
+from hooks.receiver.inbox import Event
 from hooks.receiver.receiver import Receiver
 from hooks.registry.registry import Registry, RegistrySettings
 from hooks.server.event_routes import build_blueprint as events_of

@@ -149,7 +149,7 @@ async def _listen(stage: Stage) -> None:
 @pytest.mark.alone  # a policy is on probation in it, and what computes beside it makes a sound one look slow
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_good_push_swaps_once_without_a_missed_tick_and_bad_ones_change_nothing(
+async def test_good_push_swaps_once_and_bad_pushes_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: Pauses
 ) -> None:
     with StubHub() as hub:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.arm import Arm, arm
+from tests.faults.arm import Arm
+from tests.faults.arm import arm as open_arm
 from tests.faults.processes import Process, server
 from tests.faults.script import Script
 
@@ -77,7 +78,20 @@ async def arms(own: ExitStack) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
         async def make(server: Process, script: Script | None, name: str | None = None) -> Arm:
-            opened: AbstractAsyncContextManager[Arm] = arm(server, script, name or f"arm{next(_numbers)}")
+            opened: AbstractAsyncContextManager[Arm] = open_arm(server, script, name or f"arm{next(_numbers)}")
             return await stack.enter_async_context(opened)
 
         yield make
+
+
+@pytest.fixture
+async def arm(scripted: Process, script: Callable[..., Script], arms: Callable[..., Any]) -> Arm:
+    """An arm for a session of its own on the shared server."""
+    return await arms(scripted, script())
+
+
+@pytest.fixture
+async def moving(arm: Arm) -> Arm:
+    """An arm whose session runs."""
+    await arm.go()
+    return arm

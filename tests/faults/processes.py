@@ -120,4 +120,4 @@ def rooms(folder: Path):
 def robot(folder: Path, url: str, rooms: Rooms, began_at: float):
     """A robot of its own, that can be killed; ``began_at`` is when its clock began."""
     places = json.dumps({**asdict(rooms), "cameras": dict(rooms.cameras)})
-    return process(folder / "robot.log", "tests.faults.robot_process", url, places, repr(began_at))
+    return process(folder / "robot.log", "tests.faults.robot", url, places, repr(began_at))

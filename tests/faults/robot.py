@@ -2,7 +2,9 @@
 of the chunk the command is."""
 
 import asyncio
+import json
 import math
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -143,3 +145,18 @@ async def witness(
         finally:
             running.cancel()
             await connection.close()
+
+
+async def run(url: str, rooms: Rooms, began_at: float) -> None:
+    """Live until killed: ``python -m tests.faults.robot URL ROOMS BEGAN``."""
+    pose = TellingPose()
+    pose.began_at = began_at
+    async with living_robot(url, rooms, on_command=lambda values, received_at: None, pose=pose.at):
+        sys.stdout.write(f"robot at {url}\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    address, places, began = sys.argv[1:]
+    asyncio.run(run(address, Rooms(**json.loads(places)), float(began)))

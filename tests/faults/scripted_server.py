@@ -1,21 +1,32 @@
 """``python -m tests.faults.scripted_server serve ...``: the command ``robojax``, whose policies follow a script.
 
-``FAULTS_CLOCK`` names a file with the seconds by which its wall clock is wrong. ``FAULTS_BLOCK`` names one with how its
-event loop is blocked on SIGUSR1, and for how many seconds: ``sleep 2`` (in Python, other threads run) or ``held 2`` (in
-C, which keeps the interpreter's lock: no thread runs).
+Environment variables name files:
+
+- ``FAULTS_CLOCK``: the seconds by which the wall clock of this process is wrong;
+- ``FAULTS_BLOCK``: how SIGUSR1 blocks the event loop, and for how many seconds: ``sleep 2`` (in Python, other threads
+  run) or ``held 2`` (in C, which keeps the interpreter's lock: no thread runs);
+- ``HOSTILE_TIMES``: two doubles, the longest time from one turn of the loop to the next, by the clock and of the loop's
+  own processor time. Zeros start a new measurement.
 """
 
+import asyncio
+import mmap
 import os
 import signal
+import struct
 import time
 from collections import deque
 from functools import partial
 from itertools import repeat, starmap, takewhile
 from pathlib import Path
+from typing import Any
 
 import service.app
 from robojax.cli.app import main
 from tests.faults.script import load, read
+
+TIMES = struct.Struct("dd")
+TURN = 0.001
 
 
 def set_wrong(file: Path) -> None:
@@ -40,6 +51,30 @@ def block(file: Path) -> None:
     deque(takewhile((time.monotonic() + float(seconds)).__gt__, starmap(time.monotonic, repeat(()))), maxlen=0)
 
 
+async def watch(times: mmap.mmap) -> None:
+    """Note the longest pauses, for as long as the loop runs."""
+    while True:
+        began, worked = time.monotonic(), time.thread_time()
+        await asyncio.sleep(TURN)
+        found = time.monotonic() - began - TURN, time.thread_time() - worked
+        worst = TIMES.unpack_from(times)
+        if found[0] > worst[0] or found[1] > worst[1]:
+            TIMES.pack_into(times, 0, max(found[0], worst[0]), max(found[1], worst[1]))
+
+
+def watched(create_app: Any, file: Path) -> Any:
+    """The same, but its app notes its pauses."""
+
+    def create(*arguments: Any, **named: Any) -> Any:
+        app = create_app(*arguments, **named)
+        with file.open("r+b") as opened:
+            times = mmap.mmap(opened.fileno(), TIMES.size)
+        app.add_task(watch(times))
+        return app
+
+    return create
+
+
 if __name__ == "__main__":
     if os.environ.get("FAULTS_BLOCK"):
         blocking = Path(os.environ["FAULTS_BLOCK"])
@@ -47,4 +82,6 @@ if __name__ == "__main__":
     if os.environ.get("FAULTS_CLOCK"):
         set_wrong(Path(os.environ["FAULTS_CLOCK"]))
     service.app.create_app = partial(service.app.create_app, load=load, read_requirements=read)
+    if os.environ.get("HOSTILE_TIMES"):
+        service.app.create_app = watched(service.app.create_app, Path(os.environ["HOSTILE_TIMES"]))
     main()

@@ -29,12 +29,11 @@ async def went_blind(arm: Arm, last_frame: float) -> None:
     assert not moved or moved[-1][0] - last_frame <= FRAME_AGE + late, f"moved on for {moved[-1][0] - last_frame:.3f} s"
 
 
-async def test_f01_a_killed_transport_is_a_hold_until_it_is_back_and_a_fresh_frame_was_seen(
-    scripted: Process, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
+async def test_f01_killed_transport_holds_until_a_fresh_frame_arrives(
+    scripted: Process, arm: Arm, tmp_path: Path, moment: random.Random
 ) -> None:
     """HOLD `link_lost`; status `reconnecting`; at once on RST; rooms made again, within one backoff of the return."""
     with rooms(tmp_path) as transport:
-        arm: Arm = await arms(scripted, script())
         arm.goes_through(transport)
         await arm.go()
         await asyncio.sleep(moment.uniform(0.1, 0.6))
@@ -59,10 +58,9 @@ async def test_f01_a_killed_transport_is_a_hold_until_it_is_back_and_a_fresh_fra
 
 
 async def test_f02_a_half_open_link_is_noticed_by_its_heartbeat_within_11_s(
-    scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
+    scripted: Process, arm: Arm, moment: random.Random
 ) -> None:
     """As F1, by a missed heartbeat's answer, at most 11 s."""
-    arm: Arm = await arms(scripted, script())
     async with fault_proxy(scripted.url) as proxy:
         arm.transport_url = proxy.url
         await arm.go(straight_to=scripted.url)
@@ -87,56 +85,49 @@ async def test_f02_a_half_open_link_is_noticed_by_its_heartbeat_within_11_s(
         assert first.observed_at > healed - 1 / FRAMES
 
 
-async def test_f03_a_stalled_camera_holds_within_350_ms(
-    scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
-) -> None:
+async def test_f03_a_stalled_camera_holds_within_350_ms(moving: Arm, moment: random.Random) -> None:
     """HOLD `camera_stale` at 300 ms, at most 350; no target meanwhile; goes on by itself when fresh."""
-    arm: Arm = await arms(scripted, script())
-    await arm.go()
     await asyncio.sleep(moment.uniform(0.1, 0.6))
-    arm.life.camera = "stalled"
-    last = arm.life.shown_at
-    await went_blind(arm, last)
+    moving.life.camera = "stalled"
+    last = moving.life.shown_at
+    await went_blind(moving, last)
     held = time.monotonic()
     await asyncio.sleep(0.5)
-    assert arm.history.motions(held + arm.meter.worst(last)) == []
-    arm.life.camera = "live"
+    assert moving.history.motions(held + moving.meter.worst(last)) == []
+    moving.life.camera = "live"
     fresh = time.monotonic()
-    first = arm.history.pose.read(arm.history.motions(await arm.moves())[0][1])
+    first = moving.history.pose.read(moving.history.motions(await moving.moves())[0][1])
     assert first is not None
     assert first.observed_at > fresh - 0.1
-    assert is_moving(arm.session) or await arm.until(is_moving, within=1)
+    assert is_moving(moving.session) or await moving.until(is_moving, within=1)
     # A machine that stood still showed nothing either.
-    assert 1 <= arm.session["stats"]["holds"]["camera_stale"] <= 1 + arm.meter.pauses(arm.history.calls[0].began)
+    assert (
+        1 <= moving.session["stats"]["holds"]["camera_stale"] <= 1 + moving.meter.pauses(moving.history.calls[0].began)
+    )
 
 
-async def test_f04_a_frozen_picture_holds_after_2_s(
-    scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
-) -> None:
+async def test_f04_a_frozen_picture_holds_after_2_s(moving: Arm, moment: random.Random) -> None:
     """HOLD `camera_frozen` after 2 s of an identical picture; it ends when the picture changes."""
-    arm: Arm = await arms(scripted, script())
-    await arm.go()
-    assert not _is_frozen(arm.session)
+    assert not _is_frozen(moving.session)
     await asyncio.sleep(moment.uniform(0.0, 0.4))
-    arm.life.camera = "frozen"
-    frozen = arm.life.shown_at
-    session = await arm.until(lambda session: session["stats"]["hold_code"] == "camera_frozen", within=3)
+    moving.life.camera = "frozen"
+    frozen = moving.life.shown_at
+    session = await moving.until(lambda session: session["stats"]["hold_code"] == "camera_frozen", within=3)
     assert time.monotonic() - frozen > 1.9
     assert _is_frozen(session)
     assert session["status"] == "running"
-    arm.life.camera = "live"
-    await arm.until(lambda session: is_moving(session) and not _is_frozen(session), within=1.5)
+    moving.life.camera = "live"
+    await moving.until(lambda session: is_moving(session) and not _is_frozen(session), within=1.5)
 
 
 def _is_frozen(session: dict[str, Any]) -> bool:
     return "camera_frozen" in str(session["stats"].get("warnings"))
 
 
-async def test_f05_a_killed_producer_holds_within_350_ms_and_its_successor_goes_on(
-    scripted: Process, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
+async def test_f05_killed_producer_holds_and_its_successor_continues(
+    scripted: Process, arm: Arm, tmp_path: Path, moment: random.Random
 ) -> None:
     """The age of the frame acts, not 30 s of ICE consent; the offer of a peer that comes back is accepted."""
-    arm: Arm = await arms(scripted, script())
     rooms = await arm.create()
     await arm.be_heard_by_a_witness()
     began_at = arm.history.pose.began_at
@@ -156,11 +147,10 @@ async def test_f05_a_killed_producer_holds_within_350_ms_and_its_successor_goes_
         assert action.observed_at > killed, "only what the new producer shows moves the robot again"
 
 
-async def test_f06_joint_values_that_are_no_numbers_are_dropped_and_twenty_in_a_second_are_a_stop(
-    scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
+async def test_f06_bad_joint_values_are_dropped_and_twenty_a_second_stop(
+    scripted: Process, arm: Arm, moment: random.Random
 ) -> None:
     """Dropped and counted, the last good pose kept, never zero-filled; 20 bad in 1 s -> STOP `bad_input`."""
-    arm: Arm = await arms(scripted, script())
     async with fault_proxy(scripted.url) as proxy:
         arm.transport_url = proxy.url
         await arm.go(straight_to=scripted.url)

@@ -24,7 +24,7 @@ SHIPPED = ROOT / "robojax" / "sim" / "policy"
 
 
 @pytest.mark.parametrize("mode", ["nan", "inf", "shape", "wild"])
-async def test_f07_a_chunk_that_cannot_be_done_is_refused_whole_and_three_in_a_row_are_a_stop(
+async def test_f07_invalid_chunks_are_refused_whole_and_three_stop(
     scripted: Process, script: Callable[..., Script], arms: Make, mode: str, moment: random.Random
 ) -> None:
     """The whole chunk refused; HOLD `policy_invalid`; 3 in a row -> STOP; never on the wire."""
@@ -32,7 +32,7 @@ async def test_f07_a_chunk_that_cannot_be_done_is_refused_whole_and_three_in_a_r
     await _is_refused(await arms(scripted, policy), policy, mode, moment)
 
 
-async def test_f07_a_huge_jump_is_refused_whole_where_limits_refuse_and_else_brought_inside(
+async def test_f07_huge_jump_is_refused_or_clamped_as_configured(
     own: ExitStack,
     scripted: Process,
     script: Callable[..., Script],
@@ -105,7 +105,7 @@ async def _two_that_move(
     return policy, arm, other
 
 
-async def test_f09_a_policy_that_raises_is_an_error_within_a_second_and_others_move_on(
+async def test_f09_raising_policy_fails_its_session_and_others_continue(
     scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
 ) -> None:
     """HOLD; status `error` and a message, in GET /sessions within a second; other sessions untouched."""
@@ -190,7 +190,7 @@ def _broken(folder: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize("how", ["missing", "cut short", "another file", "header too long", "wrong config", "no json"])
-async def test_f10_a_policy_that_cannot_be_loaded_leaves_no_room_and_a_living_server(
+async def test_f10_unloadable_policy_leaves_no_room_and_no_damage(
     real: Process, tmp_path: Path, how: str, moment: random.Random
 ) -> None:
     """Create answers 4xx with a reason; no rooms leaked; the parent alive."""

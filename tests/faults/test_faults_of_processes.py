@@ -24,7 +24,7 @@ SHIPPED = ROOT / "robojax" / "sim" / "policy"
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]], ids=["SIGTERM", "SIGHUP"])
-async def test_f13_a_signal_holds_every_robot_within_100_ms_and_the_server_ends_with_0_within_5_s(
+async def test_f13_signal_holds_all_robots_and_ends_the_server_in_5_s(
     own: ExitStack,
     script: Callable[..., Script],
     arms: Make,
@@ -70,7 +70,7 @@ async def test_f13_a_signal_holds_every_robot_within_100_ms_and_the_server_ends_
     await asyncio.to_thread(ending.start)  # so that the arms can be looked after
 
 
-async def test_f14_a_killed_server_lists_every_acknowledged_session_as_interrupted_and_moves_none(
+async def test_f14_killed_server_lists_sessions_as_interrupted(
     own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
 ) -> None:
     """SIGKILL at random moments: 0 sessions lost, 0 started by themselves, orphan rooms cleaned."""
@@ -191,7 +191,7 @@ async def test_f20_a_clock_that_jumps_an_hour_changes_nothing(
         assert others <= arm.meter.pauses(0.0), session["stats"]["holds"]
 
 
-async def test_f21_of_fifty_creates_at_once_one_wins_and_of_two_starts_there_is_one_loop(
+async def test_f21_one_of_fifty_creates_wins_and_two_starts_make_one_loop(
     scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
 ) -> None:
     """Two starts, start and stop during load, delete during inference, 50 creates of one id: one loop; 409/200."""
@@ -220,7 +220,7 @@ async def test_f21_of_fifty_creates_at_once_one_wins_and_of_two_starts_there_is_
     assert sorted(status for status, _ in deletes) == [200, 404, 404, 404, 404]
 
 
-async def test_f22_an_emergency_stop_while_the_server_is_blocked_latches_and_survives_a_kill(
+async def test_f22_emergency_stop_of_a_blocked_server_survives_a_kill(
     own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
 ) -> None:
     """Latched STOP at most one period + 20 ms after it can be heard; survives a restart until its reset."""

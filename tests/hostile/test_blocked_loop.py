@@ -101,7 +101,7 @@ async def _followed(arm: Arm, follower: Follower, until: float) -> float | None:
 
 
 @pytest.mark.parametrize("how", ["sleep", "held"])
-async def test_a_blocked_loop_is_logged_with_its_place_and_counted_while_the_robot_holds_by_itself(
+async def test_blocked_loop_is_logged_and_counted_while_the_robot_holds(
     place: Place, moving: tuple[Arm, Script], how: str
 ) -> None:
     arm, _ = moving
@@ -151,7 +151,7 @@ async def test_a_stop_pressed_while_the_loop_is_blocked_comes_before_any_motion(
     assert arm.history.motions(began + 0.5 * BLOCK) == []
 
 
-async def test_a_process_that_stands_still_is_no_blocked_loop_and_its_robot_goes_on_with_a_new_plan(
+async def test_paused_process_is_no_blocked_loop_and_its_robot_replans(
     place: Place, moving: tuple[Arm, Script]
 ) -> None:
     """SIGSTOP and SIGCONT: one hold, no old action (the arm's history says so), links come back, counted apart."""
@@ -237,9 +237,7 @@ async def test_two_servers_that_claim_one_session_never_command_its_robot_both(p
         assert (await claim())[0] in (409, 502)
 
 
-async def test_sigterm_ends_a_server_that_is_blocked_in_c_and_breaks_the_robots_link(
-    place: Place, moving: tuple[Arm, Script]
-) -> None:
+async def test_sigterm_ends_a_server_blocked_in_c_and_breaks_the_link(place: Place, moving: tuple[Arm, Script]) -> None:
     arm, _ = moving
     said = len(place.server.words())
     place.block("held", 60)
@@ -262,7 +260,7 @@ async def test_sigterm_ends_a_server_that_is_blocked_in_c_and_breaks_the_robots_
     arm.listed = listed
 
 
-def test_sigterm_ends_a_server_that_is_blocked_in_python_and_a_second_one_at_once(tmp_path: Path) -> None:
+def test_sigterm_ends_a_server_blocked_in_python(tmp_path: Path) -> None:
     (tmp_path / "block").write_text("sleep 60")
     env = {"FAULTS_BLOCK": str(tmp_path / "block")}
     with process(tmp_path / "log", "tests.faults.scripted_server", "transport", "--port", "0", env=env) as running:

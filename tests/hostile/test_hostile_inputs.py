@@ -27,10 +27,9 @@ from pydantic import BaseModel
 from sanic.headers import parse_content_header
 
 from hooks.payload import WebhookPayload
-from hooks.receiver import filters
-from hooks.receiver.endpoint import Filter
+from hooks.receiver import parsing
 from hooks.server.event_routes import HOST
-from hooks.signatures import is_valid_github, is_valid_standard
+from hooks.signatures import is_valid_secret
 from service import logging
 from service.api import schemas
 from service.control import limits as sources
@@ -323,25 +322,17 @@ def npz_of(shape: str) -> object:
 
 
 def hook_readers() -> Iterator[Reader]:
-    quick, some = filters.QUICK, 1 << 18  # of 5 MB
+    quick, some = parsing.QUICK, 1 << 18  # of 5 MB
 
     def take(raw: bytes) -> object:
-        data = filters.parse_json(raw)
-        filters.check_payload(WebhookPayload, data)
-        return filters.read_facts(data)
+        data = parsing.parse_json(raw)
+        parsing.check_payload(WebhookPayload, data)
+        return parsing.read_facts(data)
 
-    yield from json_readers("a webhook", lambda raw: take(raw) if filters.is_quick_to_parse(raw) else None, quick)
-    yield from json_readers("a long webhook", filters.parse_json, some, '{"a":%s}', is_on_loop=False)
-    wanted = Filter(refs=("a*b*c*d",), repos=("*a*b*c/*d",))
-    for name, data in {
-        "refs": lambda size: {"updatedRefs": [{"ref": "ab" * 250} for _ in range(size // 512)]},
-        "name": lambda size: {"repo": {"name": "ab" * (size // 2)}},
-    }.items():
-        yield Reader(f"a webhook's {name}", lambda data: wanted.matches(filters.read_facts(data)), data, quick)
-    yield Reader("a signature", lambda raw: is_valid_github(("s", "t"), "sha256=" + "0" * 64, raw), bytes, quick)
-    yield Reader("many signatures",
-                 lambda text: is_valid_standard(("s", "t"), "id", "1700000000", text, b"x", now=1.7e9),
-                 repeated("v1,a "), HEAD)  # fmt: skip
+    yield from json_readers("a webhook", lambda raw: take(raw) if parsing.is_quick_to_parse(raw) else None, quick)
+    yield from json_readers("a long webhook", parsing.parse_json, some, '{"a":%s}', is_on_loop=False)
+    yield Reader("a webhook's name", parsing.read_facts, lambda size: {"repo": {"name": "ab" * (size // 2)}}, quick)
+    yield Reader("a secret", lambda text: is_valid_secret(text, ("s", "t")), repeated("a"), HEAD)
 
 
 def head_readers() -> Iterator[Reader]:
@@ -480,9 +471,8 @@ IN_THREADS: dict[str, Callable[[], Awaitable[object]]] = {
         array_formats.decode_json, b'{"inputs":{"a":[' + b"[1,2,3]," * 40_000 + b"[1,2,3]]}}", ArrayLimits(), {}
     ),
     "a listing": lambda: asyncio.to_thread(
-        filters.parse_json, b"[" + b'{"path":"%s","size":1},' % (b"a" * 60) * 10_000 + b"1]"
+        parsing.parse_json, b"[" + b'{"path":"%s","size":1},' % (b"a" * 60) * 10_000 + b"1]"
     ),
-    "a signature": lambda: asyncio.to_thread(is_valid_github, ("s", "t"), "", bytes(5 << 20)),
 }
 
 

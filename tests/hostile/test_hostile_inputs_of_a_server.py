@@ -12,10 +12,11 @@ import pytest
 
 from service.transport.link import Rooms
 from tests.faults.arm import Arm, arm, is_moving
-from tests.faults.processes import Process, process
+from tests.faults.processes import Process
+from tests.faults.processes import server as scripted_server
 from tests.faults.script import Script
+from tests.faults.scripted_server import TIMES
 from tests.hostile.test_hostile_inputs import LINES, MEDIA, SDP, VALUES, counted
-from tests.hostile.timed_server import TIMES
 
 TICK = 0.020  # seconds, at the 50 Hz of the scripted policy
 JSON = {"content-type": "application/json"}
@@ -42,9 +43,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Timed]:
     folder = tmp_path_factory.mktemp("inputs")
     times = folder / "times"
     times.write_bytes(bytes(TIMES.size))
-    arguments = ("serve", "--port", "0", "--state", str(folder / "state"))
-    env = {"HOSTILE_TIMES": str(times)}
-    with process(folder / "server.log", "tests.hostile.timed_server", *arguments, env=env) as it:
+    with scripted_server(folder, env={"HOSTILE_TIMES": str(times)}) as it:
         yield Timed(it, times)
 
 

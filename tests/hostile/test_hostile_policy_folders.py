@@ -197,7 +197,7 @@ SPOILS = {
 }
 
 
-async def test_a_spoiled_folder_is_refused_by_a_check_and_by_a_session_and_nobody_waits(tmp_path, good):
+async def test_spoiled_folder_is_refused_by_check_and_session(tmp_path, good):
     root = good.parent
     spoiled = {}
     for number, (name, (spoil, words)) in enumerate(SPOILS.items()):
@@ -239,7 +239,7 @@ def _peak() -> int:
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) << 10
 
 
-async def test_a_session_that_is_deleted_while_its_files_are_read_ends_the_child_and_its_id_is_free(tmp_path, good):
+async def test_deletion_during_loading_ends_the_child_and_frees_the_id(tmp_path, good):
     stuck = Path(shutil.copytree(DEMO, tmp_path / "stuck"))
     before = children()
     async with server(Loader()) as call:
@@ -255,7 +255,7 @@ async def test_a_session_that_is_deleted_while_its_files_are_read_ends_the_child
         assert call.app.ctx.sessions.engine.get_stats()["policies_loading"] == 0
 
 
-async def test_nobody_is_told_of_a_load_whose_client_left_and_whose_session_was_deleted(tmp_path):
+async def test_load_of_a_departed_client_is_dropped_silently(tmp_path):
     stuck = Path(shutil.copytree(DEMO, tmp_path / "stuck"))
     before = children()
     async with server(Loader()) as call:
@@ -285,7 +285,7 @@ async def test_more_stuck_folders_than_cores_keep_no_other_load_waiting(tmp_path
         assert {status for status, _ in await asyncio.gather(*stuck)} == {404}
 
 
-async def test_a_policy_that_is_built_for_ever_is_given_up_and_others_are_loaded_beside_it(tmp_path, good, monkeypatch):
+async def test_endless_build_is_abandoned_and_other_policies_load(tmp_path, good, monkeypatch):
     monkeypatch.setattr("service.inference.sandbox.BUILD_ALONE_SECONDS", 0.2)
     slow = Path(shutil.copytree(DEMO, tmp_path / "slow"))
     async with server(load := Loader()) as call:
@@ -306,7 +306,7 @@ async def test_a_policy_that_is_built_for_ever_is_given_up_and_others_are_loaded
         assert call.complaints == []
 
 
-async def test_after_too_many_that_are_left_behind_loads_are_refused_and_not_queued(tmp_path, good, monkeypatch):
+async def test_loads_are_refused_after_too_many_abandoned_ones(tmp_path, good, monkeypatch):
     monkeypatch.setattr("service.inference.sandbox.BUILD_ALONE_SECONDS", 0.1)
     async with server(load := Loader(), load_timeout=60.0) as call:
         facts = call.app.ctx.sessions.engine.get_stats

@@ -101,7 +101,7 @@ def busy() -> Iterator[None]:
         burning.wait()
 
 
-async def test_a_rollback_under_load_costs_nobody_a_tick_and_the_next_push_comes_after_it(tmp_path: Path) -> None:
+async def test_rollback_under_load_costs_no_tick_and_precedes_next_push(tmp_path: Path) -> None:
     policy = Pushed(tmp_path / "policy")
     async with serving(tmp_path) as server, AsyncExitStack() as stack:
         arms: list[Arm] = [await stack.enter_async_context(arm(server.process, None, f"arm{n}")) for n in range(4)]
@@ -154,7 +154,7 @@ async def test_a_rollback_under_load_costs_nobody_a_tick_and_the_next_push_comes
 REASONS = {"wild": "wild", "jump": "jump", "late": "starved", "hang": "stuck"}
 
 
-async def test_whatever_a_policy_does_on_its_probation_it_goes_and_the_robots_beside_it_move_on(tmp_path: Path) -> None:
+async def test_bad_policy_on_probation_is_removed_and_others_continue(tmp_path: Path) -> None:
     policy = Pushed(tmp_path / "policy")
     async with serving(tmp_path) as server, AsyncExitStack() as stack:
         trying, *others = [await stack.enter_async_context(arm(server.process, None, f"arm{n}")) for n in range(3)]
@@ -188,7 +188,7 @@ async def test_whatever_a_policy_does_on_its_probation_it_goes_and_the_robots_be
         assert (await server.get("/sessions/arm0"))["stats"]["policy_commit"] == first
 
 
-async def test_a_server_that_is_killed_on_a_probation_does_not_come_back_with_what_it_tried(tmp_path: Path) -> None:
+async def test_kill_on_probation_does_not_keep_the_tried_policy(tmp_path: Path) -> None:
     policy = Pushed(tmp_path / "policy")
     async with serving(tmp_path) as server, aiohttp.ClientSession() as http:
         one = Arm(server.process, None, "arm0", http)

@@ -38,6 +38,7 @@ from service.transport.webrtc.encoding import RETRANSMIT_RATE, Camera, CameraTra
 from service.transport.webrtc.jitter_buffer import BoundedNacks
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
 from tests.hostile.video_cases import SSRC, Pair, packets, picture
+from tests.testing.waiting import until
 
 ROOT = Path(__file__).parents[2]
 CASES = int(os.environ.get("ROBOJAX_TEST_CASES", "300"))  # 5,000 take half a minute
@@ -85,12 +86,6 @@ def sockets_of(peer: Peer) -> list[Any]:
     return [
         each for transport in datagrams.transports_of(peer._pc) for each in transport.transport._connection._protocols
     ]
-
-
-async def until(claim, within: float = 20.0) -> None:
-    async with asyncio.timeout(within):
-        while not claim():  # noqa: ASYNC110 - what is waited for says nothing
-            await asyncio.sleep(0.01)
 
 
 async def test_no_case_ends_or_holds_up_the_process_that_decodes():
@@ -236,7 +231,7 @@ def run_by_work(monkeypatch):
 
 
 @pytest.mark.parametrize("cost", [0.0001, 0.001], ids=["packets of video", "packets made to be slow"])
-def test_the_media_of_peers_that_flood_leaves_the_loop_its_time_and_cameras_theirs(run_by_work, cost):
+def test_media_floods_leave_time_to_the_loop_and_to_cameras(run_by_work, cost):
     async def main(work: Selector) -> None:
         floods = [Wire(work, f"10.0.0.{number}", cost) for number in range(4)]
         camera, loop = Wire(work, "10.0.1.1", 0.0001), asyncio.get_running_loop()
@@ -463,7 +458,7 @@ async def test_a_goodbye_does_not_wait_for_the_pictures_before_it(pair):
     may_go_on.set()
 
 
-async def test_more_pictures_than_a_decoder_can_take_are_dropped_and_a_keyframe_wanted():
+async def test_surplus_pictures_are_dropped_and_a_keyframe_is_requested():
     receiver = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None)
     now, wanted = 0.0, 0
 
@@ -484,7 +479,7 @@ async def test_more_pictures_than_a_decoder_can_take_are_dropped_and_a_keyframe_
         assert decoder.qsize() <= MAX_PENDING
 
 
-async def test_small_pictures_are_counted_and_behind_a_dropped_one_the_stream_goes_on_at_a_keyframe():
+async def test_stream_continues_at_a_keyframe_after_a_dropped_picture():
     receiver, now = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None), 0.0
     decoder = DecoderThread(receiver, lambda frame: None, lambda: None, lambda: None, clock=lambda: now)  # type: ignore[arg-type]
     vp8 = SimpleNamespace(name="VP8")
@@ -613,7 +608,7 @@ async def test_of_a_thousand_offers_a_few_are_answered_and_the_newest_is(receive
     await until(lambda: len(receiver.signals.sent) == count + 1)
 
 
-async def test_a_peer_that_never_completes_is_closed_though_signals_come_all_the_time(receiver, browser):
+async def test_incomplete_peer_is_closed_despite_continuous_signals(receiver, browser):
     offer = await offer_of(browser)
     receiver.on_message(offer_signal(offer), 0.0)
     await until(lambda: receiver._peer is not None)

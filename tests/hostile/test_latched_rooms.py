@@ -176,7 +176,7 @@ async def test_no_stranger_moves_the_robot_of_a_session(stage: str) -> None:
                 assert made.app.ctx.sessions.get("arm").is_latched, "a stranger may stop, at any time"
 
 
-async def test_while_it_moves_the_room_lets_the_session_through_and_nothing_out_of_range() -> None:
+async def test_room_passes_the_session_and_nothing_out_of_range() -> None:
     async with scene() as made:
         await made.create()
         async with made.with_robot():
@@ -205,7 +205,7 @@ async def test_a_fault_of_the_session_itself_moves_nothing_while_it_is_latched()
             assert (made.got, robot.refused) == ([], 0), "it did not even come to the robot"
 
 
-async def test_nobody_takes_the_seat_while_the_link_is_made_again_or_the_server_was_started_anew(tmp_path) -> None:
+async def test_seat_is_kept_during_reconnection_and_after_a_restart(tmp_path) -> None:
     async with scene(tmp_path, keeps_rooms=False) as made:
         await made.create()
         connection = made.app.ctx.sessions.get_live("arm").robot_io._link._output
@@ -229,7 +229,7 @@ async def test_nobody_takes_the_seat_while_the_link_is_made_again_or_the_server_
         assert made.app.ctx.sessions.get_live("arm").robot_io._link._output.participant_id, "the session itself gets in"
 
 
-async def test_a_room_without_a_session_and_one_that_somebody_had_before_keep_the_rules_of_the_wire() -> None:
+async def test_rooms_without_a_session_keep_the_rules_of_the_wire() -> None:
     async with scene() as made:
         path = f"{ROOMS}/mine"
         await made.call("POST", ROOMS, {"room_id": "mine"})
@@ -245,7 +245,7 @@ async def test_a_room_without_a_session_and_one_that_somebody_had_before_keep_th
             assert (await made.call("POST", f"{OUTPUT}/command", {"joints": NEAR}))[0] == 200
 
 
-async def test_a_robot_refuses_commands_until_its_server_says_that_the_latch_is_gone(caplog) -> None:
+async def test_robot_refuses_commands_until_its_server_clears_the_latch(caplog) -> None:
     caplog.set_level(logging.WARNING)
     async with scene() as made:
         await made.create()
@@ -272,7 +272,7 @@ async def test_a_robot_refuses_commands_until_its_server_says_that_the_latch_is_
             assert {"Rotation": 90.0} in made.got
 
 
-async def test_a_robot_that_comes_during_a_latch_knows_of_it_and_its_own_stop_counts_too() -> None:
+async def test_robot_that_joins_during_a_latch_is_latched() -> None:
     async with scene() as made:
         await made.create()
         await made.ask("/sessions/arm/emergency_stop")
@@ -298,7 +298,7 @@ async def test_a_stop_that_the_session_did_not_hear_is_told_to_its_server(monkey
             assert robot.latch
 
 
-async def test_on_a_server_of_rooms_alone_a_session_keeps_its_room_and_gives_it_back() -> None:
+async def test_session_keeps_and_returns_its_room_on_a_rooms_server() -> None:
     async with serve_transport() as rooms, scene() as made, aiohttp.ClientSession() as http:
 
         async def command() -> int:

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import database_away, database_kills
+from benchmarks import database_kills
 from benchmarks.postgres import PostgresServer
 from robojax.client import AsyncClient, Client, Refused
 from service.api.redirects import ADDRESS_HEADER, CODE
@@ -496,13 +497,35 @@ async def test_an_emergency_stop_follows_a_deleted_id_to_another_server(servers:
     assert not servers.a.app.ctx.sessions.get("arm").is_latched
 
 
-async def test_without_the_database_own_sessions_go_on_and_it_hears_of_all_afterwards(servers: Servers) -> None:
+def freeze(database: PostgresServer) -> None:
+    """Stop its processes: the database accepts connections and answers nothing."""
+    database.signal_all(signal.SIGSTOP)
+
+
+def thaw(database: PostgresServer) -> None:
+    database.signal_all(signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("take_away", "bring_back"),
+    [(PostgresServer.stop, PostgresServer.start), (freeze, thaw)],
+    ids=["database ended", "database frozen"],
+)
+async def test_without_database_own_sessions_go_on_and_it_is_updated_later(
+    servers: Servers,
+    monkeypatch: pytest.MonkeyPatch,
+    take_away: Callable[[PostgresServer], None],
+    bring_back: Callable[[PostgresServer], None],
+) -> None:
     for session_id in ("arm", "hand", "old", "older"):
         await servers.a.create(session_id)
     await servers.a.call("POST", "/sessions/old/emergency_stop", json={"reason": "before"})
     await servers.b.create("leg")
-    servers.database.stop()
+    await asyncio.to_thread(take_away, servers.database)
+    timeouts = {name: getattr(peers, name) for name in ("QUERY_TIMEOUT", "STOP_TIMEOUT")}
     try:
+        for name in timeouts:
+            monkeypatch.setattr(peers, name, 0.5)  # A frozen database never answers.
         servers.forget_places(servers.a)
         assert (await servers.a.call("GET", "/sessions/arm"))[0] == 200
         status, told = await servers.a.call("GET", "/sessions/leg")
@@ -519,7 +542,9 @@ async def test_without_the_database_own_sessions_go_on_and_it_hears_of_all_after
         assert (await servers.a.call("DELETE", "/sessions/older"))[0] == 200
         assert (await servers.a.call("GET", "/cluster"))[1]["front"]["trouble"] == peers.NO_DATABASE
     finally:
-        servers.database.start()
+        await asyncio.to_thread(bring_back, servers.database)
+        for name, seconds in timeouts.items():
+            monkeypatch.setattr(peers, name, seconds)
     await servers.beat()
     assert await servers.b.listed() == {"leg": "ready", "arm": "ready", "hand": "stopped", "old": "stopped"}
     assert [one[0] for one in servers.database.sql("SELECT id FROM robojax_latches")] == ["hand"]
@@ -673,13 +698,3 @@ async def test_after_kills_nothing_is_lost_owned_twice_or_moves(tmp_path: Path, 
         "notes"
     ]
     assert sum(found["sessions_looked_at"].values()) > 4
-
-
-async def test_a_database_that_is_away_stops_no_robot_and_loses_nothing(
-    tmp_path: Path, database: PostgresServer
-) -> None:
-    found = await database_away.campaign(tmp_path, 4.0, database)
-    assert found["wrong"] == []
-    for how in ("killed", "standing_still"):
-        assert found[how]["warned"], "what the others do not know is said"
-        assert min(found[how]["commands"]) > 20

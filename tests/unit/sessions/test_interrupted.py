@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.crash_recovery import FAULTS, campaign
-from benchmarks.session_cycles import COUNTED, measure
 from hooks.database import Database
 from hooks.errors import StoreError
 from jaxmodels.errors import ConfigError
@@ -371,13 +370,3 @@ async def test_after_kills_at_random_moments_nothing_is_lost_and_nothing_moves(t
     found = await campaign(tmp_path, kills=5, seed=11)
     assert {fault: found[fault] for fault in FAULTS} == dict.fromkeys(FAULTS, 0), found["notes"]
     assert sum(found["acknowledged"].values()) > 5
-
-
-async def test_nothing_stays_behind_of_thirty_sessions(tmp_path: Path) -> None:
-    """The whole programme has 1,000 cycles and looks at memory, too."""
-    found = await measure(tmp_path, cycles=30, look_every=15)
-    assert found["errors"] == {}
-    grown = {name: found[f"{name}_growth"] for name in COUNTED}
-    assert max(grown.values()) <= 0, (grown, found["looks"])
-    assert found["looks"][-1]["rooms"] == 0
-    assert found["exit_code"] == 0

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from sanic import Sanic
 
-from hooks.receiver.events import OPEN
+from hooks.receiver.inbox import Status
 from hooks.receiver.receiver import Receiver
 
 
@@ -97,7 +97,8 @@ async def ended(receiver: Receiver, event_id: str | None = None, *, within: floa
     """Wait until this event has ended, or all have."""
     async with asyncio.timeout(within):
         while any(  # noqa: ASYNC110 (only the inbox knows)
-            event.status in OPEN and event_id in (None, event.id) for event in await receiver.events(limit=10_000)
+            event.status in (Status.WAITING, Status.RUNNING) and event_id in (None, event.id)
+            for event in await receiver.events(limit=10_000)
         ):
             await asyncio.sleep(0.002)
 

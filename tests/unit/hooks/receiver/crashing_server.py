@@ -12,7 +12,7 @@ from sanic import Sanic
 
 from hooks.errors import RetryableError
 from hooks.receiver.endpoint import ReceiverSettings
-from hooks.receiver.events import Event
+from hooks.receiver.inbox import Event
 from hooks.receiver.receiver import Receiver
 
 
@@ -41,7 +41,6 @@ def receiver(folder: Path) -> Receiver:
             backoff=0.01,
             longest_backoff=0.1,
             attempts=50,
-            crashes=50,
             rate=1e6,
             burst=1_000_000,
         )
@@ -50,12 +49,6 @@ def receiver(folder: Path) -> Receiver:
 
     def act(event: Event, number: int) -> None:
         outside.move(event, number)
-
-        def inside(connection: sqlite3.Connection) -> None:
-            connection.execute("CREATE TABLE IF NOT EXISTS moves (event_id TEXT, number INTEGER)")
-            connection.execute("INSERT INTO moves VALUES (?, ?)", (event.id, number))
-
-        event.when_done(inside)
         chance = random.random()
         if chance < 0.03:
             raise RuntimeError("it slipped")

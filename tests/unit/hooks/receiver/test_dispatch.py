@@ -12,10 +12,8 @@ import sanic
 from hooks.errors import RetryableError, UnknownEvent
 from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import ReceiverSettings, backoff
-from hooks.receiver.events import Event, Status
-from hooks.receiver.inbox import Inbox
+from hooks.receiver.inbox import Event, Inbox, Status
 from hooks.receiver.receiver import Receiver
-from tests.testing import waiting
 
 QUICK = {"backoff": 0.001, "longest_backoff": 0.002}
 
@@ -71,7 +69,7 @@ async def test_a_clock_that_jumps_neither_delays_what_waits_nor_makes_an_equal_b
     assert runs == ["0", "1", "1"]
 
 
-@pytest.mark.parametrize("limit", ["concurrency", "threads", "own"])
+@pytest.mark.parametrize("limit", ["concurrency", "threads"])
 async def test_no_more_run_at_one_time_than_may(serving, make_payload, until, limit: str) -> None:
     receiver = Receiver(
         settings(concurrency=2 if limit == "concurrency" else 9, threads=2 if limit == "threads" else 9)
@@ -96,38 +94,11 @@ async def test_no_more_run_at_one_time_than_may(serving, make_payload, until, li
         await asyncio.wait_for(pair.wait(), 30)
         enter(-1)
 
-    async with serving(
-        receiver, sync if limit == "threads" else later, "x", mode="queue", concurrency=2 if limit == "own" else None
-    ) as sender:
+    async with serving(receiver, sync if limit == "threads" else later, "x", mode="queue") as sender:
         await asyncio.gather(*(sender.post("/webhooks/x", make_payload(f"a/{number}")) for number in range(8)))
         await until(receiver)
         assert [event.status for event in await receiver.events()] == [Status.DONE] * 8
     assert most == 2
-
-
-async def test_of_what_waits_only_the_latest_runs_when_that_was_asked_for(serving, make_payload, until) -> None:
-    receiver, runs, goes_on = Receiver(settings(answer_within=20.0)), [], asyncio.Event()
-
-    async def note(payload: dict) -> str:
-        runs.append(payload["repo"]["headSha"])
-        await goes_on.wait()
-        return "noted"
-
-    async with serving(receiver, note, coalesce="latest") as sender:
-        sent = []
-        for number in range(4):
-            sent.append(asyncio.create_task(sender.post("/webhooks/note", make_payload(sha=str(number)))))
-            while len(await receiver.events()) <= number or not runs:  # noqa: ASYNC110 (only the inbox knows)
-                await asyncio.sleep(0.001)
-        goes_on.set()
-        told = await asyncio.gather(*sent)
-    assert runs == ["0", "3"]
-    assert [one.json if one.json == "noted" else one.json["status"] for one in told] == [
-        "noted",
-        "superseded",
-        "superseded",
-        "noted",
-    ]
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -156,30 +127,6 @@ async def test_in_the_background_it_is_tried_again_and_then_is_a_dead_letter(
         await until(receiver)
         assert attempts == [1, 2, 3, 4, 5, 6]
     assert "dead letter after 3 attempts" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("retry", "error", "count"),
-    [
-        ("any", RuntimeError("x"), 5),
-        ("retryable", RuntimeError("x"), 1),
-        ("retryable", RetryableError("x"), 5),
-        ("retryable", RetryableError("x", after=0.0), 5),
-        ("never", RetryableError("x"), 1),
-    ],
-)
-async def test_what_is_tried_again_is_the_endpoints_choice(serving, make_payload, until, retry, error, count) -> None:
-    receiver, attempts = Receiver(settings()), []
-
-    def breaks(event: Event) -> None:
-        attempts.append(event.attempt)
-        raise error
-
-    async with serving(receiver, breaks, mode="queue", retry=retry) as sender:
-        await sender.post("/webhooks/breaks", make_payload())
-        await until(receiver)
-        assert len(await receiver.events(status=Status.DEAD)) == 1
-    assert len(attempts) == count
 
 
 async def test_a_handler_may_ask_to_be_run_later_and_its_sender_is_told_that_it_is_accepted(
@@ -223,101 +170,6 @@ async def test_a_failure_is_not_handed_back_when_a_duplicate_was_told_that_it_is
         await until(receiver)
         assert [event.status for event in await receiver.events()] == [Status.DONE]
     assert attempts == [1, 2]
-
-
-async def test_a_run_that_takes_too_long_has_failed(serving, make_payload, until) -> None:
-    receiver, goes_on, runs = Receiver(settings(attempts=2)), threading.Event(), []
-
-    async def later(event: Event) -> None:
-        runs.append("later")
-        await asyncio.Event().wait()
-
-    def sync(event: Event) -> None:
-        runs.append("sync")
-        goes_on.wait(60)
-
-    receiver.add(later, mode="queue", timeout=0.02)
-    async with serving(receiver, sync, mode="queue", timeout=0.02) as sender:
-        for path in ("later", "sync"):
-            await sender.post(f"/webhooks/{path}", make_payload())
-        await until(receiver)
-        dead = {event.path: event.error for event in await receiver.events(status=Status.DEAD)}
-        await waiting.until(lambda: "sync" in runs, within=30.0)  # its thread may begin after its time
-    goes_on.set()
-    # The sync one still runs in its thread: beside itself it must not run.
-    assert sorted(runs) == ["later", "later", "sync"]
-    assert dead["/webhooks/later"].startswith("TimeoutError")
-    assert "its thread goes on" in dead["/webhooks/sync"]
-
-
-async def test_a_sync_run_that_goes_on_is_not_handed_back_to_its_sender(serving, make_payload) -> None:
-    receiver, goes_on, runs = Receiver(settings()), threading.Event(), []
-
-    def sync(event: Event) -> None:
-        runs.append(event.attempt)
-        goes_on.wait(60)
-
-    async with serving(receiver, sync, timeout=0.02) as sender:
-        same = {"webhook-id": "1"}
-        told = [await sender.post("/webhooks/sync", make_payload(), headers=same) for _ in range(2)]
-        await waiting.until(lambda: runs, within=30.0)  # its thread may begin after its time
-    goes_on.set()
-    assert [one.status for one in told] == [500, 200]
-    assert told[1].json["status"] == "dead"
-    assert runs == [1]
-
-
-async def test_an_effect_is_written_with_the_end_of_its_event_or_not_at_all(serving, make_payload, tmp_path) -> None:
-    receiver = Receiver(settings(database=tmp_path / "e.sqlite3"))
-
-    def effect(event: Event) -> None:
-        def write(connection: sqlite3.Connection) -> None:
-            connection.execute("CREATE TABLE IF NOT EXISTS moves (attempt INTEGER)")
-            connection.execute("INSERT INTO moves VALUES (?)", (event.attempt,))
-            if event.attempt == 1:
-                connection.execute("INSERT INTO nowhere VALUES (1)")
-
-        event.when_done(write)
-
-    async with serving(receiver, effect) as sender:
-        same = {"webhook-id": "1"}
-        told = [(await sender.post("/webhooks/effect", make_payload(), headers=same)).status for _ in range(3)]
-        failed = await receiver.events()
-    assert told == [500, 200, 200]
-    assert failed[0].status is Status.DONE
-    with sqlite3.connect(tmp_path / "e.sqlite3") as connection:
-        assert connection.execute("SELECT attempt FROM moves").fetchall() == [(2,)]
-    connection.close()
-
-
-@pytest.mark.parametrize("way", ["with", "executescript", "commit"])
-async def test_an_effect_that_commits_is_refused_and_nothing_of_it_is_written(
-    serving, make_payload, tmp_path, way: str
-) -> None:
-    receiver = Receiver(settings(database=tmp_path / "e.sqlite3"))
-
-    def effect(event: Event) -> None:
-        def write(connection: sqlite3.Connection) -> None:
-            if way == "with":
-                with connection:
-                    connection.execute("CREATE TABLE moves (attempt INTEGER)")
-            elif way == "executescript":
-                connection.executescript("CREATE TABLE moves (attempt INTEGER)")
-            else:
-                connection.execute("CREATE TABLE moves (attempt INTEGER)")
-                connection.commit()
-
-        event.when_done(write)
-
-    async with serving(receiver, effect) as sender:
-        told = await sender.post("/webhooks/effect", make_payload())
-        (event,) = await receiver.events()
-    assert told.status == 500
-    assert event.error is not None
-    assert "not authorized" in event.error
-    with sqlite3.connect(tmp_path / "e.sqlite3") as connection:
-        assert connection.execute("SELECT name FROM sqlite_master WHERE name='moves'").fetchall() == []
-    connection.close()
 
 
 class _Mute(Exception):
@@ -381,7 +233,7 @@ async def test_a_waiting_sender_is_told_accepted_when_the_server_stops(serving, 
         await receiver._running.close()
         assert (await waiting).status == 202
         assert (await sender.post("/webhooks/for_ever", make_payload("a/b"))).status == 503
-        receiver._intake = None
+        receiver._worker = None
     with Inbox(tmp_path / "e.sqlite3") as inbox:
         assert [event.status for event in inbox.list()] == [Status.WAITING]
 

@@ -8,8 +8,7 @@ import pytest
 from hooks.errors import StoreError, UnknownEvent
 from hooks.receiver import inbox as ledger
 from hooks.receiver.endpoint import DAY
-from hooks.receiver.events import Answer, Event, Status
-from hooks.receiver.inbox import Acceptance, Inbox, IncomingEvent
+from hooks.receiver.inbox import Acceptance, Answer, Event, Inbox, IncomingEvent
 
 NOW = 1_700_000_000.0
 
@@ -28,11 +27,10 @@ def arrive(inbox: Inbox, number: int, *, at: float = NOW, body: bytes = b"{}", *
         "repo_type": "model",
         "scope": "repo.content",
         "action": "update",
-        "status": Status.WAITING,
     }
     arrival = IncomingEvent(**{**parts, **more})
-    given = {"now": at, "window": 10.0, "coalesce": False, "max_waiting": 1000, "paths": (arrival.path,)}
-    return inbox.database.run_blocking(ledger.accept_event, arrival, **given)[:2]
+    given = {"now": at, "window": 10.0, "max_waiting": 1000, "paths": (arrival.path,)}
+    return inbox.database.run_blocking(ledger.accept_event, arrival, **given)
 
 
 def begin(inbox: Inbox, event_id: str) -> Event | None:
@@ -41,7 +39,7 @@ def begin(inbox: Inbox, event_id: str) -> Event | None:
 
 
 def end(inbox: Inbox, number: int, *, at: float = NOW) -> None:
-    inbox.database.run_blocking(ledger.finish_event, f"e{number}", Answer(200, b"null"), (), now=at)
+    inbox.database.run_blocking(ledger.finish_event, f"e{number}", Answer(200, b"null"), now=at)
 
 
 @pytest.fixture
@@ -145,13 +143,6 @@ def test_the_write_ahead_log_does_not_grow_with_what_is_written(inbox: Inbox) ->
             arrive(inbox, number, body=bytes(4 << 20))
             other.list()
             assert log.stat().st_size < 24 << 20
-
-
-def test_deliveries_are_counted_by_webhook(inbox: Inbox) -> None:
-    for number in range(5):
-        arrive(inbox, number, webhook_id="w1" if number else "w2", at=NOW + number)
-    assert inbox.database.run_blocking(ledger.count_deliveries, since=NOW + 1.5) == {"w1": 3}
-    assert inbox.database.run_blocking(ledger.count_deliveries, since=0.0) == {"w1": 4, "w2": 1}
 
 
 def test_a_listing_reads_no_bodies(inbox: Inbox) -> None:

@@ -9,19 +9,16 @@ import threading
 import time
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import sanic
 from pydantic import BaseModel
 
 from hooks.errors import HooksError, InvalidWebhook
 from hooks.payload import WebhookPayload
-from hooks.receiver import intake
+from hooks.receiver import receiver as receiving
 from hooks.receiver.endpoint import ReceiverSettings
-from hooks.receiver.events import Event, Status
-from hooks.receiver.intake import RateLimiter
-from hooks.receiver.receiver import Receiver
-from hooks.signatures import sign_github, sign_standard
+from hooks.receiver.inbox import Event, Status
+from hooks.receiver.receiver import RateLimiter, Receiver
 from tests.testing.pauses import Pauses
 
 SECRET = "a-secret-of-sixteen"
@@ -48,27 +45,6 @@ async def test_a_handler_has_the_head_sha_and_its_value_is_the_answer(serving, m
     async with serving(receiver) as sender:
         told = await sender.post("/webhooks/pushed", make_payload(sha="c" * 40), headers=SIGNED)
         assert (told.status, told.json) == (200, {"sha": "c" * 40})
-
-
-# The peer: 422 for a bucket, another type and version 4; new fields are dropped.
-@pytest.mark.parametrize("model", [WebhookPayload, huggingface_hub.WebhookPayload, dict])
-async def test_buckets_unknown_types_version_4_and_new_fields_pass_and_are_kept(serving, make_payload, model) -> None:
-    receiver, seen = Receiver(), []
-
-    def handler(payload) -> None:
-        seen.append(payload if isinstance(payload, dict) else payload.model_dump(by_alias=True, exclude_unset=True))
-
-    handler.__annotations__["payload"] = model
-    receiver.add(handler, "x")
-    sent = [make_payload(f"robots/{number}", later={"number": number}) for number in range(3)]
-    sent[0]["repo"]["type"] = "bucket"
-    sent[0]["updatedFiles"] = [{"path": "a.bin", "action": "add", "xetHash": "1", "size": 2}]
-    sent[1]["repo"]["type"] = "something-new"
-    sent[2]["webhook"]["version"] = 4
-    async with serving(receiver) as sender:
-        told = [await sender.post("/webhooks/x", payload) for payload in sent]
-    assert [(one.status, one.json) for one in told] == [(200, None)] * 3
-    assert seen == sent
 
 
 # The peer: 422 and its schema, before the secret is looked at.
@@ -98,45 +74,11 @@ async def test_a_payload_that_cannot_be_used_is_named_by_its_fields_alone(servin
         assert told.status == 200
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-async def test_all_four_kinds_of_handlers_are_called_with_or_without_a_body(serving, make_payload, is_async) -> None:
-    receiver = Receiver(ReceiverSettings(secrets=(SECRET,)))
-
-    def both(payload: WebhookPayload, request: sanic.Request) -> list:
-        return [payload.repo.name, request.json["repo"]["name"]]
-
-    def only_payload(payload: WebhookPayload) -> str:
-        return payload.repo.name
-
-    def only_request(request: sanic.Request) -> str:
-        return request.method
-
-    def nothing() -> int:
-        return 3
-
-    for function in (both, only_payload, only_request, nothing):
-
-        async def later(*arguments, function=function, **named):
-            return function(*arguments, **named)
-
-        later.__wrapped__ = function  # type: ignore[attr-defined]
-        receiver.add(later if is_async else function, function.__name__)
-    async with serving(receiver) as sender:
-        told = {
-            name: await sender.post(f"/webhooks/{name}", make_payload(), headers=SIGNED)
-            for name in ("both", "only_payload", "only_request", "nothing")
-        }
-        assert {name: (one.status, one.json) for name, one in told.items()} == {
-            "both": (200, ["robots/act"] * 2),
-            "only_payload": (200, "robots/act"),
-            "only_request": (200, "POST"),
-            "nothing": (200, 3),
-        }
-        for name in ("only_request", "nothing"):
-            for _ in range(2):
-                empty = await sender.post(f"/webhooks/{name}", headers=SIGNED)
-                assert empty.status == 200
-                assert "x-webhook-duplicate" not in empty.headers
+async def test_two_deliveries_without_a_body_are_two_events(serving) -> None:
+    async with serving(Receiver(), lambda: 3, "nothing") as sender:
+        for _ in range(2):
+            empty = await sender.post("/webhooks/nothing")
+            assert (empty.status, empty.json, "x-webhook-duplicate" in empty.headers) == (200, 3, False)
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD", "OPTIONS"])
@@ -149,7 +91,7 @@ async def test_other_methods_are_405(serving, method: str) -> None:
 # The peer: 200.
 async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) -> None:
     # Where it takes longer to send, the connection may end before the answer is read.
-    monkeypatch.setattr("hooks.receiver.intake.DISCARD_TIMEOUT", 60.0)
+    monkeypatch.setattr("hooks.receiver.receiver.DISCARD_TIMEOUT", 60.0)
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,), max_body=1 << 20))
     receiver.add(echo)
 
@@ -180,52 +122,11 @@ async def test_a_source_that_sends_too_much_is_429(serving) -> None:
     assert int(told[2].headers["retry-after"]) > 50
 
 
-async def test_secrets_rotate_and_an_endpoint_may_have_its_own(serving) -> None:
-    receiver = Receiver(ReceiverSettings(secrets=("old-secret", "new-secret"), github_secrets=("hub",)))
-    receiver.add(echo)
-    receiver.add(echo, "own", secret="own-secret")
-    body = b'{"a": 1}'
-    async with serving(receiver) as sender:
-        for path, good in (("echo", ["old-secret", "new-secret"]), ("own", ["own-secret"])):
-            for secret in ("old-secret", "new-secret", "own-secret"):
-                told = await sender.post(f"/webhooks/{path}", data=body, headers={"x-webhook-secret": secret})
-                assert told.status == (200 if secret in good else 403)
-        signed = {"x-hub-signature-256": sign_github("hub", body)}
-        assert (await sender.post("/webhooks/echo", data=body, headers=signed)).status == 200
-        assert (await sender.post("/webhooks/own", data=body, headers=signed)).status == 401
-
-
-async def test_standard_webhooks_are_verified_over_the_bytes_that_came(serving) -> None:
-    receiver = Receiver(ReceiverSettings(standard_secrets=("whsec_AAAA",)))
-    receiver.add(echo)
-    body, at = b'{ "a" : 1 }', int(time.time())
-    headers = {"webhook-id": "msg_1", "webhook-timestamp": str(at)}
-    async with serving(receiver) as sender:
-        for signed, status in ((body, 200), (b'{"a":1}', 403)):
-            signature = sign_standard("whsec_AAAA", "msg_1", at, signed)
-            told = await sender.post("/webhooks/echo", data=body, headers={**headers, "webhook-signature": signature})
+async def test_secrets_rotate(serving) -> None:
+    async with serving(Receiver(ReceiverSettings(secrets=("old-secret", "new-secret"))), echo) as sender:
+        for secret, status in (("old-secret", 200), ("new-secret", 200), ("other-secret", 403)):
+            told = await sender.post("/webhooks/echo", {"a": 1}, headers={"x-webhook-secret": secret})
             assert told.status == status
-        assert (await sender.post("/webhooks/echo", data=body)).status == 401
-
-
-async def test_what_is_filtered_out_is_ignored_and_never_runs(serving, make_payload) -> None:
-    receiver, seen = Receiver(), []
-    async with serving(
-        receiver, lambda payload: seen.append(payload.repo.name), "x", repos="robots/*", scopes="repo", refs="main"
-    ) as sender:
-        told = [
-            await sender.post("/webhooks/x", payload)
-            for payload in (
-                make_payload("others/act"),
-                make_payload(event={"action": "create", "scope": "discussion"}),
-                make_payload(updatedRefs=[{"ref": "refs/pr/1", "newSha": "c"}]),
-            )
-        ]
-        assert [(one.status, one.json) for one in told] == [(200, {"status": "ignored"})] * 3
-        assert (await sender.post("/webhooks/x", make_payload())).json is None
-        events = await receiver.events(status=Status.IGNORED)
-    assert seen == ["robots/act"]
-    assert len(events) == 3
 
 
 @pytest.mark.parametrize(
@@ -248,7 +149,8 @@ async def test_any_value_is_told_as_json(serving, value: object, told: object) -
 
 async def test_a_response_of_the_handlers_own_passes(serving) -> None:
     def own(payload: dict) -> sanic.HTTPResponse:
-        return sanic.json({"made": payload["n"]}, 201, {"x-own": "1"})
+        wrong = {"Content-Length": "500", "Transfer-Encoding": "chunked"}  # of another server
+        return sanic.HTTPResponse(json.dumps({"made": payload["n"]}), 201, {"x-own": "1"} | wrong, "application/json")
 
     async with serving(Receiver(), own) as sender:
         for _ in range(2):
@@ -328,17 +230,6 @@ async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(
         assert len(runs) == 1
 
 
-async def test_queued_endpoints_are_told_202_at_once(serving, make_payload) -> None:
-    receiver, ran = Receiver(), asyncio.Event()
-
-    async def later(payload: dict) -> None:
-        ran.set()
-
-    async with serving(receiver, later, mode="queue") as sender:
-        assert (await sender.post("/webhooks/later", make_payload())).status == 202
-        await asyncio.wait_for(ran.wait(), 30)
-
-
 # The peer: 6.0 s, as three sync handlers of 2 s run on its loop; benchmarks/webhook_receive.py has both.
 async def test_unrelated_requests_are_quick_while_slow_sync_handlers_run(serving, make_payload) -> None:
     receiver = Receiver(ReceiverSettings(answer_within=30.0))
@@ -366,7 +257,7 @@ async def test_unrelated_requests_are_quick_while_slow_sync_handlers_run(serving
 
 
 async def test_a_full_receiver_says_503_and_when_to_come_back(serving, make_payload, until) -> None:
-    receiver = Receiver(ReceiverSettings(max_waiting=2, retry_after=7))
+    receiver = Receiver(ReceiverSettings(max_waiting=2))
     goes_on = asyncio.Event()
 
     async def wait(payload: dict) -> None:
@@ -378,7 +269,7 @@ async def test_a_full_receiver_says_503_and_when_to_come_back(serving, make_payl
             return await sender.post("/webhooks/wait", make_payload(f"a/{number}"), headers={"webhook-id": str(number)})
 
         assert [(await send(number)).status for number in range(3)] == [202, 202, 503]
-        assert (await send(2)).headers["retry-after"] == "7"
+        assert (await send(2)).headers["retry-after"] == "5"
         assert (await send(1)).status == 202  # a duplicate takes no place
         goes_on.set()
         await until(receiver)
@@ -449,15 +340,6 @@ async def test_a_handler_cannot_end_the_server(serving, error: BaseException, ca
         assert (await sender.post("/webhooks/well")).json == 3
 
 
-async def test_a_response_of_a_handler_is_sent_whole_whatever_its_headers_say_of_its_length(serving) -> None:
-    receiver, headers = Receiver(), {"Content-Length": "500", "Transfer-Encoding": "chunked", "X-Of": "another server"}
-    async with serving(
-        receiver, lambda: sanic.HTTPResponse('"short"', 201, headers, "application/json"), "passed_on"
-    ) as sender:
-        told = await sender.post("/webhooks/passed_on")
-    assert (told.status, told.json, told.headers["x-of"]) == (201, "short", "another server")
-
-
 async def test_headers_of_an_event_have_no_secrets(serving, make_payload) -> None:
     receiver, seen = Receiver(ReceiverSettings(secrets=(SECRET,))), []
     receiver.add(lambda event: seen.append(event), "x")
@@ -509,10 +391,6 @@ def test_what_cannot_be_added_is_refused() -> None:
         {"path": "a b"},
         {"path": "<id>"},
         {"mode": "later"},
-        {"coalesce": "all"},
-        {"retry": 3},
-        {"timeout": 0},
-        {"secret": ""},
     ):
         with pytest.raises(InvalidWebhook):
             receiver.add(lambda: None, **{"path": "x", **wrong})
@@ -576,18 +454,6 @@ async def test_a_body_whose_encoding_is_broken_is_400(serving) -> None:
         assert b'{"error":"The body cannot be read."}' in told
 
 
-async def test_a_queued_handler_has_a_request_after_its_sender_has_gone(serving, make_payload, until) -> None:
-    receiver, seen = Receiver(), []
-
-    async def look(request: sanic.Request) -> None:
-        seen.append((request.json, request.headers["user-agent"], request.path))
-
-    async with serving(receiver, look, mode="queue", secret=SECRET) as sender:
-        await sender.post("/webhooks/look", make_payload(), headers={**SIGNED, "user-agent": "hub"})
-        await until(receiver)
-    assert seen == [(make_payload(), "hub", "/webhooks/look")]
-
-
 def test_a_burst_is_let_through_and_then_so_many_per_second() -> None:
     limit = RateLimiter(rate=2.0, burst=3)
     assert [limit.take_token("a", 10.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
@@ -598,7 +464,7 @@ def test_a_burst_is_let_through_and_then_so_many_per_second() -> None:
 
 
 def test_sources_are_forgotten_before_they_fill_the_memory(monkeypatch) -> None:
-    monkeypatch.setattr(intake, "MAX_SOURCES", 2)
+    monkeypatch.setattr(receiving, "MAX_SOURCES", 2)
     limit = RateLimiter(rate=1.0, burst=1)
     for source in ("a", "b", "c"):
         limit.take_token(source, 0.0)

@@ -19,7 +19,7 @@ from hooks.server.server import WebhooksServer
 
 SWITCHES = (
     *(lifecycle.SECRET, lifecycle.DATABASE, serving.HOST, serving.PORT, lifecycle.AUTOSTART),
-    *("GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT", "SPACE_ID", "SPACE_HOST", "PYTHONPATH"),
+    *("SPACE_ID", "SPACE_HOST", "PYTHONPATH"),
 )
 
 

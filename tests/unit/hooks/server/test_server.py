@@ -22,25 +22,16 @@ from tests.unit.hooks.server.conftest import ask
 SECRET = {"x_webhook_secret": "my_webhook_secret"}
 
 
-@pytest.mark.parametrize("path", ["implicit", "/explicit/", "robots//left"])
+@pytest.mark.parametrize("path", [None, "implicit", "/explicit/", "robots//left"])
 def test_webhooks_are_registered_under_webhooks_and_the_function_comes_back(make, path):
     server = make()
 
     def implicit():
         pass
 
-    assert server.add_webhook(path)(implicit) is implicit
-    assert dict(server.registered_webhooks) == {f"/webhooks/{path.strip('/')}": implicit}
-
-
-def test_a_bare_decorator_takes_the_functions_name(make):
-    server = make()
-
-    @server.add_webhook
-    async def handler():
-        pass
-
-    assert server.registered_webhooks["/webhooks/handler"] is handler
+    decorate = server.add_webhook if path is None else server.add_webhook(path)
+    assert decorate(implicit) is implicit
+    assert dict(server.registered_webhooks) == {f"/webhooks/{(path or 'implicit').strip('/')}": implicit}
 
 
 def test_a_path_is_given_once(make):
@@ -74,9 +65,8 @@ class Robot:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (Robot.on_push, r"add_webhook\(robot\.on_push\)"),
         (classmethod(Robot.on_push), "found classmethod"),
-        (Robot, "found the class Robot"),
+        (Robot, "found type <class '.*Robot'>"),
         (7, "wanted a function, or a path"),
     ],
 )
@@ -101,7 +91,7 @@ def test_webhook_endpoint_returns_the_function_with_run_and_launch():
     async def bare():
         return 1
 
-    @webhook_endpoint("/other/", scopes="repo.content")
+    @webhook_endpoint("/other/", mode="queue")
     def named():
         pass
 
@@ -215,7 +205,7 @@ async def test_an_asgi_server_may_run_the_app(make):
     await life
 
 
-def test_the_start_tells_addresses_routes_secret_and_limits(make, capsys):
+def test_the_start_prints_addresses_routes_and_the_missing_secret(make, capsys):
     server = make(port=None)
     server.add_webhook("test_webhook")(lambda: None)
     server.launch(prevent_thread_lock=True)
@@ -223,7 +213,7 @@ def test_the_start_tells_addresses_routes_secret_and_limits(make, capsys):
     told = capsys.readouterr().out
     assert told.count("Webhooks are correctly setup and ready to use:\n") == 2
     assert told.count(f"  - POST {server.local_url}/webhooks/test_webhook\n") == 2
-    for part in ("open to everyone", "WEBHOOK_SECRET", "72 hours", "48 hours", "pin the version", "kept in memory"):
+    for part in ("open to everyone", "set `WEBHOOK_SECRET`"):
         assert told.count(part) == 1
 
 
@@ -243,7 +233,7 @@ def test_on_a_space_its_public_address_is_told(make, capsys, monkeypatch):
     "start", ["GET /healthz HTTP/1.1\r\nX: ", "GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n"]
 )
 def test_a_request_that_comes_byte_by_byte_is_cut(make, monkeypatch, start):
-    monkeypatch.setattr(application, "REQUEST_DEADLINE", 0.3)
+    monkeypatch.setattr(application, "REQUEST_TIMEOUT", 0.3)
     with make() as server:
         server.app.config.RESPONSE_TIMEOUT = 0.3
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as line:
@@ -255,35 +245,32 @@ def test_a_request_that_comes_byte_by_byte_is_cut(make, monkeypatch, start):
                     told = line.recv(100)
                 with contextlib.suppress(OSError):
                     line.sendall(b"a")
+            line.settimeout(30)
+            with contextlib.suppress(ConnectionResetError):
+                assert b"" in iter(lambda: line.recv(4096), None), "the connection stays open"
     assert told.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 503 "))
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("sent", "status"),
     [
-        b"GET /healthz HTTP/1.1\r\n\r\n",
-        b"GET /healthz HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-        b"GET http://b/healthz HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET /healthz#x HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET /healthz HTTP/1.1\r\nHost : a\r\n\r\n",
-        b"GET HTTP/0.9/x HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"POST /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: 5 5\r\n\r\n     ",
-        b"POST /healthz HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: identity\r\nContent-Length: 1\r\n\r\n1",
-        *(
-            b"POST /webhooks/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%b\r\n{}\r\n0\r\n\r\n" % size
-            for size in (b"0x2", b" 2", b"2_0", b"", b"2 x", b"2;" + b"a" * 80)
-        ),
-        b"POST /webhooks/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}xx0\r\n\r\n",
+        (b"HELLO\r\n\r\n", 400),
+        (b"GET http://[ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n", 400),
+        (b"GET /healthz HTTP/1.1\r\nConnection: close\r\n" + b"X-Some: 1\r\n" * 100 + b"\r\n", 200),
+        (b"GET /healthz HTTP/1.1\r\n" + b"X-Some: 1\r\n" * 10_000 + b"\r\n", 413),
+        (b"POST /webhooks/x HTTP/1.1\r\nContent-Length: 99999999\r\nExpect: 100-continue\r\n\r\n", 413),
     ],
+    ids=["no request", "no URL", "TLS", "100 headers", "10,000 headers", "a large body"],
 )
-def test_what_two_might_read_in_two_ways_is_refused(make, asked):
+def test_a_malformed_or_large_request_is_answered_and_closed(make, caplog, sent, status):
     server = make()
     server.add_webhook("x")(lambda payload: None)
     with server, socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as line:
-        line.sendall(asked)
+        line.sendall(sent)
         told = b"".join(iter(lambda: line.recv(4096), b""))
-    assert told.startswith(b"HTTP/1.1 400 ")
-    assert b"connection: close" in told.lower()
+    assert told.startswith(b"HTTP/1.1 %d " % status)
+    assert "uncaught" not in caplog.text
 
 
 async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy(make):
@@ -301,7 +288,7 @@ def test_ports_are_gradios(monkeypatch):
     assert choose_address(None, None, {}) == ("127.0.0.1", tuple(range(7860, 7960)))
     assert choose_address(None, None, {"SPACE_ID": "a/b"}) == ("0.0.0.0", (7860,))
     assert choose_address(None, None, {"GRADIO_SERVER_NAME": "0.0.0.0", "GRADIO_SERVER_PORT": "1"}) == ("0.0.0.0", (1,))
-    assert choose_address("::1", 5, {"ROBOJAX_WEBHOOKS_PORT": "1"}) == ("::1", (5,))
+    assert choose_address("::1", 5, {"GRADIO_SERVER_PORT": "1"}) == ("::1", (5,))
     with pytest.raises(CannotListen, match="GRADIO_SERVER_PORT is 'x'"):
         choose_address(None, None, {"GRADIO_SERVER_PORT": "x"})
     with pytest.raises(CannotListen, match="port 65536: wanted a number from 0 to 65535"):
@@ -372,25 +359,15 @@ def test_secret_and_database_come_from_arguments_then_from_the_environment(monke
     assert WebhooksServer().settings.secrets == ()
 
 
-def test_a_file_a_folder_and_a_blueprint_stand_in_for_the_landing_page(make, tmp_path):
-    folder = tmp_path / "site"
-    folder.mkdir()
-    (folder / "index.html").write_text("<p>index</p>")
-    (folder / "style.css").write_text("p {}")
-    (tmp_path / "private").write_text("private")
+def test_html_and_a_blueprint_stand_in_for_the_landing_page(make):
     own = Blueprint("own")
     own.add_route(_own, "/")
-    for ui, body in ((folder, "<p>index</p>"), (folder / "index.html", "<p>index</p>"), (own, "own")):
+    for ui, body in (("<p>index</p>", "<p>index</p>"), (own, "own")):
         server = make(ui)
         server.add_webhook("x")(lambda: 1)
         with server:
             assert ask(f"{server.url}/").text == body
             assert ask(f"{server.url}/webhooks/x", {}).json == 1
-            assert ask(f"{server.url}/docs").status == 200
-            if ui is folder:
-                assert ask(f"{server.url}/style.css").text == "p {}"
-                for path in ("/../private", "/%2e%2e/private", "/..%2fprivate"):
-                    assert ask(f"{server.url}{path}").status in (400, 404)
 
 
 async def _own(request: Request) -> HTTPResponse:
@@ -401,12 +378,8 @@ class Blocks:
     __module__ = "gradio.blocks"
 
 
-@pytest.mark.parametrize(
-    ("ui", "message"),
-    [(Blocks(), "found gradio.blocks.Blocks, wanted a text of HTML.*server of its own"), ("missing.html", "neither")],
-)
-def test_anything_else_as_ui_is_refused_with_what_is_wanted(ui, message):
-    with pytest.raises(InvalidInterface, match=message):
-        WebhooksServer(ui)
+def test_anything_else_as_ui_is_refused_with_the_accepted_kinds():
+    with pytest.raises(InvalidInterface, match=r"found gradio.blocks.Blocks, wanted a text of HTML.*server of its own"):
+        WebhooksServer(Blocks())
     with pytest.raises(TypeError):
-        WebhooksServer(ui=ui)
+        WebhooksServer(ui=Path("index.html"))

@@ -15,15 +15,16 @@ from hooks.payload import SAMPLE_SCOPES
 
 MODULE = """
 from hooks.payload import WebhookPayload
+from hooks.receiver.endpoint import ReceiverSettings
 from hooks.server.server import WebhooksServer
 
-app = WebhooksServer()
+app = WebhooksServer(settings=ReceiverSettings(attempts=1))
 
 @app.add_webhook
 async def hello(payload: WebhookPayload):
     return payload.event.scope
 
-@app.add_webhook(mode="queue", retry="never")
+@app.add_webhook(mode="queue")
 def fails(payload):
     raise ValueError("on purpose \\x1b[31m")
 

@@ -1,4 +1,4 @@
-"""Parsing of payloads, and the facts by which deliveries are filtered, ordered and compared."""
+"""Parsing of payloads, and the facts by which deliveries are ordered, compared and listed."""
 
 import json
 from collections.abc import Mapping
@@ -15,16 +15,15 @@ from hooks.payload import WebhookPayload, WebhookPayloadUpdatedFile
 
 REQUIRED_PARTS = ("event", "repo", "webhook")
 MAX_NAMED = 5
-LONGEST = 512  # letters of a fact; listings have those of many events, and a body could be one name of 5 MB
-AT_ONCE = 500
-QUICK, QUICK_VALUES = 1 << 16, 4096
-REFS = 1000  # that moved at once, and are looked at; the Hub tells of one
-# Values of a body, and escaped letters: reading 5 MB of nothing else would keep all other threads waiting for 0.7 s. A
-# listing of 10,000 files has 50,000.
+LONGEST = 512  # letters of a fact; a listing has the facts of many events, and a body could be one name of 5 MB
+AT_ONCE = 500  # files that are validated at once
+QUICK, QUICK_VALUES = 1 << 16, 4096  # bytes and values of a body that is parsed on the event loop
+# Limit of values and of escaped letters of a body. A listing of 10,000 files has 50,000 values; 5 MB of nothing but
+# values would take the interpreter lock for 0.7 s.
 VALUES = 1 << 18
-DIGITS = 640  # of a number; the time for more goes with the square
+DIGITS = 640  # limit for a number; the time to read one grows with the square of its digits
 _FILES = TypeAdapter(list[WebhookPayloadUpdatedFile])
-# Models of these need no more than the three parts; a subclass of the user may.
+# Modules whose models need no more than the three parts; a subclass of the user may need more.
 _PLAIN = (WebhookPayload.__module__, "huggingface_hub._webhooks_payload")
 
 
@@ -42,7 +41,7 @@ class InvalidPayload(Exception):
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a payload for filters, ordering and duplicates; None where the payload does not say."""
+    """Facts of a payload for ordering, duplicates and listings; None where the payload has no such text."""
 
     webhook_id: str | None = None
     repo_id: str | None = None
@@ -50,14 +49,13 @@ class Facts:
     repo_type: str | None = None
     scope: str | None = None
     action: str | None = None
-    refs: tuple[str, ...] = ()
 
 
 def parse_json(body: bytes) -> Any:
-    """Parse the JSON of a body; long ones are read so that other threads get their turns.
+    """Parse the JSON of a body; while it parses a long one, other threads get their turns.
 
     Raises:
-        InvalidPayload: it is none, or has more than ``VALUES``.
+        InvalidPayload: the body is no JSON, or has more than ``VALUES`` values.
     """
     if _count_values(body) > VALUES or body.count(b"\\") > VALUES:
         raise InvalidPayload("the body has too many values")
@@ -73,25 +71,21 @@ def is_quick_to_parse(body: bytes) -> bool:
 
 
 def _count_values(body: bytes) -> int:
-    # Each value but the first stands behind one of these.
+    # Each value but the first follows one of these.
     return sum(map(body.count, (b",", b"[", b"{")))
 
 
 def read_facts(data: object) -> Facts:
     """Read the facts of any JSON, also of payloads that are not the Hub's."""
     event, repo, webhook = (_get_object(data, name) for name in REQUIRED_PARTS)
-    refs = data.get("updatedRefs") if isinstance(data, Mapping) else None
-    refs = refs[:REFS] if isinstance(refs, list) else None
     return Facts(
         webhook_id=_get_text(webhook, "id"),
         repo_id=_get_text(repo, "id"),
         repo=_get_text(repo, "name"),
         repo_type=_get_text(repo, "type"),
-        scope=_get_text(event, "scope") or _get_text(data, "type"),  # a type: of a registry's events of sessions
+        # A registry's events of sessions have a type in place of a scope.
+        scope=_get_text(event, "scope") or _get_text(data, "type"),
         action=_get_text(event, "action"),
-        refs=tuple(ref for moved in refs if isinstance(ref := _get_text(moved, "ref"), str))
-        if isinstance(refs, list)
-        else (),
     )
 
 
@@ -160,11 +154,11 @@ def _add_files(payload: BaseModel, files: list[Any]) -> BaseModel:
 
 
 def _parse_slowly(body: bytes) -> Any:
-    """Parse JSON as pydantic does, in Python: five times slower, but other threads get their turns."""
+    """Parse JSON as pydantic does, but in Python: five times slower, and other threads get their turns."""
 
     def text(raw: str, start: int, strict: bool = True) -> tuple[str, int]:
         value, end = scanstring(raw, start, strict)
-        value.encode()  # half a surrogate, which no database takes
+        value.encode()  # raises for half a surrogate, which no database takes
         return value, end
 
     def refuse(literal: str) -> NoReturn:
@@ -174,7 +168,7 @@ def _parse_slowly(body: bytes) -> Any:
         return int(digits) if len(digits) <= DIGITS else refuse("a number")
 
     decoder: Any = json.JSONDecoder(parse_constant=refuse, parse_int=integer)
-    # As the json package does where it has no C code.
+    # The parts of the json package that are written in Python.
     decoder.parse_object, decoder.parse_array, decoder.parse_string = JSONObject, JSONArray, text
     decoder.scan_once = py_make_scanner(decoder)
     return decoder.decode(body.decode())
