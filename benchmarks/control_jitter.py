@@ -257,7 +257,7 @@ def loader_of(engine: Engine) -> Any:
     def load(
         path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None
     ) -> jaxmodels.Policy:
-        return jaxmodels.load_policy(path, revision, None, engine.first_device, like=like, on_progress=on_progress)
+        return jaxmodels.load_policy(path, revision, None, engine.devices.first, like=like, on_progress=on_progress)
 
     return load
 

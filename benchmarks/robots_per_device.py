@@ -35,7 +35,8 @@ import jaxmodels
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
 from service.errors import ServiceError
 from service.inference.batching import LatencyModel
-from service.inference.engine import Engine, LoadedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy
 
 TOGETHER = (1, 2, 4, 8, 16, 32)
 TURNS = 3
@@ -94,7 +95,7 @@ class Side:
 
     async def __aenter__(self) -> "Side":
         self.served = await self._stack.enter_async_context(
-            self.engine.open_policy(self._load, self._policy, None, lambda word: None)
+            self.engine.policy_cache.open_policy(self._load, self._policy, None, lambda word: None)
         )
         if self._frame is not None:
             await self.engine.compile(self.served, dict.fromkeys(self.served.requirements.cameras, self._frame))

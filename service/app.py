@@ -16,7 +16,7 @@ from hooks.database import Database
 from hooks.errors import StoreError
 from hooks.registry.delivery import PinnedResolver, resolve_host
 from service.api import pages
-from service.api.blueprint import PREFIXES, ROUTES, build_blueprint, build_config, install_middleware
+from service.api.blueprint import API_ROUTES, ROUTES, build_blueprint, build_config, install_middleware
 from service.api.context import App, Context
 from service.api.metrics import Metrics
 from service.api.openapi import full_document, specified_document
@@ -29,7 +29,7 @@ from service.engine_source import create_engine_source
 from service.http.bodies import install_errors
 from service.http.limits import CreateLimiter, Rates
 from service.http.origins import Origins, is_loopback
-from service.inference.engine import LoadPolicy
+from service.inference.loaded_policy import LoadPolicy
 from service.inference.model_server import LoadModel
 from service.inference.policy_sources import (
     PolicyReader,
@@ -80,7 +80,7 @@ def create_rooms_transport(app: App, destinations: Destinations | None) -> Rooms
     return RoomsTransport(
         ice_servers=app.ctx.settings.transport.ice_servers,
         destinations=destinations,
-        credentials=_create_room_keys(app),
+        keys=_create_room_keys(app),
     )
 
 
@@ -140,7 +140,7 @@ def create_app(
         read_requirements: how it is found out what a policy needs before it is loaded; likewise when None.
     """
     settings = settings or Settings()
-    rooms = TransportSettings(origins=settings.server.origins, is_odd=settings.transport.transport_oddities)
+    rooms = TransportSettings(origins=settings.server.origins)
     context = _create_context(settings, rooms, read_requirements or make_requirements_reader(settings.policies))
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
     name = f"robojax-{secrets.token_hex(4)}"
@@ -149,15 +149,15 @@ def create_app(
     context.guard.install(app)
     # After the guard and before the doors: whatever session is not here is sent on.
     shared = SharedDatabase(app)
-    source = create_engine_source(app, lambda: context.sessions.engine.first_device)
+    source = create_engine_source(app, lambda: context.sessions.engine.devices.first)
     install_errors(app)
     origins = Origins(settings.server.origins)
-    for prefix in PREFIXES:
-        app.blueprint(build_blueprint(prefix, origins))
-        app.blueprint(build_live_blueprint(prefix, origins))
-        app.blueprint(build_streams_blueprint(prefix, origins))
-        if context.room_table is not None:
-            add_transport(app, context.room_table, rooms, prefix)
+    app.blueprint(build_live_blueprint(origins))
+    app.blueprint(build_streams_blueprint(origins))
+    for prefix, routes in (("", ROUTES), ("/api", API_ROUTES)):
+        app.blueprint(build_blueprint(prefix, routes, origins))
+    if context.room_table is not None:
+        add_transport(app, context.room_table, rooms)
     webhooks = Webhooks(settings.updates, settings.webhooks, settings.policies, settings.server.origins)
     if webhooks.registry is not None:
         # Before the sessions: it starts first and stops last, so that it hears of all they do.

@@ -1,21 +1,25 @@
 """Chooses where inference runs: in this process, or in a Ray cluster."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import jaxmodels
 from jaxmodels.errors import JaxModelsError
 from service.api.context import App
 from service.errors import NoDevice
 from service.inference.config import PolicySettings
-from service.inference.engine import Engine, LoadPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadPolicy
 from service.inference.policy_sources import make_policy_loader
 from service.inference.progress import LoadDurations
 from service.setting_types import SettingsError
 from service.shared_sessions import front_name
 from service.threads import call_in_thread
+
+if TYPE_CHECKING:
+    from service.distributed.cluster import ClusterEngine  # It imports Ray, which only some servers need.
 
 
 class OwnEngine:
@@ -28,7 +32,7 @@ class OwnEngine:
 
     @asynccontextmanager
     async def open(self, durations: LoadDurations) -> AsyncIterator[Engine]:
-        """Open the engine, as `EngineSource.open`.
+        """Open the engine; it is closed when the context ends.
 
         Raises:
             NoDevice: the machine does not have a device of the settings.
@@ -55,17 +59,7 @@ async def _name_devices(policies: PolicySettings) -> tuple[str, ...]:
         raise NoDevice(f"devices: {error}") from error
 
 
-class EngineSource(Protocol):
-    """Where a server's inference engine comes from."""
-
-    @property
-    def load(self) -> LoadPolicy:
-        """The function that loads a policy where the engine runs it."""
-        ...
-
-    def open(self, durations: LoadDurations) -> AbstractAsyncContextManager[Engine]:
-        """Open the engine; it is closed when the context ends."""
-        ...
+EngineSource: TypeAlias = "OwnEngine | ClusterEngine"
 
 
 def create_engine_source(app: App, first_device: Callable[[], str | None]) -> EngineSource:

@@ -8,7 +8,7 @@ import jaxmodels
 from service.api.context import App, Context
 from service.control.limits import read_limits
 from service.engine_source import EngineSource
-from service.inference.engine import LoadPolicy
+from service.inference.loaded_policy import LoadPolicy
 from service.inference.model_server import LoadModel, ModelServer
 from service.inference.progress import LoadDurations
 from service.logging import capture_logs

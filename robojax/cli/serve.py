@@ -266,9 +266,6 @@ def transport(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Let everybody who reaches the port in, also from other machines.")
     ] = False,
-    oddities: Annotated[
-        bool, typer.Option("--oddities", help="Behave like the reference server where it is broken, to test clients.")
-    ] = False,
 ) -> None:
     """Serve rooms (RobotHub's REST, WebSocket and WebRTC signalling) at / and under /api until Ctrl-C."""
     import logging
@@ -301,7 +298,7 @@ def transport(
     with listener:
         refuse_without_keys(listener.getsockname()[0], settings, "transport")
         guard = create_guard(settings.access, host=host, origins=origins, state=OFF)
-        run_transport(listener, TransportSettings(origins=origins, is_odd=oddities), started, guard)
+        run_transport(listener, TransportSettings(origins=origins), started, guard)
 
 
 def doctor(

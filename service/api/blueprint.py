@@ -4,6 +4,7 @@ import logging
 import math
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from sanic import Blueprint, HTTPResponse
@@ -20,7 +21,6 @@ from service.logging import bind_log_context
 
 log = logging.getLogger(__name__)
 
-PREFIXES = ("", "/api")
 SPARE_CONNECTIONS = 16  # connections kept for emergency stops
 ROUTES: tuple[Route, ...] = (
     *operations.HEALTH_ROUTES,
@@ -39,6 +39,10 @@ ROUTES: tuple[Route, ...] = (
     *pages.DOCUMENT_ROUTES,
     *pages.DASHBOARD_ROUTES,
 )
+# RobotHub's page and clients send these requests to ``/api`` of the server. Emergency stops are there for every client.
+API_ROUTES = tuple(
+    route for route in ROUTES if route.is_specified or route.is_stop or route.handler is sessions.get_session_status
+) + tuple(pages.DOCUMENT_ROUTES)
 
 
 def build_config(limits: LimitSettings) -> Config:
@@ -65,11 +69,11 @@ def build_config(limits: LimitSettings) -> Config:
     return config
 
 
-def build_blueprint(prefix: str, origins: Origins) -> Blueprint:
-    """Build the blueprint of all routes under a prefix."""
+def build_blueprint(prefix: str, routes: Sequence[Route], origins: Origins) -> Blueprint:
+    """Build the blueprint of these routes under a prefix."""
     blueprint = Blueprint(f"api{prefix.replace('/', '-')}")
     methods: dict[str, list[str]] = {}
-    for route in ROUTES:
+    for route in routes:
         answered = [route.method, "HEAD"] if route.method == "GET" else [route.method]
         blueprint.add_route(
             route.handler,

@@ -18,7 +18,7 @@ from service.api.metrics import Metrics
 from service.auth.caller import Role, caller_of
 from service.auth.guard import Guard
 from service.dashboard.live import Live
-from service.errors import UnknownSession
+from service.errors import InvalidRequest, UnknownSession
 from service.http.limits import CreateLimiter
 from service.inference.model_server import ModelServer
 from service.inference.policy_sources import PolicyReader, SourceRules
@@ -195,3 +195,14 @@ def get_visible_session(request: Request, session_id: str) -> AnySession:
     if not caller_of(request).sees(session.new.owner):
         raise UnknownSession(f"Session {session_id} not found")
     return session
+
+
+def read_limit(text: str, most: int) -> int:
+    """Return the number of entries that a caller asks for.
+
+    Raises:
+        InvalidRequest: not a whole number from 1 to ``most``.
+    """
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+        raise InvalidRequest(f"limit should be a whole number from 1 to {most}", ("query", "limit"))
+    return int(text)

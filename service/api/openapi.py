@@ -63,7 +63,8 @@ FULL_TAGS = {
 }
 DESCRIPTION = """Frames and joints come in from rooms, a policy turns them into actions, one is sent per tick.
 
-Everything answers under `/api` too. Every answer carries `X-Request-Id`, which the server's log has as well.
+The routes of the specified document and emergency stops answer under `/api` too. Every answer carries `X-Request-Id`,
+which the server's log has as well.
 Where the server has keys, each route names the role that it wants: a viewer looks, an operator makes and moves
 sessions of its own, an admin does all; sessions of others are 404. Emergency stops are allowed to every key.
 When the embedded transport is on, this server also has the rooms themselves (`/robotics/...` and `/video/...`,
@@ -112,7 +113,7 @@ def full_document(routes: Iterable[Route], limits: Mapping[str, Mapping[str, Any
     return {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "summary": SUMMARY, "description": DESCRIPTION, "version": VERSION},
-        "servers": [{"url": "/", "description": "This server"}, {"url": "/api", "description": "The same again"}],
+        "servers": [{"url": "/", "description": "This server"}],
         "paths": _paths([(route, _full(route)) for route in routes]),
         "components": {
             "schemas": schemas,

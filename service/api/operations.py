@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from sanic import HTTPResponse
 
-from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions
+from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions, read_limit
 from service.api.metrics import CONTENT_TYPE
 from service.api.schemas import AdoptRequest
 from service.auth.caller import STRANGER, Role, caller_of
@@ -103,18 +103,12 @@ async def get_system_info(request: Request) -> HTTPResponse:
 async def get_recent_logs(request: Request) -> HTTPResponse:
     """The newest lines of the log, oldest first, without secrets and folders of the machine."""
     asked = request.get_args(keep_blank_values=True)
-    limit = _limit(str(asked.get("limit", "100")))
+    limit = read_limit(str(asked.get("limit", "100")), 100_000)
     level = str(asked.get("level", "debug"))
     if level not in LEVELS:
         raise InvalidRequest(f"level should be one of {', '.join(LEVELS)}", ("query", "level"))
     number = logging.getLevelNamesMapping()[level.upper()]
     return json_response({"logs": [dict(line) for line in request.app.ctx.logs.newest(limit, number)]})
-
-
-def _limit(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 100_000):
-        raise InvalidRequest("limit should be a whole number from 1 to 100000", ("query", "limit"))
-    return int(text)
 
 
 DEBUG_ROUTES = (

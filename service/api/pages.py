@@ -44,14 +44,14 @@ def _answer(file: StaticFile) -> HTTPResponse:
     return HTTPResponse(file.content, content_type=file.type, headers=headers)
 
 
-def build_live_blueprint(prefix: str, origins: Origins) -> Blueprint:
-    """Build the route of ``{prefix}/ui/live``; the guard has checked the caller's ticket or key before."""
-    blueprint = Blueprint(f"live{prefix.replace('/', '-')}")
+def build_live_blueprint(origins: Origins) -> Blueprint:
+    """Build the route of ``/ui/live``. The guard checks the caller's ticket or key before the handler runs."""
+    blueprint = Blueprint("live")
 
     async def live(request: Request, websocket: WebsocketImplProtocol) -> None:
         await request.app.ctx.live.serve(websocket, caller_of(request), request.ctx.is_still_authorized)
 
-    blueprint.add_websocket_route(live, f"{prefix}/ui/live", name="live", error_format="json", ctx_role=Role.VIEWER)
+    blueprint.add_websocket_route(live, "/ui/live", name="live", error_format="json", ctx_role=Role.VIEWER)
 
     # A function, because Sanic's blueprints silently ignore a bound method as middleware.
     @blueprint.on_request

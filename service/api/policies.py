@@ -11,7 +11,7 @@ from sanic import HTTPResponse
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from jaxmodels.types import rename_cameras
-from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions
+from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions, read_limit
 from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, Quarantined
 from service.auth.caller import Role, caller_of
 from service.errors import Forbidden, InvalidRequest, PolicyError, UnknownDeployment
@@ -28,14 +28,12 @@ MAX_SEARCHED = 10_000
 async def list_deployments(request: Request) -> HTTPResponse:
     """Policy updates, newest first: what set each off, its commit, its stages with their times, what became of it."""
     asked = request.get_args(keep_blank_values=True)
-    limit, session_id = str(asked.get("limit", "50")), asked.get("session_id")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:6]) <= MAX_LIMIT):
-        raise InvalidRequest(f"limit should be a whole number from 1 to {MAX_LIMIT}", ("query", "limit"))
+    limit, session_id = read_limit(str(asked.get("limit", "50")), MAX_LIMIT), asked.get("session_id")
     of = None if session_id is None else str(session_id)
     if caller_of(request).sees_all:
-        return json_response([record.as_json() for record in request.app.ctx.updates.list(int(limit), of)])
+        return json_response([record.as_json() for record in request.app.ctx.updates.list(limit, of)])
     found = (_select_visible(request, record) for record in request.app.ctx.updates.list(MAX_SEARCHED, of))
-    return json_response([update for update in found if update is not None][: int(limit)])
+    return json_response([update for update in found if update is not None][:limit])
 
 
 async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:

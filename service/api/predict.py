@@ -7,9 +7,9 @@ from sanic import HTTPResponse
 
 from service.api.context import Request, Route, get_visible_session
 from service.auth.caller import Role, caller_of
-from service.errors import InvalidRequest, NotAcceptable, ServiceError, UnknownForm
+from service.errors import InvalidRequest, ServiceError
 from service.http.array_formats import ARRAY_FORMATS, choose_answer_format, find_body_format
-from service.http.bodies import discard_body, json_response, read_streamed_body, send_response
+from service.http.bodies import choose_form, discard_body, find_form, json_response, read_streamed_body, send_response
 from service.inference.model_server import ForwardRequest
 from service.streaming import codec, direct_inference
 
@@ -27,11 +27,11 @@ async def get_model(request: Request, name: str) -> HTTPResponse:
 async def run_model(request: Request, name: str) -> HTTPResponse | None:
     """One forward pass over the arrays of the body; the answer has the body's form, or the one that Accept names.
 
-    Forms: `application/x-npz` (numpy.savez; arrays by name), `application/msgpack` and `application/json` (both
-    `{"inputs": {name: {"dtype", "shape", "data"}}}`, data as little-endian bytes in msgpack, as nested lists in JSON,
-    where a plain number or list will do too). The answer has `outputs` likewise and `timings_ms`; an npz has the
-    outputs alone, and the timings are in the header Server-Timing, which every form has. New shapes compile first,
-    which the timings tell by themselves. Robots come first: a pass begins when no session waits for an inference.
+    Forms: `application/x-npz` (numpy.savez; arrays by name) and `application/json`
+    (`{"inputs": {name: {"dtype", "shape", "data"}}}` with nested lists as data; a plain number or list is accepted
+    too). A JSON answer has `outputs` in the same form and `timings_ms`. An npz has the outputs alone. The header
+    Server-Timing has the timings in both forms. New shapes are compiled first, which the timings show separately.
+    Robots have priority: a pass begins when no session waits for an inference.
     """
     models, settings = request.app.ctx.models, request.app.ctx.settings
     with ExitStack() as slot:
@@ -41,9 +41,7 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
             answer_form = choose_answer_format(request.headers.get("accept"), form)
             slot.enter_context(models.forwards.reserve_slot())
             if form.is_small:
-                body = await read_streamed_body(
-                    request, settings.limits.max_body, "max_body; npz and msgpack may have more"
-                )
+                body = await read_streamed_body(request, settings.limits.max_body, "max_body; an npz may have more")
             else:
                 body = await read_streamed_body(request, settings.models.max_forward_bytes, "max_forward_bytes")
         except ServiceError:
@@ -122,6 +120,7 @@ MODEL_ROUTES = (
 
 
 JSON, MSGPACK = "application/json", "application/msgpack"
+_KNOWN_FORMS = f"{JSON}, {MSGPACK}"
 _FORMS = {JSON: JSON, MSGPACK: MSGPACK, "application/x-msgpack": MSGPACK, "application/vnd.msgpack": MSGPACK}
 
 
@@ -134,8 +133,8 @@ async def act(request: Request, session_id: str) -> HTTPResponse:
     doors = request.app.ctx.stream_clients
     try:
         session = get_visible_session(request, session_id)
-        form = _parse_content_type(request.headers.get("content-type"))
-        answer_type = _choose_answer_type(request.headers.get("accept"), form)
+        form = find_form(request.headers.get("content-type"), _FORMS, _KNOWN_FORMS)
+        answer_type = choose_form(request.headers.get("accept"), form, _FORMS, _KNOWN_FORMS)
         inference = doors.get_inference(session, caller_of(request))
         inference.check_available()
         max_bytes = codec.MAX_JSON if form == JSON else doors.settings.socket.bytes
@@ -152,23 +151,6 @@ async def act(request: Request, session_id: str) -> HTTPResponse:
     if answer_type == JSON:
         return HTTPResponse(codec.pack_json(answer), content_type=JSON)
     return HTTPResponse(codec.pack(answer), content_type=MSGPACK)
-
-
-def _parse_content_type(content_type: str | None) -> str:
-    form = _FORMS.get((content_type or "").partition(";")[0].strip().lower())
-    if form is None:
-        raise UnknownForm(f"Content-Type should be {JSON} or {MSGPACK}")
-    return form
-
-
-def _choose_answer_type(accept: str | None, usual: str) -> str:
-    kinds = [part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")]
-    for kind in kinds:
-        if kind in ("*/*", "application/*", ""):
-            return usual
-        if kind in _FORMS:
-            return _FORMS[kind]
-    raise NotAcceptable(f"Accept should allow {JSON} or {MSGPACK}")
 
 
 _NUMBERS = {"type": "array", "items": {"type": "number"}}

@@ -15,40 +15,43 @@ from service.errors import SessionLoading, TooManyRequests
 from service.http.bodies import install_errors
 from service.http.origins import Origins
 from service.sessions.store import AnySession
+from service.streaming.direct_inference import DirectInference
 from service.streaming.openpi import OpenpiProtocol
 from service.streaming.stream import Stream
 from service.streaming.websocket import SocketClosed, StreamSocket
 
 
-def build_streams_blueprint(prefix: str, origins: Origins) -> Blueprint:
-    """Build the routes ``{prefix}/sessions/{id}/stream`` and ``.../openpi``; the guard has checked the ticket or key
-    before.
+def build_streams_blueprint(origins: Origins) -> Blueprint:
+    """Build the routes ``/sessions/{id}/stream`` and ``/sessions/{id}/openpi``.
+
+    The guard checks the caller's ticket or key before a handler runs.
     """
-    blueprint = Blueprint(f"doors{prefix.replace('/', '-')}")
+    blueprint = Blueprint("streams")
 
     async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
-        doors, sessions, session = request.app.ctx.stream_clients, request.app.ctx.sessions, request.ctx.session
-        try:
-            socket = StreamSocket.take_over(websocket, doors.settings.socket)
-        except SocketClosed:
-            return
-        client = Stream(
-            socket,
-            doors.create_inference(session),
-            caller_of(request),
-            silence_timeout=doors.settings.silence,
-            max_bytes=doors.settings.socket.bytes,
-            is_still_authorized=request.ctx.is_still_authorized,
-            stop=lambda reason: sessions.emergency_stop(reason, session.id),
-        )
-        await _serve_client(request, socket, client.serve)
+        sessions, session = request.app.ctx.sessions, request.ctx.session
+        settings = request.app.ctx.stream_clients.settings
+
+        async def serve(socket: StreamSocket, inference: DirectInference) -> None:
+            client = Stream(
+                socket,
+                inference,
+                caller_of(request),
+                silence_timeout=settings.silence,
+                max_bytes=settings.socket.bytes,
+                is_still_authorized=request.ctx.is_still_authorized,
+                stop=lambda reason: sessions.emergency_stop(reason, session.id),
+            )
+            await client.serve()
+
+        await _serve_client(request, websocket, serve)
 
     async def openpi(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
         await _serve_openpi(request, websocket)
 
     for handler, role in ((stream, Role.VIEWER), (openpi, Role.OPERATOR)):
         name = handler.__name__
-        path = f"{prefix}/sessions/<session_id:str>/{name}"
+        path = f"/sessions/<session_id:str>/{name}"
         blueprint.add_websocket_route(
             handler, path, name=name, error_format="json", ctx_role=role, ctx_is_handed_over=True
         )
@@ -122,20 +125,26 @@ def _prepare(request: Request, session: AnySession) -> None:
 
 
 async def _serve_openpi(request: Request, websocket: WebsocketImplProtocol) -> None:
-    doors = request.app.ctx.stream_clients
+    async def serve(socket: StreamSocket, inference: DirectInference) -> None:
+        await OpenpiProtocol(socket, inference, request.ctx.is_still_authorized).serve()
+
+    await _serve_client(request, websocket, serve)
+
+
+async def _serve_client(
+    request: Request,
+    websocket: WebsocketImplProtocol,
+    serve: Callable[[StreamSocket, DirectInference], Awaitable[None]],
+) -> None:
+    """Take the connection over from Sanic and serve it, unless the caller has too many sockets."""
+    clients, leave = request.app.ctx.stream_clients, None
     try:
-        socket = StreamSocket.take_over(websocket, doors.settings.socket)
+        socket = StreamSocket.take_over(websocket, clients.settings.socket)
     except SocketClosed:
         return
-    client = OpenpiProtocol(socket, doors.create_inference(request.ctx.session), request.ctx.is_still_authorized)
-    await _serve_client(request, socket, client.serve)
-
-
-async def _serve_client(request: Request, socket: StreamSocket, attend: Callable[[], Awaitable[None]]) -> None:
-    leave = None
     try:
-        leave = request.app.ctx.stream_clients.count_socket(caller_of(request))
-        await attend()
+        leave = clients.count_socket(caller_of(request))
+        await serve(socket, clients.create_inference(request.ctx.session))
         socket.close()
         await socket.wait_lost()
     except TooManyRequests as error:

@@ -14,8 +14,15 @@ from service.control.chunk_scheduler import COMPILING, STUCK, PolicyAnswer, Poli
 from service.control.controller import TickResult
 from service.control.shadow import Shadow
 from service.errors import PolicyFailed
-from service.inference.engine import Engine, FrameSizes, InferenceStuck, LoadedPolicy, describe_sizes
-from service.inference.loaded_policy import task_input, unread_features
+from service.inference.engine import Engine
+from service.inference.loaded_policy import (
+    FrameSizes,
+    InferenceStuck,
+    LoadedPolicy,
+    describe_sizes,
+    task_input,
+    unread_features,
+)
 from service.stats import Recent
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from service.control.observers import SessionObservers, Tick
 from service.control.policy_runner import PolicyRunner
 from service.control.watchdog import JOINTS_UNITS
 from service.errors import PolicyFailed
-from service.inference.engine import FrameSizes, LoadedPolicy
-from service.inference.loaded_policy import INSTRUCTION_UNREAD
+from service.inference.loaded_policy import INSTRUCTION_UNREAD, FrameSizes, LoadedPolicy
 from service.logging import sanitize_text
 from service.stage import Move
 from service.transport.link import EmergencyStop, JointValue, Link, LinkEvent, RobotLatch

@@ -11,8 +11,8 @@ from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from service.control.joints import have_same_joints
 from service.errors import PolicyError, PolicyFailed
-from service.inference.engine import Engine, FrameSizes, LoadedPolicy, LoadPolicy
-from service.inference.loaded_policy import RenamedPolicy, select_features
+from service.inference.engine import Engine
+from service.inference.loaded_policy import FrameSizes, LoadedPolicy, LoadPolicy, RenamedPolicy, select_features
 from service.stats import Recent
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ async def load_shadow(
     if path is None:
         yield None
         return
-    loading = engine.open_policy(load, path, revision, lambda stage: notify(f"shadow policy: {stage}"))
+    loading = engine.policy_cache.open_policy(load, path, revision, lambda stage: notify(f"shadow policy: {stage}"))
     try:
         loaded = await loading.__aenter__()
     except PolicyError as error:

@@ -187,7 +187,7 @@ class Cluster:
             self._connection.open()
             return get_or_create_pool(self._options, self._bounds)
 
-        self._pool = await self._thread.submit(connect).outcome
+        self._pool = await self._thread.submit(connect)
 
     async def _begin(self) -> None:
         try:
@@ -242,7 +242,7 @@ class Cluster:
     async def _try_rejoin(self) -> str:
         """Try to join again; returns why it failed, or an empty text."""
         self._pool = None
-        await self._thread.submit(ray.shutdown).outcome
+        await self._thread.submit(ray.shutdown)
         try:
             await self._connect()
             await self._begin()
@@ -264,7 +264,7 @@ class Cluster:
         for member in tuple(self._members.values()):
             if member.listed.name not in available:
                 self._remove_engine(member, "it is not in the cluster any more")
-            elif member.name in self._engine.failed_devices and not member.is_gone:
+            elif member.name in self._engine.devices.health.failed and not member.is_gone:
                 member.fail("it failed")
                 member.joined_at = now
         for name, listed in available.items():
@@ -290,17 +290,17 @@ class Cluster:
 
     async def _copy_missing(self, name: str) -> None:
         began = time.monotonic()
-        await self._engine.copy_missing_policies(name)
+        await self._engine.replica_manager.copy_missing_policies(name)
         self._retries.drop_failures(name, began)
 
     def _add_engine(self, listed: Listed, now: float) -> None:
         self._join_count += 1
         name = listed.name.removeprefix("robojax-")
-        if name in self._engine.failed_devices:
+        if name in self._engine.devices.health.failed:
             name = f"{name}.{self._join_count}"
         member = self._members[name] = EngineHandle(name, listed, now, self._stuck_after)
         member.poll_task = asyncio.create_task(self._poll_engine(member), name=f"watch {name}")
-        self._engine.add_device(name, member.worker)
+        self._engine.replica_manager.add_device(name, member.worker)
         logger.info("engine %s joins (%s, process %d)", name, listed.begun.node, listed.begun.process)
 
     def _remove_engine(self, member: EngineHandle, why: str) -> None:
@@ -309,11 +309,11 @@ class Cluster:
             member.poll_task.cancel()
         member.fail(why)
         member.worker.fail(why)
-        self._engine.retire_device(member.name, why)
+        self._engine.replica_manager.retire_device(member.name, why)
         asyncio.get_running_loop().call_later(1.0, self._forget_device, member.name)
 
     def _forget_device(self, name: str) -> None:
-        task = asyncio.get_running_loop().create_task(self._engine.remove_device(name))
+        task = asyncio.get_running_loop().create_task(self._engine.replica_manager.remove_device(name))
         task.add_done_callback(lambda task: task.exception())
 
     async def _poll_engine(self, member: EngineHandle) -> None:
@@ -368,7 +368,7 @@ class Cluster:
         within = LEAVE_TIMEOUT / 3 if self._lost else LEAVE_TIMEOUT
         if self._lost != CLUSTER_LOST:  # While it is lost, the thread leaves and joins it.
             with suppress(TimeoutError):  # Ray waits for a cluster that is gone, and robots are held by now
-                await asyncio.wait_for(self._thread.submit(ray.shutdown).outcome, within)
+                await asyncio.wait_for(self._thread.submit(ray.shutdown), within)
         self._thread.close(0.0)
 
     # For threads that load policies.

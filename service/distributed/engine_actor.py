@@ -23,7 +23,8 @@ from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from service.distributed.artifacts import PolicyArtifact, unpack
 from service.errors import PolicyError, PolicyFailed
-from service.inference.engine import Engine, FrameSizes, InferenceResult, InferenceStuck, LoadedPolicy, Policy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import FrameSizes, InferenceResult, InferenceStuck, LoadedPolicy, Policy
 from service.inference.sandbox import CheckpointSandbox
 from service.threads import call_in_thread
 
@@ -178,7 +179,7 @@ class EngineActor:
         try:
             folder = await call_in_thread(partial(unpack, artifact, cache, _get_piece), "policy-files")
             served = await stack.enter_async_context(
-                engine.open_policy(
+                engine.policy_cache.open_policy(
                     self._read,
                     str(folder),
                     None,
@@ -199,7 +200,7 @@ class EngineActor:
         return self._describe(artifact.sha, cached)
 
     def _read(self, path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None) -> Policy:
-        options, first = self._options, self._opened_engine().first_device
+        options, first = self._options, self._opened_engine().devices.first
         return jaxmodels.load_policy(
             path,
             revision,

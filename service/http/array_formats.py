@@ -1,8 +1,9 @@
-"""Arrays as JSON or npz, chosen by content type."""
+"""Arrays of models as JSON or npz: their limits, their formats, and the choice by content type."""
 
 import io
 import json
 import math
+import re
 import struct
 import zipfile
 import zlib
@@ -10,25 +11,129 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from tokenize import TokenError  # of headers that Python 2 wrote
+from types import MappingProxyType
 from typing import IO, Any, NoReturn
 
+import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
 
-from service.errors import InvalidRequest, NotAcceptable, TooLarge, UnknownForm
-from service.http import msgpack_arrays
-from service.http.array_limits import (
-    DTYPES,
-    MAX_RANK,
-    Allowance,
-    ArrayLimits,
-    array_error,
-    check_finite,
-    check_name,
-    read_dtype,
-    read_shape,
-)
+from service.errors import InvalidRequest, TooLarge
+from service.http.bodies import choose_form, find_form
 from service.http.strict_json import decode_text, has_many_values, loads, loads_slowly
+
+DTYPES: Mapping[str, np.dtype] = MappingProxyType(
+    {
+        name: np.dtype(name)
+        for name in (
+            *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+            *("float16", "float32", "float64"),
+        )
+    }
+    | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+)
+MAX_RANK = 8
+MAX_NAME = 128
+_PLAIN = re.compile(r"[A-Za-z0-9_.]{1,128}")
+
+
+@dataclass(frozen=True)
+class ArrayLimits:
+    """Limits on the arrays of one body.
+
+    Attributes:
+        bytes: of all arrays together, whatever they were packed into.
+        arrays: how many.
+    """
+
+    bytes: int = 64 << 20
+    arrays: int = 16
+
+
+class Allowance:
+    """Rest of the limits while the arrays of one body are read."""
+
+    def __init__(self, limits: ArrayLimits):
+        self._limits = limits
+        self._bytes = limits.bytes
+        self._names: set[str] = set()
+
+    def take(self, name: str, shape: Sequence[int], dtype: np.dtype) -> int:
+        """Account for the next array before any of it is read; returns its size in bytes.
+
+        Raises:
+            InvalidRequest: its name was there already, or its shape is none.
+            TooLarge: it is more than is allowed.
+        """
+        if name in self._names:
+            raise array_error(name, "is there twice; wanted each array once")
+        self._names.add(name)
+        if len(self._names) > self._limits.arrays:
+            raise TooLarge(f"more than {self._limits.arrays} arrays; send those that the model takes")
+        if len(shape) > MAX_RANK or any(size < 1 for size in shape):
+            raise array_error(
+                name, f"has shape {list(shape)[:MAX_RANK]}; wanted up to {MAX_RANK} axes, none of them empty"
+            )
+        size = math.prod(shape) * dtype.itemsize
+        self._bytes -= size
+        if self._bytes < 0:
+            raise TooLarge(
+                f"the arrays are more than {self._limits.bytes} bytes (max_forward_bytes); send a smaller batch"
+            )
+        return size
+
+
+def check_name(name: object) -> str:
+    """Check that an array's name is text of a usable length.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
+        raise InvalidRequest(f"names of arrays are text of 1 to {MAX_NAME} characters", ("body", "inputs"))
+    return name
+
+
+def read_dtype(name: str, value: object) -> np.dtype:
+    """Return the allowed dtype of this name.
+
+    Raises:
+        InvalidRequest: it is none of them.
+    """
+    if not isinstance(value, str) or value not in DTYPES:
+        raise array_error(name, f"has a dtype that is not allowed; wanted one of {', '.join(DTYPES)}")
+    return DTYPES[value]
+
+
+def read_shape(name: str, value: object) -> tuple[int, ...]:
+    """Return a shape as JSON and msgpack write it, a list of integers.
+
+    Raises:
+        InvalidRequest: it is no list of integers.
+    """
+    if not isinstance(value, list) or any(type(size) is not int for size in value):
+        raise array_error(name, "has no shape; wanted a list of integers")
+    return tuple(value)
+
+
+def check_finite(name: str, array: np.ndarray) -> np.ndarray:
+    """Return the array after checking that no number is NaN or infinite; bytes of booleans become 0 or 1.
+
+    Raises:
+        InvalidRequest: it holds NaN or infinity.
+    """
+    if array.dtype == bool:
+        return array.view(np.uint8) != 0
+    if array.dtype.kind not in "biu" and not np.isfinite(array).all():
+        raise array_error(name, "holds NaN or infinity; wanted finite numbers")
+    return array
+
+
+def array_error(name: str, what: str) -> InvalidRequest:
+    """Create an error about one array; a name that was sent is repeated only when it is plain."""
+    called = name if _PLAIN.fullmatch(name) else "an array"
+    return InvalidRequest(f"{called} {what}", ("body", "inputs", called))
+
 
 # Python's encoder and decoder keep every other thread waiting until they are done: a millisecond at a time is enough.
 _CHUNK_VALUES = 1024
@@ -276,54 +381,24 @@ class ArrayFormat:
 ARRAY_FORMATS = (
     ArrayFormat("application/json", (), decode_json, encode_json, max_numbers=1 << 18, is_small=True),
     ArrayFormat("application/x-npz", ("application/npz",), decode_npz, encode_npz),
-    ArrayFormat(
-        "application/msgpack",
-        ("application/x-msgpack", "application/vnd.msgpack"),
-        msgpack_arrays.decode,
-        msgpack_arrays.encode,
-    ),
 )
 _BY_TYPE = {kind: form for form in ARRAY_FORMATS for kind in (form.content_type, *form.aliases)}
 _KNOWN = ", ".join(form.content_type for form in ARRAY_FORMATS)
 
 
 def find_body_format(content_type: str | None) -> ArrayFormat:
-    """Find the format that a Content-Type header names.
+    """Return the format that a Content-Type header names.
 
     Raises:
-        UnknownForm: there is none, or another.
+        UnknownForm: the header is missing, or names another format.
     """
-    form = _BY_TYPE.get(_media_type(content_type or ""))
-    if form is None:
-        raise UnknownForm(f"Content-Type should be one of {_KNOWN}")
-    return form
+    return find_form(content_type, _BY_TYPE, _KNOWN)
 
 
 def choose_answer_format(accept: str | None, default: ArrayFormat) -> ArrayFormat:
-    """Choose the format that an Accept header prefers; the request's own when it takes any.
+    """Return the format that an Accept header prefers; ``default`` when the header allows every format.
 
     Raises:
-        NotAcceptable: it asks for others only.
+        NotAcceptable: the header allows other formats only.
     """
-    accepted = [(_quality(part), _media_type(part)) for part in (accept or "*/*").split(",")]
-    for quality, kind in sorted(accepted, key=lambda entry: -entry[0]):
-        if quality > 0 and kind in ("*/*", "application/*", ""):
-            return default
-        if quality > 0 and kind in _BY_TYPE:
-            return _BY_TYPE[kind]
-    raise NotAcceptable(f"Accept should allow one of {_KNOWN}")
-
-
-def _media_type(header: str) -> str:
-    return header.partition(";")[0].strip().lower()
-
-
-def _quality(part: str) -> float:
-    for parameter in part.split(";")[1:]:
-        name, _, value = parameter.partition("=")
-        if name.strip().lower() == "q":
-            try:
-                return float(value)
-            except ValueError:
-                return 0.0
-    return 1.0
+    return choose_form(accept, default, _BY_TYPE, _KNOWN)

@@ -18,11 +18,12 @@ from sanic.exceptions import MethodNotAllowed, NotFound, RequestCancelled, Sanic
 from sanic.headers import parse_content_header
 from sanic.helpers import STATUS_CODES
 
-from service.errors import ServiceError, SessionLoading, TooLarge
+from service.errors import NotAcceptable, ServiceError, SessionLoading, TooLarge, UnknownForm
 from service.http.strict_json import RepeatedName, TooManyValues, loads, reject_repeated_names
 from service.logging import redact_secrets, sanitize_text
 
 Model = TypeVar("Model", bound=BaseModel)
+Form = TypeVar("Form")
 
 # Strings are stepped over, so that a constant is only found where a value stands. Nothing is looked at twice: one that
 # does not end is stepped over, too, and no character of it is given back.
@@ -385,3 +386,49 @@ def parse_reason(body: bytes) -> str:
     if not isinstance(reason, str) or not reason.strip():
         return "asked for over HTTP"
     return sanitize_text(reason)
+
+
+def find_form(content_type: str | None, forms: Mapping[str, Form], known: str) -> Form:
+    """Return the form of a body that a Content-Type header names.
+
+    Args:
+        forms: media type to form.
+        known: the media types that the error lists.
+
+    Raises:
+        UnknownForm: the header is missing, or names another form.
+    """
+    form = forms.get(_media_type(content_type or ""))
+    if form is None:
+        raise UnknownForm(f"Content-Type should be one of {known}")
+    return form
+
+
+def choose_form(accept: str | None, usual: Form, forms: Mapping[str, Form], known: str) -> Form:
+    """Return the form of an answer that an Accept header prefers; ``usual`` when the header allows every form.
+
+    Raises:
+        NotAcceptable: the header allows other forms only.
+    """
+    accepted = [(_quality(part), _media_type(part)) for part in (accept or "*/*").split(",")]
+    for quality, kind in sorted(accepted, key=lambda entry: -entry[0]):
+        if quality > 0 and kind in ("*/*", "application/*", ""):
+            return usual
+        if quality > 0 and kind in forms:
+            return forms[kind]
+    raise NotAcceptable(f"Accept should allow one of {known}")
+
+
+def _media_type(header: str) -> str:
+    return header.partition(";")[0].strip().lower()
+
+
+def _quality(part: str) -> float:
+    for parameter in part.split(";")[1:]:
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "q":
+            try:
+                return float(value)
+            except ValueError:
+                return 0.0
+    return 1.0

@@ -65,9 +65,6 @@ class TransportSettings(Group):
     """Rooms"""
 
     embedded_transport: bool = Field(default=True, description="Serve rooms too, at / and under /api.")
-    transport_oddities: bool = Field(
-        default=False, description="Let the embedded rooms behave as the reference server does where it is broken."
-    )
     transport_hosts: Common[Names] = Field(
         default=(),
         description="Transport servers that sessions may be sent to besides this machine's and this server itself: "

@@ -1,7 +1,7 @@
 """Admission control: whether devices have time for one more robot, and reservations of that time."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import ReferenceType, ref
 
 from service.inference.batching import FrameSizesKey, LatencyModel
@@ -138,7 +138,14 @@ class Reservations:
     def check_admission(
         self, loaded: LoadedPolicy, per_second: float, *, read_sizes: ReadFrameSizes, holder: object = None
     ) -> Admission:
-        """See ``Engine.check_admission``."""
+        """Return whether the devices have time for this many more inferences per second; reserves nothing.
+
+        Args:
+            read_sizes: returns the sizes of the frames that the session sends. Until they are known and measured, the
+                sizes of this policy's most expensive session count, or those that the policy was trained with.
+            holder: session whose present reservation is left out, because this one replaces it.
+        """
+        loaded, read_sizes = loaded.unnamed, _to_own_names(loaded, read_sizes)
         rates = self._group_rates(excluded=holder)
         frames = _measured_frames(loaded, read_sizes)
         if frames is None:
@@ -148,16 +155,16 @@ class Reservations:
         return compute_admission(loaded, per_second, own, others, limit=self._max_load, frames=frames)
 
     def reserve(self, holder: object, loaded: LoadedPolicy, per_second: float, read_sizes: ReadFrameSizes) -> None:
-        """See ``Engine.reserve``."""
-        self._reservations[holder] = _Reservation(ref(loaded), per_second, read_sizes)
+        """Reserve inferences per second for a holder until ``release``; their load follows the frames that it sends."""
+        self._reservations[holder] = _Reservation(ref(loaded.unnamed), per_second, _to_own_names(loaded, read_sizes))
 
     def move(self, holder: object, loaded: LoadedPolicy) -> None:
-        """See ``Engine.move_reservation``."""
+        """Move a holder's reservation to another policy, whose inferences may take more or less time."""
         if (reservation := self._reservations.get(holder)) is not None:
-            self.reserve(holder, loaded, reservation.per_second, reservation.read_sizes)
+            self._reservations[holder] = replace(reservation, loaded=ref(loaded.unnamed))
 
     def release(self, holder: object) -> None:
-        """See ``Engine.release``."""
+        """Release a holder's reservation."""
         self._reservations.pop(holder, None)
 
     def _group_rates(self, excluded: object = None) -> dict[tuple[LoadedPolicy, FrameSizesKey], list[float]]:
@@ -189,3 +196,16 @@ def _measured_frames(loaded: LoadedPolicy, read_sizes: ReadFrameSizes) -> FrameS
 
 def _known_frames(loaded: LoadedPolicy, rates: Iterable[tuple[LoadedPolicy, FrameSizesKey]]) -> list[FrameSizesKey]:
     return [frames for other, frames in rates if other is loaded]
+
+
+def _to_own_names(loaded: LoadedPolicy, read_sizes: ReadFrameSizes) -> ReadFrameSizes:
+    """Return a function that gives frame sizes by the policy's own names of cameras."""
+    own_names = loaded.own_names  # A reference to the policy would keep its weights in memory.
+    if not own_names:
+        return read_sizes
+
+    def read() -> FrameSizes | None:
+        sizes = read_sizes()
+        return None if sizes is None else {own_names.get(name, name): size for name, size in sizes.items()}
+
+    return read

@@ -24,7 +24,7 @@ from service.inference.batching import (
     read_layout,
 )
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
-from service.threads import lower_priority
+from service.threads import as_plain_exception, lower_priority
 
 
 class Overdue(Exception):
@@ -427,7 +427,7 @@ class InferenceWorker:
                 for member in batch.members:
                     self._requeue(member)
         elif batch.members[0].is_awaited:
-            batch.members[0].outcome.set_exception(_as_plain_exception(results))
+            batch.members[0].outcome.set_exception(as_plain_exception(results))
 
     # The thread.
 
@@ -459,7 +459,7 @@ class InferenceWorker:
             try:
                 loop.call_soon_threadsafe(self._set_results, batch, results)
             except RuntimeError:
-                # The loop has ended, and whoever waited with it.
+                # When the loop is closed, nobody waits for the results.
                 if not loop.is_closed():
                     raise
             if is_left:
@@ -503,9 +503,3 @@ def _run_batch(batch: Batch, stacks: StackingBuffers) -> Sequence[InferenceResul
         )
         results.append(result)
     return results
-
-
-def _as_plain_exception(error: BaseException) -> BaseException:
-    # A future cannot carry a StopIteration, and an exit of that thread is no exit of the process.
-    is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-    return error if is_plain else RuntimeError(f"{type(error).__name__} in a policy")

@@ -5,8 +5,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmodels.errors import JaxModelsError
 from service.errors import PolicyFailed
-from service.inference.admission import Admission, ReadFrameSizes, Reservations
+from service.inference.admission import Reservations
 from service.inference.device_worker import (
     DeviceGone,
     DeviceWorker,
@@ -27,12 +27,8 @@ from service.inference.device_worker import (
 from service.inference.loaded_policy import (
     FrameSizes,
     InferenceResult,
-    InferenceStuck,
     LoadedPolicy,
-    LoadPolicy,
-    Policy,
     Replica,
-    describe_sizes,
 )
 from service.inference.policy_cache import BatchCompiler, PolicyCache, clear_frames, summarize_error
 from service.inference.progress import LoadDurations
@@ -164,19 +160,6 @@ def _raise_refusal(error: Exception) -> NoReturn:
     raise PolicyFailed(f"the policy raised {type(error).__name__} {summarize_error(error)}") from error
 
 
-__all__ = [
-    "Admission",
-    "Engine",
-    "FrameSizes",
-    "InferenceResult",
-    "InferenceStuck",
-    "LoadPolicy",
-    "LoadedPolicy",
-    "Policy",
-    "describe_sizes",
-]
-
-
 # Seconds that a trial waits for a moment in which no robot waits.
 MAX_TRIAL_WAIT = 1.0
 # Requests of a caller that have to go well after one that failed, before they are batched with others again.
@@ -210,7 +193,11 @@ class Engine:
 
     Attributes:
         stuck_after: seconds after which a running inference is given up.
-        durations: how long policies took to be made ready.
+        durations: how long policies took to load.
+        devices: the devices and their workers.
+        policy_cache: loads policies and keeps them in memory.
+        replica_manager: adds and removes devices, and copies policies to them.
+        reservations: device time that sessions reserved.
         batch_compiler: compiles larger batches; begins none while a robot runs.
         has_running_robot: whether any session moves its robot; larger batches are compiled while none does.
     """
@@ -235,7 +222,7 @@ class Engine:
             devices: where policies run, each a copy; the one that it was loaded on when there are none. A device that
                 is named twice runs two batches at a time.
             max_load: share of the devices' time that may be promised; no end of it when None.
-            are_remote: devices are not of this process: there are none until one joins, see ``add_device``.
+            are_remote: devices are not of this process: `ReplicaManager.add_device` adds them.
             join_timeout: seconds that a request then waits for one to join, where none works.
             load_timeout: seconds that building and compiling a policy may take; that of others is theirs.
         """
@@ -250,85 +237,28 @@ class Engine:
         self._idle.set()
         self._pending, self._last_used_at = 0, -QUIET_SECONDS
         self._callers: WeakKeyDictionary[object, _Caller] = WeakKeyDictionary()
-        self._reservations = Reservations(max_load)
+        self.reservations = Reservations(max_load)
         workers: Sequence[DeviceWorker] = ()
         if not are_remote:
             names = ["device", *(f"device:{number}" for number in range(1, len(devices)))]
             workers = [InferenceWorker(name, niceness, stuck_after) for name in names]
-        self._devices = Devices(workers, devices, join_timeout if are_remote else 0.0)
+        self.devices = Devices(workers, devices, join_timeout if are_remote else 0.0)
         self.batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches, niceness)
         limit = math.inf if are_remote else load_timeout
-        self._policy_cache = PolicyCache(
-            self._devices.replicate, self._on_policy_loaded, niceness, are_remote=are_remote, build_timeout=limit
+        self.policy_cache = PolicyCache(
+            self.devices.replicate, self._on_policy_loaded, niceness, are_remote=are_remote, build_timeout=limit
         )
-        self._replica_manager = ReplicaManager(self._devices, self._policy_cache)
-        self._dispatcher = Dispatcher(self._devices, self._replica_manager)
-
-    @property
-    def building(self) -> asyncio.Semaphore:
-        """Semaphore held while something loads or compiles, so that only one thing at a time does."""
-        return self._policy_cache.building
-
-    def open_policy(
-        self,
-        load: LoadPolicy,
-        path: str,
-        revision: str | None,
-        on_progress: Callable[[str], None],
-        *,
-        folder: str | None = None,
-        like: Policy | None = None,
-    ) -> AbstractAsyncContextManager[LoadedPolicy]:
-        """Load and compile a policy; it stays in memory as long as the context lasts.
-
-        Args:
-            on_progress: gets short words (``downloading``, ``reading``, ``compiling``), in another thread.
-            folder: where the files of this path and revision are already, when they are.
-            like: a policy that this one is expected to resemble.
-
-        Raises:
-            PolicyError: it cannot be loaded or compiled.
-        """
-        return self._policy_cache.open_policy(load, path, revision, on_progress, folder=folder, like=like)
-
-    @property
-    def first_device(self) -> str | None:
-        """The device that policies are loaded to first, as the settings name it; None when they name none."""
-        return self._devices.first
+        self.replica_manager = ReplicaManager(self.devices, self.policy_cache)
+        self._dispatcher = Dispatcher(self.devices, self.replica_manager)
 
     def _on_policy_loaded(self, loaded: LoadedPolicy) -> None:
-        self._replica_manager.add_policy(loaded)
+        self.replica_manager.add_policy(loaded)
         for frames in loaded.replicas[0].compiled_frames:
             self.batch_compiler.schedule(loaded, dict(frames))
 
-    def add_device(self, device: str, worker: DeviceWorker) -> None:
-        """Add a device at runtime; it is used once the loaded policies are copied to it.
-
-        Args:
-            device: what policies call it, a name that no other one had.
-        """
-        self._replica_manager.add_device(device, worker)
-
-    def retire_device(self, device: str, why: str) -> None:
-        """Send no more requests to a device; its pending ones go to others."""
-        self._replica_manager.retire_device(device, why)
-
-    async def copy_missing_policies(self, device: str) -> None:
-        """Copy to a device the loaded policies that it could not get before; failures are only logged."""
-        await self._replica_manager.copy_missing_policies(device)
-
-    @property
-    def failed_devices(self) -> Collection[str]:
-        """Names of devices that are no longer used because they failed."""
-        return self._devices.health.failed
-
-    async def remove_device(self, device: str) -> None:
-        """Remove a device that left, and close its workers."""
-        await self._replica_manager.remove_device(device)
-
     def _may_compile_batches(self) -> bool:
         is_quiet = time.monotonic() >= self._last_used_at + QUIET_SECONDS
-        return is_quiet and not (self._pending or self.building.locked() or self.has_running_robot())
+        return is_quiet and not (self._pending or self.policy_cache.building.locked() or self.has_running_robot())
 
     async def compile(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
         """Compile a policy for frames of these sizes, outside of the device thread.
@@ -337,7 +267,7 @@ class Engine:
             PolicyFailed: it cannot be compiled for them.
         """
         sizes = loaded.to_own_names(sizes)
-        await self._policy_cache.compile(loaded.unnamed, sizes)
+        await self.policy_cache.compile(loaded.unnamed, sizes)
         self.batch_compiler.schedule(loaded.unnamed, sizes)
 
     async def infer(
@@ -381,33 +311,6 @@ class Engine:
             state.probation = max(state.probation - 1, 0)
             return result
 
-    def check_admission(
-        self, loaded: LoadedPolicy, per_second: float, *, read_sizes: ReadFrameSizes, holder: object = None
-    ) -> Admission:
-        """Return whether the devices have time for so many more inferences per second; reserves nothing.
-
-        Args:
-            read_sizes: gives the sizes of the frames that it is asked with. Before they are known and measured, those
-                of this policy's most expensive session count, or those that it was trained with.
-            holder: whose present reservation is to be replaced; it counts no more.
-        """
-        own = _to_own_names(loaded, read_sizes)
-        return self._reservations.check_admission(loaded.unnamed, per_second, read_sizes=own, holder=holder)
-
-    def reserve(self, holder: object, loaded: LoadedPolicy, per_second: float, read_sizes: ReadFrameSizes) -> None:
-        """Reserve so many inferences per second for a holder, until ``release``; their load follows the frames it
-        sends.
-        """
-        self._reservations.reserve(holder, loaded.unnamed, per_second, _to_own_names(loaded, read_sizes))
-
-    def move_reservation(self, holder: object, loaded: LoadedPolicy) -> None:
-        """Move a holder's reservation to another policy, whose inferences may take more or less time."""
-        self._reservations.move(holder, loaded.unnamed)
-
-    def release(self, holder: object) -> None:
-        """Release a holder's reservation."""
-        self._reservations.release(holder)
-
     async def wait_until_idle(self) -> None:
         """Wait until no session waits for an inference."""
         while self._pending:
@@ -443,38 +346,25 @@ class Engine:
 
     def get_stats(self) -> dict[str, object]:
         """Return loaded policies, devices, their load and batch latencies; JSON-ready."""
-        policies = self._policy_cache.all
+        policies = self.policy_cache.all
         return {
             "device": next((loaded.policy.device for loaded in policies), None),
-            "devices_failed": list(self._devices.health.failed),
-            "devices": self._devices.get_stats(policies),
+            "devices_failed": list(self.devices.health.failed),
+            "devices": self.devices.get_stats(policies),
             "policies_loaded": len(policies),
-            "policies_loading": self._policy_cache.loading_count,
-            "loads_left_behind": self._policy_cache.abandoned_loads,
-            "loads_refused": self._policy_cache.why_refused(),
-            "inferences_waiting": self._devices.waiting,
-            "threads_replaced": self._devices.abandoned,
+            "policies_loading": self.policy_cache.loading_count,
+            "loads_left_behind": self.policy_cache.abandoned_loads,
+            "loads_refused": self.policy_cache.why_refused(),
+            "inferences_waiting": self.devices.waiting,
+            "threads_replaced": self.devices.abandoned,
             "batch_sizes_to_compile": self.batch_compiler.remaining,
-            "promised_per_second": round(self._reservations.per_second, 2),
-            "promised_load": round(self._reservations.load, 4),
+            "promised_per_second": round(self.reservations.per_second, 2),
+            "promised_load": round(self.reservations.load, 4),
         }
 
     async def close(self) -> None:
         """Close the device threads; a running inference gets a second. Pending requests fail."""
-        self._policy_cache.close()
+        self.policy_cache.close()
         self.batch_compiler.close()
-        self._replica_manager.close()
-        await self._devices.close()
-
-
-def _to_own_names(loaded: LoadedPolicy, read_sizes: ReadFrameSizes) -> ReadFrameSizes:
-    """Return what gives the sizes of frames by the policy's own names of cameras."""
-    own_names = loaded.own_names  # not the policy, which a reservation outlives and would keep in memory
-    if not own_names:
-        return read_sizes
-
-    def read() -> FrameSizes | None:
-        sizes = read_sizes()
-        return None if sizes is None else {own_names.get(name, name): size for name, size in sizes.items()}
-
-    return read
+        self.replica_manager.close()
+        await self.devices.close()

@@ -62,23 +62,9 @@ class Policy(Protocol):
         ...
 
 
-class LoadPolicy(Protocol):
-    """Interface of the function that loads a policy: ``jaxmodels.load_policy``, or a double."""
-
-    def __call__(
-        self,
-        path: str,
-        revision: str | None = None,
-        /,
-        *,
-        like: Any = None,
-        on_progress: Callable[[str], None] | None = None,
-    ) -> Policy:
-        """Load a policy; called in a worker thread. Raises JaxModelsError with a text that clients may read.
-
-        ``like`` is a policy that it gave before: what was compiled for it may be used again.
-        """
-        ...
+# Loads a policy in a worker thread: (path, revision, *, like, on_progress). ``like`` is an earlier policy; its compiled
+# programs may be used again. Raises JaxModelsError with a text that clients may read.
+LoadPolicy = Callable[..., Policy]
 
 
 class InferenceResult(NamedTuple):
@@ -222,11 +208,6 @@ class LoadedPolicy:
     def commit(self) -> str | None:
         """Commit or content hash of its files, when that is known."""
         return self.policy.commit
-
-    @property
-    def latency_model(self) -> LatencyModel:
-        """Latencies on the first device, for frames of the sizes that the policy was trained with."""
-        return self.replicas[0].latencies[self.replicas[0].trained_frames]
 
     def add_replica(self, replica: Replica) -> None:
         """Add a copy on one more device; it is compiled for all that the others are compiled for."""

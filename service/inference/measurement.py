@@ -3,14 +3,15 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from jaxmodels import Requirements
-from service.inference.engine import Policy
-from service.inference.loaded_policy import task_input
-from service.inference.model_server import Model
+from service.inference.loaded_policy import Policy, task_input
+
+if TYPE_CHECKING:
+    from jaxmodels import LoadedModel  # An import at runtime takes seconds, because it imports JAX.
 
 Fit = Literal["fits", "fits, thinking less often", "does not fit"]
 
@@ -80,7 +81,7 @@ def measure_policy(
 
 
 def measure_model(
-    model: Model,
+    model: "LoadedModel",
     *,
     runs: int = 100,
     seconds: float = 10.0,

@@ -13,58 +13,28 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxmodels.errors import JaxModelsError
 from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, ServiceError, TooLarge, UnknownModel
-from service.http.array_formats import ArrayFormat
-from service.http.array_limits import ArrayLimits
+from service.http.array_formats import ArrayFormat, ArrayLimits
 from service.inference.config import ModelSettings
 from service.inference.engine import Engine
 from service.stats import Recent
 from service.threads import Result, Worker, call_in_thread
 
+if TYPE_CHECKING:
+    from jaxmodels import LoadedModel  # An import at runtime takes seconds, because it imports JAX.
+
 STAGES = ("queue", "read", "to_device", "compute", "to_host", "total")
 _SAMPLES = 512
 
 
-class Model(Protocol):
-    """Interface of a model; ``jaxmodels.LoadedModel`` is one."""
-
-    @property
-    def description(self) -> Mapping[str, Any]: ...
-    @property
-    def timings(self) -> Mapping[str, float]: ...
-    @property
-    def compiled_shapes(self) -> int: ...
-
-    def example(self, batch: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
-        """Return inputs of the size that the model was made for."""
-        ...
-
-    def cost(self, inputs: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
-        """Return estimated seconds, bytes of memory and bytes of the answer."""
-        ...
-
-    def is_compiled(self, inputs: Mapping[str, np.ndarray]) -> bool: ...
-
-    def compile(self, inputs: Mapping[str, np.ndarray]) -> float:
-        """Compile ``forward`` for these shapes; returns the seconds it took."""
-        ...
-
-    def forward(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]: ...
-
-
-class LoadModel(Protocol):
-    """Interface of the function that loads a model: ``jaxmodels.load_model``, or a double."""
-
-    def __call__(
-        self, path: str, revision: str | None = None, /, *, on_progress: Callable[[str], None] | None = None
-    ) -> Model:
-        """Load a model; called in a worker thread. Raises JaxModelsError with a text that clients may read."""
-        ...
+# Loads a model in a worker thread: (path, revision, *, on_progress). Raises JaxModelsError with a text that clients may
+# read.
+LoadModel = Callable[..., "LoadedModel"]
 
 
 class ServedModel:
@@ -75,7 +45,7 @@ class ServedModel:
         forwards, errors, compiles: counted since the start.
     """
 
-    def __init__(self, name: str, source: str, model: Model):
+    def __init__(self, name: str, source: str, model: "LoadedModel"):
         self.name = name
         self.source = source
         self.model = model
@@ -234,7 +204,7 @@ class ForwardQueue:
         try:
             return ForwardResult(await self._call(lambda: request.answer_form.encode(outputs, timings)), timings)
         except ValueError as error:
-            raise ModelFailed("the model gave NaN or infinity, which JSON has not; ask for npz or msgpack") from error
+            raise ModelFailed("the model gave NaN or infinity, which JSON has not; ask for npz") from error
 
     async def _compile(self, served: ServedModel, inputs: Mapping[str, np.ndarray]) -> float:
         """Compile for new shapes. That takes both cores of a small machine: not while a policy is loaded, nor two at
@@ -242,7 +212,7 @@ class ForwardQueue:
         """
         if await self._call(lambda: served.model.is_compiled(inputs)):
             return 0.0
-        async with self._engine.building:
+        async with self._engine.policy_cache.building:
             seconds = await self._call(lambda: served.model.compile(inputs))
         served.compiles += 1
         served.compile_seconds += seconds
@@ -282,7 +252,7 @@ class ForwardQueue:
     async def _call(self, call: Callable[[], Result]) -> Result:
         if self._worker is None:
             self._worker = Worker("models", _NICENESS)
-        return await self._worker.submit(call).outcome
+        return await self._worker.submit(call)
 
     async def close(self) -> None:
         """Close the thread; a running pass gets a second."""
@@ -339,7 +309,7 @@ class ModelServer:
             if stage != "ready":  # it still has to be compiled
                 logger.info("model %s: %s", name, stage)
 
-        def load_and_run() -> tuple[str, Model]:
+        def load_and_run() -> "tuple[str, LoadedModel]":
             model = load(path, revision, on_progress=log_stage)
             inputs = model.example()
             logger.info("model %s: compiling", name)
@@ -355,7 +325,7 @@ class ModelServer:
 
         began = time.monotonic()
         logger.info("model %s: loading %s", name, path)
-        async with self._engine.building:
+        async with self._engine.policy_cache.building:
             try:
                 source, model = await call_in_thread(load_and_run, "model-loader", 5)
             except JaxModelsError as error:

@@ -119,7 +119,16 @@ class PolicyCache:
         folder: str | None = None,
         like: Policy | None = None,
     ) -> AsyncIterator[LoadedPolicy]:
-        """See ``Engine.open_policy``."""
+        """Load and compile a policy; it stays in memory as long as the context lasts.
+
+        Args:
+            on_progress: takes a word (``downloading``, ``reading``, ``compiling``); called in another thread.
+            folder: folder that already has the files of this path and revision; None if there is none.
+            like: policy that this one is expected to resemble.
+
+        Raises:
+            PolicyError: the policy cannot be loaded or compiled.
+        """
         key = (path, revision, folder)
         if folder is None:
             # Files that were verified in a folder will do for whoever asks for no folder, but not the other way round.

@@ -17,8 +17,8 @@ from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from service.errors import InvalidRequest, PolicyError, ServiceError
 from service.inference.config import PolicySettings
-from service.inference.engine import LoadPolicy, Policy
-from service.inference.model_server import LoadModel, Model
+from service.inference.loaded_policy import LoadPolicy, Policy
+from service.inference.model_server import LoadModel
 from service.inference.policy_cache import truncate_error
 from service.inference.sandbox import CheckpointSandbox, LoadJob
 from service.threads import call_in_thread
@@ -222,7 +222,7 @@ def make_requirements_reader(settings: PolicySettings) -> ReadRequirements:
 def make_model_loader(settings: PolicySettings) -> LoadModel:
     """Return a function that loads the models of the settings."""
 
-    def load(path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Model:
+    def load(path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Any:
         set_cache_folders(settings)
         return jaxmodels.load_model(path, revision, settings.dtype, settings.device, on_progress=on_progress)
 

@@ -17,24 +17,16 @@ MAX_FAILURES = 3
 
 
 class DeviceHealth:
-    """Failures of devices by name; a failed device stays out of use until the server is restarted."""
+    """Failures of devices by name; a failed device stays out of use until the server is restarted.
+
+    Attributes:
+        failures: failures in a row, by device.
+        failed: devices that are out of use, and the reasons.
+    """
 
     def __init__(self) -> None:
         self.failures: dict[str, int] = {}
-        self._failed: dict[str, str] = {}
-
-    def is_failed(self, device: str) -> bool:
-        """Return whether a device is out of use."""
-        return device in self._failed
-
-    def get_failure(self, device: str) -> str | None:
-        """Return why a device is out of use; None when it is not."""
-        return self._failed.get(device)
-
-    @property
-    def failed(self) -> tuple[str, ...]:
-        """Names of all devices that are out of use."""
-        return tuple(self._failed)
+        self.failed: dict[str, str] = {}
 
     def record_success(self, device: str) -> None:
         """Forget earlier failures of a device that works."""
@@ -42,7 +34,7 @@ class DeviceHealth:
 
     def record_failure(self, device: str, what: str) -> bool:
         """Record that another device answered what this one did not; returns whether it is out of use from now on."""
-        if device in self._failed:
+        if device in self.failed:
             return False
         self.failures[device] = self.failures.get(device, 0) + 1
         return self.failures[device] >= MAX_FAILURES and self.mark_failed(device, what)
@@ -50,13 +42,13 @@ class DeviceHealth:
     def forget(self, device: str) -> None:
         """Forget a device that left; no other one will have its name."""
         self.failures.pop(device, None)
-        self._failed.pop(device, None)
+        self.failed.pop(device, None)
 
     def mark_failed(self, device: str, what: str) -> bool:
         """Take a device out of use; returns whether it was in use."""
-        if device in self._failed:
+        if device in self.failed:
             return False
-        self._failed[device] = what
+        self.failed[device] = what
         return True
 
 
@@ -69,6 +61,9 @@ class Devices:
     Attributes:
         workers: of those that are there, by number.
         health: which of them can be relied on, by the names that policies have for them.
+        join_timeout: seconds that a request waits for a device to join where none works; 0 where none ever joins.
+        joined: set when a device gets a policy that requests wait for.
+        is_closed: whether the server is ending.
     """
 
     def __init__(self, workers: Sequence[DeviceWorker], names: Sequence[str], join_timeout: float = 0.0):
@@ -83,20 +78,15 @@ class Devices:
         self._configured_names = dict(enumerate(names))  # as they were named; none where nobody named one
         self._device_names = dict(self._configured_names)  # as policies call them
         self._numbers = count(len(names) or 1)
-        self._join_timeout = join_timeout
-        self._joined = asyncio.Event()
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the server is ending."""
-        return self._is_closed
+        self.join_timeout = join_timeout
+        self.joined = asyncio.Event()
+        self.is_closed = False
 
     @property
     def usable(self) -> Sequence[int]:
         """Numbers of the devices that work; the first of this process when none does."""
         working = [number for number in tuple(self.workers) if not self.is_failed(number)]
-        return working or ([] if self._join_timeout else [0])
+        return working or ([] if self.join_timeout else [0])
 
     @property
     def first(self) -> str | None:
@@ -114,7 +104,7 @@ class Devices:
 
     def is_failed(self, number: int) -> bool:
         """Return whether a device is out of use."""
-        return self.health.is_failed(self._device_names.get(number, ""))
+        return self._device_names.get(number, "") in self.health.failed
 
     def add(self, name: str, worker: DeviceWorker) -> int:
         """Add a device; returns its number."""
@@ -157,12 +147,7 @@ class Devices:
 
     def is_usable(self, replica: Replica) -> bool:
         """Return whether requests can be sent to a replica."""
-        return replica.worker_id in self.workers and not self.health.is_failed(replica.policy.device)
-
-    @property
-    def may_join(self) -> bool:
-        """Whether requests wait for a device to join when none works."""
-        return self._join_timeout > 0
+        return replica.worker_id in self.workers and replica.policy.device not in self.health.failed
 
     async def wait_for_replica(self, loaded: LoadedPolicy) -> Sequence[Replica]:
         """Wait for a usable replica. Nothing is lost by waiting: the robot is held when its plan runs dry.
@@ -172,18 +157,14 @@ class Devices:
             InferenceStuck: none came in time; a robot that stood still for so long does not go on by itself.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._join_timeout):
+            async with asyncio.timeout(self.join_timeout):
                 while not loaded.usable:
-                    if self._is_closed:
+                    if self.is_closed:
                         raise WorkerClosed("the server is ending")
-                    self._joined.clear()
-                    await self._joined.wait()
+                    self.joined.clear()
+                    await self.joined.wait()
                 return loaded.usable
-        raise InferenceStuck(f"no engine has been there for {self._join_timeout:g} s that the policy could run on")
-
-    def notify_waiting(self) -> None:
-        """Wake the requests that wait for a replica."""
-        self._joined.set()
+        raise InferenceStuck(f"no engine has been there for {self.join_timeout:g} s that the policy could run on")
 
     @property
     def waiting(self) -> int:
@@ -206,7 +187,7 @@ class Devices:
         device = self._device_names.get(number)
         return {
             "device": device,
-            "failed": None if device is None else self.health.get_failure(device),
+            "failed": None if device is None else self.health.failed.get(device),
             "waiting": worker.waiting,
             "load": round(worker.load(time.monotonic()), 4),
             "batches": {str(size): count for size, count in sorted(worker.batches.items())},
@@ -215,8 +196,8 @@ class Devices:
 
     async def close(self) -> None:
         """Close all workers; a running inference gets a second. Pending requests fail."""
-        self._is_closed = True
-        self._joined.set()
+        self.is_closed = True
+        self.joined.set()
         ended = await asyncio.gather(*(worker.close(1.0) for worker in self.workers.values()))
         if not all(ended):
             logger.warning("the device thread is still busy; it is left behind")
@@ -231,7 +212,11 @@ class ReplicaManager:
         self._joining: set[asyncio.Task[None]] = set()
 
     def add_device(self, device: str, worker: DeviceWorker) -> None:
-        """See ``Engine.add_device``."""
+        """Add a device at runtime; it is used once the loaded policies are copied to it.
+
+        Args:
+            device: name of the device in policies. It must be new.
+        """
         if not self._devices.is_closed:
             self._start_copying(self._devices.add(device, worker), self._policy_cache.all)
 
@@ -249,7 +234,7 @@ class ReplicaManager:
         task.add_done_callback(self._joining.discard)
 
     async def copy_missing_policies(self, device: str) -> None:
-        """See ``Engine.copy_missing_policies``."""
+        """Copy to a device the loaded policies that it could not get before; failures are only logged."""
         for number in self._devices.find_numbers(device):
             missing = [
                 one for one in self._policy_cache.all if number not in {replica.worker_id for replica in one.replicas}
@@ -259,7 +244,7 @@ class ReplicaManager:
     async def _copy_policies(self, number: int, policies: Sequence[LoadedPolicy]) -> None:
         devices, device = self._devices, self._devices.get_name(number)
         for loaded in policies:
-            if device is None or number not in devices.workers or devices.health.is_failed(device):
+            if device is None or number not in devices.workers or device in devices.health.failed:
                 return  # it left
             try:
                 replica = await self._policy_cache.copy(loaded, device, number)
@@ -274,10 +259,10 @@ class ReplicaManager:
             if devices.is_usable(replica):
                 loaded.add_replica(replica)
                 self._refresh(loaded)
-                devices.notify_waiting()
+                devices.joined.set()
 
     def retire_device(self, device: str, why: str) -> None:
-        """See ``Engine.retire_device``."""
+        """Send no more requests to a device; its pending requests go to others."""
         if not self._devices.health.mark_failed(device, why):
             return
         logger.warning("device %s is not used any more: %s", device, why)
@@ -290,14 +275,14 @@ class ReplicaManager:
             logger.error(
                 "device %s is not used any more: %s, and %s answers what it does not",
                 device,
-                health.get_failure(device),
+                health.failed.get(device),
                 other,
                 exc_info=why,
             )
             self._refresh_all()
 
     async def remove_device(self, device: str) -> None:
-        """See ``Engine.remove_device``."""
+        """Remove a device that left, and close its workers."""
         workers = self._devices.remove(device)
         self._refresh_all()
         for worker in workers:
@@ -309,7 +294,7 @@ class ReplicaManager:
             self._refresh(loaded)
 
     def _refresh(self, loaded: LoadedPolicy) -> None:
-        loaded.use_working(self._devices.is_usable, may_wait=self._devices.may_join)
+        loaded.use_working(self._devices.is_usable, may_wait=self._devices.join_timeout > 0)
 
     def close(self) -> None:
         """Cancel all copying."""

@@ -16,8 +16,7 @@ import numpy as np
 
 from service.control.robot_io import RobotIO
 from service.errors import MoveRefused, ServiceError, UnknownSession
-from service.inference.engine import LoadedPolicy
-from service.inference.loaded_policy import STATE, select_features, task_input
+from service.inference.loaded_policy import STATE, LoadedPolicy, select_features, task_input
 from service.rollout.gates import (
     Counters,
     GateLimits,

@@ -26,7 +26,7 @@ from service.errors import PolicyError
 from service.http.bodies import json_response
 from service.http.origins import Origins
 from service.inference.config import PolicySettings
-from service.inference.engine import LoadPolicy, Policy
+from service.inference.loaded_policy import LoadPolicy, Policy
 from service.inference.policy_sources import allowed_roots
 from service.rollout.config import DeploymentSettings, UpdateSettings, WebhookSettings
 from service.rollout.deployments import Deployments

@@ -12,8 +12,8 @@ from service.control.joints import JointTable, create_joint_table
 from service.control.limits import MotionLimits, create_motion_limits
 from service.errors import InvalidRequest, Overloaded, PolicyError
 from service.inference.admission import ReadFrameSizes
-from service.inference.engine import Engine, LoadedPolicy
-from service.inference.loaded_policy import check_instruction
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy, check_instruction
 from service.sessions.request import DIRECT, NewSession, SessionSettings
 from service.setting_types import NAME
 from service.threads import call_in_thread
@@ -189,7 +189,7 @@ def reserve_rate(
         Overloaded: there is no time for it; with the figure.
     """
     per_second = config.action_rate / config.action_steps
-    admission = engine.check_admission(loaded, per_second, read_sizes=read_sizes, holder=holder)
+    admission = engine.reservations.check_admission(loaded, per_second, read_sizes=read_sizes, holder=holder)
     if not admission.fits:
         steps = math.ceil(config.action_rate / admission.per_second - 1e-9) if admission.per_second > 0 else math.inf
         if not degrade:
@@ -203,7 +203,7 @@ def reserve_rate(
                 f"done before the next: {admission.text}; delete another session"
             )
         config = replace(config, action_steps=int(steps))
-    engine.reserve(holder, loaded, config.action_rate / config.action_steps, read_sizes)
+    engine.reservations.reserve(holder, loaded, config.action_rate / config.action_steps, read_sizes)
     return config
 
 

@@ -7,7 +7,8 @@ from typing import NoReturn
 from service.control.observers import SessionObserver
 from service.control.robot_io import RobotIO
 from service.errors import MoveRefused
-from service.inference.engine import Engine, LoadPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadPolicy
 from service.inference.progress import Progress
 from service.sessions.base_session import BaseSession
 from service.sessions.policy_slots import PolicySlots

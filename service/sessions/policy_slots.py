@@ -9,8 +9,8 @@ from jaxmodels.errors import JaxModelsError
 from service.control.joints import have_same_joints
 from service.control.robot_io import RobotIO
 from service.errors import MoveRefused, PolicyError
-from service.inference.engine import Engine, LoadedPolicy, LoadPolicy
-from service.inference.loaded_policy import RenamedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy, LoadPolicy, RenamedPolicy
 from service.sessions.request import NewSession
 
 
@@ -211,7 +211,7 @@ class PolicySlots:
         stack = AsyncExitStack()
         policy = like.loaded.policy if like else None
         loaded = await stack.enter_async_context(
-            self._engine.open_policy(
+            self._engine.policy_cache.open_policy(
                 self._load, self._new.policy_path, revision, on_progress, folder=folder, like=policy
             )
         )

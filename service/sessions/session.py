@@ -20,7 +20,8 @@ from service.control.robot_io import RobotIO
 from service.control.shadow import Shadow, load_shadow
 from service.control.units import create_units
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
-from service.inference.engine import Engine, FrameSizes, LoadedPolicy, LoadPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import FrameSizes, LoadedPolicy, LoadPolicy
 from service.inference.progress import Progress
 from service.logging import bind_log_context
 from service.sessions.base_session import BaseSession, describe_overlap
@@ -378,12 +379,12 @@ class Session(BaseSession):
                     await self._control_robot(robot_io, link)
         finally:
             self._leases.release(robot, self)
-            self._engine.release(self)
+            self._engine.reservations.release(self)
             await self.policies.close()
 
     def _follow_policy(self, loaded: LoadedPolicy) -> None:
         """Move the reservation, and compare the robot's state with this policy's statistics from now on."""
-        self._engine.move_reservation(self, loaded)
+        self._engine.reservations.move(self, loaded)
         if self.robot_io is not None:
             self._set_units(self.robot_io, loaded)
 

@@ -17,7 +17,8 @@ from service.errors import (
     TooManySessions,
     UnknownSession,
 )
-from service.inference.engine import Engine, LoadPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadPolicy
 from service.sessions.base_session import SessionStatus
 from service.sessions.interrupted import InterruptedSession
 from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, SharedSessions, reused_rooms

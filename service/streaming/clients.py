@@ -48,12 +48,13 @@ class StreamClients:
         self._inferences: dict[tuple[str, str], DirectInference] = {}
         self._socket_owners: list[str | None] = []
 
-    def create_inference(self, session: AnySession) -> DirectInference:
-        """Create the inference of a client that just connected a socket."""
-        return self._create_inference(session, self.settings.compile_patience)
+    def create_inference(self, session: AnySession, patience: float | None = None) -> DirectInference:
+        """Create the inference of one client.
 
-    def _create_inference(self, session: AnySession, patience: float) -> DirectInference:
-        sessions = self._sessions()
+        Args:
+            patience: seconds that an observation waits for a compile. Defaults to the setting for sockets.
+        """
+        sessions, patience = self._sessions(), self.settings.compile_patience if patience is None else patience
         return DirectInference(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
 
     def get_inference(self, session: AnySession, caller: Caller) -> DirectInference:
@@ -63,7 +64,7 @@ class StreamClients:
         if known is None or known.session is not session:
             ids = {listed.id for listed in self._sessions().list()}
             self._inferences = {pair: one for pair, one in self._inferences.items() if pair[0] in ids}
-            known = self._inferences[key] = self._create_inference(session, self.settings.act_patience)
+            known = self._inferences[key] = self.create_inference(session, self.settings.act_patience)
         return known
 
     def count_socket(self, caller: Caller) -> Callable[[], None]:

@@ -23,8 +23,15 @@ from service.errors import (
     SessionLoading,
     TooManyRequests,
 )
-from service.inference.engine import Engine, FrameSizes, InferenceResult, describe_sizes
-from service.inference.loaded_policy import check_instruction, select_features, task_input
+from service.inference.engine import Engine
+from service.inference.loaded_policy import (
+    FrameSizes,
+    InferenceResult,
+    check_instruction,
+    describe_sizes,
+    select_features,
+    task_input,
+)
 from service.sessions.interrupted import InterruptedSession
 from service.sessions.request import DIRECT
 from service.sessions.store import AnySession, Session
@@ -280,42 +287,29 @@ class DirectInference:
         self._plan, self._next_action, self._executed = None, 0, _NO_ACTIONS
 
     async def infer(
-        self, observed: Observation, executed: int | None = None, *, observed_at: float | None = None
+        self,
+        observed: Observation,
+        executed: int | None = None,
+        *,
+        observed_at: float | None = None,
+        model_input: _ModelInput | None = None,
+        is_new_task: bool = False,
     ) -> InferenceTrace:
         """Run the policy on a complete observation, and on those before it where it looks at several.
 
         Args:
-            executed: how many actions of the last chunk will have been done.
-            observed_at: monotonic time at which the observation came; now when None.
+            executed: number of actions of the last chunk that will have been executed.
+            observed_at: monotonic time at which the observation was received. Defaults to now.
+            model_input: the decoded observation, if it was read before.
+            is_new_task: whether the instruction differs from the plan's, which ends the plan.
 
         Raises:
             MoveRefused: this client may not control the robot, or not any more.
-            InvalidRequest: a picture cannot be decoded, or so many were not given out.
-            PolicyFailed: the policy raised, or gave no chunk that may be done.
-            Compiling: for pictures of a new size.
-            TooManyRequests: the session has too many acts under way.
+            InvalidRequest: a picture cannot be decoded, or ``executed`` exceeds the last chunk.
+            PolicyFailed: the policy raised, or its chunk violates the limits.
+            Compiling: the policy is being compiled for pictures of a new size.
+            TooManyRequests: the session has too many acts in progress.
         """
-        return await self._infer_observed(observed, executed, observed_at, None)
-
-    async def observe(self, observed: Observation, observed_at: float | None = None) -> None:
-        """Keep a complete observation that nothing is asked about, for a policy that looks at several.
-
-        Raises:
-            As ``infer``.
-        """
-        robot_io = self.get_link()[1]
-        # While the session's own control loop runs, its own history counts.
-        if robot_io.runner.loaded.requirements.observation_steps > 1 and self.session.stage in IDLE_STAGES:
-            await self._read_observation(observed, robot_io, observed_at)
-
-    async def _infer_observed(
-        self,
-        observed: Observation,
-        executed: int | None,
-        observed_at: float | None,
-        model_input: _ModelInput | None,
-        is_new_task: bool = False,
-    ) -> InferenceTrace:
         link, robot_io = self.check_not_stopped()
         if link.pending_acts >= MAX_PENDING_ACTS:
             raise TooManyRequests(
@@ -334,6 +328,17 @@ class DirectInference:
         self._plan, self._executed, self._ticks = trace.actions, executed_actions, robot_io.controller.ticks
         self._planned_instruction = model_input.instruction
         return trace
+
+    async def observe(self, observed: Observation, observed_at: float | None = None) -> None:
+        """Keep a complete observation that nothing is asked about, for a policy that looks at several.
+
+        Raises:
+            As ``infer``.
+        """
+        robot_io = self.get_link()[1]
+        # While the session's own control loop runs, its own history counts.
+        if robot_io.runner.loaded.requirements.observation_steps > 1 and self.session.stage in IDLE_STAGES:
+            await self._read_observation(observed, robot_io, observed_at)
 
     async def _read_observation(
         self, observed: Observation, robot_io: RobotIO, observed_at: float | None
@@ -520,7 +525,13 @@ class DirectInference:
         if self._plan is None or is_new_task or self._next_action >= min(steps, len(self._plan)):
             executed = None if self._plan is None else self._next_action
             try:
-                trace = await self._infer_observed(observed, executed, observed_at, model_input, is_new_task)
+                trace = await self.infer(
+                    observed,
+                    executed,
+                    observed_at=observed_at,
+                    model_input=model_input,
+                    is_new_task=is_new_task,
+                )
             except ServiceError:
                 self._forget_plan()  # the client got no chunk, so there is no plan to continue
                 raise

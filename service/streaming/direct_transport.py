@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from service.sessions.request import DIRECT
 from service.transport.link import (
@@ -74,7 +74,7 @@ class DirectLink:
         """Give a client control of the robot; False while another client has control and sends messages.
 
         Args:
-            silence: seconds without a message after which the client in control counts as gone.
+                silence_timeout: seconds without a message after which the client in control counts as gone.
         """
         if self.driver is driver:
             return True
@@ -153,39 +153,19 @@ class DirectTransport:
 
 
 class TransportByUrl:
-    """``Transport`` that chooses by the URL: direct for sessions that say so, rooms for the rest."""
+    """``Transport`` that chooses by the URL: `DirectTransport` for direct sessions, rooms for the others."""
 
     def __init__(self, direct: DirectTransport, rooms: Transport):
         self._direct = direct
         self._rooms = rooms
 
-    def connect(
-        self,
-        url: str,
-        *,
-        session_id: str,
-        cameras: Sequence[str],
-        workspace_id: str | None,
-        inbox: Inbox,
-        created_rooms: CreatedRooms | None = None,
-    ) -> AbstractAsyncContextManager[Link]:
+    def connect(self, url: str, **options: Any) -> AbstractAsyncContextManager[Link]:
         """Connect with the transport that the URL asks for."""
-        return self._choose(url).connect(
-            url,
-            session_id=session_id,
-            cameras=cameras,
-            workspace_id=workspace_id,
-            inbox=inbox,
-            created_rooms=created_rooms,
-        )
+        return self._choose(url).connect(url, **options)
 
-    async def remove_empty_rooms(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
-    ) -> Sequence[str]:
+    async def remove_empty_rooms(self, url: str, **options: Any) -> Sequence[str]:
         """Remove rooms with the transport that the URL asks for."""
-        return await self._choose(url).remove_empty_rooms(
-            url, workspace_id=workspace_id, rooms=rooms, cameras=cameras, claim=claim
-        )
+        return await self._choose(url).remove_empty_rooms(url, **options)
 
     def _choose(self, url: str) -> Transport:
         return self._direct if url == DIRECT else self._rooms

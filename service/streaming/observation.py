@@ -152,7 +152,6 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _MAX_PROMPT = 2048
 _LATEST_TIMESTAMP = 1e11  # seconds; beyond, a float64 says no milliseconds any more
 _PARTS = (list, Mapping, np.ndarray, str, memoryview)  # what pictures and joints of one moment may be in a list
-_NOT_FINITE = "state: NaN, infinity or a number beyond float32; wanted finite numbers"
 # Accepted names of the instruction: openpi's, this service's, LeRobot's.
 _PROMPT_KEYS = ("prompt", "language_instruction", "task")
 # Control characters would act in records, logs and pages, and a lone surrogate cannot be encoded by any of them.
@@ -389,32 +388,11 @@ def _read_joints(
         found = f"{values.dtype.name} {list(values.shape)}" if is_array else f"got {state!r:.40}"
         problems.append(f"state: {found}; wanted {len(table)} numbers, in a list or by name")
         return {}
-    found = _to_finite(values, table)
-    if found is None:
-        problems.append(_NOT_FINITE)
+    numbers = [float(number) for number in values]
+    if not all(-_FLOAT32_MAX <= number <= _FLOAT32_MAX for number in numbers):  # false for NaN
+        problems.append("state: NaN, infinity or a number beyond float32; wanted finite numbers")
         return {}
-    return found
-
-
-def _to_finite(values: np.ndarray, table: JointTable) -> Mapping[str, float] | None:
-    """Return joint to value, of (a,) numbers; None when one is not finite."""
-    found = list(map(float, values.tolist()))
-    for value in found:
-        if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:  # false of NaN
-            return None
-    return dict(zip(table.names, found, strict=True))
-
-
-def read_joint_array(state: np.ndarray, spec: ObservationSpec) -> Mapping[str, float]:
-    """Return joint to value, of an array (a,) whose shape and dtype were accepted before.
-
-    Raises:
-        InvalidRequest: a value is not finite.
-    """
-    found = _to_finite(state, spec.joints)
-    if found is None:
-        raise _observation_error([_NOT_FINITE], spec)
-    return found
+    return dict(zip(table.names, numbers, strict=True))
 
 
 def _list_names(names: Sequence[str]) -> str:

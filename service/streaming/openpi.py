@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,41 +49,42 @@ _OPENPI_KEYS: Mapping[str, Sequence[str]] = {
 _Keys = tuple[Sequence[tuple[str, str]], Sequence[str], str | None]
 
 
-class OpenpiKeys:
-    """Key names of one openpi client, found in its first observation and then looked up."""
+def rename_keys(message: Mapping[Any, Any], spec: ObservationSpec) -> dict[str, Any]:
+    """Rename the keys of an observation from openpi's names to ours.
 
-    def __init__(self) -> None:
-        self._known_names: tuple[tuple[Any, ...], Sequence[str]] | None = None
-        self._keys: _Keys = ((), (), None)
+    Each camera is looked up by its exact feature name first, then by the usual spellings of it. Where the policy has
+    one camera and the client sent one picture under openpi's usual name, that picture is used. Keys that are left over
+    are ignored, as policies of openpi ignore them.
 
-    def rename(self, message: Mapping[Any, Any], spec: ObservationSpec) -> dict[str, Any]:
-        """Rename the keys of an observation from openpi's names to ours.
+    Raises:
+        InvalidRequest: a key is missing or ambiguous; the message lists the keys that were received.
+    """
+    flat = _flatten(message)
+    cameras, state, prompt = _find_keys(flat, spec)
+    images = {camera: _check_picture(camera, flat[key]) for camera, key in cameras}
+    renamed = {"images": images, "state": flat[state[0]] if len(state) == 1 else _join_state(flat, state)}
+    if prompt is not None:
+        renamed["prompt"] = flat[prompt]
+    return renamed
 
-        Each camera is found by its exact feature name first, then by the ways in which that is usually written; and
-        where the policy has one camera and the client sent one picture under openpi's usual name, it is that. Nothing
-        else is guessed: what is left over is not looked at, as policies of openpi ignore it too.
 
-        Raises:
-            InvalidRequest: something is missing, or could be two things; says what came.
-        """
-        flat, now = message, (tuple(message), spec.cameras)
-        if now != self._known_names or dict in map(type, message.values()):
-            flat = _flatten(message)
-            self._keys = _find_keys(flat, spec)
-            self._known_names = now if len(flat) == len(message) and flat.keys() == message.keys() else None
-        cameras, state, prompt = self._keys
-        images = {camera: _check_picture(camera, flat[key]) for camera, key in cameras}
-        renamed = {"images": images, "state": flat[state[0]] if len(state) == 1 else _join_state(flat, state)}
-        if prompt is not None:
-            renamed["prompt"] = flat[prompt]
-        return renamed
+def read_openpi_observation(body: memoryview, spec: ObservationSpec) -> Observation:
+    """Read the observation of an openpi message.
+
+    Raises:
+        InvalidRequest, TooLarge: as ``codec.unpack``, ``rename_keys`` and ``observation.read_observation``.
+    """
+    message = codec.unpack(body)
+    if not isinstance(message, Mapping):
+        raise InvalidRequest("an observation is a map")
+    return observation.read_observation(rename_keys(message, spec), spec, is_complete=True)
 
 
 def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
     """Find the keys of the cameras, the state and the prompt.
 
     Raises:
-        As ``OpenpiKeys.rename``.
+        InvalidRequest: as ``rename_keys``.
     """
     cameras: list[tuple[str, str]] = []
     problems: list[str] = []
@@ -157,65 +157,6 @@ _LOAD_CHECK_INTERVAL = 0.1  # seconds between looks whether the policy is loaded
 _KEY_CHECK_INTERVAL = 2.0  # seconds between checks of the client's key, which may be revoked
 
 
-@dataclass(frozen=True)
-class _MessageLayout:
-    """Common part of messages of one layout: all but the pixels, and the values of the joints."""
-
-    spec: ObservationSpec
-    frames: Sequence[tuple[str, codec.ArrayLocation]]
-    state: codec.ArrayLocation
-    prompt: str | None
-
-
-class ObservationReader:
-    """Reads the observations of one client, which are mostly alike but for the numbers in their arrays.
-
-    Names, dtypes, shapes and the prompt are looked at once: as long as all bytes but those of arrays' data are the
-    bytes of the message before, only the joints' values are checked.
-    """
-
-    def __init__(self) -> None:
-        self._unpacker = codec.Unpacker()
-        self._keys = OpenpiKeys()
-        self._layout: _MessageLayout | None = None
-
-    def read(self, body: memoryview, spec: ObservationSpec) -> Observation:
-        """Read the observation of a message.
-
-        Raises:
-            InvalidRequest, TooLarge: as ``codec.unpack``, ``OpenpiKeys.rename`` and ``observation.read_observation``.
-        """
-        layout = self._layout
-        if layout is not None and layout.spec is spec and self._unpacker.has_same_layout(body):
-            joints = observation.read_joint_array(layout.state.array(body), spec)
-            frames = {camera: place.array(body) for camera, place in layout.frames}
-            return Observation(frames, {}, joints, layout.prompt)
-        self._layout = None
-        message = self._unpacker.unpack(body)
-        if not isinstance(message, Mapping):
-            raise InvalidRequest("an observation is a map")
-        renamed = self._keys.rename(message, spec)
-        observed = observation.read_observation(renamed, spec, is_complete=True)
-        self._layout = self._find_layout(message, renamed["state"], observed, spec)
-        return observed
-
-    def _find_layout(
-        self, message: Mapping[Any, Any], state: Any, observed: Observation, spec: ObservationSpec
-    ) -> _MessageLayout | None:
-        """Return what the next message may have in common with this one; None where more than its arrays has to be
-        looked at.
-        """
-        layout = self._unpacker.layout
-        if layout is None or not isinstance(state, np.ndarray) or state.ndim != 1:
-            return None
-        # An array that was turned or is not of the message itself is none of these.
-        locations = {id(value): layout[key] for key, value in message.items() if isinstance(value, np.ndarray)}
-        frames = [(camera, locations[id(frame)]) for camera, frame in observed.frames.items() if id(frame) in locations]
-        if len(frames) < len(observed.frames) or observed.files or id(state) not in locations:
-            return None
-        return _MessageLayout(spec, frames, locations[id(state)], observed.prompt)
-
-
 class OpenpiProtocol:
     """openpi's protocol with one client."""
 
@@ -225,7 +166,6 @@ class OpenpiProtocol:
         self._is_still_authorized = is_still_authorized
         self._key_checked_at = time.monotonic()
         self._previous_seconds: float | None = None
-        self._reader = ObservationReader()
 
     async def serve(self) -> None:
         """Serve the client until its socket ends, or something goes wrong."""
@@ -280,7 +220,7 @@ class OpenpiProtocol:
     async def _answer(self, raw: memoryview | str, began: float) -> dict[str, Any]:
         if isinstance(raw, str):
             raise InvalidRequest("observations are binary; this is text")
-        trace = await self._inference.infer(self._reader.read(raw, self._inference.observation_spec()))
+        trace = await self._inference.infer(read_openpi_observation(raw, self._inference.observation_spec()))
         timing = {"infer_ms": (time.monotonic() - began) * 1e3}
         if self._previous_seconds is not None:
             timing["prev_total_ms"] = self._previous_seconds * 1e3

@@ -60,7 +60,6 @@ class Stream:
         self._is_still_authorized = is_still_authorized
         self._stop = stop
         self._is_text = False
-        self._unpacker = codec.Unpacker()
         self._link: DirectLink | None = None  # None while the policy loads
         self._commands = 0
         self._newest_observation: tuple[int | None, float] | None = None
@@ -121,7 +120,7 @@ class Stream:
         number = None
         try:
             self._is_text = isinstance(raw, str)
-            message = await codec.read_json(raw) if isinstance(raw, str) else self._unpacker.unpack(raw)
+            message = await codec.read_json(raw) if isinstance(raw, str) else codec.unpack(raw)
             if not isinstance(message, Mapping) or not isinstance(message.get("kind"), str):
                 raise InvalidRequest("wanted a map with a kind")
             number = direct_inference.read_integer(message, "number")

@@ -35,11 +35,10 @@ from service.api import schemas
 from service.control import limits as sources
 from service.control.joints import Joint, JointTable
 from service.dashboard import live
-from service.http import array_formats, msgpack_arrays
+from service.http import array_formats
 from service.http import bodies as body
 from service.http import bodies as reason
-from service.http.array_formats import ARRAY_FORMATS, choose_answer_format
-from service.http.array_limits import ArrayLimits
+from service.http.array_formats import ARRAY_FORMATS, ArrayLimits, choose_answer_format
 from service.http.origins import Origins
 from service.sessions import request as session_request
 from service.streaming import codec, observation
@@ -283,7 +282,7 @@ def door_readers() -> Iterator[Reader]:
                         ("nested lists", b"\x91"), ("long maps", b"\xdf\xff\xff\xff\xff")):  # fmt: skip
         yield Reader(f"msgpack: {name}", codec.unpack,
                      lambda size, piece=piece: b"\xdd" + struct.pack(">I", size) + piece * size, 1 << 20)  # fmt: skip
-    yield Reader("the same texts again", same_again, lambda size: msgpack.packb(
+    yield Reader("the same texts again", codec.unpack, lambda size: msgpack.packb(
         {str(number): "x" * 4096 for number in range(min(size // 4096, 250))}), 1 << 20)  # fmt: skip
     yield Reader("a mask", lambda data: unmask(data, b"abcd"), lambda size: np.zeros(size, np.uint8), large)
     yield Reader("base64", partial(observation.decode_base64, "a"), repeated("A"), codec.MAX_JSON, is_on_loop=False)
@@ -306,12 +305,6 @@ def door_readers() -> Iterator[Reader]:
     yield Reader("words of spaces", logging.sanitize_text, repeated(" ", "a"), 4 << 20)
 
 
-def same_again(raw: bytes) -> None:
-    unpacker = codec.Unpacker()
-    for _ in range(2):
-        unpacker.unpack(memoryview(raw))
-
-
 def model_readers() -> Iterator[Reader]:
     limits = ArrayLimits()
     some = 1 << 17  # of a MiB, and more when a setting says so
@@ -320,9 +313,6 @@ def model_readers() -> Iterator[Reader]:
                             is_on_loop=False)  # fmt: skip
     yield Reader("arrays: rows of one", lambda raw: array_formats.decode_json(raw, limits, {}),
                  encoded(repeated("[1],", '{"inputs":{"a":[', "[1]]}}")), some, is_on_loop=False)  # fmt: skip
-    yield Reader("arrays in msgpack", lambda raw: msgpack_arrays.decode(raw, limits, {}),
-                 lambda size: b"\x81\xa6inputs\xdf"
-                 + struct.pack(">I", size) + b"\xa1a\1" * size, 1 << 20, is_on_loop=False)  # fmt: skip
     yield Reader("an npz's header", npz_of, lambda size: "(" * size, 4096, is_on_loop=False)
 
 

@@ -316,7 +316,7 @@ async def test_loads_are_refused_after_too_many_abandoned_ones(tmp_path, good, m
             await until(lambda: load.waiting > number)  # noqa: B023
             assert (await call("DELETE", "/sessions/arm"))[0] == 200
             assert (await creating)[0] == 404
-            await until(lambda: not call.app.ctx.sessions.engine.building.locked())
+            await until(lambda: not call.app.ctx.sessions.engine.policy_cache.building.locked())
         assert facts()["loads_left_behind"] == 4
         status, text = await call("POST", "/sessions", **body(good))
         assert (status, "loads_stuck" in text) == (503, True)

@@ -21,7 +21,9 @@ from service.app import create_app
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
 from service.http.server import listen, serve_app
+from service.inference.batching import LatencyModel
 from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy
 from service.sessions.store import NewSession, Session, Sessions, SessionSettings
 from service.settings import Settings
 from tests.testing.doubles import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
@@ -228,3 +230,9 @@ class SessionRig:
         robot_io = (session or self.session).robot_io
         assert robot_io is not None
         return robot_io.commands_sent + robot_io.commands_withheld
+
+
+def latency_model(loaded: LoadedPolicy) -> LatencyModel:
+    """Return what batches take on the first device, with frames of the trained sizes."""
+    replica = loaded.replicas[0]
+    return replica.latencies[replica.trained_frames]

@@ -1,6 +1,6 @@
 // The public API, with the key of this tab.
 
-// The page answers at /ui and /api/ui, and behind a proxy's prefix.
+// The page answers at /ui, and behind a proxy at /prefix/ui.
 export const BASE = new URL("..", import.meta.url);
 const KEY = "robojax-key";
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from service.errors import TransportError
 from service.http.limits import Bucket
-from service.transport.client.connection import RoomConnection, TransportTimeouts
+from service.transport.client.connection import RoomConnection, RoomListener, TransportTimeouts
 from service.transport.client.joint_rooms import SessionRoomListener
 from service.transport.client.rest import Presence, RoomsApi
 from service.transport.link import Inbox
@@ -39,7 +39,7 @@ ConsumerSignal = WebrtcOffer | WebrtcIce | ParticipantLeft
 
 
 class CameraReceiver(SessionRoomListener):
-    """Receives one camera: a ``RoomListener`` of its room, and the task ``run``.
+    """Receives one camera: the listener of its room, and the task ``run``.
 
     Pictures of a peer go on while the room is lost, until the producer's new offer replaces it.
     """
@@ -232,8 +232,8 @@ OFFER_RATE = (2.0, 16)  # to all consumers together, a second and at once; those
 ProducerSignal = ParticipantJoined | ParticipantLeft | WebrtcAnswer | WebrtcIce
 
 
-class CameraSender:
-    """Sends one camera: a ``RoomListener`` of its room, and the task ``run``."""
+class CameraSender(RoomListener):
+    """Sends one camera: the listener of its room, and the task ``run``."""
 
     def __init__(
         self,
@@ -267,9 +267,6 @@ class CameraSender:
         self._restarted_at = time.monotonic()
         self._offer_at = self._restarted_at + self._timeouts.greet
 
-    def on_lost(self, reason: str) -> None:
-        """Do nothing: peers go on without the room."""
-
     def on_message(self, message: Message, received_at: float) -> None:
         """Queue a signal for ``run``; an emergency stop is passed on at once."""
         if isinstance(message, StopMessage):
@@ -284,11 +281,6 @@ class CameraSender:
     async def on_presence(self, presence: Presence) -> None:
         """Take over who is in the room, in case an event was missed."""
         self._consumers = set(presence.consumers)
-
-    def restart(self) -> None:
-        """Start the stream anew: everybody gets a new offer, which replaces the old connection."""
-        self._is_restarted = True
-        self._restarted_at = self._offer_at = time.monotonic()
 
     async def run(self, connection: RoomConnection) -> None:
         """Offer the camera to every consumer, and keep offering, until cancelled."""

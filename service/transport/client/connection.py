@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import aiohttp
 
@@ -345,23 +344,24 @@ def _describe_close(frame: aiohttp.WSMessage, opened: aiohttp.ClientWebSocketRes
 
 log = logging.getLogger(__name__)
 
-OnPresence = Callable[[Presence], Awaitable[None]]
 
-
-class RoomListener(Protocol):
-    """Receives the events of one room; its methods are synchronous and quick, and called on the event loop."""
+class RoomListener:
+    """Receives the events of one room, and ignores them by default. Its methods run on the event loop and are quick."""
 
     def on_joined(self, participant_id: str) -> None:
-        """The room is joined, under this fresh participant id."""
-        ...
+        """Called when the room is joined, under this new participant id."""
 
     def on_message(self, message: Message, received_at: float) -> None:
-        """A message arrived; ``received_at`` is monotonic."""
-        ...
+        """Called for each message; ``received_at`` is monotonic."""
+
+    def on_malformed(self) -> None:
+        """Called for each frame that is not a message of this wire."""
+
+    async def on_presence(self, presence: Presence) -> None:
+        """Called right after each join and with each heartbeat, with the participants of the room."""
 
     def on_lost(self, reason: str) -> None:
-        """The connection to the room is lost; it is being joined again."""
-        ...
+        """Called when the connection to the room is lost; the room is joined again."""
 
 
 def retry_delay(attempt: int, timeouts: TransportTimeouts) -> float:
@@ -379,8 +379,6 @@ class RoomConnection:
     Args:
         id_prefix: what our participant ids begin with.
         create_room: makes the room when the server does not know it (any more); None for a room of somebody else.
-        on_presence: told who is in the room, right after each join and with each heartbeat.
-        on_malformed: told of each frame that is no message of this wire.
     """
 
     def __init__(
@@ -395,8 +393,6 @@ class RoomConnection:
         listener: RoomListener,
         timeouts: TransportTimeouts,
         create_room: Callable[[], Awaitable[None]] | None = None,
-        on_presence: OnPresence | None = None,
-        on_malformed: Callable[[], None] = lambda: None,
     ):
         self.kind = kind
         self.workspace = workspace
@@ -408,8 +404,6 @@ class RoomConnection:
         self._listener = listener
         self._timeouts = timeouts
         self._create_room = create_room
-        self._on_presence = on_presence
-        self._on_malformed = on_malformed
         self._membership: Membership | None = None
         self._totals: dict[str, int] = dict.fromkeys(("sent", "refused", "expired", "received", "malformed"), 0)
         self._reconnects = 0
@@ -446,7 +440,9 @@ class RoomConnection:
         attempt = 0
         while True:
             if self._membership is not None:
-                reason = await self._membership.serve(self._on_message, self._check_presence, self._on_malformed)
+                reason = await self._membership.serve(
+                    self._on_message, self._check_presence, self._listener.on_malformed
+                )
                 attempt = 0 if self._membership.rtt is not None else attempt
                 await self._drop_membership(reason)
             await asyncio.sleep(retry_delay(attempt, self._timeouts))
@@ -522,8 +518,7 @@ class RoomConnection:
             presence = await self._api.get_presence(self.kind, self.workspace, self.room)
             if presence is not None and self._membership.participant_id in presence:
                 self.presence = presence
-                if self._on_presence is not None:
-                    await self._on_presence(presence)
+                await self._listener.on_presence(presence)
                 return None
         except TransportError as error:
             # The socket and its heartbeat decide whether the link lives; looking is only a second opinion.

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from service.transport.client.connection import RoomListener
 from service.transport.client.rest import Presence, RoomsApi
 from service.transport.link import BadInput, EmergencyStop, Inbox, LinkDown, LinkUp, RobotLeft, Rooms
 from service.transport.protocol import EmergencyStop as StopMessage
@@ -12,7 +13,7 @@ from service.transport.protocol import JointUpdate, Message
 REST_SOURCE = "api"
 
 
-class SessionRoomListener:
+class SessionRoomListener(RoomListener):
     """Listens in one room of a session: passes emergency stops and changes of the connection to the session's inbox."""
 
     def __init__(self, room: str, inbox: Inbox):

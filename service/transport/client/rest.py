@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import aiohttp
 from pydantic import BeforeValidator, TypeAdapter
@@ -197,26 +197,6 @@ class RoomsApi:
 # What a session sends beside its key, to every transport server: only who sends the same may command its robot. Servers
 # that know nothing of it ignore it.
 CLAIM_HEADER = "x-robojax-claim"
-
-
-class Credentials(Protocol):
-    """Chooses the API key for each transport server."""
-
-    def for_address(self, address: Address, session_id: str | None) -> tuple[Address, Mapping[str, str]]:
-        """Return the address to connect to, and the headers for it alone.
-
-        Args:
-            session_id: whose rooms; None for those of sessions that are gone.
-        """
-        ...
-
-
-class NoCredentials:
-    """Credentials that send no key."""
-
-    def for_address(self, address: Address, session_id: str | None) -> tuple[Address, Mapping[str, str]]:
-        """Return the address as it is, without headers."""
-        return address, {}
 
 
 def auth_headers(key: str | None) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 from service.errors import TransportError
 from service.transport.address import Address, Kind
 from service.transport.client.camera_rooms import CameraSender
-from service.transport.client.connection import OnPresence, RoomConnection, RoomListener, TransportTimeouts
+from service.transport.client.connection import RoomConnection, RoomListener, TransportTimeouts
 from service.transport.client.rest import RedirectRefused, RoomsApi, auth_headers, http_session
 from service.transport.client.rooms_link import run_beside
 from service.transport.link import EmergencyStop, Rooms
@@ -131,14 +131,7 @@ class Robot:
         self._input_listener = JointRoomListener(self._report_pose, self._on_stop)
         self._output_listener = JointRoomListener(self._poll_now.set, self._on_stop, self._take_command)
 
-        def room(
-            kind: Kind,
-            room: str,
-            suffix: str,
-            role: Role,
-            listener: RoomListener,
-            on_presence: OnPresence | None = None,
-        ) -> RoomConnection:
+        def room(kind: Kind, room: str, suffix: str, role: Role, listener: RoomListener) -> RoomConnection:
             return RoomConnection(
                 api,
                 kind,
@@ -148,14 +141,13 @@ class Robot:
                 role=role,
                 listener=listener,
                 timeouts=timeouts,
-                on_presence=on_presence,
             )
 
         self._input = room(Kind.ROBOTICS, rooms.joint_input, "joint-input", Role.PRODUCER, self._input_listener)
         self._output = room(Kind.ROBOTICS, rooms.joint_output, "joint-output", Role.CONSUMER, self._output_listener)
         self._input_listener.connection, self._output_listener.connection = self._input, self._output
         self._videos = {
-            camera: room(Kind.VIDEO, rooms.cameras[camera], camera, Role.PRODUCER, sender, sender.on_presence)
+            camera: room(Kind.VIDEO, rooms.cameras[camera], camera, Role.PRODUCER, sender)
             for camera, sender in self._senders.items()
         }
 
@@ -190,10 +182,6 @@ class Robot:
         if camera not in self._cameras:
             raise KeyError(f"no camera {camera!r}; this robot has {sorted(self._cameras)}")
         self._cameras[camera].show(image)
-
-    def restart_camera(self, camera: str) -> None:
-        """Start a camera's stream anew, as a browser does when its camera is switched: everybody gets a new offer."""
-        self._senders[camera].restart()
 
     def emergency_stop(self, reason: str) -> bool:
         """Ask everybody in both joint rooms to stop.
@@ -372,7 +360,7 @@ class SessionLatch:
             await self._api.request_json("POST", f"{self.url}/emergency_stop", {"reason": reason})
 
 
-class JointRoomListener:
+class JointRoomListener(RoomListener):
     """Listens for the robot in one joint room, and sends the stops that were not sent there yet.
 
     ``state_sync`` is not obeyed: it holds commands of unknown age, perhaps of a session that is long over.
@@ -411,9 +399,6 @@ class JointRoomListener:
                 self._on_stop(message)
         elif isinstance(message, JointUpdate) and self._on_command is not None and message.data:
             self._on_command(message.values, received_at)
-
-    def on_lost(self, reason: str) -> None:
-        """Do nothing: the connection joins again."""
 
 
 def _build_update(values: Mapping[str, float]) -> JointUpdate:

@@ -16,7 +16,7 @@ FORBIDDEN_MODE = 0o027
 
 
 class RoomKeys:
-    """``Credentials`` of a server: its own key for its own rooms, and keys from a file for other transport servers.
+    """Keys of a server: its own key for its own rooms, and keys from a file for other transport servers.
 
     Args:
         get_own_address: host and port that this process listens on; None while it does not, or serves no rooms.
@@ -48,7 +48,7 @@ class RoomKeys:
         if self._key_file is not None and self._key_file.read() is None:
             raise FileUnusable(f"{str(self._key_file.path)!r}: there is no such file")
 
-    def for_address(self, address: Address, session_id: str | None) -> tuple[Address, Mapping[str, str]]:
+    def for_address(self, address: Address, session_id: str | None) -> tuple[Address, dict[str, str]]:
         """Return the address to connect to and the headers for it.
 
         This process's own address is given by number: what a name stands for could be another process.

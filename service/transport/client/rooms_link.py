@@ -2,15 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from service.errors import RobotTaken, TransportError
 from service.transport.address import Address, Destinations, Kind
 from service.transport.client.camera_rooms import CameraReceiver
-from service.transport.client.connection import JoinRefused, OnPresence, RoomConnection, RoomListener, TransportTimeouts
+from service.transport.client.connection import JoinRefused, RoomConnection, RoomListener, TransportTimeouts
 from service.transport.client.joint_rooms import JointInputListener, JointOutputListener
-from service.transport.client.rest import CLAIM_HEADER, Credentials, NoCredentials, RoomsApi, http_session
+from service.transport.client.rest import CLAIM_HEADER, RoomsApi, http_session
+from service.transport.client.room_keys import RoomKeys
 from service.transport.link import CreatedRooms, Inbox, JointValue, Rooms
 from service.transport.protocol import JointUpdate, Role, rooms_of
 
@@ -28,7 +29,7 @@ class RoomsTransport:
         ice_servers: STUN and TURN URLs. Empty by default: on a local network they are not needed, and without a
             way to the internet each peer connection would wait five seconds for them.
         destinations: where links may go; None where whoever gives the URLs is trusted.
-        credentials: which key is sent where; none when None.
+        keys: which key is sent to which server. Without them no key is sent.
     """
 
     def __init__(
@@ -37,12 +38,29 @@ class RoomsTransport:
         timeouts: TransportTimeouts | None = None,
         ice_servers: Sequence[str] = (),
         destinations: Destinations | None = None,
-        credentials: Credentials | None = None,
+        keys: RoomKeys | None = None,
     ):
         self._timeouts = timeouts or TransportTimeouts()
         self._ice_servers = tuple(ice_servers)
         self._destinations = destinations
-        self._credentials = credentials or NoCredentials()
+        self._keys = keys
+
+    @asynccontextmanager
+    async def _open_api(self, url: str, session_id: str | None, claim: str | None = None) -> AsyncIterator[RoomsApi]:
+        """Open the REST calls of the transport server at a URL, with the keys for it.
+
+        Raises:
+            InvalidRequest: the URL is malformed, or the settings do not allow its host.
+            TransportError: the host cannot be resolved, or the file of keys cannot be read.
+        """
+        address, headers = Address.parse(url), dict[str, str]()
+        if self._keys is not None:
+            address, headers = self._keys.for_address(address, session_id)
+        if claim is not None:
+            headers[CLAIM_HEADER] = claim
+        connector = None if self._destinations is None else await self._destinations.create_connector(url)
+        async with http_session(connector, headers) as session:
+            yield RoomsApi(session, address, self._timeouts.request)
 
     @asynccontextmanager
     async def connect(
@@ -66,10 +84,7 @@ class RoomsTransport:
             TransportError: the server could not be reached, refused, or does not speak this wire.
         """
         rooms = rooms_of(session_id, cameras, workspace_id)
-        address, headers = self._credentials.for_address(Address.parse(url), session_id)
-        connector = None if self._destinations is None else await self._destinations.create_connector(url)
-        async with http_session(connector, headers) as session:
-            api = RoomsApi(session, address, self._timeouts.request)
+        async with self._open_api(url, session_id) as api:
             link = RoomsLink(rooms, session_id, api, inbox, self._timeouts, self._ice_servers, created_rooms)
             try:
                 await link.open()
@@ -88,10 +103,7 @@ class RoomsTransport:
             TransportError: the server could not be reached or refused.
         """
         left = []
-        address, headers = self._credentials.for_address(Address.parse(url), None)
-        connector = None if self._destinations is None else await self._destinations.create_connector(url)
-        async with http_session(connector, {**headers, **({CLAIM_HEADER: claim} if claim else {})}) as session:
-            api = RoomsApi(session, address, self._timeouts.request)
+        async with self._open_api(url, None, claim) as api:
             for room in rooms:
                 kind = Kind.VIDEO if room in cameras else Kind.ROBOTICS
                 presence = await api.get_presence(kind, workspace_id, room)
@@ -128,15 +140,7 @@ class RoomsLink:
             for camera, room in rooms.cameras.items()
         }
 
-        def connection(
-            kind: Kind,
-            room: str,
-            name: str,
-            role: Role,
-            listener: RoomListener,
-            on_presence: OnPresence | None = None,
-            on_malformed: Callable[[], None] = lambda: None,
-        ) -> RoomConnection:
+        def connection(kind: Kind, room: str, name: str, role: Role, listener: RoomListener) -> RoomConnection:
             return RoomConnection(
                 api,
                 kind,
@@ -147,29 +151,14 @@ class RoomsLink:
                 listener=listener,
                 timeouts=timeouts,
                 create_room=lambda: self._ensure_room(kind, room),
-                on_presence=on_presence,
-                on_malformed=on_malformed,
             )
 
         output_room, input_room = rooms.joint_output, rooms.joint_input
-        self._output_listener = output_listener = JointOutputListener(
-            output_room, inbox, lambda message: self._output.send(message)
-        )
-        self._output = connection(
-            Kind.ROBOTICS, output_room, "joint-output", Role.PRODUCER, output_listener, output_listener.on_presence
-        )
-        input_listener = self._input_listener
+        self._output_listener = JointOutputListener(output_room, inbox, lambda message: self._output.send(message))
+        self._output = connection(Kind.ROBOTICS, output_room, "joint-output", Role.PRODUCER, self._output_listener)
         self._connections = {
             output_room: self._output,
-            input_room: connection(
-                Kind.ROBOTICS,
-                input_room,
-                "joint-input",
-                Role.CONSUMER,
-                input_listener,
-                input_listener.on_presence,
-                input_listener.on_malformed,
-            ),
+            input_room: connection(Kind.ROBOTICS, input_room, "joint-input", Role.CONSUMER, self._input_listener),
             **{
                 room: connection(Kind.VIDEO, room, receiver.camera, Role.CONSUMER, receiver)
                 for room, receiver in self._receivers.items()

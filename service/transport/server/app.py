@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from urllib.parse import unquote
 
 from sanic import Blueprint, HTTPResponse, Request, Sanic
@@ -40,7 +41,6 @@ class TransportSettings:
         origins: web pages that may call it besides those of this machine, as exact origins, or ``*`` for all.
             Requests without an Origin header (every client that is no browser) always may. The reference lets
             every page in, which lets every page move the robot.
-        is_odd: reproduce the reference server's accidents (see ``service.transport.server.rooms``).
         limits: how much the room table holds.
         outbox: how far one peer may fall behind.
         join_timeout: how long an open socket may wait before its join.
@@ -49,7 +49,6 @@ class TransportSettings:
     """
 
     origins: Sequence[str] = ()
-    is_odd: bool = False
     limits: RoomLimits = field(default_factory=RoomLimits)
     outbox: OutboxLimits = field(default_factory=OutboxLimits)
     join_timeout: float = 30.0
@@ -60,22 +59,22 @@ class TransportSettings:
 
     def table(self, authority: Authority = lambda path, owner: None) -> RoomTable:
         """Create an empty room table with these settings; ``authority`` as of `RoomTable`."""
-        return RoomTable(self.limits, self.is_odd, authority)
+        return RoomTable(self.limits, authority)
 
 
-def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, prefix: str = "") -> None:
-    """Mount ``{prefix}/robotics`` and ``{prefix}/video``; call it once per prefix with the same table.
+def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings) -> None:
+    """Mount ``/robotics`` and ``/video`` at the root and under ``/api``, and set the app's WebSocket limits.
 
-    The app has a ``service.auth.guard.Guard`` already, which knows who calls.
-
-    It also sets the app's WebSocket limits, and starts and ends the clean-up of idle rooms with the app.
+    The app must have a ``service.auth.guard.Guard``, which authenticates callers. The clean-up of idle rooms starts and
+    ends with the app.
     """
     app.config.WEBSOCKET_MAX_SIZE = MAX_FRAME_BYTES
     app.config.WEBSOCKET_PING_INTERVAL = settings.ping_interval
     app.config.WEBSOCKET_PING_TIMEOUT = settings.ping_timeout
-    cleanup = _start_cleanup(app, table, settings)
+    cleanup = Cleanup(table, settings.idle, settings.cleanup_interval)
+    _start_cleanup(app, cleanup)
     origins, queue = Origins(settings.origins), WriteQueue()
-    for kind in Kind:
+    for prefix, kind in product(("", "/api"), Kind):
         name = "-".join(["transport", kind, *prefix.strip("/").split("/")]).strip("-")
         blueprint = Blueprint(name, url_prefix=f"{prefix}/{kind}")
         methods: dict[str, list[str]] = {}
@@ -122,15 +121,11 @@ def create_transport_app(settings: TransportSettings | None = None, guard: Guard
     table = settings.table()
     guard.install(app)
     app.on_response(_harden_response)
-    for prefix in ("", "/api"):
-        add_transport(app, table, settings, prefix)
+    add_transport(app, table, settings)
     app.add_route(_answer_health, "/health", name="health", error_format="json", ctx_role=None)
     app.add_route(_answer_health, "/api/health", name="api_health", error_format="json", ctx_role=None)
     tickets = _create_ticket_handler(guard, Origins(settings.origins))
-    for number, path in enumerate(("/tickets", "/api/tickets")):
-        app.add_route(
-            tickets, path, methods=["POST"], name=f"tickets{number}", error_format="json", ctx_role=KeyRole.VIEWER
-        )
+    app.add_route(tickets, "/tickets", methods=["POST"], name="tickets", error_format="json", ctx_role=KeyRole.VIEWER)
     app.exception(SanicException)(_answer_http_error)
     app.exception(Exception)(_answer_unexpected_error)
     return app
@@ -173,13 +168,8 @@ def _check_origins(blueprint: Blueprint, origins: Origins) -> None:
         origins.add_cors_headers(request, response)
 
 
-def _start_cleanup(app: Sanic, table: RoomTable, settings: TransportSettings) -> Cleanup:
-    """Start the clean-up of this table in this app, once, however many prefixes it is mounted under."""
-    cleanups: dict[int, Cleanup] = getattr(app.ctx, "transport_cleanups", None) or {}
-    app.ctx.transport_cleanups = cleanups
-    if id(table) in cleanups:
-        return cleanups[id(table)]
-    cleanup = cleanups[id(table)] = Cleanup(table, settings.idle, settings.cleanup_interval)
+def _start_cleanup(app: Sanic, cleanup: Cleanup) -> None:
+    """Run the clean-up from the start of the app to its end."""
     tasks: list[asyncio.Task[None]] = []
 
     async def start(app: Sanic) -> None:
@@ -194,7 +184,6 @@ def _start_cleanup(app: Sanic, table: RoomTable, settings: TransportSettings) ->
 
     app.after_server_start(start)
     app.before_server_stop(stop)
-    return cleanup
 
 
 def _create_socket_handler(kind: Kind, table: RoomTable, settings: TransportSettings, queue: WriteQueue):

@@ -109,8 +109,6 @@ class RoomEndpoints:
             ("GET", f"{ROOM}/state", self.state, KeyRole.VIEWER),
             ("GET", "/status", self.status, KeyRole.VIEWER),
             ("GET", "/health", self.health, None),
-            ("GET", "/cleanup/status", self.cleanup_status, KeyRole.ADMIN),
-            ("POST", "/cleanup/manual", self.clean, KeyRole.ADMIN),
             *own,
         ]
 
@@ -198,45 +196,6 @@ class RoomEndpoints:
         """Say that the service answers."""
         return {"status": "healthy", "service": str(self.kind)}
 
-    def cleanup_status(self, request: Request) -> JsonObject:
-        """List how old every room is."""
-        now, idle, rows = time.monotonic(), self.cleanup.idle, []
-        for room in self._list_rooms():
-            is_occupied = self.table.is_occupied(room.path)
-            rows.append(
-                {
-                    "workspace_id": room.path.workspace,
-                    "room_id": room.path.room,
-                    "age_minutes": (now - room.created_at) / 60,
-                    "inactivity_minutes": (now - room.touched_at) / 60,
-                    "has_connections": is_occupied,
-                    "will_be_cleaned": not is_occupied and now - room.touched_at > idle,
-                }
-            )
-        status = {
-            "service": str(self.kind),
-            "cleanup_enabled": self.cleanup.is_running,
-            "inactivity_timeout_minutes": idle / 60,
-            "cleanup_interval_minutes": self.cleanup.interval / 60,
-            "total_rooms": len(rows),
-            "rooms": rows,
-            "timestamp": timestamp(),
-        }
-        return {"success": True, "cleanup_status": status}
-
-    def clean(self, request: Request) -> JsonObject:
-        """Remove idle rooms now."""
-        before = len(self._list_rooms())
-        removed = len(self.cleanup.remove_idle(self.kind))
-        result = {
-            "cleanup_triggered": True,
-            "rooms_before": before,
-            "rooms_after": before - removed,
-            "rooms_removed": removed,
-            "timestamp": timestamp(),
-        }
-        return {"success": True, "cleanup_result": result}
-
     def command(self, request: Request, workspace: str, room: str) -> JsonObject:
         """Set joints; consumers receive those that changed."""
         body = read_body(Command, request.body)
@@ -317,8 +276,6 @@ BANNER: JsonObject = {
         "/video/workspaces/{workspace_id}/rooms/{room_id}/webrtc/signal - WebRTC signaling",
         "/video/workspaces/{workspace_id}/rooms/{room_id}/ws - WebSocket connection",
         "/video/status - Service status",
-        "/video/cleanup/status - Cleanup system status",
-        "/video/cleanup/manual - Manual cleanup trigger",
     ],
 }
 

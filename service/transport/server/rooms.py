@@ -1,9 +1,7 @@
 """Table of rooms and participants; pure: it returns what is to be sent.
 
-A connection is whatever its owner uses to reach one socket; the table only hands it back inside effects.
-``is_odd`` reproduces what the reference server does by accident: participant ids are global keys, a refused
-duplicate or a late close evicts whoever holds the id now, making a room again replaces it under its sockets,
-deleting it tells nobody, and ``max_consumers`` is never enforced. Without it each of these is safe.
+A connection is any hashable object by which the caller reaches one socket. The table returns it inside effects and
+does nothing else with it.
 """
 
 import asyncio
@@ -159,6 +157,7 @@ class Close:
 
 
 Effects = list[Send | Close]
+ParticipantKey = tuple[RoomPath, Role, str]
 
 
 Authority = Callable[[RoomPath, str | None], Commander | None]
@@ -192,16 +191,14 @@ class RoomTable:
     def __init__(
         self,
         limits: RoomLimits | None = None,
-        is_odd: bool = False,
         authority: Authority = lambda path, owner: None,
     ):
-        """``authority`` knows which session of this server a room belongs to, by its path and its owner."""
+        """``authority`` returns the session of this server to which a room belongs, by its path and its owner."""
         self.limits = limits or RoomLimits()
-        self.is_odd = is_odd
         self._authority = authority
         self.rooms: dict[RoomPath, Room] = {}
         self._participants: dict[Connection, Participant] = {}
-        self._by_id: dict[Hashable, Participant] = {}  # who answers to a participant id
+        self._by_id: dict[ParticipantKey, Participant] = {}  # who answers to a participant id
 
     # Rooms.
 
@@ -232,16 +229,16 @@ class RoomTable:
             CommandRefused: it is a session's, and this is not the session.
         """
         existing = self.rooms.get(path)
-        if existing is not None and (self.is_odd or not self.is_occupied(path)):
+        if existing is not None:
+            if self.is_occupied(path):
+                existing.touched_at = now
+                return existing
             self.check_commander(existing, claim)
-        if existing is None and len(self.rooms) >= self.limits.rooms:
-            raise TooManyRooms(f"{len(self.rooms)} rooms exist, the limit; delete some or wait for idle ones to go")
-        if existing is not None and not self.is_odd and self.is_occupied(path):
-            existing.touched_at = now
-            return existing
-        if existing is None and owner is not None:
+        else:
+            if len(self.rooms) >= self.limits.rooms:
+                raise TooManyRooms(f"{len(self.rooms)} rooms exist, the limit; delete some or wait for idle ones to go")
             own = sum(room.owner == owner for room in self.rooms.values())
-            if own >= self.limits.per_owner:
+            if owner is not None and own >= self.limits.per_owner:
                 raise TooManyRooms(f"{own} rooms are of this owner, the limit; delete some or wait for idle ones to go")
         room = Room(path, now, now, config or VideoConfig(), consumer_limit, owner=owner)
         if is_output_room(path) and self._authority(path, owner) is None:
@@ -259,22 +256,16 @@ class RoomTable:
         """
         self.check_commander(self.get(path), claim)
         del self.rooms[path]
-        if self.is_odd:
-            return []
         participants = [participant for participant in self._participants.values() if participant.path == path]
         for participant in participants:
             del self._participants[participant.connection]
             del self._by_id[self._key(participant)]
         return [Close(_connections(participants), "room deleted")] if participants else []
 
-    def remove_idle(self, now: float, idle: float, kind: Kind | None = None) -> list[RoomPath]:
-        """Remove the rooms (of one service, or of both) that nobody is in and nothing touched for ``idle`` seconds."""
+    def remove_idle(self, now: float, idle: float) -> list[RoomPath]:
+        """Remove the rooms without participants that nothing touched for ``idle`` seconds; returns their paths."""
         occupied = {participant.path for participant in self._by_id.values()}
-        gone = [
-            path
-            for path, room in self.rooms.items()
-            if kind in (None, path.kind) and now - room.touched_at > idle and path not in occupied
-        ]
+        gone = [path for path, room in self.rooms.items() if now - room.touched_at > idle and path not in occupied]
         for path in gone:
             del self.rooms[path]
         return gone
@@ -354,7 +345,6 @@ class RoomTable:
         if room is None or not is_allowed(room, join.role) or not self._has_space(room, participant):
             return [
                 Send((connection,), _join_refusal(path.kind)),
-                *(self._remove_participant(participant) if self.is_odd else []),
                 Close((connection,), "join refused"),
             ]
         if participant.role is Role.PRODUCER:
@@ -423,12 +413,8 @@ class RoomTable:
 
     # Who is who.
 
-    def _key(self, participant: Participant) -> Hashable:
-        return (
-            (participant.path.kind, participant.id)
-            if self.is_odd
-            else (participant.path, participant.role, participant.id)
-        )
+    def _key(self, participant: Participant) -> ParticipantKey:
+        return participant.path, participant.role, participant.id
 
     def _has_space(self, room: Room, participant: Participant) -> bool:
         if len(self._participants) >= self.limits.participants:
@@ -439,32 +425,29 @@ class RoomTable:
                 return False
         if participant.role is Role.PRODUCER:
             return room.producer is None
-        limit = None if self.is_odd else room.consumer_limit
+        limit = room.consumer_limit
         return participant.id not in room.consumers and (limit is None or len(room.consumers) < limit)
 
     def _remove_participant(self, participant: Participant) -> Effects:
-        """Remove the holder of this participant's id: the participant itself, or, being odd, whoever holds the id
-        now.
-        """
-        holder = self._by_id.get(self._key(participant))
-        if holder is None or not (self.is_odd or holder is participant):
+        """Remove a participant from its room, and return the notices to the others."""
+        if self._by_id.get(self._key(participant)) is not participant:
             return []
         del self._by_id[self._key(participant)]
-        room = self.rooms.get(holder.path)
+        room = self.rooms.get(participant.path)
         if room is None:
             return []
-        if holder.role is Role.PRODUCER and room.producer == holder.id:
+        if participant.role is Role.PRODUCER and room.producer == participant.id:
             room.producer = None
             room.has_foreign_producer = False
             room.claimed_until = time.monotonic() + CLAIM_GRACE
-        elif holder.role is Role.CONSUMER and holder.id in room.consumers:
-            room.consumers.remove(holder.id)
+        elif participant.role is Role.CONSUMER and participant.id in room.consumers:
+            room.consumers.remove(participant.id)
         else:
             return []
         if room.path.kind is Kind.ROBOTICS:
             return []
-        left = protocol.ParticipantLeft(room.path.room, holder.id, holder.role)
-        return send(self.others(room, holder), left)
+        left = protocol.ParticipantLeft(room.path.room, participant.id, participant.role)
+        return send(self.others(room, participant), left)
 
     def consumers(self, room: Room | None) -> list[Participant]:
         """Return the consumers of a room, in the order they came; none without a room."""
@@ -481,11 +464,6 @@ class RoomTable:
     def others(self, room: Room | None, excluded: Participant) -> list[Participant]:
         """Return everybody in a room but one."""
         return [one for one in self.participants(room) if (one.role, one.id) != (excluded.role, excluded.id)]
-
-    def reply(self, participant: Participant, message: Message) -> Effects:
-        """Answer the sender; being odd, whoever holds the sender's id now."""
-        to = self._by_id.get(self._key(participant)) if self.is_odd else participant
-        return [] if to is None else [Send((to.connection,), message)]
 
 
 def send(participants: Iterable[Participant], message: Message) -> Effects:
@@ -521,24 +499,13 @@ def _join_refusal(kind: Kind) -> Message:
 
 
 class Cleanup:
-    """Removes rooms that are empty and were not touched for ``idle`` seconds; ``run`` does so every ``interval``."""
+    """Removes rooms that are empty and were not touched for ``idle`` seconds, every ``interval`` seconds."""
 
-    def __init__(
-        self,
-        table: RoomTable,
-        idle: float = 3600.0,
-        interval: float = 900.0,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, table: RoomTable, idle: float, interval: float):
         self.table = table
         self.idle = idle
         self.interval = interval
         self.is_running = False
-        self._clock = clock
-
-    def remove_idle(self, kind: Kind | None = None) -> list[RoomPath]:
-        """Remove what is idle now, of one service or of both."""
-        return self.table.remove_idle(self._clock(), self.idle, kind)
 
     async def run(self) -> None:
         """Remove idle rooms at every interval, until cancelled."""
@@ -546,6 +513,6 @@ class Cleanup:
         try:
             while True:
                 await asyncio.sleep(self.interval)
-                self.remove_idle()
+                self.table.remove_idle(time.monotonic(), self.idle)
         finally:
             self.is_running = False

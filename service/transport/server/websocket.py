@@ -241,7 +241,7 @@ def receive_message(table: RoomTable, connection: Connection, message: Message, 
         room.touched_at = now
     match message:
         case protocol.Heartbeat():
-            return table.reply(participant, protocol.HeartbeatAck())
+            return _reply(participant, protocol.HeartbeatAck())
         case protocol.EmergencyStop():
             is_robotics = participant.path.kind is Kind.ROBOTICS
             default = f"Emergency stop from {participant.id}" if is_robotics else "Emergency stop triggered"
@@ -251,7 +251,7 @@ def receive_message(table: RoomTable, connection: Connection, message: Message, 
         return _relay_to_others(table, participant, room, message)
     if isinstance(message, protocol.JointUpdate):
         return _update_joints(table, participant, room, message)
-    return [] if message.type in _IGNORED_TYPES else table.reply(participant, _unknown_type(message.type))
+    return [] if message.type in _IGNORED_TYPES else _reply(participant, _unknown_type(message.type))
 
 
 def refuse_message(table: RoomTable, connection: Connection, error: WireError) -> Effects:
@@ -260,8 +260,8 @@ def refuse_message(table: RoomTable, connection: Connection, error: WireError) -
     if participant is None or participant.path.kind is Kind.VIDEO or error.type is None:
         return []
     if error.type == "joint_update":
-        return table.reply(participant, _UPDATE_FAILED) if participant.role is Role.PRODUCER else []
-    return [] if error.type in _IGNORED_TYPES | _HANDLED_TYPES else table.reply(participant, _unknown_type(error.type))
+        return _reply(participant, _UPDATE_FAILED) if participant.role is Role.PRODUCER else []
+    return [] if error.type in _IGNORED_TYPES | _HANDLED_TYPES else _reply(participant, _unknown_type(error.type))
 
 
 def publish_command(
@@ -310,13 +310,13 @@ def _update_joints(
     if participant.role is not Role.PRODUCER or not message.data:
         return []
     if room is None:
-        return table.reply(participant, _UPDATE_FAILED)
+        return _reply(participant, _UPDATE_FAILED)
     try:
         return _publish_joints(table, room, message.data, participant.id, participant.claim)[1]
     except WireError:
-        return table.reply(participant, _UPDATE_FAILED)
+        return _reply(participant, _UPDATE_FAILED)
     except CommandRefused as error:
-        return table.reply(participant, protocol.VideoError(str(error), error.code))
+        return _reply(participant, protocol.VideoError(str(error), error.code))
 
 
 def _store_joints(room: Room, joints: tuple[Json, ...], limit: int) -> tuple[Json, ...]:
@@ -358,6 +358,10 @@ def _apply_update(config: VideoConfig, update: Json) -> VideoConfig:
         return VideoConfig.model_validate({**config.model_dump(), **known})
     except ValidationError:
         return config
+
+
+def _reply(participant: Participant, message: Message) -> Effects:
+    return [Send((participant.connection,), message)]
 
 
 _UPDATE_FAILED = protocol.Error("Failed to process joint update")
@@ -503,8 +507,6 @@ def relay_signal(table: RoomTable, path: RoomPath, client_id: str, signal: Json)
         raise InvalidSignal("signal without type")
     sender = table.find_sender(path, client_id)
     role = None if sender is None else sender.role
-    if table.is_odd and signal["type"] == "answer":  # the reference passes on anybody's, from other workspaces too
-        role = Role.CONSUMER
     to = Role.PRODUCER if role is Role.CONSUMER else Role.CONSUMER
     target = None if role is None else signal.get(f"target_{to}")
     is_aimed = isinstance(target, str) and target != ""

@@ -67,18 +67,17 @@ async def test_a_page_cannot_look_at_what_is_not_its_callers_and_its_socket_ends
 
 async def test_the_page_is_there_without_a_key_and_its_policy_lets_nothing_foreign_in(serve, keys):
     async with serve(keys_file=str(keys.path)) as server:
-        for prefix in ("", "/api"):
-            async with server.http.get(f"{prefix}/ui/", allow_redirects=False) as answer:
-                assert (answer.status, answer.headers["location"]) == (302, "../ui")
-            for name in ("", *(f"/{name}" for name in read_static_files() if name != "page.html")):
-                async with server.http.get(f"{prefix}/ui{name}") as answer:
-                    text, policy = await answer.text(), answer.headers["content-security-policy"]
-                assert answer.status == 200
-                assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'")
-                assert "unsafe" not in policy
-                assert answer.headers["x-content-type-options"] == "nosniff"
-                assert "https://" not in text
-                assert "http://" not in text or name.endswith(".svg"), "a name space is no address"
+        async with server.http.get("/ui/", allow_redirects=False) as answer:
+            assert (answer.status, answer.headers["location"]) == (302, "../ui")
+        for name in ("", *(f"/{name}" for name in read_static_files() if name != "page.html")):
+            async with server.http.get(f"/ui{name}") as answer:
+                text, policy = await answer.text(), answer.headers["content-security-policy"]
+            assert answer.status == 200
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'")
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert "https://" not in text
+            assert "http://" not in text or name.endswith(".svg"), "a name space is no address"
         for name in ("page.html", "nothing.js", "..%2flive.py", "%2e%2e%2f__init__.py"):
             assert (await server.call("GET", f"/ui/{name}"))[0] == 404
 

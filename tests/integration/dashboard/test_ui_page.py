@@ -409,5 +409,5 @@ async def test_devices_are_shown_with_what_they_do_and_one_that_failed_in_red(br
             await until_text(page, "#devices-list", "of a device's time is promised")
             await page.wait_for_function("/1: [1-9]/.test(document.querySelector('#devices-list').innerText)")
             for _ in range(MAX_FAILURES):
-                server.app.ctx.sessions.engine._devices.health.mark_failed("scripted:0", "it raises XlaRuntimeError")
+                server.app.ctx.sessions.engine.devices.health.mark_failed("scripted:0", "it raises XlaRuntimeError")
             await until_text(page, "#devices-list .bad", "left out: it raises XlaRuntimeError")

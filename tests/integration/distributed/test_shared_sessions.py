@@ -142,7 +142,7 @@ async def test_a_session_is_found_at_both_from_the_moment_it_is_promised(servers
 
 async def test_whoever_asks_the_other_server_is_sent_on_with_all_that_was_asked(servers: Servers) -> None:
     await servers.a.create("arm")
-    for method, path in (("GET", "/sessions/arm?a=b"), ("POST", "/api/sessions/arm/act"), ("DELETE", "/sessions/arm")):
+    for method, path in (("GET", "/sessions/arm?a=b"), ("POST", "/sessions/arm/act"), ("DELETE", "/sessions/arm")):
         async with servers.b.http.request(method, path, data=b"x" * 70_000, allow_redirects=False) as found:
             told = await found.json()
             assert (found.status, found.headers["location"]) == (307, f"{servers.a.url}{path}")

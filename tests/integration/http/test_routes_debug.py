@@ -133,12 +133,11 @@ async def test_a_failed_import_is_never_ready(server) -> None:
     assert found["waiting_for"] == ["JAX cannot be imported; the server's log says more"]
 
 
-@pytest.mark.parametrize("path", ["/ready", "/api/ready"])
-async def test_what_is_being_loaded_is_listed_with_how_long_it_takes(server, path: str) -> None:
+async def test_what_is_being_loaded_is_listed_with_how_long_it_takes(server) -> None:
     server.load.gate = threading.Event()
     creating = asyncio.create_task(server.create())
     await server.until_loading()
-    status, found = await server.call("GET", path)
+    status, found = await server.call("GET", "/ready")
     assert status == 200
     (loading,) = found["loading"]
     assert loading["progress"] in ("waiting", "reading", "compiling")
@@ -146,7 +145,7 @@ async def test_what_is_being_loaded_is_listed_with_how_long_it_takes(server, pat
     assert loading["progress_left_s"] is None, "nothing was measured here before"
     server.load.gate.set()
     assert (await creating)[0] == 200
-    assert (await server.call("GET", path))[1]["loading"] == []
+    assert (await server.call("GET", "/ready"))[1]["loading"] == []
     # And the next one can be told.
     async with server.http.get("/metrics") as answer:
         text = await answer.text()

@@ -267,7 +267,7 @@ async def test_nothing_is_said_against_a_policy_when_what_it_was_to_run_on_is_go
     policy: ScriptedPolicy, rig: Rig
 ) -> None:
     session = await rig.running()
-    rig.sessions.engine.retire_device(policy.device, "the device is gone")
+    rig.sessions.engine.replica_manager.retire_device(policy.device, "the device is gone")
     verdict = await rig.prepare(policy)
     assert (verdict.reason, verdict.text) == ("busy", "no device works: the device is gone")
     assert session.policies.staged is None
@@ -283,7 +283,7 @@ async def test_nor_when_all_engines_of_a_cluster_have_left(rig: Rig, monkeypatch
 
 async def test_a_probation_in_which_the_last_device_goes_says_nothing_against_the_policy(rig: Rig) -> None:
     await rig.swapped(later := ScriptedPolicy())
-    rig.sessions.engine.retire_device(later.device, "the device is gone")
+    rig.sessions.engine.replica_manager.retire_device(later.device, "the device is gone")
     later.failures.extend(PolicyFailed("the device is gone") for _ in range(50))
     verdict = await rig.rollout.probation("s", NEXT)
     assert (verdict.reason, verdict.text) == ("busy", "no device works: the device is gone")

@@ -151,7 +151,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Caller]]
 
 @pytest.fixture
 def serve() -> Serve:
-    """``async with serve(is_odd=True) as caller``: a server of these settings."""
+    """``async with serve(join_timeout=1.0) as caller``: a server of these settings."""
 
     @asynccontextmanager
     async def served(**settings: Any) -> AsyncIterator[Caller]:

@@ -464,51 +464,37 @@ async def test_video_messages_go_to_the_others_with_a_fresh_timestamp(anywhere, 
     assert await consumer.is_silent()
 
 
-# Oddity mode on and off.
+# Joins that are refused, sockets that close late, rooms that are created twice.
 
 
-@pytest.mark.parametrize("is_odd", [False, True])
-async def test_a_refused_duplicate_join_evicts_the_original_only_in_oddity_mode(serve, is_odd):
-    async with serve(is_odd=is_odd) as caller:
-        path = await caller.room("robotics", "r")
-        original = await caller.join(path, "p", "producer")
-        second = await caller.open_socket(path, "p", "producer")
-        assert (await second.next())["message"] == "Cannot join room"
-        assert await second.next() is None
-        room = await caller.settled(path, producer=None if is_odd else "p")
-        assert room["has_producer"] is not is_odd
-        # The evicted producer still writes, and a retry succeeds: two writers.
-        consumer = await caller.join(path, "c", "consumer")
-        await original.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
-        assert (await consumer.next())["source"] == "p"
-        retry = await caller.open_socket(path, "p", "producer")
-        assert (await retry.next())["type"] == ("joined" if is_odd else "error")
+async def test_refused_duplicate_join_keeps_the_first_producer(caller):
+    path = await caller.room("robotics", "r")
+    original = await caller.join(path, "p", "producer")
+    second = await caller.open_socket(path, "p", "producer")
+    assert (await second.next())["message"] == "Cannot join room"
+    assert await second.next() is None
+    await caller.settled(path, producer="p")
+    consumer = await caller.join(path, "c", "consumer")
+    await original.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
+    assert (await consumer.next())["source"] == "p"
 
 
-@pytest.mark.parametrize("is_odd", [False, True])
-async def test_a_late_close_evicts_the_new_connection_only_in_oddity_mode(serve, is_odd):
-    async with serve(is_odd=is_odd) as caller:
-        one, two = await caller.room("robotics", "one"), await caller.room("robotics", "two")
-        old = await caller.join(one, "p", "producer")
-        await caller.join(two, "p", "producer")
-        await old.close()
-        if is_odd:
-            await caller.settled(two, producer=None)
-        else:
-            await caller.settled(one, producer=None)
-            await caller.settled(two, producer="p")
+async def test_late_close_leaves_the_same_id_in_another_room(caller):
+    one, two = await caller.room("robotics", "one"), await caller.room("robotics", "two")
+    old = await caller.join(one, "p", "producer")
+    await caller.join(two, "p", "producer")
+    await old.close()
+    await caller.settled(one, producer=None)
+    await caller.settled(two, producer="p")
 
 
-@pytest.mark.parametrize("is_odd", [False, True])
-async def test_making_a_room_again_replaces_it_under_its_sockets_only_in_oddity_mode(serve, is_odd):
-    async with serve(is_odd=is_odd) as caller:
-        path, producer, consumer = await caller.pair("robotics")
-        await caller.room("robotics", "r")
-        await producer.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
-        assert await producer.is_silent()
-        room = (await caller.call("GET", path))[1]["room"]
-        assert room["participants"]["total"] == (0 if is_odd else 2)
-        assert (await consumer.is_silent()) is is_odd
+async def test_creating_an_occupied_room_again_keeps_its_sockets(caller):
+    path, producer, consumer = await caller.pair("robotics")
+    await caller.room("robotics", "r")
+    await producer.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
+    assert await producer.is_silent()
+    assert (await caller.call("GET", path))[1]["room"]["participants"]["total"] == 2
+    assert not await consumer.is_silent()
 
 
 async def test_making_an_empty_room_again_forgets_its_joints(caller):
@@ -526,35 +512,19 @@ async def test_delete_closes_the_sockets_of_the_room(caller, kind):
     assert producer.raw.close_code == 1000
 
 
-async def test_delete_gives_no_notice_in_oddity_mode(serve):
-    async with serve(is_odd=True) as caller:
-        path, producer, _ = await caller.pair("robotics")
-        await caller.call("DELETE", path)
-        assert await producer.is_silent()
-        await producer.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
-        assert (await producer.next())["message"] == "Failed to process joint update"
+async def test_signals_stay_in_the_workspace_of_their_room(caller):
+    ours, theirs = await caller.room("video", "v", "ours"), await caller.room("video", "v", "theirs")
+    await caller.join(ours, "p", "producer")
+    mine, other = await caller.join(ours, "c", "consumer"), await caller.join(theirs, "c", "consumer")
+    await caller.signal(ours, "p", type="offer", sdp="v=0", target_consumer="c")
+    assert (await mine.next())["type"] == "webrtc_offer"
+    assert await other.is_silent()
 
 
-@pytest.mark.parametrize("is_odd", [False, True])
-async def test_participant_ids_are_global_only_in_oddity_mode(serve, is_odd):
-    async with serve(is_odd=is_odd) as caller:
-        ours, theirs = await caller.room("video", "v", "ours"), await caller.room("video", "v", "theirs")
-        await caller.join(ours, "p", "producer")
-        mine, other = await caller.join(ours, "c", "consumer"), await caller.join(theirs, "c", "consumer")
-        await caller.signal(ours, "p", type="offer", sdp="v=0", target_consumer="c")
-        right, wrong = (other, mine) if is_odd else (mine, other)
-        assert (await right.next())["type"] == "webrtc_offer"
-        if not is_odd:
-            assert await wrong.is_silent()
-
-
-@pytest.mark.parametrize("is_odd", [False, True])
-async def test_max_consumers_is_enforced_unless_in_oddity_mode(serve, is_odd):
-    async with serve(is_odd=is_odd) as caller:
-        path = await caller.room("robotics", "r", max_consumers=1)
-        await caller.join(path, "one", "consumer")
-        answer = await (await caller.open_socket(path, "two", "consumer")).next()
-        assert answer["type"] == ("state_sync" if is_odd else "error")
+async def test_max_consumers_is_enforced(caller):
+    path = await caller.room("robotics", "r", max_consumers=1)
+    await caller.join(path, "one", "consumer")
+    assert (await (await caller.open_socket(path, "two", "consumer")).next())["type"] == "error"
 
 
 # Real media: two aiortc peers through the relay with no STUN.

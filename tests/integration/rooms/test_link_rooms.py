@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import time
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
@@ -18,6 +19,7 @@ from service.transport.client.rooms_link import COMMAND_LIFETIME
 from service.transport.link import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
 from service.transport.protocol import EmergencyStop as StopMessage
 from service.transport.protocol import WireError
+from service.transport.server.rooms import RoomPath, RoomTable
 
 SERVER_SIDE = ("sockets.py", "outbox.py", "cleanup.py", "server.py", "impl.py", "http_protocol.py", "frame.py")
 
@@ -470,10 +472,21 @@ async def test_a_command_is_refused_when_too_much_waits_to_be_sent(connect, prox
         await until(lambda: link.send(joints))
 
 
+@pytest.fixture
+def silent_rooms(monkeypatch):
+    """Rooms that are deleted and replaced without a notice to their participants, as the reference server does."""
+
+    def delete(table: RoomTable, path: RoomPath, claim: str | None = None) -> list[Any]:
+        del table.rooms[path]
+        return []
+
+    monkeypatch.setattr(RoomTable, "delete", delete)
+    monkeypatch.setattr(RoomTable, "is_occupied", lambda table, path: False)
+
+
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
+@pytest.mark.usefixtures("silent_rooms")
 async def test_a_room_that_is_gone_under_an_open_socket_is_noticed(connect, server, seen, until, how):
-    await server.kill()
-    await server.start(is_odd=True)  # tells nobody, as the reference
     async with connect() as link:
         path = "/robotics/workspaces/w/rooms"
         if how == "deleted":
@@ -486,11 +499,10 @@ async def test_a_room_that_is_gone_under_an_open_socket_is_noticed(connect, serv
         assert link.send([JointValue("Jaw", 1.0)])
 
 
+@pytest.mark.usefixtures("silent_rooms")
 async def test_an_error_of_the_server_makes_the_link_look_whether_its_room_is_there(
     connect, server, seen, quick, until
 ):
-    await server.kill()
-    await server.start(is_odd=True)
     pace = dataclasses.replace(quick, heartbeat=3.0)
     async with connect(pace=pace) as link:
         await asyncio.sleep(pace.heartbeat / 10 + 0.05)

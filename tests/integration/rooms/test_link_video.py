@@ -172,7 +172,7 @@ async def test_a_second_offer_replaces_the_first(both, seen, until):
     async with both("front") as (link, robot):
         async with filming(robot, RED):
             await see(seen, until, RED)
-        robot.restart_camera("front")
+        robot._senders["front"].on_joined("")
         await until(lambda: link.health()["rooms"]["s-front"]["video"]["offers"] == 2)
         async with filming(robot, GREEN):
             await see(seen, until, GREEN)

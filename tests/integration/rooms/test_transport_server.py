@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from robojax.cli.serve import transport
 from service.transport.address import Kind
 from service.transport.server.app import TransportSettings, add_transport, serve_transport
-from service.transport.server.rooms import Cleanup, RoomLimits, RoomPath, RoomTable
+from service.transport.server.rooms import RoomLimits
 from service.transport.server.websocket import OutboxLimits
 
 TEXT, CONTINUED, BINARY, CLOSE, PING = 1, 0, 2, 8, 9
@@ -427,35 +427,6 @@ async def test_idle_rooms_go_by_themselves(serve):
         pytest.fail("the room is still there")
 
 
-async def test_idle_rooms_go_when_asked_and_rooms_in_use_stay(serve):
-    async with serve(idle=0.0) as caller:
-        used, _ = await caller.room("robotics", "used"), await caller.room("robotics", "idle")
-        await caller.room("video", "v")
-        await caller.join(used, "c", "consumer")
-        _, status = await caller.call("GET", "/robotics/cleanup/status")
-        rows = {row["room_id"]: row for row in status["cleanup_status"]["rooms"]}
-        assert (rows["used"]["has_connections"], rows["used"]["will_be_cleaned"]) == (True, False)
-        assert (rows["idle"]["has_connections"], rows["idle"]["will_be_cleaned"]) == (False, True)
-        names = "workspace_id room_id age_minutes inactivity_minutes has_connections will_be_cleaned"
-        assert rows["idle"].keys() == {*names.split()}
-        _, answer = await caller.call("POST", "/robotics/cleanup/manual")
-        result = answer["cleanup_result"]
-        del result["timestamp"]
-        assert result == {"cleanup_triggered": True, "rooms_before": 2, "rooms_after": 1, "rooms_removed": 1}
-        assert (await caller.call("GET", "/video/workspaces/w/rooms/v"))[0] == 200
-
-
-async def test_cleanup_asks_its_clock():
-    now = [0.0]
-    table = RoomTable()
-    table.create(RoomPath(Kind.VIDEO, "w", "v"), 0.0)
-    cleanup = Cleanup(table, idle=3600.0, clock=lambda: now[0])
-    assert cleanup.remove_idle() == []
-    now[0] = 3600.5
-    assert cleanup.remove_idle() == [RoomPath(Kind.VIDEO, "w", "v")]
-    assert not cleanup.is_running
-
-
 async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task():
     before = asyncio.all_tasks()
     async with aiohttp.ClientSession() as session:
@@ -501,8 +472,7 @@ async def test_the_routes_mount_in_another_app_and_leave_its_health_alone():
     try:
         settings = TransportSettings()
         table = settings.table()
-        for prefix in ("", "/api"):
-            add_transport(app, table, settings, prefix)
+        add_transport(app, table, settings)
         paths = {route.path for route in app.router.routes}
         assert "api/robotics/workspaces/<workspace:str>/rooms/<room:str>/ws" in paths
         assert "video/workspaces/<workspace:str>/rooms/<room:str>/webrtc/signal" in paths

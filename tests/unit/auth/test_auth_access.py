@@ -5,7 +5,7 @@ import logging
 import re
 import time
 
-from service.api.blueprint import ROUTES
+from service.api.blueprint import API_ROUTES, ROUTES
 from service.auth.caller import Role
 from service.auth.guard import REFUSALS
 from service.auth.tokens import SecretFile
@@ -29,10 +29,10 @@ def test_what_is_open_is_listed_and_every_key_may_stop():
     assert {route.path for route in debug if route.role is not Role.ADMIN} == {"/debug/sessions/{session_id}/reset"}
 
 
-async def test_each_route_lets_in_whom_it_should_under_both_prefixes(server):
+async def test_each_route_admits_its_roles_under_both_prefixes(server):
     by_role = {Role.VIEWER: "eve", Role.OPERATOR: "alice", Role.ADMIN: "root"}
-    for prefix in ("", "/api"):
-        for route in ROUTES:
+    for prefix, routes in (("", ROUTES), ("/api", API_ROUTES)):
+        for route in routes:
             status, told = await server.call(route.method, path_of(route, prefix))
             if route.role is None:
                 assert status not in (401, 403), (route.path, told)

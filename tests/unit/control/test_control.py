@@ -20,7 +20,8 @@ from service.control.limits import create_motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
-from service.inference.engine import Engine, LoadedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy
 from service.stage import Move
 from service.transport.link import LinkDown, LinkEvent, LinkUp, RobotLeft
 from tests.testing.doubles import MemoryTransport, ScriptedPolicy

@@ -7,7 +7,8 @@ from service.control.chunk_scheduler import PolicyRequest
 from service.control.controller import TickResult
 from service.control.observation_buffer import Snapshot
 from service.control.policy_runner import PolicyRunner
-from service.inference.engine import Engine, LoadedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy
 from tests.testing.doubles import ScriptedPolicy
 
 SIZE = (48, 64)

@@ -32,8 +32,8 @@ from service.distributed.remote_engine import RemoteLoader
 from service.distributed.scaling import Bounds
 from service.errors import PolicyError
 from service.inference.device_worker import DeviceGone
-from service.inference.engine import Engine, LoadedPolicy, Policy
-from service.inference.loaded_policy import InferenceResult
+from service.inference.engine import Engine
+from service.inference.loaded_policy import InferenceResult, LoadedPolicy, Policy
 from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.pauses import Pauses
 from tests.testing.rig import OBSERVATION
@@ -193,7 +193,7 @@ class Front:
     async def load(self, folder: Path, like: Policy | None = None) -> LoadedPolicy:
         load = RemoteLoader(self.cluster)
         return await self._stack.enter_async_context(
-            self.engine.open_policy(load, str(folder), None, lambda word: None, like=like)
+            self.engine.policy_cache.open_policy(load, str(folder), None, lambda word: None, like=like)
         )
 
     @property
@@ -326,7 +326,7 @@ async def test_what_nobody_wants_any_more_is_neither_tried_nor_spoken_of(
     house = House(2)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
     front = await begin(house)
-    async with front.engine.open_policy(RemoteLoader(front.cluster), str(folder), None, lambda word: None):
+    async with front.engine.policy_cache.open_policy(RemoteLoader(front.cluster), str(folder), None, lambda word: None):
         await until(lambda: front.trouble)
     await until(lambda: front.trouble == "")
     loads = house.loads.count("2")
@@ -370,9 +370,9 @@ async def test_whether_an_engine_ended_is_only_said_where_it_is_known(
     house.names.remove("robojax-2")
     house.silence = RayError("so that only the engine itself says it")
     house.unreached["robojax-2"] = error
-    await until(lambda: "2" in front.engine.failed_devices)
+    await until(lambda: "2" in front.engine.devices.health.failed)
     assert f"device 2 is not used any more: {why} ({type(error).__name__})" in caplog.text
-    assert front.engine.failed_devices == ("2",)
+    assert tuple(front.engine.devices.health.failed) == ("2",)
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ async def test_engines_that_are_silent_are_not_waited_for_where_the_pool_is_sile
     now += 1.2 * cluster_module.SILENCE_TIMEOUT
     looks = house.looks
     await until(lambda: house.looks > looks + 3)
-    assert front.engine.failed_devices == (), "the pool answers, and says that it lives"
+    assert tuple(front.engine.devices.health.failed) == (), "the pool answers, and says that it lives"
 
     def the_other_one_is_heard_of() -> None:
         nonlocal now
@@ -473,7 +473,7 @@ async def test_engines_that_are_silent_are_not_waited_for_where_the_pool_is_sile
             time.sleep(0.001)
 
     house.silence, house.meanwhile = TimeoutError(), the_other_one_is_heard_of
-    await until(lambda: front.engine.failed_devices == ("2",))
+    await until(lambda: tuple(front.engine.devices.health.failed) == ("2",))
     looks = house.looks
     await until(lambda: house.looks > looks + 3)
     assert [one["engine"] for one in front.cluster.facts()["engines"]] == ["1"]

@@ -10,8 +10,8 @@ import pytest
 
 from service.errors import PolicyError, PolicyFailed
 from service.inference.device_worker import DeviceGone, Overdue, WorkerClosed
-from service.inference.engine import Engine, LoadedPolicy
-from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
+from service.inference.engine import Engine
+from service.inference.loaded_policy import InferenceResult, InferenceStuck, LoadedPolicy, Replica
 from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
@@ -110,7 +110,7 @@ class House:
     def join(self, *devices: str) -> None:
         for device in devices:
             self.workers[device] = ScriptedWorker()
-            self.engine.add_device(device, self.workers[device])
+            self.engine.replica_manager.add_device(device, self.workers[device])
 
     async def load_on(self, *devices: str) -> LoadedPolicy:
         self.join(*devices)
@@ -118,7 +118,7 @@ class House:
 
     async def load(self, path: str = "p") -> LoadedPolicy:
         return await self._stack.enter_async_context(
-            self.engine.open_policy(self.loader, path, None, lambda word: None)
+            self.engine.policy_cache.open_policy(self.loader, path, None, lambda word: None)
         )
 
     async def ask(self, served: LoadedPolicy, times: int = 1) -> None:
@@ -188,8 +188,8 @@ async def test_one_that_leaves_while_a_policy_is_copied_to_it_does_not_get_it(ho
     gate = house.failures_of["b"] = threading.Event()
     house.join("b")
     await until(lambda: "b" in house.copied)
-    house.engine.retire_device("b", "it ended")
-    await house.engine.remove_device("b")
+    house.engine.replica_manager.retire_device("b", "it ended")
+    await house.engine.replica_manager.remove_device("b")
     gate.set()
     await house.settled()
     assert where(served) == ["a"]
@@ -205,7 +205,7 @@ async def test_one_that_is_gone_while_a_policy_is_loaded_does_not_spoil_it(house
 
 async def test_one_that_left_is_not_copied_to(house: House) -> None:
     house.join("a", "b")
-    house.engine.retire_device("b", "it ended")
+    house.engine.replica_manager.retire_device("b", "it ended")
     served = await house.load()
     await house.settled()
     assert (where(served), house.copied) == (["a"], ["a"])
@@ -215,7 +215,7 @@ async def test_a_failed_device_of_this_process_is_not_copied_to() -> None:
     async with AsyncExitStack() as stack:
         house = House(stack)
         engine = house.engine = Engine(switch_interval=None, devices=("a", "b"))
-        engine.retire_device("a", "it raises")
+        engine.replica_manager.retire_device("a", "it raises")
         served = await house.load()
         await house.settled()
         assert (where(served), house.copied) == (["b"], ["b"])
@@ -226,7 +226,7 @@ async def test_what_one_that_is_gone_was_asked_another_one_is(house: House) -> N
     served = await house.load_on("a", "b", "c")
     house.workers["a"].failures = [DeviceGone("a ended")]
     await house.ask(served, 3)
-    assert house.engine.failed_devices == ("a",)
+    assert tuple(house.engine.devices.health.failed) == ("a",)
     assert where(served) == ["b", "c"]
     assert house.acted()["a"] == 0
 
@@ -237,7 +237,7 @@ async def test_of_three_two_may_fail_at_one_moment(house: House) -> None:
     house.workers["b"].failures = [DeviceGone("b ended")]
     house.workers["b"].last_used_at, house.workers["c"].last_used_at = 1.0, 2.0
     await house.ask(served)
-    assert house.engine.failed_devices == ("b",)
+    assert tuple(house.engine.devices.health.failed) == ("b",)
     assert house.acted()["a"] + house.acted()["c"] == 1
 
 
@@ -262,7 +262,7 @@ class LateWorker(ScriptedWorker):
 
 def put_late(house: House, served: LoadedPolicy) -> LateWorker:
     worker = LateWorker()
-    house.engine._devices.workers[served.replicas[0].worker_id] = house.workers["a"] = worker
+    house.engine.devices.workers[served.replicas[0].worker_id] = house.workers["a"] = worker
     return worker
 
 
@@ -272,7 +272,7 @@ async def test_an_answer_that_comes_late_is_taken_where_nobody_else_has_one(hous
     late = put_late(house, served)
     house.workers["b"].last_used_at = 1.0
     if what == "left meanwhile":
-        house.engine.retire_device("b", "it ended")
+        house.engine.replica_manager.retire_device("b", "it ended")
         served.replicas = tuple(served.replicas[:1])
     else:
         never = asyncio.Event()
@@ -289,7 +289,7 @@ async def test_an_answer_that_comes_late_is_taken_where_nobody_else_has_one(hous
         assert await asking is wanted
     await asyncio.sleep(0)
     assert house.workers["b"].pending == 0, "it is not waited for any more"
-    assert house.engine.failed_devices == (("b",) if what in ("is gone", "left meanwhile") else ())
+    assert tuple(house.engine.devices.health.failed) == (("b",) if what in ("is gone", "left meanwhile") else ())
 
 
 async def test_where_neither_has_an_answer_the_robot_hears_of_it(house: House) -> None:
@@ -315,12 +315,12 @@ async def test_those_that_leave_while_one_is_waited_for_are_not_asked(house: Hou
 
     class Slow(ScriptedWorker):
         async def submit(self, *args: object, **more: object) -> InferenceResult:
-            house.engine.retire_device("b", "it ended")
-            await house.engine.remove_device("b")
+            house.engine.replica_manager.retire_device("b", "it ended")
+            await house.engine.replica_manager.remove_device("b")
             raise Overdue("a is slow")
 
     number = served.replicas[0].worker_id
-    house.engine._devices.workers[number] = house.workers["a"] = Slow()
+    house.engine.devices.workers[number] = house.workers["a"] = Slow()
     with pytest.raises(PolicyFailed):
         await house.ask(served)
 
@@ -328,8 +328,8 @@ async def test_those_that_leave_while_one_is_waited_for_are_not_asked(house: Hou
 async def test_requests_wait_while_none_is_there_and_go_on_when_one_joins(house: House) -> None:
     house.join("a")
     served, other = await house.load(), await house.load("other")
-    house.engine.retire_device("a", "it ended")
-    await house.engine.remove_device("a")
+    house.engine.replica_manager.retire_device("a", "it ended")
+    await house.engine.replica_manager.remove_device("a")
     robots = [asyncio.create_task(house.ask(one)) for one in (served, other, served)]
     await asyncio.sleep(0.01)
     assert not any(robot.done() for robot in robots)
@@ -357,7 +357,7 @@ async def test_a_robot_goes_on_before_the_policies_of_others_are_copied(house: H
 
     house.loader.make = make
     await house.load("slow")
-    house.engine.retire_device("a", "it ended")
+    house.engine.replica_manager.retire_device("a", "it ended")
     robot = asyncio.create_task(house.ask(served))
     await asyncio.sleep(0)
     house.join("b")
@@ -382,7 +382,7 @@ async def test_after_its_patience_a_request_fails_with_a_text() -> None:
     async with AsyncExitStack() as stack:
         house = House(stack, patience=0.05)
         served = await house.load_on("a")
-        house.engine.retire_device("a", "it ended")
+        house.engine.replica_manager.retire_device("a", "it ended")
         with pytest.raises(InferenceStuck, match=r"no engine has been there for 0.05 s that the policy could run on"):
             await house.ask(served)
     await house.engine.close()
@@ -390,7 +390,7 @@ async def test_after_its_patience_a_request_fails_with_a_text() -> None:
 
 async def test_whoever_waits_for_a_device_is_told_when_the_server_ends(house: House) -> None:
     served = await house.load_on("a")
-    house.engine.retire_device("a", "it ended")
+    house.engine.replica_manager.retire_device("a", "it ended")
     robot = asyncio.create_task(house.ask(served))
     await asyncio.sleep(0.01)
     await house.engine.close()
@@ -402,7 +402,7 @@ async def test_whoever_waits_for_a_device_is_told_when_the_server_ends(house: Ho
 async def test_nothing_joins_an_engine_that_is_closed(house: House) -> None:
     house.join("a")
     await house.engine.close()
-    house.engine.add_device("b", ScriptedWorker())
+    house.engine.replica_manager.add_device("b", ScriptedWorker())
     assert len(house.engine.get_stats()["devices"]) == 1  # type: ignore[arg-type]
 
 
@@ -412,7 +412,7 @@ async def test_compiling_goes_on_without_one_that_is_gone(house: House) -> None:
     assert isinstance(gone, ScriptedPolicy)
     gone.compile_failure = DeviceGone("b ended")
     await house.engine.compile(served, {"front": (8, 8)})
-    house.engine.retire_device("b", "it ended")
+    house.engine.replica_manager.retire_device("b", "it ended")
     assert served.is_compiled({"front": (8, 8)})
 
 
@@ -422,8 +422,8 @@ async def test_of_devices_that_come_and_go_for_months_nothing_stays(house: House
     for number in range(50):
         house.join(f"device {number}")
         await house.settled()
-        house.engine.retire_device(before, "it ended")
-        await house.engine.remove_device(before)
+        house.engine.replica_manager.retire_device(before, "it ended")
+        await house.engine.replica_manager.remove_device(before)
         before = f"device {number}"
     await house.ask(served)
     facts = house.engine.get_stats()
@@ -433,8 +433,8 @@ async def test_of_devices_that_come_and_go_for_months_nothing_stays(house: House
 
 async def test_one_that_leaves_alone_and_is_forgotten_makes_place_for_the_next(house: House) -> None:
     served = await house.load_on("a")
-    house.engine.retire_device("a", "it ended")
-    await house.engine.remove_device("a")
+    house.engine.replica_manager.retire_device("a", "it ended")
+    await house.engine.replica_manager.remove_device("a")
     house.join("b")
     await house.settled()
     assert where(served) == ["b"]

@@ -13,7 +13,8 @@ import pytest
 from jaxmodels.errors import ObservationError
 from service.errors import PolicyFailed
 from service.inference.batching import ALIGNMENT, StackingBuffers, read_layout
-from service.inference.engine import Engine, InferenceResult, InferenceStuck, LoadedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import InferenceResult, InferenceStuck, LoadedPolicy
 from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
@@ -74,7 +75,7 @@ def ignore(stage: str) -> None:
 @asynccontextmanager
 async def running(policy: ScriptedPolicy, *, stuck_after: float = 20.0) -> AsyncIterator[tuple[Engine, LoadedPolicy]]:
     engine = Engine(stuck_after=stuck_after, switch_interval=None, batch_sizes=(1, 2, 4, 8))
-    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         await until(lambda: engine.get_stats()["batch_sizes_to_compile"] == 0)
         await engine.compile(served, {"front": (4, 6)})
         await until(lambda: engine.get_stats()["batch_sizes_to_compile"] == 0)
@@ -181,13 +182,13 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
     policy = ScriptedPolicy()
     engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
     engine.has_running_robot = lambda: True
-    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore):
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore):
         await asyncio.sleep(0.01)
         assert policy.batches == []
         assert engine.get_stats()["batch_sizes_to_compile"] == 2
     # One whose programs are there already, because it took over from another, need not wait.
     policy.batches = [(size, dict(policy.requirements.cameras)) for size in (2, 4)]
-    async with engine.open_policy(ScriptedLoader(lambda: policy), "other", None, ignore) as served:
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "other", None, ignore) as served:
         await until(lambda: served.replicas[0].batch_sizes[frozenset(policy.requirements.cameras.items())] == (1, 2, 4))
     await engine.close()
 
@@ -200,7 +201,7 @@ async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
     policy = ScriptedPolicy()
     engine = Engine(switch_interval=None, batch_sizes=(1, 2))
     engine.has_running_robot = lambda: True
-    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         await engine.infer(served, seen())
         engine.has_running_robot = lambda: False
         await until(lambda: policy.batches)
@@ -221,7 +222,7 @@ async def test_what_is_being_compiled_can_be_waited_for_and_a_trial_keeps_nobody
     policy = Slow()
     engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
     assert engine.batch_compiler.idle.is_set()
-    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore):
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore):
         await until(lambda: not engine.batch_compiler.idle.is_set())
         engine.has_running_robot = lambda: True  # the second size has to wait for that one to stop
         compiled.set()
@@ -238,7 +239,7 @@ async def test_what_is_being_compiled_can_be_waited_for_and_a_trial_keeps_nobody
         return 0.1
 
     slow.profile = profile  # type: ignore[method-assign]
-    async with engine.open_policy(ScriptedLoader(lambda: slow), "other", None, ignore):
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: slow), "other", None, ignore):
         while engine.get_stats()["batch_sizes_to_compile"]:
             seen_at_rest.append(engine.batch_compiler.idle.is_set())
             await asyncio.sleep(0.01)
@@ -276,7 +277,7 @@ async def test_what_a_batch_takes_is_learnt_with_care_where_no_robot_waits_and_q
         policy = Rehearsed(batches=list(compiled))  # a push changes only weights: what is left is a trial
         engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
         engine.has_running_robot = [lambda: False, lambda: True][is_beside]
-        async with engine.open_policy(ScriptedLoader(lambda policy=policy: policy), "p", None, ignore):
+        async with engine.policy_cache.open_policy(ScriptedLoader(lambda policy=policy: policy), "p", None, ignore):
             await until(lambda engine=engine: not engine.get_stats()["batch_sizes_to_compile"])
             assert [policy.profiled.count(size) for size in (1, 2, 4)] == counts
         await engine.close()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from service.errors import PolicyFailed
-from service.inference.engine import Engine, LoadedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy
 from service.inference.replicas import MAX_FAILURES
 from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.pauses import Pauses
@@ -47,12 +48,12 @@ class House:
                 return other
 
         def make() -> ScriptedPolicy:
-            first = self.engine.first_device or "somewhere"
+            first = self.engine.devices.first or "somewhere"
             self.on[first] = policy = Placed(device=first)
             return policy
 
         self.served = await self._stack.enter_async_context(
-            self.engine.open_policy(ScriptedLoader(make), path, None, lambda word: None)
+            self.engine.policy_cache.open_policy(ScriptedLoader(make), path, None, lambda word: None)
         )
         return self.served
 
@@ -97,7 +98,7 @@ async def test_a_policy_that_comes_later_is_not_put_on_it(house: House) -> None:
     house.on["a"].failures = [DEAD] * 100
     for _ in range(MAX_FAILURES):
         await house.ask()
-    assert house.engine.first_device == "b"
+    assert house.engine.devices.first == "b"
     later = await house.load("later")
     assert [(replica.worker_id, replica.policy.device) for replica in later.replicas] == [(1, "b")]
     await house.ask()

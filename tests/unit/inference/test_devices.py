@@ -93,7 +93,7 @@ async def robots() -> None:
             answered[robot].append(time.monotonic())
             await asyncio.sleep(0.02)
 
-    async with engine.open_policy(lambda *_, **__: policy, "p", None, lambda word: None) as served:
+    async with engine.policy_cache.open_policy(lambda *_, **__: policy, "p", None, lambda word: None) as served:
         assert len(served.replicas) == 8
         riding = [asyncio.create_task(ride(robot, served)) for robot in range(8)]
         # Each device has its robots.
@@ -147,7 +147,7 @@ async def test_the_device_with_the_least_to_do_is_asked_and_each_has_its_own_thr
         return policy
 
     engine = Engine(switch_interval=None, devices=("a", "b"), batch_sizes=(1, 2))
-    async with engine.open_policy(ScriptedLoader(make), "p", None, lambda word: None) as served:
+    async with engine.policy_cache.open_policy(ScriptedLoader(make), "p", None, lambda word: None) as served:
         made[1].failures.clear()
         held = asyncio.create_task(engine.infer(served, OBSERVATION))
         await until(lambda: made[0].acted, within=30.0)

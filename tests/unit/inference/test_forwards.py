@@ -17,7 +17,8 @@ from jaxmodels.errors import CheckpointError, InputError
 from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, TooLarge, UnknownModel
 from service.http.array_formats import ARRAY_FORMATS, ArrayFormat
 from service.inference.config import ModelSettings
-from service.inference.engine import Engine, LoadedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy
 from service.inference.model_server import ForwardRequest, ForwardResult, ModelServer, ServedModel
 from tests.testing.doubles import ScriptedPolicy
 from tests.testing.rig import OBSERVATION
@@ -283,7 +284,7 @@ async def test_clients_that_leave_cannot_make_it_compile_two_things_at_once(rig_
         await asyncio.sleep(0.05)
         forward.cancel()
         await asyncio.gather(forward, return_exceptions=True)
-    assert rig.engine.building.locked()
+    assert rig.engine.policy_cache.building.locked()
     rig.model.compile_gate.set()
     await rig.until_free()
     # Only the first had begun; those who left while they waited cost nothing.
@@ -292,7 +293,7 @@ async def test_clients_that_leave_cannot_make_it_compile_two_things_at_once(rig_
 
 async def test_a_pass_does_not_compile_while_a_policy_is_loaded(rig_of):
     rig = await rig_of()
-    async with rig.engine.building:
+    async with rig.engine.policy_cache.building:
         forward = asyncio.create_task(rig.forward(size=5))
         await asyncio.sleep(0.1)
         assert not rig.model.began.is_set()
@@ -371,7 +372,7 @@ async def test_a_model_that_raises_tells_its_kind_and_the_log_the_rest(rig_of, c
 async def test_what_json_cannot_say_is_given_in_another_form(rig_of):
     rig = await rig_of()
     rig.model.forward = lambda inputs: {"sample": np.full((1, 1), np.inf, np.float32)}
-    with pytest.raises(ModelFailed, match="ask for npz or msgpack"):
+    with pytest.raises(ModelFailed, match="ask for npz"):
         await rig.forward()
     assert (await rig.forward(answer=NPZ)).pieces
 

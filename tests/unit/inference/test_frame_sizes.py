@@ -13,8 +13,10 @@ import pytest
 from jaxmodels import Requirements
 from service.inference.batching import LatencyModel, read_layout
 from service.inference.device_worker import Batch, InferenceWorker
-from service.inference.engine import Engine, LoadedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
+from tests.testing.rig import latency_model
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -49,7 +51,7 @@ def ignore(stage: str) -> None:
 @asynccontextmanager
 async def asked_with_both(policy: ScriptedPolicy, batch_sizes: tuple[int, ...] = (1,)) -> AsyncIterator[Any]:
     engine = Engine(switch_interval=None, stuck_after=60.0, batch_sizes=batch_sizes)
-    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         await engine.compile(served, LARGE)
         await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
         yield engine, served
@@ -75,13 +77,13 @@ def milliseconds(engine: Engine) -> Any:
 
 async def test_each_size_of_pictures_has_its_own_figures() -> None:
     async with asked_with_both(Sized(), (1, 4)) as (engine, served):
-        assert served.latency_model.get_stats() == {
+        assert latency_model(served).get_stats() == {
             "1": {"p50": 1.0, "p90": 1.0},
             "4": {"p50": 2.0, "p90": 2.0},
         }, "of what it was trained with"
         for _ in range(5):
             await engine.infer(served, LARGE_SEEN)
-        assert served.latency_model.measured(1).median == 0.001
+        assert latency_model(served).measured(1).median == 0.001
         large = served.replicas[0].latencies[LARGE_FRAMES]
         assert large.measured(4).median == 0.4
         assert large.measured(1).median < 0.2, "it took no time at all, as the robots saw"
@@ -89,7 +91,7 @@ async def test_each_size_of_pictures_has_its_own_figures() -> None:
 
 async def test_the_devices_say_of_which_pictures_where_they_are_others_than_the_policy_was_trained_with() -> None:
     engine = Engine(switch_interval=None, batch_sizes=(1, 4))
-    async with engine.open_policy(ScriptedLoader(Sized), "p", None, ignore) as served:
+    async with engine.policy_cache.open_policy(ScriptedLoader(Sized), "p", None, ignore) as served:
         await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
         own = {"1": {"p50": 1.0, "p90": 1.0}, "4": {"p50": 2.0, "p90": 2.0}}
         assert milliseconds(engine) == [[own]], "as ever"
@@ -115,7 +117,7 @@ async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(
     async with asked_with_both(policy) as (engine, served):
         policy.failures.append(gate)
         asking = asyncio.create_task(engine.infer(served, observation))
-        (worker,) = engine._devices.workers.values()
+        (worker,) = engine.devices.workers.values()
         assert isinstance(worker, InferenceWorker)
 
         def running() -> Batch | None:
@@ -158,15 +160,15 @@ async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
     async with asked_with_both(Sized()) as (engine, served):
         counted = served.replicas[0].latencies[LARGE_FRAMES]._windows[1][0].numbers
         before = len(counted)
-        (worker,) = engine._devices.workers.values()
+        (worker,) = engine.devices.workers.values()
         await worker.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
         assert len(counted) == before + 1
-        assert served.latency_model.measured(1).median == 0.001
+        assert latency_model(served).measured(1).median == 0.001
 
 
 async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_nothing() -> None:
     async with asked_with_both(Sized()) as (engine, served):
-        (worker,) = engine._devices.workers.values()
+        (worker,) = engine.devices.workers.values()
         with pytest.raises(Exception, match="observation has"):
             await worker.submit(served.replicas[0], {"observation.images.front": [[[[1]]]]}, None)
         assert list(milliseconds(engine)[0][0]) == ["1", "1 of 480x640 frames"]
@@ -175,5 +177,5 @@ async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_
 def test_a_policy_may_be_blind() -> None:
     blind = LoadedPolicy(ScriptedPolicy(Requirements(policy_type="act", state=6, action=6)))
     blind.replicas[0].prepare(1, None)
-    assert blind.latency_model.is_measured
+    assert latency_model(blind).is_measured
     assert read_layout({"observation.state": np.zeros((1, 6), np.float32)}).frames == blind.replicas[0].trained_frames

@@ -12,10 +12,11 @@ import pytest
 
 from jaxmodels.errors import ObservationError
 from service.inference.batching import WINDOW
-from service.inference.engine import Engine, LoadedPolicy
-from service.inference.loaded_policy import Replica
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy, Replica
 from service.inference.policy_cache import PolicyCache
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.rig import latency_model
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -91,7 +92,7 @@ class Rig:
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     engine, policy = Engine(switch_interval=None, devices=("a", "a"), batch_sizes=(1, 2)), Shipped(device="a")
-    async with engine.open_policy(giving(policy), "p", None, ignore) as served:
+    async with engine.policy_cache.open_policy(giving(policy), "p", None, ignore) as served:
         made = Rig(engine, policy, served)
         await engine.compile(served, LARGE)
         await made.until_grown()
@@ -106,12 +107,12 @@ async def rig() -> AsyncIterator[Rig]:
 
 async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(rig: Rig) -> None:
     later = rig.policy.pushed(latency=9.9)
-    async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+    async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         assert later.profiled == []
         await rig.until_grown()
         assert len(served.replicas) == 2
         assert [costs_of(replica) for replica in served.replicas] == [costs_of(one) for one in rig.served.replicas]
-        assert served.latency_model.measured(1).median == 0.001
+        assert latency_model(served).measured(1).median == 0.001
         assert [replica.latencies[LARGE_FRAMES].measured(2).median for replica in served.replicas] == [
             0.004,
             1.004,
@@ -131,14 +132,14 @@ async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(r
 
 async def test_robots_with_pictures_of_another_size_are_answered_at_once(rig: Rig) -> None:
     later = rig.policy.pushed(latency=0.0)
-    async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+    async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         assert served.is_compiled(LARGE)
         assert (await rig.engine.infer(served, SEEN)).chunk.shape == (1, 20, 6)
 
 
 async def test_a_push_of_another_architecture_takes_nothing_over(rig: Rig) -> None:
     later = rig.policy.pushed(compiled=[], batches=[], latency=0.5)
-    async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+    async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         for replica in served.replicas:
             assert replica.latencies[TRAINED_FRAMES].get_stats() == {"1": {"p50": 500.0, "p90": 500.0}}
             assert isinstance(replica.policy, Shipped)
@@ -149,7 +150,7 @@ async def test_a_push_of_another_architecture_takes_nothing_over(rig: Rig) -> No
 
 async def test_what_was_not_compiled_for_the_one_before_is_learnt(rig: Rig) -> None:
     later = rig.policy.pushed(latency=0.5)
-    async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+    async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         await rig.until_grown()
         await rig.engine.compile(served, small := {"front": (4, 6)})
         assert later.profiled == [(1, small)] * 3
@@ -159,25 +160,25 @@ async def test_what_was_not_compiled_for_the_one_before_is_learnt(rig: Rig) -> N
 async def test_a_load_that_is_like_nothing_that_is_in_memory_learns_for_itself(rig: Rig) -> None:
     for like in (None, rig.policy.pushed()):
         later = rig.policy.pushed(latency=0.5)
-        async with rig.engine.open_policy(giving(later), "q", None, ignore, like=like) as served:
-            assert served.latency_model.measured(1).median == 0.5
+        async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=like) as served:
+            assert latency_model(served).measured(1).median == 0.5
 
 
 @pytest.mark.parametrize("cameras", [{"top": (48, 64)}, {"front": (48, 64), "wrist": (48, 64)}])
 async def test_a_push_with_other_cameras_is_loaded_and_takes_nothing_over(cameras: Sizes, rig: Rig) -> None:
     """That it does not fit is said by whoever staged it."""
     later = rig.policy.pushed(requirements=replace(SO100_REQUIREMENTS, cameras=cameras), latency=0.5)
-    async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
-        assert served.latency_model.measured(1).median == 0.5
+    async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+        assert latency_model(served).measured(1).median == 0.5
         assert later.profiled == [(1, cameras)] * 3
 
 
 async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() -> None:
     engine = Engine(switch_interval=None, devices=("a", "b"))
     first = Shipped(device="a", latency=0.010)
-    async with engine.open_policy(giving(first), "p", None, ignore):
+    async with engine.policy_cache.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
-        async with engine.open_policy(giving(later), "q", None, ignore, like=first) as served:
+        async with engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=first) as served:
             assert [replica.latencies[TRAINED_FRAMES].measured(1).median for replica in served.replicas] == [
                 0.010,
                 0.5,
@@ -191,7 +192,7 @@ async def test_nothing_is_taken_over_where_policies_come_compiled_from_elsewhere
     async with store.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
         async with store.open_policy(giving(later), "q", None, ignore, like=first) as served:
-            assert served.latency_model.measured(1).median == 0.5
+            assert latency_model(served).measured(1).median == 0.5
 
 
 async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:
@@ -202,11 +203,11 @@ async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:
     def load(path: str, revision: str | None = None, /, **more: object) -> ScriptedPolicy:
         return policies.pop(path)
 
-    running = engine.open_policy(load, "p", None, ignore)
+    running = engine.policy_cache.open_policy(load, "p", None, ignore)
     first = await running.__aenter__()
     seen = weakref.ref(first.policy)
-    async with engine.open_policy(load, "q", None, ignore, like=first.policy) as served:
-        assert served.latency_model.is_measured
+    async with engine.policy_cache.open_policy(load, "q", None, ignore, like=first.policy) as served:
+        assert latency_model(served).is_measured
         del first
         await running.__aexit__(None, None, None)
         del running

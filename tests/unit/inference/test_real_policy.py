@@ -155,13 +155,13 @@ async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compile
     load: Any = jaxmodels.load_policy
     engine = Engine(switch_interval=None, batch_sizes=(1, 2))
     large = frozenset({("front", (48, 64))})
-    async with engine.open_policy(load, str(policy_folder), None, lambda word: None) as first:
+    async with engine.policy_cache.open_policy(load, str(policy_folder), None, lambda word: None) as first:
         await engine.compile(first, dict(large))
         await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
         engine.has_running_robot = lambda: True
         before, after = first.replicas[0], len(profiled)
         folder = str(policy_folder)
-        async with engine.open_policy(
+        async with engine.policy_cache.open_policy(
             load, folder, "1" * 40, lambda word: None, folder=folder, like=first.policy
         ) as second:
             await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])

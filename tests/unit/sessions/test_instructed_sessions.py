@@ -159,7 +159,7 @@ async def test_robots_with_different_instructions_are_inferred_for_together() ->
     engine = Engine(switch_interval=None, batch_sizes=(1, 4))
     loader = ScriptedLoader(lambda: policy)
     try:
-        async with engine.open_policy(loader, "policy", None, lambda word: None) as loaded:
+        async with engine.policy_cache.open_policy(loader, "policy", None, lambda word: None) as loaded:
             loaded.replicas[0].prepare(4, None)
 
             def seen(task: str) -> dict[str, np.ndarray]:

@@ -104,35 +104,6 @@ def test_whatever_comes_is_read_or_refused(body):
         codec.unpack(body)
 
 
-@settings(max_examples=60)
-@given(
-    st.lists(st.sampled_from([0, 1, 2, 3, 4]), min_size=2, max_size=6),
-    st.integers(0, 400),
-    st.integers(0, 255),
-)
-def test_messages_of_one_client_are_read_as_if_each_were_the_first(kinds, place, value):
-    messages = [
-        {"images": {"front": np.arange(48, dtype=np.uint8).reshape(4, 4, 3)}, "state": np.ones(6), "number": 1},
-        {"images": {"front": np.ones((4, 4, 3), np.uint8)}, "state": np.zeros(6), "number": 1},
-        {"images": {"front": np.ones((4, 4, 3), np.uint8)}, "state": np.zeros(6), "number": 2},
-        {"images": {"front": np.ones((3, 4, 4), np.uint8)}, "state": np.zeros(6), "number": 1},
-        {"images": {"front": b"a picture"}, "state": [1.0, 2.0], "prompt": "go"},
-    ]
-    unpacker = codec.Unpacker()
-    for kind in kinds:
-        body = bytearray(codec.pack(messages[kind]))
-        if kind == kinds[-1]:
-            body[place % len(body)] = value
-        try:
-            wanted = repr(codec.unpack(bytes(body)))
-        except ServiceError as error:
-            with pytest.raises(type(error)):
-                unpacker.unpack(memoryview(bytes(body)))
-        else:
-            found = repr(unpacker.unpack(memoryview(bytes(body))))
-            assert (found == wanted) or "memory at" in wanted
-
-
 def test_json_of_many_small_values_is_refused_before_it_is_parsed():
     for text in ("[" + "{}," * 5000 + "1]", '{"a":' + "[1]," * 5000, b"[" + b"0," * 5000 + b"0]"):
         with pytest.raises(TooLarge, match="too many values"):
