@@ -206,7 +206,7 @@ def test_each_command_names_the_server_with_the_same_option(tree):
         path: {flag: option for option in command.params for flag in option.opts} for path, command in tree.items()
     }
     # There it is the address that a webhook sends to, as in huggingface_hub.
-    sends_to_an_address = {("webhooks", name) for name in ("create", "ensure", "update")}
+    sends_to_an_address = {("webhooks", name) for name in ("create", "update")}
     assert {path for path, flags in options.items() if "--url" in flags} == sends_to_an_address
     with_server = {path for path, flags in options.items() if "--server" in flags}
     with_key = {path for path, flags in options.items() if "--key" in flags}
