@@ -236,12 +236,17 @@ def flatten(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Iterable["str | Text"]], *, never_folded: Collection[str] = ()
+    columns: Sequence[str],
+    rows: Iterable[Iterable["str | Text"]],
+    *,
+    never_folded: Collection[str] = (),
+    numbers: Collection[str] = (),
 ) -> None:
     """Print a heading and rows as a table.
 
     Args:
         never_folded: columns whose cells stay on one line.
+        numbers: columns that are aligned to the right.
     """
     from rich.box import SIMPLE
     from rich.console import Console
@@ -250,9 +255,22 @@ def print_table(
 
     table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column in never_folded)
+        side = "right" if column in numbers else "left"
+        table.add_column(column, justify=side, overflow="fold", no_wrap=column in never_folded)
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    Console(highlight=False).print(table)
+
+
+def print_facts(facts: Iterable[tuple[str, str]]) -> None:
+    """Print names in bold, each with its text."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, show_edge=False, pad_edge=False)
+    for name, text in facts:
+        table.add_row(f"[bold]{name}[/bold]" if name else "", escape(text))
     Console(highlight=False).print(table)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from robojax.cli.app import DTYPE_HELP, LEROBOT_HELP, RENAME_HELP, Code, fail, read_rename
+from robojax.cli.app import DTYPE_HELP, LEROBOT_HELP, RENAME_HELP, Code, fail, print_facts, read_rename
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -42,8 +42,6 @@ def check(
 
     Exit code 1 when a policy does not fit, 3 when it cannot be loaded.
     """
-    import json
-
     from rich.console import Console
 
     import jaxmodels
@@ -177,8 +175,6 @@ def _show(
     requirements: "Requirements", speed: "Speed", verdict: "Verdict", policy: "Policy", parts: Sequence["StageTime"]
 ) -> None:
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
     cameras = ", ".join(f"{name} {h}x{w}" for name, (h, w) in requirements.cameras.items()) or "none"
     names = requirements.joint_names
@@ -216,14 +212,9 @@ def _show(
         f"here {policy.dtype}",
         "memory": f"about {needs.host / 1e6:,.0f} MB to load, {needs.device / 1e6:,.0f} MB to run",
     }
-    table = Table(show_header=False, show_edge=False, pad_edge=False)
-    for name, value in rows.items():
-        if value is not None:
-            table.add_row(f"[bold]{name}[/bold]", escape(value))
-    console = Console(highlight=False)
-    console.print(table)
+    print_facts((name, value) for name, value in rows.items() if value is not None)
     colour = {"fits": "green", "does not fit": "red"}.get(verdict.fit, "yellow")
-    console.print(
+    Console(highlight=False).print(
         f"[bold {colour}]{verdict.fit}[/bold {colour}] at {verdict.rate:g} Hz: "
         f"p99 {speed.p99 * 1e3:.1f} ms; {verdict.budget * 1e3:.1f} ms between two looks, "
         f"a chunk lasts {verdict.covered * 1e3:.1f} ms"
@@ -290,10 +281,6 @@ def _model_facts(model: "LoadedModel", speed: "Speed") -> dict[str, Any]:
 
 
 def _show_model(model: "LoadedModel", speed: "Speed") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     facts = model.description
     stages = ", ".join(f"{stage} {seconds * 1e3:.2f}" for stage, seconds in speed.stages.items())
     config = facts["config"]
@@ -314,10 +301,7 @@ def _show_model(model: "LoadedModel", speed: "Speed") -> None:
         ("forward", f"p50 {speed.p50 * 1e3:.2f} ms, p99 {speed.p99 * 1e3:.2f} ms ({speed.runs} runs; {stages})"),
         ("compile", f"{speed.compile:.2f} s"),
     ]
-    table = Table(show_header=False, show_edge=False, pad_edge=False)
-    for name, value in rows:
-        table.add_row(f"[bold]{name}[/bold]", escape(value))
-    Console(highlight=False).print(table)
+    print_facts(rows)
 
 
 def _shape(entry: dict[str, Any]) -> str:

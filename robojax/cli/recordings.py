@@ -1,5 +1,6 @@
 """Commands `recordings` and `replay`: list, export and replay recordings."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from robojax.cli.app import LEROBOT_HELP, RENAME_HELP, Code, fail, print_table, read_rename
+from robojax.cli.app import LEROBOT_HELP, RENAME_HELP, Code, fail, print_facts, print_table, read_rename
 from robojax.cli.sessions import AsJson, Key, Server, base_url, call
 from service.logging import sanitize_text
 
@@ -29,8 +30,6 @@ File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDat
 @app.command("list")
 def list_recordings(server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """List the recordings of a running server."""
-    import json
-
     base = base_url(server)
     recordings = call(base, "GET", "/recordings", key=key)
     if as_json:
@@ -57,8 +56,6 @@ def _row(recording: Any) -> Sequence[str]:
 @app.command()
 def info(file: File, as_json: AsJson = False) -> None:
     """What is in a recording, or in a dataset."""
-    import json
-
     from service.recording.steps import RecordingError
 
     try:
@@ -69,19 +66,15 @@ def info(file: File, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(description, indent=2))
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(show_header=False, show_edge=False, pad_edge=False)
+    facts = []
     for name, value in description.items():
         if value not in (None, "", []) and name != "events":
             line = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            # A name may hold what moves the cursor or sets the title of a terminal.
-            table.add_row(f"[bold]{name}[/bold]", escape(sanitize_text(line, LONGEST)))
+            # A name may hold characters that move the cursor or set the title of a terminal.
+            facts.append((name, sanitize_text(line, LONGEST)))
     for at, code, text in description.get("events", []):
-        table.add_row("", escape(f"{at:9.3f} s  {sanitize_text(code)}: {sanitize_text(text, LONGEST)}"))
-    Console(highlight=False).print(table)
+        facts.append(("", f"{at:9.3f} s  {sanitize_text(code)}: {sanitize_text(text, LONGEST)}"))
+    print_facts(facts)
 
 
 @app.command()
@@ -230,8 +223,6 @@ def replay(
     The policy sees what the robot saw, and its answers move nothing. Exit code 1 when the error is above --limit, 2
     when the recording cannot be used, 3 when the policy cannot.
     """
-    import json
-
     from rich.console import Console
     from rich.progress import Progress
 
@@ -343,26 +334,21 @@ def _describe_replay(report: "ReplayReport", recording: str, policy: str, commit
 
 
 def _show(report: "ReplayReport", policy: str, commit: str | None) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    table.add_column("joint")
-    for column in ("mean error", "largest", "mean % of range", "largest %"):
-        table.add_column(column, justify="right")
+    rows = []
     for joint in report.joint_errors():
         percents = (joint.mean_percent, joint.largest_percent)
         texts = ["-" if percent is None else f"{percent:.2f}" for percent in percents]
-        table.add_row(escape(sanitize_text(joint.name)), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *texts)
-    console = Console(highlight=False)
-    console.print(table)
+        rows.append((sanitize_text(joint.name), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *texts))
+    numbers = ("mean error", "largest", "mean % of range", "largest %")
+    print_table(("joint", *numbers), rows, numbers=numbers)
     facts = report.info
     overall = "" if report.mean_percent is None else f"; mean error {report.mean_percent:.2f} % of the range"
     whole = "" if facts.is_whole else "; the file was cut off and is read as far as it goes"
     name = escape(policy) + (f" at {commit[:12]}" if commit else "")
-    console.print(
+    Console(highlight=False).print(
         f"{name}: {report.steps} steps of {len(report.episodes)} episodes at {facts.rate:g} Hz, "
         f"asked {len(report.seconds)} times{overall}{whole}"
     )
