@@ -1,5 +1,6 @@
 """Commands to a running server: `sessions`, `start`, `stop`, `policy`, `rollback` and others."""
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -8,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from robojax.cli.app import Code, fail, print_table
-from robojax.client.http import SERVER_VARIABLE
+from robojax.client.http import SERVER_VARIABLE, server_url, session_path
 
 Server = Annotated[
     str | None,
@@ -29,8 +30,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSO
 
 def sessions(server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """List the sessions of a running server."""
-    import json
-
     base = base_url(server)
     listed = call(base, "GET", "/sessions", key=key)
     if as_json:
@@ -92,21 +91,18 @@ def stop(
     One session is stopped as POST /sessions/ID/stop does: start moves it again. --all is the emergency stop: every
     session is latched and needs `robojax reset ID` before a start; ID --emergency does so with one.
     """
-    import json
-    from urllib.parse import quote
-
     if everything == (session_id is not None):
         fail(
             Code.USAGE, "nothing was stopped", "one of ID and --all is needed", "robojax stop ID, or robojax stop --all"
         )
     base = base_url(server)
     if session_id is not None:
-        path = f"/sessions/{quote(session_id, safe='')}"
         if emergency:
-            body = {"reason": reason or "robojax stop --emergency"}
-            answer = call(base, "POST", f"{path}/emergency_stop", body, key=key, silent=_BLOCKED)
+            path, body = session_path(session_id, "/emergency_stop"), {"reason": reason or "robojax stop --emergency"}
+            answer = call(base, "POST", path, body, key=key, silent=_BLOCKED)
         else:
-            answer = call(base, "POST", f"{path}/stop", key=key, silent=_BLOCKED, session_id=session_id)
+            path = session_path(session_id, "/stop")
+            answer = call(base, "POST", path, key=key, silent=_BLOCKED, session_id=session_id)
     else:
         body = {"reason": reason or "robojax stop --all"}
         answer = call(base, "POST", "/debug/emergency_stop", body, key=key, silent=_BLOCKED)
@@ -124,14 +120,11 @@ def _describe_stop(answer: Any) -> str:
 def base_url(server: str | None) -> str:
     """URL of the server, from the option or the settings; ends the process when it cannot be used."""
     from robojax.client import Unusable
-    from robojax.client.http import server_url
 
     if server is None:
         from robojax.cli.serve import settings_or_end
 
-        settings = settings_or_end().server
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-        server = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+        server = settings_or_end().server.local_url
     try:
         return server_url(server)
     except Unusable as error:
@@ -188,7 +181,7 @@ def _advise_after_refusal(base: str, key: str | None, session_id: str) -> str | 
 
     try:
         with Client(base, key=key) as client:
-            session = client.request("GET", f"/sessions/{quote(session_id, safe='')}")
+            session = client.request("GET", session_path(session_id))
     except ClientError:
         return None
     return _suggest_command(session, base)
@@ -197,7 +190,6 @@ def _advise_after_refusal(base: str, key: str | None, session_id: str) -> str | 
 def _is_default(base: str) -> bool:
     """Whether commands of this terminal reach this server without --server."""
     from robojax.client import Unusable
-    from robojax.client.http import server_url
 
     try:
         return base == server_url(None)
@@ -254,7 +246,7 @@ LOADED = 1800.0
 
 def start(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """Let a session move its robot. One that is latched wants a reset first, one that was interrupted a restart."""
-    _print_answer(_call("POST", session_id, "/start", server, key), as_json)
+    _print_answer(_call(session_id, "/start", server, key), as_json)
 
 
 def restart(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
@@ -262,7 +254,7 @@ def restart(session_id: SESSION, server: Server = None, key: Key = None, as_json
 
     One that was interrupted (its server was ended) is only loaded again, in its old rooms: start then moves the robot.
     """
-    _print_answer(_call("POST", session_id, "/restart", server, key, timeout=LOADED), as_json)
+    _print_answer(_call(session_id, "/restart", server, key, timeout=LOADED), as_json)
 
 
 def adjust(
@@ -318,41 +310,38 @@ def adjust(
             )
     if not body:
         fail(Code.USAGE, "nothing was changed", "nothing was asked for", "robojax adjust ID --overlap crossfade")
-    path = f"/sessions/{quote(session_id, safe='')}"
-    answer = call(
-        base_url(server),
-        "PATCH",
-        path,
-        body,
-        key=key,
-        then="robojax sessions lists them, robojax adjust --help what can be changed",
-        session_id=session_id,
-    )
-    _print_answer(answer, as_json)
+    then = "robojax sessions lists them, robojax adjust --help what can be changed"
+    _print_answer(_call(session_id, "", server, key, body, method="PATCH", then=then), as_json)
 
 
 def reset(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """Take the latch of an emergency stop off, once you have seen that the robot is safe. Nothing moves by it."""
-    _print_answer(_call("POST", session_id, "/reset", server, key, before="/debug"), as_json)
+    # A reset is refused only where no emergency stop is latched. Then no other command has to follow.
+    _print_answer(call(base_url(server), "POST", session_path(session_id, "/reset", "/debug"), key=key), as_json)
 
 
 def delete(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """Stop a session and remove it with its rooms; recordings stay."""
-    _print_answer(_call("DELETE", session_id, "", server, key), as_json)
+    _print_answer(_call(session_id, "", server, key, method="DELETE"), as_json)
 
 
 def _call(
-    method: str, session_id: str, move: str, server: str | None, key: str | None, before: str = "", timeout: float = 10
+    session_id: str,
+    rest: str,
+    server: str | None,
+    key: str | None,
+    body: object = None,
+    *,
+    method: str = "POST",
+    timeout: float = 10,
+    then: str | None = None,
 ) -> Any:
-    path = f"{before}/sessions/{quote(session_id, safe='')}{move}"
-    # A reset is refused only where no emergency stop is latched. Then no other command has to follow.
-    asked = None if move == "/reset" else session_id
-    return call(base_url(server), method, path, key=key, timeout=timeout, session_id=asked)
+    """Call the server about one session; ``rest`` is the end of the path, the other arguments are those of ``call``."""
+    path = session_path(session_id, rest)
+    return call(base_url(server), method, path, body, key=key, timeout=timeout, then=then, session_id=session_id)
 
 
 def _print_answer(answer: Any, as_json: bool) -> None:
-    import json
-
     typer.echo(json.dumps(answer, indent=2) if as_json else answer["message"])
     for text in [*answer.get("warnings", {}).values(), *filter(None, [answer.get("warning")])]:
         typer.secho(f"warning: {text}", err=True, fg="yellow")
@@ -366,8 +355,6 @@ def deployments(
     as_json: AsJson = False,
 ) -> None:
     """List what became of pushes to the policies of running sessions, the newest first."""
-    import json
-
     base = base_url(server)
     path = f"/deployments?limit={limit}" + (f"&session_id={quote(session_id, safe='')}" if session_id else "")
     listed = call(base, "GET", path, key=key)
@@ -408,36 +395,26 @@ def policy(
 ) -> None:
     """Bring a revision of its policy to a running session, checked first, at a chunk boundary."""
     body = {"revision": revision, "force": force}
-    path = f"/sessions/{quote(session_id, safe='')}/policy"
-    answer = call(
-        base_url(server),
-        "POST",
-        path,
-        body,
-        key=key,
-        timeout=1800,
-        then=_suggest_next(session_id),
-        session_id=session_id,
-    )
-    _print_deployment(session_id, answer, as_json)
+    _deploy(session_id, "/policy", server, key, as_json, body, timeout=LOADED)
 
 
 def rollback(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """Bring back the policy that a session ran before its last update."""
-    path = f"/sessions/{quote(session_id, safe='')}/rollback"
-    answer = call(
-        base_url(server), "POST", path, key=key, timeout=120, then=_suggest_next(session_id), session_id=session_id
-    )
-    _print_deployment(session_id, answer, as_json)
+    _deploy(session_id, "/rollback", server, key, as_json, timeout=120)
 
 
-def _suggest_next(session_id: str) -> str:
-    return f"robojax sessions shows what runs, robojax deployments {session_id} what was tried"
-
-
-def _print_deployment(session_id: str, answer: Any, as_json: bool) -> None:
-    import json
-
+def _deploy(
+    session_id: str,
+    rest: str,
+    server: str | None,
+    key: str | None,
+    as_json: bool,
+    body: object = None,
+    *,
+    timeout: float,
+) -> None:
+    then = f"robojax sessions shows what runs, robojax deployments {session_id} what was tried"
+    answer = _call(session_id, rest, server, key, body, timeout=timeout, then=then)
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     result = answer["result"] or "on probation"

@@ -4,20 +4,19 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sanic import HTTPResponse, Request
 
-from service.auth.caller import ANYBODY, STRANGER, Caller, Role
+from service.auth.caller import ANYBODY, STRANGER, Admission, Role
 from service.auth.config import AccessSettings, keys_path, secret_path
 from service.auth.keys import OWN_KEY_FOR, OWN_KEY_HEADER, OWN_PREFIX, PREFIX, Key, KeyFile, OwnKey
 from service.auth.tokens import BadToken, SecretFile, Tickets, TokenExpired, Tokens
 from service.errors import Forbidden, ServiceError, TooManyRequests, Unauthorized
 from service.http.limits import Rates
 from service.http.origins import Origins, is_loopback
-from service.reloading_file import FileUnusable
+from service.reloading_file import Content, FileUnusable
 from service.setting_types import SettingsError
 
 log = logging.getLogger(__name__)
@@ -29,14 +28,6 @@ HOW_TO_AUTHENTICATE = (
 
 class KeyExpired(Unauthorized):
     """The key or token has expired. It is no guess, so its holder is always told."""
-
-
-@dataclass(frozen=True)
-class Admission:
-    """The caller of an admitted request, and whether it would still be admitted: a socket may outlive its key."""
-
-    caller: Caller
-    is_still_authorized: Callable[[], bool]
 
 
 class Admissions:
@@ -98,7 +89,11 @@ class Admissions:
             ticket = _read_ticket(request)
             if ticket is None:
                 raise Unauthorized(f"a key is wanted here: {HOW_TO_AUTHENTICATE}")
-            return self._authenticate_ticket(ticket)
+            admission = self._tickets.redeem(ticket, self._ticks())
+            if admission is None:
+                unusable = "the ticket was used, is older than 30 s, or was never given"
+                raise Unauthorized(f"{unusable}; POST /tickets gives one")
+            return admission
         if sent.startswith(PREFIX):
             return self._authenticate_key(sent, is_stop)
         if is_room and sent.startswith(OWN_PREFIX):
@@ -115,7 +110,7 @@ class Admissions:
 
     def issue_ticket(self, admission: Admission) -> str:
         """Issue a ticket to an admitted caller."""
-        return self._tickets.issue(admission.caller, admission.is_still_authorized, self._ticks())
+        return self._tickets.issue(admission, self._ticks())
 
     def _authenticate_key(self, sent: str, is_stop: bool) -> Admission:
         key = None
@@ -147,22 +142,16 @@ class Admissions:
             raise kind(f"the token does not count: {error}") from None
         return Admission(bearer.caller, lambda: self._current_tokens() == tokens and self._clock() < bearer.expires_at)
 
-    def _authenticate_ticket(self, sent: str) -> Admission:
-        ticket = self._tickets.redeem(sent, self._ticks())
-        if ticket is None:
-            raise Unauthorized("the ticket was used, is older than 30 s, or was never given; POST /tickets gives one")
-        return Admission(ticket.caller, ticket.is_still_authorized)
-
     def _current_keys(self) -> tuple[Key, ...]:
-        try:
-            return () if self._keys is None else self._keys.read_keys()
-        except FileUnusable as error:
-            self._report_unusable(error)
-            return ()
+        return () if self._keys is None else self._read(self._keys.read_keys) or ()
 
     def _current_tokens(self) -> Tokens | None:
+        return None if self._secret is None else self._read(self._secret.tokens)
+
+    def _read(self, read: Callable[[], Content]) -> Content | None:
+        """Content of a file, or None when the file cannot be used, which is logged."""
         try:
-            return None if self._secret is None else self._secret.tokens()
+            return read()
         except FileUnusable as error:
             self._report_unusable(error)
             return None
