@@ -64,7 +64,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
         NoEngine: f"{see_cluster} how a cluster is made; without --engine policies run here",
         NoDevice: "robojax serve --devices all takes those there are",
         ModelError: "robojax check PATH says more about a model",
-        StartFailed: "--state names another folder; `--state off` keeps nothing",
+        **dict.fromkeys(StartFailed, "--state names another folder; `--state off` keeps nothing"),
     }
     try:
         run(
