@@ -20,8 +20,8 @@ from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.cameras import Camera, CameraConfig, Source
 from robojax.robot.config import RobotConfig, load_calibration, open_arm
 from robojax.robot.errors import RobotError
-from robojax.robot.fit import compare_joint_names, compare_policy, read_policy_fit, suggest_cameras
-from robojax.robot.links import Link, OnEvent, Pictures, RoomsLink, StreamLink, describe_status, run_until_first_ends
+from robojax.robot.fit import compare_joint_names, compare_joints, compare_units, read_policy_fit, suggest_cameras
+from robojax.robot.links import OnEvent, Pictures, RoomsLink, StreamLink, describe_status, run_until_first_ends
 from robojax.robot.simulated_bus import Servo
 
 
@@ -208,7 +208,7 @@ async def _run_linked(
                 _start_session(runner, session, linked, on_event),
                 _wait_for_failure(arm_thread, session.id, on_event),
                 _keys(pressed, session, arm_thread, end_requested, on_event),
-                _wait_for_end(end_requested),
+                end_requested.wait(),
                 *([] if simulation is None else [simulation.play(session, arm_thread, on_event)]),
             )
     except (RobotError, ClientError) as error:
@@ -229,7 +229,7 @@ def _make_link(
     arm_thread: ArmThread,
     pictures: Pictures,
     on_event: OnEvent,
-) -> Link:
+) -> RoomsLink | StreamLink:
     if has_rooms:
         transport = runner.transport if runner.transport not in (None, "direct") else client.url
         return RoomsLink(session, str(transport), arm_thread, pictures, runner.rate, on_event)
@@ -263,8 +263,8 @@ async def _session(
     request = build_check(runner, cameras)
     checking = client.request("POST", "/policies/check", request, timeout=600)
     fit = read_policy_fit(await _run_unless_ended(end_requested, checking))
-    calibration = load_calibration(runner.robot)
-    for finding in compare_policy(fit, runner.joint_names, runner.robot.use_degrees, calibration):
+    units = compare_units(fit, runner.robot.use_degrees, load_calibration(runner.robot))
+    for finding in (compare_joints(fit, runner.joint_names), units):
         if finding.level == "fail":
             raise RobotError(f"the policy does not fit this robot: {finding.found}", finding.fix)
         if finding.level == "warn":
@@ -360,9 +360,7 @@ async def _wait_for_failure(arm_thread: ArmThread, session_id: str, on_event: On
             if hold is not None and arm_thread.latch is not None:
                 on_event(f"it stays held; when it is safe: robojax reset {session_id}, then robojax start {session_id}")
             last = hold
-        figures = arm_thread.get_counters()["clamped"]
-        assert isinstance(figures, dict)
-        if new := frozenset(figures) - clamped:
+        if new := arm_thread.clamped - clamped:
             on_event(
                 f"targets of {', '.join(sorted(new))} are too far away (max_relative_target); the arm moves slowly"
             )
@@ -387,10 +385,6 @@ async def _keys(
                 on_event(f"the arm is held; the server could not be reached: {error}")
         elif key == QUIT:
             end_requested.set()
-
-
-async def _wait_for_end(end_requested: asyncio.Event) -> None:
-    await end_requested.wait()
 
 
 def _open_cameras(runner: RobotRunner) -> dict[str, Camera]:

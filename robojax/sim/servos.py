@@ -185,7 +185,7 @@ async def _wait_held(arm_thread: ArmThread) -> None:
     commands, since = -1, time.monotonic()
     while time.monotonic() - since < QUIET:
         await asyncio.sleep(POLL_PERIOD)
-        if (newest := arm_thread.get_counters()["commands"]) != commands:
+        if (newest := arm_thread.commands) != commands:
             commands, since = newest, time.monotonic()
     arm_thread.stop("a new cube is being laid")
     pose, readings = arm_thread.pose, 0
