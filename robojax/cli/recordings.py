@@ -24,6 +24,7 @@ LONGEST, MAX_EVENTS = 2000, 10_000
 # Bytes that looking at a file, and making a dataset of it, may have of memory: the limits of what reads them hold long
 # before, but the libraries for videos and tables believe what a file claims.
 MEMORY = 6 << 30
+LOOK_INSIDE = "robojax recordings info FILE says what is in it"
 File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDataset v3 folder.")]
 
 
@@ -56,13 +57,8 @@ def _row(recording: Any) -> Sequence[str]:
 @app.command()
 def info(file: File, as_json: AsJson = False) -> None:
     """What is in a recording, or in a dataset."""
-    from service.recording.steps import RecordingError
-
-    try:
-        with limited_memory():
-            description = _describe_recording(source_or_end(file))
-    except (RecordingError, MemoryError) as error:
-        fail(Code.USAGE, f"{file} cannot be used", _describe_error(error), "give an .mcap as `robojax serve` wrote it")
+    with _end_on_errors(f"{file} cannot be used", "give an .mcap as `robojax serve` wrote it"), limited_memory():
+        description = _describe_recording(source_or_end(file))
     if as_json:
         typer.echo(json.dumps(description, indent=2))
         return
@@ -86,23 +82,17 @@ def export(
     from rich.console import Console
     from rich.progress import Progress
 
-    from service.recording.steps import RecordingError
-
     source = source_or_end(file)
     from service.recording.dataset import write_dataset
 
     folder = to or file.with_suffix("")
-    try:
-        with limited_memory(), Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("writing", total=source.info.length)
-            writer = write_dataset(folder, source.info, source.steps(), lambda: bar.advance(task))
-    except (RecordingError, OSError, MemoryError) as error:
-        fail(
-            Code.USAGE,
-            f"no dataset was made of {file}",
-            _describe_error(error),
-            "robojax recordings info FILE says what is in it",
-        )
+    with (
+        _end_on_errors(f"no dataset was made of {file}", LOOK_INSIDE, OSError),
+        limited_memory(),
+        Progress(console=Console(stderr=True), transient=True) as bar,
+    ):
+        task = bar.add_task("writing", total=source.info.length)
+        writer = write_dataset(folder, source.info, source.steps(), lambda: bar.advance(task))
     warn_of_damage(source)
     typer.echo(f"{folder}: {writer.episodes} episodes, {writer.frames} frames")
 
@@ -115,17 +105,8 @@ def source_or_end(path: Path) -> "StepSource":
         from service.recording.recordings import INSTALL
 
         fail(Code.USAGE, "recordings cannot be read", f"{error.name or 'a package'} is not installed", INSTALL)
-    from service.recording.steps import RecordingError
-
-    try:
+    with _end_on_errors(f"{path} cannot be used", "give an .mcap of `robojax serve`, or a dataset's folder"):
         return open_source(path)
-    except (RecordingError, MemoryError) as error:
-        fail(
-            Code.USAGE,
-            f"{path} cannot be used",
-            _describe_error(error),
-            "give an .mcap of `robojax serve`, or a dataset's folder",
-        )
 
 
 def warn_of_damage(source: "StepSource") -> None:
@@ -163,10 +144,17 @@ def _private_memory() -> int:
         return 0
 
 
-def _describe_error(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
-        return f"it needs more than the {MEMORY >> 30} GiB of memory that this command takes"
-    return sanitize_text(str(error), LONGEST)
+@contextmanager
+def _end_on_errors(what: str, then: str, *more: type[Exception]) -> Iterator[None]:
+    """Context in which a recording that cannot be read, too little memory, or another error ends the command."""
+    from service.recording.steps import RecordingError
+
+    try:
+        yield
+    except MemoryError:
+        fail(Code.USAGE, what, f"it needs more than the {MEMORY >> 30} GiB of memory that this command takes", then)
+    except (RecordingError, *more) as error:
+        fail(Code.USAGE, what, sanitize_text(str(error), LONGEST), then)
 
 
 def _describe_recording(source: "StepSource") -> dict[str, Any]:
@@ -238,8 +226,7 @@ def replay(
     viewer = _viewer(source.info, save) if rerun else None
     try:
         with errors.status("importing JAX ...") as status:
-            load = jaxmodels.load_policy
-            loaded = load(
+            loaded = jaxmodels.load_policy(
                 policy,
                 revision,
                 device=device,
@@ -262,12 +249,7 @@ def replay(
     except JaxModelsError as error:
         fail(Code.POLICY, f"policy {policy!r} cannot be used", str(error), f"robojax check {policy} says more")
     except RecordingError as error:
-        fail(
-            Code.USAGE,
-            "the recording cannot be played",
-            sanitize_text(str(error), 2000),
-            "robojax recordings info FILE says what is in it",
-        )
+        fail(Code.USAGE, "the recording cannot be played", sanitize_text(str(error), LONGEST), LOOK_INSIDE)
     warn_of_damage(source)
     commit = loaded.commit
     if as_json:

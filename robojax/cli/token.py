@@ -1,5 +1,7 @@
 """Command `token`: API keys and bearer tokens, on the server's machine."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -167,18 +169,13 @@ def _refuse_without_state(what: str, flag: str) -> NoReturn:
     fail(Code.USAGE, what, why, f"give --port, --state or {flag} as the server has it")
 
 
-def _end_on_errors(what: str) -> Any:
+@contextmanager
+def _end_on_errors(what: str) -> Iterator[None]:
     """Context whose errors end the command."""
-    from contextlib import contextmanager
-
     from service.auth.keys import KeyRefused
     from service.reloading_file import FileUnusable
 
-    @contextmanager
-    def end_on_error() -> Any:
-        try:
-            yield
-        except (KeyRefused, FileUnusable) as error:
-            fail(Code.USAGE, what, str(error), "robojax token --help")
-
-    return end_on_error()
+    try:
+        yield
+    except (KeyRefused, FileUnusable) as error:
+        fail(Code.USAGE, what, str(error), "robojax token --help")

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from robojax.client import http
@@ -103,9 +102,7 @@ class Session:
         self._is_new = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with _judge_stop(self.id, error):
             self.stop()
 
@@ -127,7 +124,7 @@ class Session:
 
     def delete(self) -> None:
         """Stop the session and remove it with its rooms."""
-        self._do(http.delete(self.id))
+        self._do(http.build_call("DELETE", session_path(self.id)))
 
     def emergency_stop(self, reason: str = REASON) -> None:
         """Stop and latch the session: it needs a reset and a start to move again."""
@@ -135,12 +132,12 @@ class Session:
 
     def reset(self) -> None:
         """Take the latch of an emergency stop off; nothing moves by it."""
-        self._do(http.reset(self.id))
+        self._do(http.build_call("POST", session_path(self.id, "/reset", "/debug")))
         self._is_new = True
 
     def patch(self, **changes: Any) -> Any:
         """Change settings while it runs: ``language_instruction``, ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
-        return self._do(http.patch(self.id, changes))
+        return self._do(http.build_call("PATCH", session_path(self.id), changes))
 
     def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
         """Get a chunk for an observation (see ``pack_observation``). Not while the session's own loop drives the robot.
@@ -265,9 +262,7 @@ class AsyncSession:
         self._is_new = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with _judge_stop(self.id, error):
             # Also when this task is being cancelled, because no other task would stop the robot.
             await asyncio.shield(self.stop())
@@ -290,7 +285,7 @@ class AsyncSession:
 
     async def delete(self) -> None:
         """Stop the session and remove it with its rooms."""
-        await self._do(http.delete(self.id))
+        await self._do(http.build_call("DELETE", session_path(self.id)))
 
     async def emergency_stop(self, reason: str = REASON) -> None:
         """Stop and latch the session: it needs a reset and a start to move again."""
@@ -298,12 +293,12 @@ class AsyncSession:
 
     async def reset(self) -> None:
         """Take the latch of an emergency stop off; nothing moves by it."""
-        await self._do(http.reset(self.id))
+        await self._do(http.build_call("POST", session_path(self.id, "/reset", "/debug")))
         self._is_new = True
 
     async def patch(self, **changes: Any) -> Any:
         """Change settings of the session while it runs: ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
-        return await self._do(http.patch(self.id, changes))
+        return await self._do(http.build_call("PATCH", session_path(self.id), changes))
 
     async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
         """Get a chunk of actions for an observation; see ``Session.act``."""

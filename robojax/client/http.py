@@ -188,25 +188,10 @@ def move(session_id: str, move_name: str) -> Call[Any]:
     )
 
 
-def delete(session_id: str) -> Call[Any]:
-    """Request to remove a session."""
-    return build_call("DELETE", session_path(session_id))
-
-
 def emergency_stop(session_id: str | None, reason: str) -> Call[Any]:
     """Request to stop and latch one session, or all."""
     path = "/debug/emergency_stop" if session_id is None else session_path(session_id, "/emergency_stop")
     return replace(build_call("POST", path, {"reason": reason}), is_safe=True)
-
-
-def reset(session_id: str) -> Call[Any]:
-    """Request to take the latch off."""
-    return build_call("POST", session_path(session_id, "/reset", "/debug"))
-
-
-def patch(session_id: str, changes: Mapping[str, object]) -> Call[Any]:
-    """Request to change a running session. Unlike elsewhere, None is sent: it means the default."""
-    return build_call("PATCH", session_path(session_id), dict(changes))
 
 
 def act(session_id: str, observation: Mapping[str, object]) -> Call[Chunk]:

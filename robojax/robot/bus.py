@@ -9,7 +9,6 @@ the package ``feetech-servo-sdk`` (imported as ``scservo_sdk``).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from robojax.robot.errors import BusLost, RobotError
@@ -136,9 +135,7 @@ class Bus:
     def __enter__(self) -> "Bus":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -154,9 +154,7 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
     try:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(AsyncClient(runner.server, key=runner.key))
-            cameras = await asyncio.to_thread(_open_cameras, runner)
-            for camera in cameras.values():
-                stack.callback(camera.close)
+            cameras = await asyncio.to_thread(_open_cameras, runner, stack)
             servos = None if runner.simulation is None else runner.simulation.servos
             arm = stack.enter_context(open_arm(runner.robot, servos))
             session = await stack.enter_async_context(_session(client, runner, tuple(cameras), end_requested, on_event))
@@ -387,14 +385,11 @@ async def _keys(
             end_requested.set()
 
 
-def _open_cameras(runner: RobotRunner) -> dict[str, Camera]:
+def _open_cameras(runner: RobotRunner, stack: AsyncExitStack) -> dict[str, Camera]:
+    """Open the robot's cameras; ``stack`` closes them."""
     open_simulated = None if runner.simulation is None else runner.simulation.open_camera
     cameras: dict[str, Camera] = {}
-    try:
-        for name, config in runner.robot.cameras.items():
-            cameras[name] = Camera(name, config, open_simulated)
-    except RobotError:
-        for camera in cameras.values():
-            camera.close()
-        raise
+    for name, config in runner.robot.cameras.items():
+        cameras[name] = Camera(name, config, open_simulated)
+        stack.callback(cameras[name].close)
     return cameras

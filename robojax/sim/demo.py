@@ -40,14 +40,12 @@ class Request:
             "policy_path": self.policy,
             "transport_server_url": self.url,
             "camera_names": [CAMERA],
+            "revision": self.revision,
+            "policy_type": None if self.policy_type == "act" else self.policy_type,
+            "language_instruction": self.instruction,
+            "record": self.is_recorded or None,
         }
-        if self.revision is not None:
-            body["revision"] = self.revision
-        if self.policy_type != "act":
-            body["policy_type"] = self.policy_type
-        if self.instruction is not None:
-            body["language_instruction"] = self.instruction
-        return body | ({"record": True} if self.is_recorded else {})
+        return {name: value for name, value in body.items() if value is not None}
 
     def curl(self) -> list[str]:
         """Shell commands that do the same by hand."""
