@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from robojax.cli.app import LEROBOT_HELP, RENAME_HELP, Code, fail, print_facts, print_table, read_rename
-from robojax.cli.sessions import AsJson, Key, Server, base_url, call
+from robojax.cli.app import LEROBOT_HELP, RENAME_HELP, Code, fail, flatten, print_facts, print_table, read_rename
+from robojax.cli.sessions import AsJson, ServerOptions
 from service.logging import sanitize_text
 
 if TYPE_CHECKING:
@@ -29,17 +29,11 @@ File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDat
 
 
 @app.command("list")
-def list_recordings(server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
+@flatten
+def list_recordings(*, at: ServerOptions) -> None:
     """List the recordings of a running server."""
-    base = base_url(server)
-    recordings = call(base, "GET", "/recordings", key=key)
-    if as_json:
-        typer.echo(json.dumps(recordings, indent=2))
-        return
-    if not recordings:
-        typer.echo(f"no recordings at {base}; POST /sessions/ID/record begins one")
-        return
-    print_table(("recording", "session", "state", "seconds", "MB", "starts", "dataset"), map(_row, recordings))
+    columns = ("recording", "session", "state", "seconds", "MB", "starts", "dataset")
+    at.show_list("/recordings", f"no recordings at {at.base}; POST /sessions/ID/record begins one", columns, _row)
 
 
 def _row(recording: Any) -> Sequence[str]:
