@@ -94,7 +94,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "transport": ("robojax.cli.serve", "transport", "Run a rooms server alone."),
 }
 
-# What these need beside the package itself, and what of it can be missing.
+# Extra that each command needs, and the modules of the extras that may be missing.
 EXTRAS = {
     "demo": "sim",
     "record-demo": "sim,recording",
@@ -104,21 +104,8 @@ EXTRAS = {
     "train": "training",
     "robot": "robot",
 }
-OPTIONAL = frozenset(
-    (
-        "cv2",
-        "lz4",
-        "matplotlib",
-        "mcap",
-        "mujoco",
-        "pyarrow",
-        "scservo_sdk",
-        "serial",
-        "tensorboardX",
-        "yaml",
-        "zstandard",
-    )
-)
+OPTIONAL = {"cv2", "lz4", "matplotlib", "mcap", "mujoco", "pyarrow", "scservo_sdk", "serial", "tensorboardX"}
+OPTIONAL |= {"yaml", "zstandard"}
 
 
 class Commands(TyperGroup):
@@ -179,19 +166,13 @@ def main() -> None:
     try:
         sys.exit(command(prog_name="robojax"))
     except ModuleNotFoundError as error:
-        called, missing = (
-            next((word for word in sys.argv[1:] if word in EXTRAS), None),
-            (error.name or "").split(".")[0],
-        )
+        called = next((word for word in sys.argv[1:] if word in EXTRAS), None)
+        missing = (error.name or "").split(".")[0]
         if called is None or missing not in OPTIONAL:
             raise
+        install = f"pip install -e '.[{EXTRAS[called]}]'"
         try:
-            fail(
-                Code.USAGE,
-                f"robojax {called} needs more than is installed",
-                f"{missing} is not there",
-                f"pip install -e '.[{EXTRAS[called]}]'",
-            )
+            fail(Code.USAGE, f"robojax {called} needs more than is installed", f"{missing} is not there", install)
         except typer.Exit as ended:
             sys.exit(ended.exit_code)
 

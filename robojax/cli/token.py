@@ -71,35 +71,27 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
     file = _keys(port, state, keys_file)
     with _end_on_errors("the keys cannot be listed"):
         keys = file.read_keys()
+    listed = [
+        {
+            "name": key.name,
+            "role": str(key.role),
+            "owner": key.owner,
+            "made_at": when(key.made_at),
+            "expires_at": when(key.expires_at),
+            "is_over": key.is_expired(time.time()),
+        }
+        for key in keys
+    ]
     if as_json:
-        listed = [
-            {
-                "name": key.name,
-                "role": str(key.role),
-                "owner": key.owner,
-                "made_at": when(key.made_at),
-                "expires_at": when(key.expires_at),
-                "is_over": key.is_expired(time.time()),
-            }
-            for key in keys
-        ]
         typer.echo(json.dumps(listed, indent=2))
         return
     if not keys:
         typer.echo(f"no keys in {file.path}; robojax token new --role operator makes one")
         return
     rows = []
-    for key in keys:
-        until = when(key.expires_at) or "when it is revoked"
-        rows.append(
-            (
-                key.name,
-                str(key.role),
-                "everybody" if key.owner is None or str(key.role) == "admin" else key.owner,
-                when(key.made_at) or "",
-                f"{until} (over)" if key.is_expired(time.time()) else until,
-            )
-        )
+    for name, role, owner, made_at, expires_at, is_over in (key.values() for key in listed):
+        until = (expires_at or "when it is revoked") + (" (over)" if is_over else "")
+        rows.append((name, role, "everybody" if role == "admin" else owner or "everybody", made_at or "", until))
     print_table(("name", "role", "sessions of", "made", "ends"), rows)
 
 
