@@ -140,9 +140,8 @@ class Demo:
         episodes: int,
         task: Task = PICK,
         films: Path | None = None,
-        period: float = 0.25,
     ) -> AsyncIterator[View]:
-        """Start the arm and yield its state every `period` seconds, until its episodes are over.
+        """Start the arm and yield its state four times per second, until its episodes are over.
 
         Args:
             films: a folder for a video of each episode.
@@ -195,7 +194,7 @@ class Demo:
                     yield View(await self._status(), score, recent, instruction, lines, is_over)
                     if is_over:
                         return
-                    await asyncio.sleep(period)
+                    await asyncio.sleep(0.25)
             finally:
                 listening.cancel()
 

@@ -36,8 +36,6 @@ class Admissions:
     Args:
         keys, secret: their files, which need not be there yet.
         requires_key: whether a key is wanted even before there is one.
-        clock: seconds since 1970, for what expires.
-        ticks: monotonic seconds, for tickets.
     """
 
     def __init__(
@@ -46,16 +44,12 @@ class Admissions:
         secret: SecretFile | None = None,
         *,
         requires_key: bool = False,
-        clock: Callable[[], float] = time.time,
-        ticks: Callable[[], float] = time.monotonic,
     ):
         self.own = OwnKey()
         self._keys = keys
         self._secret = secret
         self._tickets = Tickets()
         self._requires_key = requires_key
-        self._clock = clock
-        self._ticks = ticks
         self._reported = ""
 
     @property
@@ -72,7 +66,7 @@ class Admissions:
         """
         keys = () if self._keys is None else self._keys.read_keys()
         has_tokens = self._secret is not None and self._secret.tokens() is not None
-        return has_tokens or any(not key.is_expired(self._clock()) for key in keys)
+        return has_tokens or any(not key.is_expired(time.time()) for key in keys)
 
     def authenticate(self, request: "Request[Any, Any]", *, is_room: bool = False, is_stop: bool = False) -> Admission:
         """Find out who sent this request.
@@ -89,7 +83,7 @@ class Admissions:
             ticket = _read_ticket(request)
             if ticket is None:
                 raise Unauthorized(f"a key is wanted here: {HOW_TO_AUTHENTICATE}")
-            admission = self._tickets.redeem(ticket, self._ticks())
+            admission = self._tickets.redeem(ticket, time.monotonic())
             if admission is None:
                 unusable = "the ticket was used, is older than 30 s, or was never given"
                 raise Unauthorized(f"{unusable}; POST /tickets gives one")
@@ -110,7 +104,7 @@ class Admissions:
 
     def issue_ticket(self, admission: Admission) -> str:
         """Issue a ticket to an admitted caller."""
-        return self._tickets.issue(admission, self._ticks())
+        return self._tickets.issue(admission, time.monotonic())
 
     def _authenticate_key(self, sent: str, is_stop: bool) -> Admission:
         key = None
@@ -122,12 +116,12 @@ class Admissions:
                 key = self._keys.find(sent, self._keys.last_keys()) if is_stop else None
         if key is None:
             raise Unauthorized(f"this key is not known here (any more); {HOW_TO_AUTHENTICATE}")
-        if key.is_expired(self._clock()):
+        if key.is_expired(time.time()):
             raise KeyExpired("this key has expired; `robojax token new` makes another on the server's machine")
         return Admission(key.caller, lambda: self._is_current(key))
 
     def _is_current(self, key: Key) -> bool:
-        return key in self._current_keys() and not key.is_expired(self._clock())
+        return key in self._current_keys() and not key.is_expired(time.time())
 
     def _authenticate_token(self, sent: str, is_stop: bool) -> Admission:
         try:
@@ -136,11 +130,11 @@ class Admissions:
                 tokens = self._secret.last_tokens()
             if tokens is None:
                 raise BadToken("this server takes no tokens; use a key")
-            bearer = tokens.verify(sent, self._clock())
+            bearer = tokens.verify(sent, time.time())
         except BadToken as error:
             kind = KeyExpired if isinstance(error, TokenExpired) else Unauthorized
             raise kind(f"the token does not count: {error}") from None
-        return Admission(bearer.caller, lambda: self._current_tokens() == tokens and self._clock() < bearer.expires_at)
+        return Admission(bearer.caller, lambda: self._current_tokens() == tokens and time.time() < bearer.expires_at)
 
     def _current_keys(self) -> tuple[Key, ...]:
         return () if self._keys is None else self._read(self._keys.read_keys) or ()
@@ -157,7 +151,7 @@ class Admissions:
             return None
 
     def _report_unusable(self, error: FileUnusable) -> None:
-        # What cannot be read lets nobody in, and lets nobody past either.
+        # A file that cannot be used admits no request, and its absence opens nothing.
         self._requires_key = True
         if str(error) != self._reported:
             self._reported = str(error)
@@ -192,9 +186,8 @@ def _read_ticket(request: "Request[Any, Any]") -> str | None:
 # Method ("*": any), what a route's path begins with, and the least role; None: it has a proof of its own or needs none.
 Rule = tuple[str, str, Role | None]
 SAFE_METHODS = ("GET", "HEAD")
-# Of one address, attempts that fail: a second and at once. Only these are counted: were an address shut out altogether,
-# one stranger behind the same proxy could keep the operator from stopping a robot; and 256 random bits are not guessed,
-# however many tries there are.
+# Failed attempts of one address: per second, and at once. Successful requests are never limited, because a stranger
+# behind the same proxy could otherwise keep the operator from stopping a robot. 256 random bits cannot be guessed.
 REFUSALS = (1 / 6, 10)
 
 
@@ -246,7 +239,7 @@ class Guard:
                 self._check_host(request, route)
                 is_own = self.admissions.is_own(request)
                 _set_admission(request, Admission(ANYBODY, lambda: is_own or not self.requires_key))
-            elif request.method != "OPTIONS":  # which browsers send without any key, and which tells nothing
+            elif request.method != "OPTIONS":  # browsers send these without a key, and the response holds no data
                 self._authorize(request, route, self._required_role(request, route))
         except ServiceError as error:
             return _error_response(error)
@@ -282,7 +275,7 @@ class Guard:
     def _count_refusal(self, request: "Request[Any, Any]", error: Unauthorized) -> None:
         wait = self._refusals.take(request.ip)
         if wait > 0 and isinstance(error, KeyExpired):
-            return  # whoever wants to stop a robot has to learn why it does not
+            return  # an operator who stops a robot must see why the stop is refused
         if wait > 0:
             raise TooManyRequests("too many attempts from this address were refused", wait)
         log.warning("%s %s from %s is refused: %s", request.method, request.path[:200], request.ip, error)
@@ -334,7 +327,7 @@ def create_guard(
     admissions = Admissions(
         None if keys is None else KeyFile(keys),
         None if secret is None else SecretFile(secret, access.jwt_hours * 3600),
-        # A file that was named is meant: with no key in it, nobody gets in.
+        # A named file without a key admits no request.
         requires_key=access.keys_file is not None or access.jwt_secret_file is not None,
     )
     try:
