@@ -61,7 +61,7 @@ def read_rename(given: Sequence[str] | None) -> dict[str, str]:
 # name -> (module, what in it: a Typer app or a function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("robojax.cli.serve", "serve", "Run the server: sessions, and rooms unless switched off."),
-    "demo": ("robojax.cli.sim", "app", "Watch a simulated arm pick up cubes, driven by the real server."),
+    "demo": ("robojax.cli.sim", "demo", "Watch a simulated arm pick up cubes, driven by the real server."),
     "record-demo": (
         "robojax.cli.sim",
         "record_demo",

@@ -232,12 +232,8 @@ LATE_ACTIONS = (
     "are normal, and more on a slow machine, so only if cubes are missed end other programs or use a GPU."
 )
 
-app = typer.Typer(help="Watch a simulated arm pick up cubes, driven by the real server.", invoke_without_command=True)
 
-
-@app.callback()
 def demo(
-    context: typer.Context,
     episodes: Annotated[int, typer.Option(min=0, help="Cubes to pick up; 0 goes on until Ctrl-C.")] = 20,
     headless: Annotated[bool, typer.Option("--headless", help="Plain lines instead of a live table.")] = False,
     task: WhichTask = TaskName.PICK,
@@ -267,8 +263,6 @@ def demo(
     through the HTTP API, the policy compiled. A policy that reads language is told before each episode which cube to
     lift, through PATCH /sessions/{id}.
     """
-    if context.invoked_subcommand is not None:
-        return
     from robojax.sim.demo import DemoFailed
     from service.processes import ChildDied
 
@@ -361,19 +355,6 @@ async def _run_demo(
 def _format_outcome(outcome: "Outcome", task: Task) -> str:
     instruction = f", {outcome.instruction}" if len(task.cubes) > 1 else ""
     return f"cube {outcome.number:>3} (seed {outcome.seed}{instruction}): {outcome.verdict}"
-
-
-@app.command()
-def picture(file: Annotated[Path, typer.Argument(help="PNG to write.")], seed: Seed = 3) -> None:
-    """Draw the arm at work."""
-    from robojax.sim.videos import save_picture
-
-    try:
-        save_picture(file, seed=seed)
-    except RuntimeError as error:
-        typer.echo(f"nothing drawn: {error}", err=True)
-        raise typer.Exit(2) from error
-    typer.echo(str(file))
 
 
 def record_demo(
