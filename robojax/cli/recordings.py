@@ -21,8 +21,7 @@ app = typer.Typer(
 )
 # Letters of one value in the table, and events in it.
 LONGEST, MAX_EVENTS = 2000, 10_000
-# Bytes that looking at a file, and making a dataset of it, may have of memory: the limits of what reads them hold long
-# before, but the libraries for videos and tables believe what a file claims.
+# Bytes of memory for reading a file and writing a dataset, because libraries for videos and tables trust its sizes.
 MEMORY = 6 << 30
 LOOK_INSIDE = "robojax recordings info FILE says what is in it"
 File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDataset v3 folder.")]
@@ -117,8 +116,7 @@ def limited_memory() -> Iterator[None]:
     except ImportError:  # not on Windows
         yield
         return
-    # Private memory alone: what is mapped from files counts for nothing. What the process has already counts, and below
-    # it nothing could be had at all: a thread that gets no memory for itself never says that it has begun.
+    # The limit counts private memory, without mapped files but with the memory that the process already has.
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = _private_memory() + MEMORY
     is_wider = soft == resource.RLIM_INFINITY or soft > most

@@ -84,11 +84,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
 
 
 def _end(log: "BackgroundHandler") -> None:
-    """End the process with 0, robots held and rooms left.
-
-    Python would take its threads down one by one, and one that is inside of JAX (importing, compiling, computing) then
-    aborts the whole process with SIGABRT.
-    """
+    """End the process with 0, because Python's own end aborts (SIGABRT) while a thread runs inside JAX."""
     log.close()
     with suppress(OSError):  # the terminal is gone
         sys.stdout.flush()
@@ -160,7 +156,7 @@ def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = N
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command an option per setting; values pass unread, so that settings explain what is wrong with them."""
+    """Give the command an option per setting, whose text the settings read and explain."""
     options = [_parameter("config", Path | None, typer.Option(help=f"TOML file; default: ./{FILE} if there is one."))]
     for group in GROUPS.values():
         for name, field in group.model_fields.items():

@@ -1,8 +1,4 @@
-"""Table of the training flags, and their strict parser.
-
-Not by draccus, which reads LeRobot's: it takes the last of a flag that is there twice, stops at the first complaint,
-names no nearest flag, and refuses a bare --resume, 0-49 and 0,1,5; its wheel installs packages `tests` and `examples`.
-"""
+"""Table of the training flags, and their strict parser, which reports all errors and suggests names."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

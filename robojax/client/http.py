@@ -267,11 +267,9 @@ def _decode_body(content_type: str, body: bytes) -> Any:
 
 
 DEFAULT_TIMEOUT = 10.0
-# Seconds before each further try of what may be sent twice. tenacity would be five lines less, for 30 ms at import and
-# 6 us a call (this: 0.06); most other backoffs of robojax are states that outlive a call, for which it has nothing.
+# Seconds before each further attempt of a request that may be sent twice.
 RETRY_WAITS = (0.1, 0.4)
-# A connection that was idle for so long is not used again: the server may be closing it just now, and then nobody could
-# say whether what was sent on it arrived.
+# Seconds after which an idle connection is not used again: the server may close it while a request is on its way.
 IDLE = 4.0
 # How a server says that a session is another one's (``service.api.redirects``).
 MOVED = "on_another_server"

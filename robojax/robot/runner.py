@@ -29,8 +29,7 @@ from robojax.robot.simulated_bus import Servo
 async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
     """Context with a queue of pressed keys; Ctrl-C keeps its meaning, and the terminal is restored on exit.
 
-    The queue stays empty without a terminal, and in a job that a shell runs in the background (``&``): the system stops
-    such a job, and with it the program that holds the arm, when it changes or reads the terminal.
+    The queue stays empty without a terminal, and in a background job, which the system stops when it reads one.
     """
     pressed: asyncio.Queue[str] = asyncio.Queue()
     if not sys.stdin.isatty() or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
@@ -134,7 +133,7 @@ class RobotRunner:
 
 
 class _Ended(Exception):
-    """Somebody ended the program before anything was held."""
+    """A person ended the program before the arm was held."""
 
 
 async def run(runner: RobotRunner, on_event: OnEvent) -> None:
@@ -279,8 +278,8 @@ async def _session(
         revision=runner.revision,
         language_instruction=runner.task,
         dry_run=runner.is_dry_run,
-        **({"rename": dict(runner.rename)} if runner.rename else {}),
-        **({"joint_names": list(runner.joint_names)} if runner.joint_names else {}),
+        rename=dict(runner.rename) or None,
+        joint_names=runner.joint_names or None,
     )
     created = await _run_unless_ended(end_requested, making, lambda: _remove_session(session))
     try:
@@ -291,13 +290,9 @@ async def _session(
 
 def build_check(runner: RobotRunner, cameras: Iterable[str]) -> dict[str, object]:
     """Body of POST /policies/check for this policy, these cameras and the joint names that the user gave."""
-    request: dict[str, object] = {"policy_path": runner.policy, "revision": runner.revision}
-    request["camera_names"] = list(cameras)
-    if runner.rename:
-        request["rename"] = dict(runner.rename)
-    if runner.joint_names:
-        request["joint_names"] = list(runner.joint_names)
-    return request
+    more = {"rename": dict(runner.rename), "joint_names": list(runner.joint_names or ())}
+    request = {"policy_path": runner.policy, "revision": runner.revision, "camera_names": list(cameras)}
+    return request | {name: value for name, value in more.items() if value}
 
 
 async def _remove_session(session: AsyncSession) -> None:
@@ -311,16 +306,16 @@ async def _run_unless_ended(
     work: Coroutine[Any, Any, Any],
     undo: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> Any:
-    """Result of the work, or `_Ended` when somebody ends the program first; then the work is undone.
+    """Return the result of the work.
 
     Raises:
-        _Ended: somebody did.
+        _Ended: a person ended the program first; the work was undone.
     """
     task, ended = asyncio.create_task(work), asyncio.create_task(end_requested.wait())
     try:
         await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
         if not task.done() and undo is not None:
-            # A refusal comes soon: a session of this id that is somebody else's is not removed.
+            # A refusal comes soon: a session of the same id that existed before is not removed.
             await asyncio.wait((task,), timeout=LEAVE)
         if not end_requested.is_set() or (task.done() and task.exception() is not None):
             return task.result()

@@ -102,9 +102,8 @@ def interpolate_targets(legs: list[Leg]) -> Iterator[np.ndarray]:
 
 
 ROBOT = "so100_simulated"
-# The expert's hand is pushed while it reaches, and what is recorded is where it wanted to go: so the policy sees how
-# to come back to the path (DART, https://arxiv.org/abs/1703.09327). Pushes last for a few ticks.
-# Any later and the hand cannot come back before it must be over the cube: one demonstration in six would fail.
+# Pushes of the expert's hand, which are not part of the recorded actions, so that the policy learns to return to the
+# path (DART, https://arxiv.org/abs/1703.09327). With later pushes one demonstration in six fails.
 PUSH, PUSH_MEMORY, PUSHED_TICKS = 0.04, 0.8, 30  # radians, per tick, ticks
 
 ENDING = (signal.SIGINT, signal.SIGTERM)

@@ -1,10 +1,8 @@
 """Process that connects the simulated arm to a server.
 
-It joins the session's rooms, sends its camera and its joints at 25 Hz, obeys the newest command, and plays episodes:
-fold the arm, lay the cubes, let the server see them, say which to lift if the policy reads that, start the session,
-move for `HORIZON` ticks, stop the session, look whether that cube is up. When a person stops the session, it waits
-until a person lets it go on, and plays that episode again. Each event is a line of JSON on standard output, for the
-parent process.
+It sends its camera and joints at 25 Hz and plays episodes: lay the cubes, set the instruction, start the session, move
+for `HORIZON` ticks, stop the session, score. After a stop by a person it waits and plays the episode again. Each event
+is a line of JSON on standard output, for the parent process.
 """
 
 import argparse
@@ -33,8 +31,7 @@ from service.transport.client.robot import Robot
 class SimulatedRobot:
     """Simulation on one thread, since an OpenGL context belongs to the thread that made it.
 
-    Its camera has the noise of a sensor, one grey level: without it, the pictures of an arm at rest would be identical,
-    as those of a frozen camera are, and the server would hold the arm.
+    Its camera has noise of one grey level, because the server holds an arm whose pictures are identical.
 
     Args:
         films: a folder for a video of each episode.

@@ -1,8 +1,4 @@
-"""API keys in a file, and the process's own key.
-
-The file holds SHA-256 hashes. A key is 256 random bits, so there is nothing to guess that a slow hash or a salt would
-protect, and every request can afford to be checked.
-"""
+"""API keys in a file, as SHA-256 hashes (256 random bits need no slow hash or salt), and the process's own key."""
 
 import hashlib
 import hmac

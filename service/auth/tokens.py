@@ -1,7 +1,4 @@
-"""Bearer tokens (JWT) and one-time tickets.
-
-Whoever has the server's secret can sign them. A token cannot be revoked by itself: it ends soon, or with the secret.
-"""
+"""Bearer tokens (JWT), which expire or end with the server's secret, and one-time tickets."""
 
 import hashlib
 import secrets
