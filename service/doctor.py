@@ -95,7 +95,7 @@ def _packages() -> Finding:
 
 
 def _devices() -> Finding:
-    # In a process of its own: a broken driver can take the process down that asks it.
+    # In a new process, because a broken driver can crash it.
     error, output = _run(_DEVICES, {})
     if error is not None:
         return Finding("JAX devices", "fail", error, "pip install --force-reinstall jax; on a GPU the extra cuda")
@@ -139,9 +139,8 @@ def _codecs() -> Finding:
     missing = {name for name, (decode, encode) in codecs.items() if not (has(decode, "r") and has(encode, "w"))}
     found = ", ".join(name if name not in missing else f"no {name}" for name in codecs)
     fix = "pip install --force-reinstall av (its wheels carry both)"
-    return Finding(
-        "video codecs", "fail" if "VP8" in missing else "warn" if missing else "ok", found, fix if missing else ""
-    )
+    level = "fail" if "VP8" in missing else "warn" if missing else "ok"
+    return Finding("video codecs", level, found, fix if missing else "")
 
 
 def _port(server: ServerSettings) -> Finding:
@@ -275,9 +274,7 @@ def _folder(name: str, folder: Path, fix: str, level: Level) -> Finding:
 
 
 def _run(code: str, environment: dict[str, str]) -> tuple[str | None, str]:
-    """Run Python code in a process of its own; return the last line of its error (None when it worked) and its
-    output.
-    """
+    """Run Python code in a new process; return the last line of its error (None on success) and its output."""
     try:
         completed = subprocess.run(
             [sys.executable, "-c", code],

@@ -24,10 +24,7 @@ _LOG_CONTEXT: ContextVar[Mapping[str, str]] = ContextVar("log_context", default=
 
 
 def log_context() -> Mapping[str, str]:
-    """Return the ids that log lines of this task get, e.g. ``{"session": "arm", "request": "81c7..."}``.
-
-    A task has the ids of the task that started it.
-    """
+    """Return the ids of this task's log lines, e.g. ``{"session": "arm"}``; a new task inherits them."""
     return _LOG_CONTEXT.get()
 
 
@@ -47,7 +44,7 @@ FLUSH_TIMEOUT = 1.0  # seconds that the end of the process waits for them
 
 # Characters of a message that strangers may have written parts of; to mask as many takes 2 ms.
 MAX_MESSAGE = 1 << 13
-# Each reads a text once, however it goes on: 16 KiB of "a.a.a" took 1.5 s.
+# Each pattern reads a text once, because 16 KiB of "a.a.a" took 1.5 s with backtracking.
 _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
