@@ -27,13 +27,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 
 from benchmarks.measured import RESULTS, ROOT, SHIPPED, write
 from benchmarks.processes import Child, child
+from robojax.client import AsyncClient, AsyncSession, SessionStatus
 from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, to_wire
-from robojax.sim.robot import PERIOD, SETTLE, Clock, Sessions, SimulatedRobot
+from robojax.sim.robot import PERIOD, SETTLE, Clock, SimulatedRobot
 from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import connect_robot
 from service.transport.link import Rooms
@@ -166,8 +166,8 @@ class Fault:
 class Show:
     """Plays episodes in which something breaks."""
 
-    def __init__(self, body: SimulatedRobot, sessions: Sessions, gateway: Gateway, rooms: RoomsServer):
-        self._body, self._sessions, self._gateway, self._rooms = body, sessions, gateway, rooms
+    def __init__(self, body: SimulatedRobot, session: AsyncSession, gateway: Gateway, rooms: RoomsServer):
+        self._body, self._session, self._gateway, self._rooms = body, session, gateway, rooms
         self._is_blind = False
 
     async def play(self, seed: int, kind: str, moment: random.Random) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class Show:
         for _ in range(SETTLE):
             await self._tick(home)
             await clock.next()
-        starting = asyncio.create_task(self._sessions.post("start"))
+        starting = asyncio.create_task(self._session.start())
         while not starting.done():
             await self._tick(home)
             await clock.next()
@@ -202,7 +202,7 @@ class Show:
         assert breaking is not None
         await breaking
         outcome = await self._body.outcome(1, seed, ticks)
-        await self._sessions.post("stop")
+        await self._session.stop()
         return {"seed": seed, "lifted": outcome.lifted, "ticks": ticks, **asdict(fault)}
 
     async def _tick(self, target: np.ndarray) -> None:
@@ -217,7 +217,7 @@ class Show:
             self._rooms.kill()
         else:
             await self._gateway.kill()
-        looked: dict[str, Any] = {}
+        looked: SessionStatus | None = None
         until = began + (3.0 if fault.kind == "F1" else 2.0)
         last = self._gateway.moved_at
         while time.monotonic() < until:
@@ -225,10 +225,11 @@ class Show:
             if time.monotonic() < began + 1:
                 last = self._gateway.moved_at
             if time.monotonic() < until - 0.2:
-                looked = await self._sessions.status()
+                looked = await self._session.status()
         fault.is_still = self._gateway.moved_at == last
         fault.moved_on = round(max(last - began, 0.0), 3)
-        fault.hold, fault.status = looked["stats"]["hold_code"], looked["status"]
+        assert looked is not None, "the loop looked at least once"
+        fault.hold, fault.status = looked.stats["hold_code"], looked.status
         ended = time.monotonic()
         if fault.kind == "F3":
             self._is_blind = False
@@ -243,28 +244,19 @@ class Show:
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
-        timeout = aiohttp.ClientTimeout(total=300)
-        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, trust_env=False))
         rooms = RoomsServer()
         await rooms.start()
         stack.callback(rooms.kill)
         server = stack.enter_context(child("-m", "robojax.cli", "serve", "--port", "0", "--state", "off"))
-        url = await asyncio.to_thread(server.url)
-        body = {
-            "session_id": SESSION,
-            "policy_path": str(options.policy),
-            "transport_server_url": rooms.url,
-            "camera_names": [CAMERA],
-        }
-        async with http.post(f"{url}/sessions", json=body) as answer:
-            assert answer.status == 200, await answer.text()
-        sessions = Sessions(http, url, SESSION)
-        gateway = Gateway(rooms.url, await sessions.rooms())
+        client = await stack.enter_async_context(AsyncClient(await asyncio.to_thread(server.url)))
+        policy = str(options.policy)
+        session = await client.create(SESSION, policy, transport_server_url=rooms.url, camera_names=[CAMERA])
+        gateway = Gateway(rooms.url, Rooms(**vars((await session.status()).rooms)))
         await gateway.start()
         stack.push_async_callback(gateway.kill)
         arm = SimulatedRobot()
         stack.push_async_callback(arm.close)
-        show, moment, episodes = Show(arm, sessions, gateway, rooms), random.Random(options.seed), []
+        show, moment, episodes = Show(arm, session, gateway, rooms), random.Random(options.seed), []
         for number in range(options.episodes):
             kind = FAULTS[number % len(FAULTS)]
             episode = await show.play(options.seed + number, kind, moment)

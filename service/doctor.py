@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -59,7 +58,7 @@ class Finding:
 def diagnose(settings: Settings) -> list[Finding]:
     """Run all checks of this machine, in the order in which one would repair what they find."""
     server, state = settings.server, settings.webhooks.state
-    checks = (
+    return [
         _python(),
         _packages(),
         _devices(),
@@ -71,20 +70,19 @@ def diagnose(settings: Settings) -> list[Finding]:
         _recording(settings.recording, state),
         _robot_packages(),
         _serial_ports(),
-        _caches(settings.policies),
-    )
-    return [finding for check in checks for finding in check]
+        _compile_cache(settings.policies),
+        _hub_cache(settings.policies),
+    ]
 
 
-def _python() -> Iterator[Finding]:
+def _python() -> Finding:
     found = f"{sys.version.split()[0]}, {os.cpu_count()} cores"
     if (os.cpu_count() or 1) < 2:
-        yield Finding("Python", "warn", found, "one core is shared by control and inference; use a machine with two")
-    else:
-        yield Finding("Python", "ok", found)
+        return Finding("Python", "warn", found, "one core is shared by control and inference; use a machine with two")
+    return Finding("Python", "ok", found)
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Finding:
     found, missing = [], []
     for package in _PACKAGES:
         try:
@@ -92,49 +90,43 @@ def _packages() -> Iterator[Finding]:
         except PackageNotFoundError:
             missing.append(package)
     if missing:
-        yield Finding("packages", "fail", f"missing: {', '.join(missing)}", "pip install robojax")
-    else:
-        yield Finding("packages", "ok", ", ".join(found))
+        return Finding("packages", "fail", f"missing: {', '.join(missing)}", "pip install robojax")
+    return Finding("packages", "ok", ", ".join(found))
 
 
-def _devices() -> Iterator[Finding]:
-    # In a process of its own: a broken driver can take the process down that asks it.
+def _devices() -> Finding:
+    # In a new process, because a broken driver can crash it.
     error, output = _run(_DEVICES, {})
     if error is not None:
-        yield Finding("JAX devices", "fail", error, "pip install --force-reinstall jax; on a GPU the extra cuda")
-        return
+        return Finding("JAX devices", "fail", error, "pip install --force-reinstall jax; on a GPU the extra cuda")
     devices: list[str] = json.loads(output.splitlines()[-1])
     found = ", ".join(devices)
     has_only_cpu = all(device.startswith("cpu") for device in devices)
     if has_only_cpu and (Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi")):
-        yield Finding("JAX devices", "warn", found, "there is an NVIDIA GPU; pip install -e '.[cuda]' to use it")
-    else:
-        yield Finding("JAX devices", "ok", found)
+        return Finding("JAX devices", "warn", found, "there is an NVIDIA GPU; pip install -e '.[cuda]' to use it")
+    return Finding("JAX devices", "ok", found)
 
 
-def _rendering() -> Iterator[Finding]:
+def _rendering() -> Finding:
     name = "rendering (for the demo)"
     try:
         found = f"MuJoCo {version('mujoco')}"
     except PackageNotFoundError:
-        yield Finding(name, "warn", "MuJoCo is not installed", "only the demo needs it: pip install -e '.[sim]'")
-        return
+        return Finding(name, "warn", "MuJoCo is not installed", "only the demo needs it: pip install -e '.[sim]'")
     errors = {backend: _run(_RENDER, {"MUJOCO_GL": backend})[0] for backend in ("egl", "osmesa")}
     works = [backend for backend, error in errors.items() if error is None]
     if works:
-        yield Finding(name, "ok", f"{found} with {works[0]}")
-    else:
-        fix = "only the demo needs it: apt-get install libegl1 libgles2 libgl1-mesa-dri"
-        yield Finding(name, "warn", f"{found}, but neither EGL nor OSMesa: {errors['egl']}", fix)
+        return Finding(name, "ok", f"{found} with {works[0]}")
+    fix = "only the demo needs it: apt-get install libegl1 libgles2 libgl1-mesa-dri"
+    return Finding(name, "warn", f"{found}, but neither EGL nor OSMesa: {errors['egl']}", fix)
 
 
-def _codecs() -> Iterator[Finding]:
+def _codecs() -> Finding:
     try:
         from av.codec import Codec
         from av.codec.codec import UnknownCodecError
     except ImportError as error:
-        yield Finding("video codecs", "fail", str(error), "pip install --force-reinstall av")
-        return
+        return Finding("video codecs", "fail", str(error), "pip install --force-reinstall av")
 
     def has(name: str, mode: Literal["r", "w"]) -> bool:
         try:
@@ -147,28 +139,25 @@ def _codecs() -> Iterator[Finding]:
     missing = {name for name, (decode, encode) in codecs.items() if not (has(decode, "r") and has(encode, "w"))}
     found = ", ".join(name if name not in missing else f"no {name}" for name in codecs)
     fix = "pip install --force-reinstall av (its wheels carry both)"
-    yield Finding(
-        "video codecs", "fail" if "VP8" in missing else "warn" if missing else "ok", found, fix if missing else ""
-    )
+    level = "fail" if "VP8" in missing else "warn" if missing else "ok"
+    return Finding("video codecs", level, found, fix if missing else "")
 
 
-def _port(server: ServerSettings) -> Iterator[Finding]:
+def _port(server: ServerSettings) -> Finding:
     try:
         listen(server.host, server.port).close()
     except CannotListen as error:
         if (running := _describe_running_server(server)) is not None:
-            yield Finding("port", "ok", running)
-        else:
-            fix = "end the program that listens there, or take another port: robojax serve --port 0"
-            yield Finding("port", "fail", str(error), fix)
+            return Finding("port", "ok", running)
+        fix = "end the program that listens there, or take another port: robojax serve --port 0"
+        return Finding("port", "fail", str(error), fix)
     else:
-        yield Finding("port", "ok", f"{server.host}:{server.port} is free")
+        return Finding("port", "ok", f"{server.host}:{server.port} is free")
 
 
 def _describe_running_server(server: ServerSettings) -> str | None:
     """Describe the robojax server that has this port: its version and sessions; None when it is another program."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
-    url = f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
+    url = server.local_url
     key = (os.environ.get("ROBOJAX_KEY") or "").strip()
     try:
         request = urllib.request.Request(f"{url}/health", headers={"authorization": f"Bearer {key}"} if key else {})
@@ -185,71 +174,64 @@ def _describe_running_server(server: ServerSettings) -> str | None:
     return f"your robojax server runs at {url} (robojax {version}; {sessions})"
 
 
-def _keys(access: AccessSettings, server: ServerSettings, state: str | None) -> Iterator[Finding]:
+def _keys(access: AccessSettings, server: ServerSettings, state: str | None) -> Finding:
     try:
         admissions = create_guard(access, host=server.host, origins=server.origins, state=state).admissions
         is_keyed = admissions.check_files()
     except (SettingsError, FileUnusable) as error:
-        yield Finding("keys", "fail", str(error), "docs/operate/access.md says how keys are made and kept")
-        return
+        return Finding("keys", "fail", str(error), "docs/operate/access.md says how keys are made and kept")
     path = keys_path(access, state)
     if is_keyed:
-        yield Finding("keys", "ok", f"wanted from everybody; they are in {path}")
-    elif is_loopback(server.host):
-        yield Finding("keys", "ok", "none: whoever is on this machine may do everything")
-    else:
-        found = f"none, and {server.host} is open to the network"
-        fix = "robojax token new --role operator --name me, with the --port, --state or --keys-file of the server"
-        yield Finding("keys", "warn" if access.insecure else "fail", found, fix)
+        return Finding("keys", "ok", f"wanted from everybody; they are in {path}")
+    if is_loopback(server.host):
+        return Finding("keys", "ok", "none: whoever is on this machine may do everything")
+    found = f"none, and {server.host} is open to the network"
+    fix = "robojax token new --role operator --name me, with the --port, --state or --keys-file of the server"
+    return Finding("keys", "warn" if access.insecure else "fail", found, fix)
 
 
-def _state(state: str | None) -> Iterator[Finding]:
+def _state(state: str | None) -> Finding:
     folder = state_folder(state)
     if folder is None:
         fix = "sessions, emergency stops and keys are not known after a restart; give --state or a port"
-        yield Finding("state folder", "warn", "off", fix)
-    else:
-        yield _folder("state folder", folder, "set state to a folder that can be written", "fail")
+        return Finding("state folder", "warn", "off", fix)
+    return _folder("state folder", folder, "set state to a folder that can be written", "fail")
 
 
-def _recording(recording: RecordingSettings, state: str | None) -> Iterator[Finding]:
+def _recording(recording: RecordingSettings, state: str | None) -> Finding:
     missing = [name for name in ("mcap", "pyarrow") if find_spec(name) is None]
     folder = Path(recording.recordings).expanduser() if recording.recordings else state_folder(state)
     if missing:
         fix = "only recordings need it: pip install -e '.[recording]'"
-        yield Finding("recording", "warn", f"missing: {', '.join(missing)}", fix)
-    elif folder is None:
-        yield Finding("recording", "warn", "there is no folder for recordings", "give --recordings or --state")
-    else:
-        yield _folder("recording", folder, "set recordings to a folder that can be written", "warn")
+        return Finding("recording", "warn", f"missing: {', '.join(missing)}", fix)
+    if folder is None:
+        return Finding("recording", "warn", "there is no folder for recordings", "give --recordings or --state")
+    return _folder("recording", folder, "set recordings to a folder that can be written", "warn")
 
 
-def _robot_packages() -> Iterator[Finding]:
+def _robot_packages() -> Finding:
     name, fix = "robot packages (for robojax robot)", "only robojax robot needs them: pip install -e '.[robot]'"
     missing = [module for module in _ROBOT_MODULES if find_spec(module) is None]
     # In a process of its own: a library that a package needs may be missing, too.
     error = None if missing else _run(f"import {', '.join(_ROBOT_MODULES)}", {})[0]
     if missing:
-        yield Finding(name, "warn", f"missing: {', '.join(missing)}", fix)
-    elif error is not None:
-        yield Finding(name, "warn", error, fix.replace("install", "install --force-reinstall"))
-    else:
-        yield Finding(name, "ok", ", ".join(_ROBOT_MODULES))
+        return Finding(name, "warn", f"missing: {', '.join(missing)}", fix)
+    if error is not None:
+        return Finding(name, "warn", error, fix.replace("install", "install --force-reinstall"))
+    return Finding(name, "ok", ", ".join(_ROBOT_MODULES))
 
 
-def _serial_ports() -> Iterator[Finding]:
+def _serial_ports() -> Finding:
     name = "serial ports (for robojax robot)"
     ports = sorted(port for pattern in ("ttyACM*", "ttyUSB*") for port in _DEVICE_FOLDER.glob(pattern))
     if not ports:
         fix = "only a real arm needs one: connect its USB cable, and switch its power supply on"
-        yield Finding(name, "warn", "none: no /dev/ttyACM* and no /dev/ttyUSB*", fix)
-        return
+        return Finding(name, "warn", "none: no /dev/ttyACM* and no /dev/ttyUSB*", fix)
     closed = [port for port in ports if not os.access(port, os.R_OK | os.W_OK)]
     if closed:
         found = f"{', '.join(map(str, closed))}: this user may not read and write"
-        yield Finding(name, "warn", found, f"sudo usermod -aG {_group_of(closed[0])} $USER, then log in again")
-    else:
-        yield Finding(name, "ok", ", ".join(map(str, ports)))
+        return Finding(name, "warn", found, f"sudo usermod -aG {_group_of(closed[0])} $USER, then log in again")
+    return Finding(name, "ok", ", ".join(map(str, ports)))
 
 
 def _group_of(path: Path) -> str:
@@ -259,16 +241,18 @@ def _group_of(path: Path) -> str:
         return "dialout"
 
 
-def _caches(policies: PolicySettings) -> Iterator[Finding]:
+def _compile_cache(policies: PolicySettings) -> Finding:
     compiled = jaxmodels.cache_folder("xla", policies.compile_cache)
     if compiled is None:
-        yield Finding("compile cache", "warn", "off", "every start compiles anew; unset compile_cache")
-    else:
-        yield _folder("compile cache", compiled, "set compile_cache to a folder that can be written", "warn")
+        return Finding("compile cache", "warn", "off", "every start compiles anew; unset compile_cache")
+    return _folder("compile cache", compiled, "set compile_cache to a folder that can be written", "warn")
+
+
+def _hub_cache(policies: PolicySettings) -> Finding:
     home = os.environ.get("HF_HOME") or jaxmodels.user_cache() / "huggingface"
     hub = policies.policy_cache or os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"
     fix = "set policy_cache to a folder that can be written; policies in local folders work without"
-    yield _folder("Hub cache", Path(hub), fix, "warn")
+    return _folder("Hub cache", Path(hub), fix, "warn")
 
 
 def _folder(name: str, folder: Path, fix: str, level: Level) -> Finding:
@@ -290,9 +274,7 @@ def _folder(name: str, folder: Path, fix: str, level: Level) -> Finding:
 
 
 def _run(code: str, environment: dict[str, str]) -> tuple[str | None, str]:
-    """Run Python code in a process of its own; return the last line of its error (None when it worked) and its
-    output.
-    """
+    """Run Python code in a new process; return the last line of its error (None on success) and its output."""
     try:
         completed = subprocess.run(
             [sys.executable, "-c", code],

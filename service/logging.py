@@ -1,7 +1,4 @@
-"""Log lines with session and request ids, without secrets.
-
-The newest of them are kept for GET /debug/logs, without folders of the machine, too.
-"""
+"""Log lines with session and request ids, without secrets; the newest lines are kept for GET /debug/logs."""
 
 import copy
 import json
@@ -27,10 +24,7 @@ _LOG_CONTEXT: ContextVar[Mapping[str, str]] = ContextVar("log_context", default=
 
 
 def log_context() -> Mapping[str, str]:
-    """Return the ids that log lines of this task get, e.g. ``{"session": "arm", "request": "81c7..."}``.
-
-    A task has the ids of the task that started it.
-    """
+    """Return the ids of this task's log lines, e.g. ``{"session": "arm"}``; a new task inherits them."""
     return _LOG_CONTEXT.get()
 
 
@@ -43,11 +37,14 @@ def bind_log_context(**ids: str | None) -> None:
 TEXT_FORMAT = "%(asctime)s %(levelname)-7s %(name)s%(about)s: %(message)s"
 MAX_QUEUED = 10_000  # lines that may wait for a slow disk or terminal; more are left out, and counted
 _ONE_LINE = {number: repr(chr(number))[1:-1] for number in (*range(32), 127, 0x2028, 0x2029)}
+# At their default levels these loggers report each connection; Orbax (absl) writes 200 lines for each checkpoint.
+NOISY = ("aioice", "aiortc", "sanic.root", "sanic.access", "sanic.server", "websockets", "asyncio", "jax")
+NOISY += ("absl", "httpx2")
 FLUSH_TIMEOUT = 1.0  # seconds that the end of the process waits for them
 
 # Characters of a message that strangers may have written parts of; to mask as many takes 2 ms.
 MAX_MESSAGE = 1 << 13
-# Each reads a text once, however it goes on: 16 KiB of "a.a.a" took 1.5 s.
+# Each pattern reads a text once, because 16 KiB of "a.a.a" took 1.5 s with backtracking.
 _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
@@ -81,7 +78,7 @@ def redact(text: str) -> str:
 
 
 def _truncate(message: str) -> str:
-    """Cut a message to the length that is worth redacting. A cut word could be half of a secret, and is left out."""
+    """Cut a message between words, because half of a secret would not be recognized."""
     if len(message) <= MAX_MESSAGE:
         return message
     return f"{message[:MAX_MESSAGE].rpartition(' ')[0]} ... ({len(message)} characters)"
@@ -171,12 +168,9 @@ class RotatingLogFile(RotatingFileHandler):
 
 
 class BackgroundHandler(logging.Handler):
-    """Log handler that passes records to other handlers in a thread, so that slow output holds up no robot.
+    """Log handler that passes records to other handlers in a thread, so that slow output does not delay a robot.
 
-    Not the standard library's QueueHandler and QueueListener: these are as fast (0.98 of the time), but wait for ever
-    at their end, complain on standard error where the queue is full, and lose the exception of a line of JSON; with
-    that mended they were eight lines more. Not structlog: finding the ids takes 1.0 us a line (ours 0.07), importing it
-    80 ms, and what masks secrets and keeps the two formats would be the same code as its processors.
+    The standard library's QueueListener would wait for ever at its end, and its QueueHandler loses exceptions of JSON.
 
     Attributes:
         dropped: records left out because too many waited.
@@ -241,20 +235,7 @@ def configure_logging(level: str, form: str, file: RotatingLogFile | None = None
         handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     background = BackgroundHandler(*handlers)
     logging.basicConfig(level=level.upper(), handlers=[background], force=True)
-    # What these say at their default levels is about connections, and there is one per poll; Orbax (absl) writes 200
-    # lines of itself for each checkpoint that it reads.
-    for noisy in (
-        "aioice",
-        "aiortc",
-        "sanic.root",
-        "sanic.access",
-        "sanic.server",
-        "websockets",
-        "asyncio",
-        "jax",
-        "absl",
-        "httpx2",
-    ):
+    for noisy in NOISY:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     return background
 
@@ -305,9 +286,7 @@ MAX_TEXT = 200
 
 
 def sanitize_text(words: str, longest: int = MAX_TEXT) -> str:
-    """Return text as one short printable line. An unpaired surrogate, which JSON may hold, would break every
-    encoding.
-    """
-    # Looked at letter by letter: of 4 MB, which a message may have, that is 0.3 s for the 200 that are kept.
+    """Return text as one short printable line, without unpaired surrogates, which no encoding takes."""
+    # Cut first, because checking all 4 MB of the longest message takes 0.3 s.
     words = words.lstrip()[: 4 * longest]
     return "".join(character if character.isprintable() else " " for character in words).strip()[:longest]

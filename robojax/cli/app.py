@@ -61,7 +61,7 @@ def read_rename(given: Sequence[str] | None) -> dict[str, str]:
 # name -> (module, what in it: a Typer app or a function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("robojax.cli.serve", "serve", "Run the server: sessions, and rooms unless switched off."),
-    "demo": ("robojax.cli.sim", "app", "Watch a simulated arm pick up cubes, driven by the real server."),
+    "demo": ("robojax.cli.sim", "demo", "Watch a simulated arm pick up cubes, driven by the real server."),
     "record-demo": (
         "robojax.cli.sim",
         "record_demo",
@@ -93,7 +93,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "transport": ("robojax.cli.serve", "transport", "Run a rooms server alone."),
 }
 
-# What these need beside the package itself, and what of it can be missing.
+# Extra that each command needs, and the modules of the extras that may be missing.
 EXTRAS = {
     "demo": "sim",
     "record-demo": "sim,recording",
@@ -103,21 +103,8 @@ EXTRAS = {
     "train": "training",
     "robot": "robot",
 }
-OPTIONAL = frozenset(
-    (
-        "cv2",
-        "lz4",
-        "matplotlib",
-        "mcap",
-        "mujoco",
-        "pyarrow",
-        "scservo_sdk",
-        "serial",
-        "tensorboardX",
-        "yaml",
-        "zstandard",
-    )
-)
+OPTIONAL = {"cv2", "lz4", "matplotlib", "mcap", "mujoco", "pyarrow", "scservo_sdk", "serial", "tensorboardX"}
+OPTIONAL |= {"yaml", "zstandard"}
 
 
 class Commands(TyperGroup):
@@ -178,19 +165,13 @@ def main() -> None:
     try:
         sys.exit(command(prog_name="robojax"))
     except ModuleNotFoundError as error:
-        called, missing = (
-            next((word for word in sys.argv[1:] if word in EXTRAS), None),
-            (error.name or "").split(".")[0],
-        )
+        called = next((word for word in sys.argv[1:] if word in EXTRAS), None)
+        missing = (error.name or "").split(".")[0]
         if called is None or missing not in OPTIONAL:
             raise
+        install = f"pip install -e '.[{EXTRAS[called]}]'"
         try:
-            fail(
-                Code.USAGE,
-                f"robojax {called} needs more than is installed",
-                f"{missing} is not there",
-                f"pip install -e '.[{EXTRAS[called]}]'",
-            )
+            fail(Code.USAGE, f"robojax {called} needs more than is installed", f"{missing} is not there", install)
         except typer.Exit as ended:
             sys.exit(ended.exit_code)
 
@@ -235,12 +216,17 @@ def flatten(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Iterable["str | Text"]], *, never_folded: Collection[str] = ()
+    columns: Sequence[str],
+    rows: Iterable[Iterable["str | Text"]],
+    *,
+    never_folded: Collection[str] = (),
+    numbers: Collection[str] = (),
 ) -> None:
     """Print a heading and rows as a table.
 
     Args:
         never_folded: columns whose cells stay on one line.
+        numbers: columns that are aligned to the right.
     """
     from rich.box import SIMPLE
     from rich.console import Console
@@ -249,9 +235,22 @@ def print_table(
 
     table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column in never_folded)
+        side = "right" if column in numbers else "left"
+        table.add_column(column, justify=side, overflow="fold", no_wrap=column in never_folded)
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    Console(highlight=False).print(table)
+
+
+def print_facts(facts: Iterable[tuple[str, str]]) -> None:
+    """Print names in bold, each with its text."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, show_edge=False, pad_edge=False)
+    for name, text in facts:
+        table.add_row(f"[bold]{name}[/bold]" if name else "", escape(text))
     Console(highlight=False).print(table)
 
 

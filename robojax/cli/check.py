@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from robojax.cli.app import DTYPE_HELP, LEROBOT_HELP, RENAME_HELP, Code, fail, read_rename
+from robojax.cli.app import DTYPE_HELP, LEROBOT_HELP, RENAME_HELP, Code, fail, print_facts, read_rename
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from jaxmodels import LoadedModel, Policy, Requirements
     from jaxmodels.types import StageTime
     from service.inference.measurement import Speed, Verdict
@@ -42,30 +40,27 @@ def check(
 
     Exit code 1 when a policy does not fit, 3 when it cannot be loaded.
     """
-    import json
-
     from rich.console import Console
 
     import jaxmodels
     from jaxmodels.errors import ConfigError, HubError, JaxModelsError
-    from service.inference.measurement import assess_speed, measure_policy
+    from service.inference.measurement import assess_speed, measure_model, measure_policy
 
-    console = Console(stderr=True, highlight=False)
+    def show_stage(stage: str) -> None:
+        status.update(f"{stage} {policy} ...")
+
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "on_progress": show_stage}
     try:
-        with console.status("importing JAX ...") as status:
-            if is_model(policy, revision, subfolder, prefix):
-                check_model(policy, revision, dtype, device, subfolder, prefix, runs, as_json, status)
+        with Console(stderr=True, highlight=False).status("importing JAX ...") as status:
+            if _is_model(policy, revision, subfolder, prefix):
+                model = jaxmodels.load_model(policy, revision, subfolder=subfolder, prefix=prefix, **options)
+                status.update("compiling and timing ...")
+                speed = measure_model(model, runs=runs)
+                status.stop()
+                _show_model(model, speed, as_json)
                 return
-            load = jaxmodels.load_policy
-            loaded = load(
-                policy,
-                revision,
-                dtype,
-                device,
-                on_progress=lambda stage: status.update(f"{stage} {policy} ..."),
-                rename=read_rename(rename),
-                lerobot=lerobot_version,
-            )
+            names = read_rename(rename)
+            loaded = jaxmodels.load_policy(policy, revision, rename=names, lerobot=lerobot_version, **options)
             status.update("compiling and timing ...")
             speed = measure_policy(loaded, runs=runs)
             status.update("compiling and timing its parts ...")
@@ -88,10 +83,9 @@ def check(
     motion = _limits(requirements, limits)
     verdict = assess_speed(requirements, speed, rate or requirements.rate or 20.0)
     if as_json:
-        facts = _facts(requirements, speed, verdict, loaded.device) | motion
-        typer.echo(json.dumps({**facts, **_network_facts(loaded, parts)}, indent=2))
+        typer.echo(json.dumps(_facts(loaded, speed, verdict, parts) | motion, indent=2))
     else:
-        _show(requirements, speed, verdict, loaded, parts)
+        _show(loaded, speed, verdict, parts)
         _show_limits(motion["limits"], motion["unmatched"])
     if verdict.fit == "does not fit":
         raise typer.Exit(Code.CHECK)
@@ -143,26 +137,27 @@ def _show_limits(limits: dict[str, dict[str, object]], unmatched: list[str]) -> 
         console.print(f"[bold yellow]not used[/]: the limits file names {named}, which this policy does not have")
 
 
-def _facts(requirements: "Requirements", speed: "Speed", verdict: "Verdict", device: str) -> dict[str, Any]:
-    from dataclasses import asdict
-
+def _describe_speed(speed: "Speed", what: str) -> dict[str, Any]:
     return {
-        "requirements": asdict(requirements),
-        "device": device,
-        "inference_ms": {"p50": speed.p50 * 1e3, "p99": speed.p99 * 1e3, "runs": speed.runs},
+        what: {"p50": speed.p50 * 1e3, "p99": speed.p99 * 1e3, "runs": speed.runs},
         "stages_ms": {stage: seconds * 1e3 for stage, seconds in speed.stages.items()},
         "compile_s": speed.compile,
+    }
+
+
+def _facts(policy: "Policy", speed: "Speed", verdict: "Verdict", parts: Sequence["StageTime"]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    needs, counts = policy.needs, policy.count_parameters()
+    parameters = sum(counts.values())
+    return {
+        "requirements": asdict(policy.requirements),
+        "device": policy.device,
+        **_describe_speed(speed, "inference_ms"),
         "rate": verdict.rate,
         "budget_ms": verdict.budget * 1e3,
         "chunk_ms": verdict.covered * 1e3,
         "verdict": verdict.fit,
-    }
-
-
-def _network_facts(policy: "Policy", parts: Sequence["StageTime"]) -> dict[str, Any]:
-    needs, counts = policy.needs, policy.count_parameters()
-    parameters = sum(counts.values())
-    return {
         "parameters": parameters,
         "parameters_by_part": counts,
         "weights_bytes": {"float32": 4 * parameters, "bfloat16": 2 * parameters},
@@ -174,19 +169,15 @@ def _network_facts(policy: "Policy", parts: Sequence["StageTime"]) -> dict[str, 
     }
 
 
-def _show(
-    requirements: "Requirements", speed: "Speed", verdict: "Verdict", policy: "Policy", parts: Sequence["StageTime"]
-) -> None:
+def _show(policy: "Policy", speed: "Speed", verdict: "Verdict", parts: Sequence["StageTime"]) -> None:
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
+    requirements = policy.requirements
     cameras = ", ".join(f"{name} {h}x{w}" for name, (h, w) in requirements.cameras.items()) or "none"
     names = requirements.joint_names
     ensemble = requirements.temporal_ensemble_coeff
     needs, counts = policy.needs, policy.count_parameters()
     parameters = sum(counts.values())
-    stages = ", ".join(f"{stage} {seconds * 1e3:.2f}" for stage, seconds in speed.stages.items())
     by_part = ": " + ", ".join(f"{part} {count:,}" for part, count in counts.items()) if len(counts) > 1 else ""
     times = [f"{part.name} {part.seconds * 1e3:.2f} ms" + f" x {part.count}" * (part.count > 1) for part in parts]
     rows = {
@@ -208,7 +199,7 @@ def _show(
         + (f", ensembled over time ({ensemble:g})" if ensemble is not None else ""),
         "made for": "no rate given" if requirements.rate is None else f"{requirements.rate:g} Hz",
         "device": policy.device,
-        "inference": f"p50 {speed.p50 * 1e3:.2f} ms, p99 {speed.p99 * 1e3:.2f} ms ({speed.runs} runs; {stages})",
+        "inference": _format_speed(speed),
         "compile": f"{speed.compile:.2f} s",
         "parts": f"{', '.join(times)} (each as a program of its own)" if len(parts) > 1 else None,
         "prefix": f"{policy.prefix_tokens} tokens, computed once per chunk" if policy.prefix_tokens else None,
@@ -217,21 +208,16 @@ def _show(
         f"here {policy.dtype}",
         "memory": f"about {needs.host / 1e6:,.0f} MB to load, {needs.device / 1e6:,.0f} MB to run",
     }
-    table = Table(show_header=False, show_edge=False, pad_edge=False)
-    for name, value in rows.items():
-        if value is not None:
-            table.add_row(f"[bold]{name}[/bold]", escape(value))
-    console = Console(highlight=False)
-    console.print(table)
+    print_facts((name, value) for name, value in rows.items() if value is not None)
     colour = {"fits": "green", "does not fit": "red"}.get(verdict.fit, "yellow")
-    console.print(
+    Console(highlight=False).print(
         f"[bold {colour}]{verdict.fit}[/bold {colour}] at {verdict.rate:g} Hz: "
         f"p99 {speed.p99 * 1e3:.1f} ms; {verdict.budget * 1e3:.1f} ms between two looks, "
         f"a chunk lasts {verdict.covered * 1e3:.1f} ms"
     )
 
 
-def is_model(path: str, revision: str | None, subfolder: str | None, prefix: str | None) -> bool:
+def _is_model(path: str, revision: str | None, subfolder: str | None, prefix: str | None) -> bool:
     """Whether this is a diffusers model; what is unclear counts as a policy, whose errors say more.
 
     Raises:
@@ -246,57 +232,12 @@ def is_model(path: str, revision: str | None, subfolder: str | None, prefix: str
         return False
 
 
-def check_model(
-    path: str,
-    revision: str | None,
-    dtype: str | None,
-    device: str | None,
-    subfolder: str | None,
-    prefix: str | None,
-    runs: int,
-    as_json: bool,
-    status: "Status",
-) -> None:
-    """Load, time and describe a diffusers model.
-
-    Raises:
-        JaxModelsError: it cannot be loaded.
-    """
-    import jaxmodels
-    from service.inference.measurement import measure_model
-
-    def show_stage(stage: str) -> None:
-        status.update(f"{stage} {path} ...")
-
-    model = jaxmodels.load_model(
-        path, revision, dtype, device, subfolder=subfolder, prefix=prefix, on_progress=show_stage
-    )
-    status.update("compiling and timing ...")
-    speed = measure_model(model, runs=runs)
-    status.stop()
-    if as_json:
-        typer.echo(json.dumps(_model_facts(model, speed), indent=2))
-    else:
-        _show_model(model, speed)
-
-
-def _model_facts(model: "LoadedModel", speed: "Speed") -> dict[str, Any]:
-    return {
-        **model.description,
-        "forward_ms": {"p50": speed.p50 * 1e3, "p99": speed.p99 * 1e3, "runs": speed.runs},
-        "stages_ms": {stage: seconds * 1e3 for stage, seconds in speed.stages.items()},
-        "compile_s": speed.compile,
-        "timed_with": {name: list(array.shape) for name, array in model.example().items()},
-    }
-
-
-def _show_model(model: "LoadedModel", speed: "Speed") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+def _show_model(model: "LoadedModel", speed: "Speed", as_json: bool) -> None:
     facts = model.description
-    stages = ", ".join(f"{stage} {seconds * 1e3:.2f}" for stage, seconds in speed.stages.items())
+    if as_json:
+        timed_with = {name: list(array.shape) for name, array in model.example().items()}
+        typer.echo(json.dumps({**facts, **_describe_speed(speed, "forward_ms"), "timed_with": timed_with}, indent=2))
+        return
     config = facts["config"]
     width = config["num_attention_heads"] * config["attention_head_dim"]
     rows = [
@@ -312,13 +253,15 @@ def _show_model(model: "LoadedModel", speed: "Speed") -> None:
     rows += [
         ("device", facts["device"]),
         ("timed with", timed),
-        ("forward", f"p50 {speed.p50 * 1e3:.2f} ms, p99 {speed.p99 * 1e3:.2f} ms ({speed.runs} runs; {stages})"),
+        ("forward", _format_speed(speed)),
         ("compile", f"{speed.compile:.2f} s"),
     ]
-    table = Table(show_header=False, show_edge=False, pad_edge=False)
-    for name, value in rows:
-        table.add_row(f"[bold]{name}[/bold]", escape(value))
-    Console(highlight=False).print(table)
+    print_facts(rows)
+
+
+def _format_speed(speed: "Speed") -> str:
+    stages = ", ".join(f"{stage} {seconds * 1e3:.2f}" for stage, seconds in speed.stages.items())
+    return f"p50 {speed.p50 * 1e3:.2f} ms, p99 {speed.p99 * 1e3:.2f} ms ({speed.runs} runs; {stages})"
 
 
 def _shape(entry: dict[str, Any]) -> str:

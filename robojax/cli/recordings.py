@@ -1,5 +1,6 @@
 """Commands `recordings` and `replay`: list, export and replay recordings."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from robojax.cli.app import LEROBOT_HELP, RENAME_HELP, Code, fail, print_table, read_rename
-from robojax.cli.sessions import AsJson, Key, Server, base_url, call
+from robojax.cli.app import LEROBOT_HELP, RENAME_HELP, Code, fail, flatten, print_facts, print_table, read_rename
+from robojax.cli.sessions import AsJson, ServerOptions
 from service.logging import sanitize_text
 
 if TYPE_CHECKING:
@@ -20,26 +21,18 @@ app = typer.Typer(
 )
 # Letters of one value in the table, and events in it.
 LONGEST, MAX_EVENTS = 2000, 10_000
-# Bytes that looking at a file, and making a dataset of it, may have of memory: the limits of what reads them hold long
-# before, but the libraries for videos and tables believe what a file claims.
+# Bytes of memory for reading a file and writing a dataset, because libraries for videos and tables trust its sizes.
 MEMORY = 6 << 30
+LOOK_INSIDE = "robojax recordings info FILE says what is in it"
 File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDataset v3 folder.")]
 
 
 @app.command("list")
-def list_recordings(server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
+@flatten
+def list_recordings(*, at: ServerOptions) -> None:
     """List the recordings of a running server."""
-    import json
-
-    base = base_url(server)
-    recordings = call(base, "GET", "/recordings", key=key)
-    if as_json:
-        typer.echo(json.dumps(recordings, indent=2))
-        return
-    if not recordings:
-        typer.echo(f"no recordings at {base}; POST /sessions/ID/record begins one")
-        return
-    print_table(("recording", "session", "state", "seconds", "MB", "starts", "dataset"), map(_row, recordings))
+    columns = ("recording", "session", "state", "seconds", "MB", "starts", "dataset")
+    at.show_list("/recordings", f"no recordings at {at.base}; POST /sessions/ID/record begins one", columns, _row)
 
 
 def _row(recording: Any) -> Sequence[str]:
@@ -57,31 +50,20 @@ def _row(recording: Any) -> Sequence[str]:
 @app.command()
 def info(file: File, as_json: AsJson = False) -> None:
     """What is in a recording, or in a dataset."""
-    import json
-
-    from service.recording.steps import RecordingError
-
-    try:
-        with limited_memory():
-            description = _describe_recording(source_or_end(file))
-    except (RecordingError, MemoryError) as error:
-        fail(Code.USAGE, f"{file} cannot be used", _describe_error(error), "give an .mcap as `robojax serve` wrote it")
+    with _end_on_errors(f"{file} cannot be used", "give an .mcap as `robojax serve` wrote it"), limited_memory():
+        description = _describe_recording(source_or_end(file))
     if as_json:
         typer.echo(json.dumps(description, indent=2))
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(show_header=False, show_edge=False, pad_edge=False)
+    facts = []
     for name, value in description.items():
         if value not in (None, "", []) and name != "events":
             line = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            # A name may hold what moves the cursor or sets the title of a terminal.
-            table.add_row(f"[bold]{name}[/bold]", escape(sanitize_text(line, LONGEST)))
+            # A name may hold characters that move the cursor or set the title of a terminal.
+            facts.append((name, sanitize_text(line, LONGEST)))
     for at, code, text in description.get("events", []):
-        table.add_row("", escape(f"{at:9.3f} s  {sanitize_text(code)}: {sanitize_text(text, LONGEST)}"))
-    Console(highlight=False).print(table)
+        facts.append(("", f"{at:9.3f} s  {sanitize_text(code)}: {sanitize_text(text, LONGEST)}"))
+    print_facts(facts)
 
 
 @app.command()
@@ -93,23 +75,17 @@ def export(
     from rich.console import Console
     from rich.progress import Progress
 
-    from service.recording.steps import RecordingError
-
     source = source_or_end(file)
     from service.recording.dataset import write_dataset
 
     folder = to or file.with_suffix("")
-    try:
-        with limited_memory(), Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("writing", total=source.info.length)
-            writer = write_dataset(folder, source.info, source.steps(), lambda: bar.advance(task))
-    except (RecordingError, OSError, MemoryError) as error:
-        fail(
-            Code.USAGE,
-            f"no dataset was made of {file}",
-            _describe_error(error),
-            "robojax recordings info FILE says what is in it",
-        )
+    with (
+        _end_on_errors(f"no dataset was made of {file}", LOOK_INSIDE, OSError),
+        limited_memory(),
+        Progress(console=Console(stderr=True), transient=True) as bar,
+    ):
+        task = bar.add_task("writing", total=source.info.length)
+        writer = write_dataset(folder, source.info, source.steps(), lambda: bar.advance(task))
     warn_of_damage(source)
     typer.echo(f"{folder}: {writer.episodes} episodes, {writer.frames} frames")
 
@@ -122,17 +98,8 @@ def source_or_end(path: Path) -> "StepSource":
         from service.recording.recordings import INSTALL
 
         fail(Code.USAGE, "recordings cannot be read", f"{error.name or 'a package'} is not installed", INSTALL)
-    from service.recording.steps import RecordingError
-
-    try:
+    with _end_on_errors(f"{path} cannot be used", "give an .mcap of `robojax serve`, or a dataset's folder"):
         return open_source(path)
-    except (RecordingError, MemoryError) as error:
-        fail(
-            Code.USAGE,
-            f"{path} cannot be used",
-            _describe_error(error),
-            "give an .mcap of `robojax serve`, or a dataset's folder",
-        )
 
 
 def warn_of_damage(source: "StepSource") -> None:
@@ -149,8 +116,7 @@ def limited_memory() -> Iterator[None]:
     except ImportError:  # not on Windows
         yield
         return
-    # Private memory alone: what is mapped from files counts for nothing. What the process has already counts, and below
-    # it nothing could be had at all: a thread that gets no memory for itself never says that it has begun.
+    # The limit counts private memory, without mapped files but with the memory that the process already has.
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = _private_memory() + MEMORY
     is_wider = soft == resource.RLIM_INFINITY or soft > most
@@ -170,10 +136,17 @@ def _private_memory() -> int:
         return 0
 
 
-def _describe_error(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
-        return f"it needs more than the {MEMORY >> 30} GiB of memory that this command takes"
-    return sanitize_text(str(error), LONGEST)
+@contextmanager
+def _end_on_errors(what: str, then: str, *more: type[Exception]) -> Iterator[None]:
+    """Context in which a recording that cannot be read, too little memory, or another error ends the command."""
+    from service.recording.steps import RecordingError
+
+    try:
+        yield
+    except MemoryError:
+        fail(Code.USAGE, what, f"it needs more than the {MEMORY >> 30} GiB of memory that this command takes", then)
+    except (RecordingError, *more) as error:
+        fail(Code.USAGE, what, sanitize_text(str(error), LONGEST), then)
 
 
 def _describe_recording(source: "StepSource") -> dict[str, Any]:
@@ -230,8 +203,6 @@ def replay(
     The policy sees what the robot saw, and its answers move nothing. Exit code 1 when the error is above --limit, 2
     when the recording cannot be used, 3 when the policy cannot.
     """
-    import json
-
     from rich.console import Console
     from rich.progress import Progress
 
@@ -247,8 +218,7 @@ def replay(
     viewer = _viewer(source.info, save) if rerun else None
     try:
         with errors.status("importing JAX ...") as status:
-            load = jaxmodels.load_policy
-            loaded = load(
+            loaded = jaxmodels.load_policy(
                 policy,
                 revision,
                 device=device,
@@ -271,12 +241,7 @@ def replay(
     except JaxModelsError as error:
         fail(Code.POLICY, f"policy {policy!r} cannot be used", str(error), f"robojax check {policy} says more")
     except RecordingError as error:
-        fail(
-            Code.USAGE,
-            "the recording cannot be played",
-            sanitize_text(str(error), 2000),
-            "robojax recordings info FILE says what is in it",
-        )
+        fail(Code.USAGE, "the recording cannot be played", sanitize_text(str(error), LONGEST), LOOK_INSIDE)
     warn_of_damage(source)
     commit = loaded.commit
     if as_json:
@@ -343,26 +308,21 @@ def _describe_replay(report: "ReplayReport", recording: str, policy: str, commit
 
 
 def _show(report: "ReplayReport", policy: str, commit: str | None) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    table.add_column("joint")
-    for column in ("mean error", "largest", "mean % of range", "largest %"):
-        table.add_column(column, justify="right")
+    rows = []
     for joint in report.joint_errors():
         percents = (joint.mean_percent, joint.largest_percent)
         texts = ["-" if percent is None else f"{percent:.2f}" for percent in percents]
-        table.add_row(escape(sanitize_text(joint.name)), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *texts)
-    console = Console(highlight=False)
-    console.print(table)
+        rows.append((sanitize_text(joint.name), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *texts))
+    numbers = ("mean error", "largest", "mean % of range", "largest %")
+    print_table(("joint", *numbers), rows, numbers=numbers)
     facts = report.info
     overall = "" if report.mean_percent is None else f"; mean error {report.mean_percent:.2f} % of the range"
     whole = "" if facts.is_whole else "; the file was cut off and is read as far as it goes"
     name = escape(policy) + (f" at {commit[:12]}" if commit else "")
-    console.print(
+    Console(highlight=False).print(
         f"{name}: {report.steps} steps of {len(report.episodes)} episodes at {facts.rate:g} Hz, "
         f"asked {len(report.seconds)} times{overall}{whole}"
     )

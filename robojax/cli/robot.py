@@ -1,6 +1,7 @@
 """Command `robot`: connects an arm and its cameras to a session."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,123 +16,95 @@ if TYPE_CHECKING:
     from robojax.robot.errors import RobotError
     from robojax.robot.runner import RobotRunner, Simulation
 
-ROBOT, SESSION, SAFETY = "Robot (LeRobot's names)", "Session", "Safety"
+robot_option = partial(typer.Option, rich_help_panel="Robot (LeRobot's names)")
+session_option = partial(typer.Option, rich_help_panel="Session")
+safety_option = partial(typer.Option, rich_help_panel="Safety")
 
 
 def robot(
     type_: Annotated[
-        str | None,
-        typer.Option("--robot.type", help="so101_follower, so100_follower or simulated.", rich_help_panel=ROBOT),
+        str | None, robot_option("--robot.type", help="so101_follower, so100_follower or simulated.")
     ] = None,
-    port: Annotated[
-        str | None, typer.Option("--robot.port", help="Serial port, e.g. /dev/ttyACM0.", rich_help_panel=ROBOT)
-    ] = None,
-    id_: Annotated[
-        str | None, typer.Option("--robot.id", help="Names the calibration file of LeRobot.", rich_help_panel=ROBOT)
-    ] = None,
+    port: Annotated[str | None, robot_option("--robot.port", help="Serial port, e.g. /dev/ttyACM0.")] = None,
+    id_: Annotated[str | None, robot_option("--robot.id", help="Names the calibration file of LeRobot.")] = None,
     cameras: Annotated[
         str | None,
-        typer.Option(
+        robot_option(
             "--robot.cameras",
             help='"{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"; a video file is a '
             "path, type: simulated renders the simulated arm's scene (front, top, side).",
-            rich_help_panel=ROBOT,
         ),
     ] = None,
     use_degrees: Annotated[
         str | None,
-        typer.Option(
+        robot_option(
             "--robot.use_degrees",
             help="true or false, as the policy's demonstrations were recorded: LeRobot's default was false up to 0.4.3 "
             "and is true since.",
-            rich_help_panel=ROBOT,
         ),
     ] = None,
     calibration_dir: Annotated[
-        str | None,
-        typer.Option("--robot.calibration_dir", help="Where ID.json lies; default: LeRobot's.", rich_help_panel=ROBOT),
+        str | None, robot_option("--robot.calibration_dir", help="Where ID.json lies; default: LeRobot's.")
     ] = None,
     max_relative_target: Annotated[
         str | None,
-        typer.Option(
+        safety_option(
             "--robot.max_relative_target",
             help="The farthest a target may be from where the joint is: one for all, a map by joint, or none. "
             "Default: 20.",
-            rich_help_panel=SAFETY,
         ),
     ] = None,
     disable_torque_on_disconnect: Annotated[
         str | None,
-        typer.Option(
+        safety_option(
             "--robot.disable_torque_on_disconnect",
             help="true lets the arm go at the end: it falls. Default: false, it is held.",
-            rich_help_panel=SAFETY,
         ),
     ] = None,
     watchdog_ms: Annotated[
-        float,
-        typer.Option(
-            min=20,
-            max=10_000,
-            help="Milliseconds without a command after which the arm is held.",
-            rich_help_panel=SAFETY,
-        ),
+        float, safety_option(min=20, max=10_000, help="Milliseconds without a command after which the arm is held.")
     ] = 500,
     server: Server = None,
     key: Key = None,
     policy: Annotated[
         str | None,
-        typer.Option(
+        session_option(
             "--policy.path",
             help="A folder on the server's machine, or a Hub repo id: a session of it is made, and removed at the end.",
-            rich_help_panel=SESSION,
         ),
     ] = None,
     revision: Annotated[
-        str | None,
-        typer.Option("--policy.revision", help="Branch, tag or commit of a repo.", rich_help_panel=SESSION),
+        str | None, session_option("--policy.revision", help="Branch, tag or commit of a repo.")
     ] = None,
     joint_names: Annotated[
         str | None,
-        typer.Option(
+        session_option(
             "--policy.joint_names",
             help="Joints in the order of the policy's actions, e.g. shoulder_pan,shoulder_lift,elbow_flex,wrist_flex,"
             "wrist_roll,gripper; for a checkpoint that does not name them.",
-            rich_help_panel=SESSION,
         ),
     ] = None,
-    rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP, rich_help_panel=SESSION)] = None,
+    rename: Annotated[list[str] | None, session_option(help=RENAME_HELP)] = None,
     session: Annotated[
         str | None,
-        typer.Option(
-            help="Without --policy.path: a session that is there. With it: the new one's id, else --robot.id.",
-            rich_help_panel=SESSION,
+        session_option(
+            help="Without --policy.path: a session that is there. With it: the new one's id, else --robot.id."
         ),
     ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="For policies that read an instruction.", rich_help_panel=SESSION)
-    ] = None,
+    task: Annotated[str | None, session_option(help="For policies that read an instruction.")] = None,
     transport: Annotated[
         str | None,
-        typer.Option(
+        session_option(
             help="direct, or the URL of the rooms' server. Default: direct for a new session; for one that is there, "
-            "the rooms of --server if it has rooms.",
-            rich_help_panel=SESSION,
+            "the rooms of --server if it has rooms."
         ),
     ] = None,
-    fps: Annotated[
-        float, typer.Option(min=1, max=200, help="Observations sent per second.", rich_help_panel=SESSION)
-    ] = 30,
+    fps: Annotated[float, session_option(min=1, max=200, help="Observations sent per second.")] = 30,
     frames: Annotated[
-        str | None,
-        typer.Option(help="jpeg or raw; default: raw if the server is on this machine.", rich_help_panel=SESSION),
+        str | None, session_option(help="jpeg or raw; default: raw if the server is on this machine.")
     ] = None,
-    start: Annotated[
-        bool, typer.Option(help="Start the session, or wait for `robojax start`.", rich_help_panel=SESSION)
-    ] = True,
-    dry_run: Annotated[
-        bool, typer.Option(help="The new session computes everything and commands nothing.", rich_help_panel=SESSION)
-    ] = False,
+    start: Annotated[bool, session_option(help="Start the session, or wait for `robojax start`.")] = True,
+    dry_run: Annotated[bool, session_option(help="The new session computes everything and commands nothing.")] = False,
     check: Annotated[
         bool,
         typer.Option("--check", help="Check arm, cameras, server and policy; nothing moves."),

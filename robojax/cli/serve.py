@@ -57,6 +57,15 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
         fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help-all` lists all")
     beside = None if openpi is None else (create_openpi_app(app), openpi)
     also = "" if openpi is None else f"; openpi clients: port {openpi.getsockname()[1]}"
+    see_cluster = "docs/operate/cluster.md says"
+    advice: dict[type[Exception], str] = {
+        FrontNameTaken: f"end that server, or give this one another --front-name; {see_cluster} more of several fronts",
+        NoDatabase: "start the database, or correct --database; without it sessions are this server's own",
+        NoEngine: f"{see_cluster} how a cluster is made; without --engine policies run here",
+        NoDevice: "robojax serve --devices all takes those there are",
+        ModelError: "robojax check PATH says more about a model",
+        **dict.fromkeys(StartFailed, "--state names another folder; `--state off` keeps nothing"),
+    }
     try:
         run(
             app,
@@ -67,38 +76,15 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
             beside,
             app.ctx.loop_watchdog,
         )
-    except FrontNameTaken as error:
-        then = (
-            "end that server, or give this one another --front-name; "
-            "docs/operate/cluster.md says more of several fronts"
-        )
-        fail(Code.USAGE, "the server cannot start", str(error), then)
-    except NoDatabase as error:
-        then = "start the database, or correct --database; without it sessions are this server's own"
-        fail(Code.USAGE, "the server cannot start", str(error), then)
-    except NoEngine as error:
-        then = "docs/operate/cluster.md says how a cluster is made; without --engine policies run here"
-        fail(Code.USAGE, "the server cannot start", str(error), then)
-    except NoDevice as error:
-        fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --devices all takes those there are")
-    except ModelError as error:
-        fail(Code.POLICY, "the server cannot start", str(error), "robojax check PATH says more about a model")
-    except StartFailed as error:
-        fail(
-            Code.USAGE,
-            "the server cannot start",
-            str(error),
-            "--state names another folder; `--state off` keeps nothing",
-        )
+    except tuple(advice) as error:
+        code = Code.POLICY if isinstance(error, ModelError) else Code.USAGE
+        then = next(text for kind, text in advice.items() if isinstance(error, kind))
+        fail(code, "the server cannot start", str(error), then)
     _end(log)
 
 
 def _end(log: "BackgroundHandler") -> None:
-    """End the process with 0, robots held and rooms left.
-
-    Python would take its threads down one by one, and one that is inside of JAX (importing, compiling, computing) then
-    aborts the whole process with SIGABRT.
-    """
+    """End the process with 0, because Python's own end aborts (SIGABRT) while a thread runs inside JAX."""
     log.close()
     with suppress(OSError):  # the terminal is gone
         sys.stdout.flush()
@@ -170,7 +156,7 @@ def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = N
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command an option per setting; values pass unread, so that settings explain what is wrong with them."""
+    """Give the command an option per setting, whose text the settings read and explain."""
     options = [_parameter("config", Path | None, typer.Option(help=f"TOML file; default: ./{FILE} if there is one."))]
     for group in GROUPS.values():
         for name, field in group.model_fields.items():

@@ -1,14 +1,16 @@
 """Commands to a running server: `sessions`, `start`, `stop`, `policy`, `rollback` and others."""
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from robojax.cli.app import Code, fail, print_table
-from robojax.client.http import SERVER_VARIABLE
+from robojax.cli.app import Code, fail, flatten, print_table
+from robojax.client.http import SERVER_VARIABLE, server_url, session_path
 
 Server = Annotated[
     str | None,
@@ -27,24 +29,58 @@ Key = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSON.")]
 
 
-def sessions(server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
-    """List the sessions of a running server."""
-    import json
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of a command that calls a running server."""
 
-    base = base_url(server)
-    listed = call(base, "GET", "/sessions", key=key)
-    if as_json:
-        typer.echo(json.dumps(listed, indent=2))
-        return
-    if not listed:
-        typer.echo(f"no sessions at {base}")
-        return
+    server: Server = None
+    key: Key = None
+    as_json: AsJson = False
+
+    @property
+    def base(self) -> str:
+        """URL of the server; ends the process when it cannot be used."""
+        return base_url(self.server)
+
+    def call(self, method: str, path: str, body: object = None, **more: Any) -> Any:
+        """Call the server; ``more`` are arguments of ``call``."""
+        return call(self.base, method, path, body, key=self.key, **more)
+
+    def call_session(
+        self, session_id: str, rest: str = "", body: object = None, *, method: str = "POST", **more: Any
+    ) -> Any:
+        """Call the server about one session; ``rest`` is the end of the path, ``more`` are arguments of ``call``."""
+        return self.call(method, session_path(session_id, rest), body, session_id=session_id, **more)
+
+    def show(self, answer: Any) -> None:
+        """Print the answer to a request, or its message, and its warnings."""
+        typer.echo(json.dumps(answer, indent=2) if self.as_json else answer["message"])
+        for text in [*answer.get("warnings", {}).values(), *filter(None, [answer.get("warning")])]:
+            typer.secho(f"warning: {text}", err=True, fg="yellow")
+
+    def show_list(self, path: str, empty: str, columns: Sequence[str], row: Callable[[Any], Sequence[str]]) -> Any:
+        """Print a list of the server as a table or JSON; returns the list that a table was printed of."""
+        listed = self.call("GET", path)
+        if self.as_json:
+            typer.echo(json.dumps(listed, indent=2))
+            return []
+        if listed:
+            print_table(columns, map(row, listed))
+        else:
+            typer.echo(empty)
+        return listed
+
+
+@flatten
+def sessions(*, at: ServerOptions) -> None:
+    """List the sessions of a running server."""
     from rich.console import Console
     from rich.markup import escape
 
-    print_table(("session", "status", "policy", "cameras", "rate", "commands"), map(_row, listed))
+    columns = ("session", "status", "policy", "cameras", "rate", "commands")
+    listed = at.show_list("/sessions", f"no sessions at {at.base}", columns, _row)
     console = Console(highlight=False)
-    # Below it: a column of a table this wide has no room for a sentence.
+    # Below the table, because a column of a table this wide has no room for a sentence.
     for session in listed:
         if why := _explain_standstill(session, session["stats"]):
             console.print(f"[bold]{escape(session['session_id'])}[/bold]: {escape(why)}", soft_wrap=True)
@@ -74,6 +110,7 @@ def _explain_standstill(session: Any, stats: Any) -> str:
     return error or stats.get("hold") or ""
 
 
+@flatten
 def stop(
     session_id: Annotated[str | None, typer.Argument(help="The session to stop; it can be started again.")] = None,
     everything: Annotated[
@@ -83,34 +120,27 @@ def stop(
         bool, typer.Option("--emergency", help="Emergency stop of this one session; latched until it is reset.")
     ] = False,
     reason: Annotated[str | None, typer.Option(help="Of the emergency stop; shown in each session's status.")] = None,
-    server: Server = None,
-    key: Key = None,
-    as_json: AsJson = False,
+    *,
+    at: ServerOptions,
 ) -> None:
     """Stop one session, or with --all every robot.
 
     One session is stopped as POST /sessions/ID/stop does: start moves it again. --all is the emergency stop: every
     session is latched and needs `robojax reset ID` before a start; ID --emergency does so with one.
     """
-    import json
-    from urllib.parse import quote
-
     if everything == (session_id is not None):
         fail(
             Code.USAGE, "nothing was stopped", "one of ID and --all is needed", "robojax stop ID, or robojax stop --all"
         )
-    base = base_url(server)
-    if session_id is not None:
-        path = f"/sessions/{quote(session_id, safe='')}"
-        if emergency:
-            body = {"reason": reason or "robojax stop --emergency"}
-            answer = call(base, "POST", f"{path}/emergency_stop", body, key=key, silent=_BLOCKED)
-        else:
-            answer = call(base, "POST", f"{path}/stop", key=key, silent=_BLOCKED, session_id=session_id)
-    else:
+    if session_id is None:
         body = {"reason": reason or "robojax stop --all"}
-        answer = call(base, "POST", "/debug/emergency_stop", body, key=key, silent=_BLOCKED)
-    typer.echo(json.dumps(answer, indent=2) if as_json else _describe_stop(answer))
+        answer = at.call("POST", "/debug/emergency_stop", body, silent=_BLOCKED)
+    elif emergency:
+        body = {"reason": reason or "robojax stop --emergency"}
+        answer = at.call("POST", session_path(session_id, "/emergency_stop"), body, silent=_BLOCKED)
+    else:
+        answer = at.call_session(session_id, "/stop", silent=_BLOCKED)
+    typer.echo(json.dumps(answer, indent=2) if at.as_json else _describe_stop(answer))
 
 
 def _describe_stop(answer: Any) -> str:
@@ -124,14 +154,11 @@ def _describe_stop(answer: Any) -> str:
 def base_url(server: str | None) -> str:
     """URL of the server, from the option or the settings; ends the process when it cannot be used."""
     from robojax.client import Unusable
-    from robojax.client.http import server_url
 
     if server is None:
         from robojax.cli.serve import settings_or_end
 
-        settings = settings_or_end().server
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-        server = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+        server = settings_or_end().server.local_url
     try:
         return server_url(server)
     except Unusable as error:
@@ -188,7 +215,7 @@ def _advise_after_refusal(base: str, key: str | None, session_id: str) -> str | 
 
     try:
         with Client(base, key=key) as client:
-            session = client.request("GET", f"/sessions/{quote(session_id, safe='')}")
+            session = client.request("GET", session_path(session_id))
     except ClientError:
         return None
     return _suggest_command(session, base)
@@ -197,7 +224,6 @@ def _advise_after_refusal(base: str, key: str | None, session_id: str) -> str | 
 def _is_default(base: str) -> bool:
     """Whether commands of this terminal reach this server without --server."""
     from robojax.client import Unusable
-    from robojax.client.http import server_url
 
     try:
         return base == server_url(None)
@@ -252,19 +278,22 @@ SESSION = Annotated[str, typer.Argument(help="The session.")]
 LOADED = 1800.0
 
 
-def start(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
+@flatten
+def start(session_id: SESSION, *, at: ServerOptions) -> None:
     """Let a session move its robot. One that is latched wants a reset first, one that was interrupted a restart."""
-    _print_answer(_call("POST", session_id, "/start", server, key), as_json)
+    at.show(at.call_session(session_id, "/start"))
 
 
-def restart(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
+@flatten
+def restart(session_id: SESSION, *, at: ServerOptions) -> None:
     """Stop a session and let it move its robot anew, also after an error.
 
     One that was interrupted (its server was ended) is only loaded again, in its old rooms: start then moves the robot.
     """
-    _print_answer(_call("POST", session_id, "/restart", server, key, timeout=LOADED), as_json)
+    at.show(at.call_session(session_id, "/restart", timeout=LOADED))
 
 
+@flatten
 def adjust(
     session_id: SESSION,
     overlap: Annotated[
@@ -288,9 +317,8 @@ def adjust(
         bool | None,
         typer.Option(help="Accept a state that looks like another unit than the policy's (holds with joints_units)."),
     ] = None,
-    server: Server = None,
-    key: Key = None,
-    as_json: AsJson = False,
+    *,
+    at: ServerOptions,
 ) -> None:
     """Change what a session's policy is told and how its chunks are joined, from the next chunk on, while it moves."""
     changes = {
@@ -318,68 +346,35 @@ def adjust(
             )
     if not body:
         fail(Code.USAGE, "nothing was changed", "nothing was asked for", "robojax adjust ID --overlap crossfade")
-    path = f"/sessions/{quote(session_id, safe='')}"
-    answer = call(
-        base_url(server),
-        "PATCH",
-        path,
-        body,
-        key=key,
-        then="robojax sessions lists them, robojax adjust --help what can be changed",
-        session_id=session_id,
-    )
-    _print_answer(answer, as_json)
+    then = "robojax sessions lists them, robojax adjust --help what can be changed"
+    at.show(at.call_session(session_id, "", body, method="PATCH", then=then))
 
 
-def reset(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
+@flatten
+def reset(session_id: SESSION, *, at: ServerOptions) -> None:
     """Take the latch of an emergency stop off, once you have seen that the robot is safe. Nothing moves by it."""
-    _print_answer(_call("POST", session_id, "/reset", server, key, before="/debug"), as_json)
-
-
-def delete(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
-    """Stop a session and remove it with its rooms; recordings stay."""
-    _print_answer(_call("DELETE", session_id, "", server, key), as_json)
-
-
-def _call(
-    method: str, session_id: str, move: str, server: str | None, key: str | None, before: str = "", timeout: float = 10
-) -> Any:
-    path = f"{before}/sessions/{quote(session_id, safe='')}{move}"
     # A reset is refused only where no emergency stop is latched. Then no other command has to follow.
-    asked = None if move == "/reset" else session_id
-    return call(base_url(server), method, path, key=key, timeout=timeout, session_id=asked)
+    at.show(at.call("POST", session_path(session_id, "/reset", "/debug")))
 
 
-def _print_answer(answer: Any, as_json: bool) -> None:
-    import json
-
-    typer.echo(json.dumps(answer, indent=2) if as_json else answer["message"])
-    for text in [*answer.get("warnings", {}).values(), *filter(None, [answer.get("warning")])]:
-        typer.secho(f"warning: {text}", err=True, fg="yellow")
+@flatten
+def delete(session_id: SESSION, *, at: ServerOptions) -> None:
+    """Stop a session and remove it with its rooms; recordings stay."""
+    at.show(at.call_session(session_id, method="DELETE"))
 
 
+@flatten
 def deployments(
     session_id: Annotated[str | None, typer.Argument(help="Only those of this session.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=500, help="How many.")] = 20,
-    server: Server = None,
-    key: Key = None,
-    as_json: AsJson = False,
+    *,
+    at: ServerOptions,
 ) -> None:
     """List what became of pushes to the policies of running sessions, the newest first."""
-    import json
-
-    base = base_url(server)
     path = f"/deployments?limit={limit}" + (f"&session_id={quote(session_id, safe='')}" if session_id else "")
-    listed = call(base, "GET", path, key=key)
-    if as_json:
-        typer.echo(json.dumps(listed, indent=2))
-        return
-    if not listed:
-        whose = f" of session {session_id!r}" if session_id else ""
-        typer.echo(f"no policy updates{whose} at {base}")
-        return
+    whose = f" of session {session_id!r}" if session_id else ""
     columns = ("deployment", "policy", "commit", "set off by", "sessions", "stages", "result", "why")
-    print_table(columns, map(_deployment_row, listed))
+    at.show_list(path, f"no policy updates{whose} at {at.base}", columns, _deployment_row)
 
 
 def _deployment_row(deployment: Any) -> Sequence[str]:
@@ -395,6 +390,7 @@ def _deployment_row(deployment: Any) -> Sequence[str]:
     )
 
 
+@flatten
 def policy(
     session_id: SESSION,
     revision: Annotated[
@@ -402,43 +398,24 @@ def policy(
         typer.Argument(help="Branch, tag or commit; default: the one that is staged, else the newest it follows."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Take a commit out of the quarantine for it.")] = False,
-    server: Server = None,
-    key: Key = None,
-    as_json: AsJson = False,
+    *,
+    at: ServerOptions,
 ) -> None:
     """Bring a revision of its policy to a running session, checked first, at a chunk boundary."""
     body = {"revision": revision, "force": force}
-    path = f"/sessions/{quote(session_id, safe='')}/policy"
-    answer = call(
-        base_url(server),
-        "POST",
-        path,
-        body,
-        key=key,
-        timeout=1800,
-        then=_suggest_next(session_id),
-        session_id=session_id,
-    )
-    _print_deployment(session_id, answer, as_json)
+    _deploy(at, session_id, "/policy", body, timeout=LOADED)
 
 
-def rollback(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
+@flatten
+def rollback(session_id: SESSION, *, at: ServerOptions) -> None:
     """Bring back the policy that a session ran before its last update."""
-    path = f"/sessions/{quote(session_id, safe='')}/rollback"
-    answer = call(
-        base_url(server), "POST", path, key=key, timeout=120, then=_suggest_next(session_id), session_id=session_id
-    )
-    _print_deployment(session_id, answer, as_json)
+    _deploy(at, session_id, "/rollback", timeout=120)
 
 
-def _suggest_next(session_id: str) -> str:
-    return f"robojax sessions shows what runs, robojax deployments {session_id} what was tried"
-
-
-def _print_deployment(session_id: str, answer: Any, as_json: bool) -> None:
-    import json
-
-    if as_json:
+def _deploy(at: ServerOptions, session_id: str, rest: str, body: object = None, *, timeout: float) -> None:
+    then = f"robojax sessions shows what runs, robojax deployments {session_id} what was tried"
+    answer = at.call_session(session_id, rest, body, timeout=timeout, then=then)
+    if at.as_json:
         typer.echo(json.dumps(answer, indent=2))
     result = answer["result"] or "on probation"
     if result in ("rejected", "failed"):
@@ -448,7 +425,7 @@ def _print_deployment(session_id: str, answer: Any, as_json: bool) -> None:
             answer["text"] or str(answer["reason"]),
             f"robojax deployments {session_id} shows the stages",
         )
-    if not as_json:
+    if not at.as_json:
         typer.echo(f"{session_id}: {result} {(answer['sha'] or '')[:12]} {answer['text']}".rstrip())
 
 

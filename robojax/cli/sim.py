@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from robojax.cli.app import Code, fail
@@ -94,36 +104,24 @@ def evaluate(
         fail(Code.CHECK, f"{run.score}", f"at least {require} were wanted", "train longer, or on more demonstrations")
 
 
+def _progress(*facts: ProgressColumn) -> Progress:
+    """Progress bar of episodes on standard error; ``facts`` are further columns after the count."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *facts, TimeElapsedColumn())
+    console = Console(stderr=True, highlight=False)
+    return Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console)
+
+
 def _play(run: "Evaluation", whole_stack: bool, delay: int, output: Path | None) -> bool:
     """Plays the episodes; False when a person ended it before."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     from jaxmodels.errors import JaxModelsError
     from robojax.sim.demo import DemoFailed
     from service.processes import ChildDied
 
     films = None if output is None else output / "films"
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[score]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
     try:
         if films is not None:
             films.mkdir(parents=True, exist_ok=True)
-        with Progress(*columns, console=Console(stderr=True, highlight=False)) as bar:
+        with _progress(TextColumn("{task.fields[score]}")) as bar:
             row = bar.add_task("loading", total=len(run.seeds), score="")
 
             def count(outcome: "Outcome") -> None:
@@ -206,8 +204,6 @@ def _save(run: "Evaluation", output: Path) -> None:
 
 def _show(score: "Score") -> None:
     from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
 
     table = Table(box=SIMPLE, show_edge=False, pad_edge=False, collapse_padding=True)
     table.add_column("instruction", no_wrap=True)
@@ -236,12 +232,8 @@ LATE_ACTIONS = (
     "are normal, and more on a slow machine, so only if cubes are missed end other programs or use a GPU."
 )
 
-app = typer.Typer(help="Watch a simulated arm pick up cubes, driven by the real server.", invoke_without_command=True)
 
-
-@app.callback()
 def demo(
-    context: typer.Context,
     episodes: Annotated[int, typer.Option(min=0, help="Cubes to pick up; 0 goes on until Ctrl-C.")] = 20,
     headless: Annotated[bool, typer.Option("--headless", help="Plain lines instead of a live table.")] = False,
     task: WhichTask = TaskName.PICK,
@@ -271,9 +263,8 @@ def demo(
     through the HTTP API, the policy compiled. A policy that reads language is told before each episode which cube to
     lift, through PATCH /sessions/{id}.
     """
-    if context.invoked_subcommand is not None:
-        return
-    from robojax.sim.demo import ChildDied, DemoFailed
+    from robojax.sim.demo import DemoFailed
+    from service.processes import ChildDied
 
     required = math.ceil(PASS_SHARE * episodes) if require is None else require
     chosen = TASKS[task]
@@ -315,7 +306,6 @@ def choose_port(asked: int | None) -> int:
 async def _run_demo(
     policy: str, task: Task, episodes: int, seed: int, port: int, is_plain: bool, record: Path | None
 ) -> int:
-    from rich.console import Console
     from rich.live import Live
 
     from robojax.sim.demo import serve_demo
@@ -367,19 +357,6 @@ def _format_outcome(outcome: "Outcome", task: Task) -> str:
     return f"cube {outcome.number:>3} (seed {outcome.seed}{instruction}): {outcome.verdict}"
 
 
-@app.command()
-def picture(file: Annotated[Path, typer.Argument(help="PNG to write.")], seed: Seed = 3) -> None:
-    """Draw the arm at work."""
-    from robojax.sim.videos import save_picture
-
-    try:
-        save_picture(file, seed=seed)
-    except RuntimeError as error:
-        typer.echo(f"nothing drawn: {error}", err=True)
-        raise typer.Exit(2) from error
-    typer.echo(str(file))
-
-
 def record_demo(
     folder: Annotated[Path, typer.Argument(help="New folder for the LeRobotDataset.")],
     episodes: Annotated[int, typer.Option(min=1, help="Successful demonstrations to record.")] = 200,
@@ -392,33 +369,15 @@ def record_demo(
     What is recorded follows from task and seed alone. The folder appears when everything was written; nothing is left
     of a recording that failed or was interrupted.
     """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     from jaxmodels.errors import JaxModelsError
     from robojax.sim.expert import demonstrations
 
     # Asked to end, it takes back what it began, as it does at Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    columns = (
-        TextColumn("recording"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
     seeds: list[int] = []
     try:
         with (
-            Progress(*columns, console=Console(stderr=True, highlight=False)) as bar,
+            _progress() as bar,
             demonstrations(folder, TASKS[task], episodes=episodes, seed=seed, workers=workers) as recorded,
         ):
             row = bar.add_task("recording", total=episodes)

@@ -1,5 +1,7 @@
 """Command `token`: API keys and bearer tokens, on the server's machine."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -69,35 +71,27 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
     file = _keys(port, state, keys_file)
     with _end_on_errors("the keys cannot be listed"):
         keys = file.read_keys()
+    listed = [
+        {
+            "name": key.name,
+            "role": str(key.role),
+            "owner": key.owner,
+            "made_at": when(key.made_at),
+            "expires_at": when(key.expires_at),
+            "is_over": key.is_expired(time.time()),
+        }
+        for key in keys
+    ]
     if as_json:
-        listed = [
-            {
-                "name": key.name,
-                "role": str(key.role),
-                "owner": key.owner,
-                "made_at": when(key.made_at),
-                "expires_at": when(key.expires_at),
-                "is_over": key.is_expired(time.time()),
-            }
-            for key in keys
-        ]
         typer.echo(json.dumps(listed, indent=2))
         return
     if not keys:
         typer.echo(f"no keys in {file.path}; robojax token new --role operator makes one")
         return
     rows = []
-    for key in keys:
-        until = when(key.expires_at) or "when it is revoked"
-        rows.append(
-            (
-                key.name,
-                str(key.role),
-                "everybody" if key.owner is None or str(key.role) == "admin" else key.owner,
-                when(key.made_at) or "",
-                f"{until} (over)" if key.is_expired(time.time()) else until,
-            )
-        )
+    for name, role, owner, made_at, expires_at, is_over in (key.values() for key in listed):
+        until = (expires_at or "when it is revoked") + (" (over)" if is_over else "")
+        rows.append((name, role, "everybody" if role == "admin" else owner or "everybody", made_at or "", until))
     print_table(("name", "role", "sessions of", "made", "ends"), rows)
 
 
@@ -167,18 +161,13 @@ def _refuse_without_state(what: str, flag: str) -> NoReturn:
     fail(Code.USAGE, what, why, f"give --port, --state or {flag} as the server has it")
 
 
-def _end_on_errors(what: str) -> Any:
+@contextmanager
+def _end_on_errors(what: str) -> Iterator[None]:
     """Context whose errors end the command."""
-    from contextlib import contextmanager
-
     from service.auth.keys import KeyRefused
     from service.reloading_file import FileUnusable
 
-    @contextmanager
-    def end_on_error() -> Any:
-        try:
-            yield
-        except (KeyRefused, FileUnusable) as error:
-            fail(Code.USAGE, what, str(error), "robojax token --help")
-
-    return end_on_error()
+    try:
+        yield
+    except (KeyRefused, FileUnusable) as error:
+        fail(Code.USAGE, what, str(error), "robojax token --help")

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import typer
@@ -120,7 +119,12 @@ def _check(values: Mapping[str, Any]) -> None:
     wrong = []
     if ("policy.type" in values) == ("policy.path" in values):
         wrong.append("wanted one of --policy.type (a new policy) and --policy.path (one to go on with)")
-    wrong += _unknown_type(values.get("policy.type"))
+    if (kind := values.get("policy.type")) is not None:
+        from jaxmodels.training import trained_types
+
+        types = trained_types()
+        if kind not in types:
+            wrong.append(f"--policy.type is {kind!r}; wanted {', '.join(types[:-1])} or {types[-1]}")
     if not {"dataset.root", "dataset.repo_id"} & set(values):
         wrong.append("wanted --dataset.root (a folder) or --dataset.repo_id (of the Hub)")
     root = values.get("dataset.root")
@@ -134,16 +138,6 @@ def _check(values: Mapping[str, Any]) -> None:
         wrong.append("--resume wants --output_dir, the folder of the run")
     if wrong:
         raise InvalidFlags("\n".join(wrong))
-
-
-def _unknown_type(kind: str | None) -> list[str]:
-    """Error of an unknown policy type, before a dataset is fetched."""
-    if kind is None:
-        return []
-    from jaxmodels.training import trained_types
-
-    types = trained_types()
-    return [] if kind in types else [f"--policy.type is {kind!r}; wanted {', '.join(types[:-1])} or {types[-1]}"]
 
 
 def _start(flags: ParsedFlags, dataset: "Dataset", on_progress: Any) -> "Start":
@@ -258,9 +252,7 @@ class ProgressDisplay:
             self._stack.enter_context(self._bar)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def downloading(self, stage: str) -> None:

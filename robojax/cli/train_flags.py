@@ -1,8 +1,4 @@
-"""Table of the training flags, and their strict parser.
-
-Not by draccus, which reads LeRobot's: it takes the last of a flag that is there twice, stops at the first complaint,
-names no nearest flag, and refuses a bare --resume, 0-49 and 0,1,5; its wheel installs packages `tests` and `examples`.
-"""
+"""Table of the training flags, and their strict parser, which reports all errors and suggests names."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,98 +34,73 @@ class Flag:
     kind: str
     help: str
 
-    @property
-    def expected(self) -> str:
-        return EXPECTED[self.kind]
 
-
-def _flags(group: str, rows: Iterable[tuple[str, str, str]]) -> dict[str, Flag]:
-    return {name: Flag(name, group, kind, text) for name, kind, text in rows}
-
-
-FLAGS: dict[str, Flag] = {
-    **_flags(
-        "What is trained",
-        (
-            ("policy.type", "str", "act, diffusion2d or tokens2d; a new policy, made for the dataset"),
-            ("policy.path", "str", "folder or Hub repo of a policy to go on with, instead of --policy.type"),
-            ("policy.revision", "str", "branch, tag or commit of that repo"),
-            ("policy.device", "str", "cpu, gpu, cuda, tpu, or one of them as cuda:1 [JAX's first choice]"),
-            ("preset", "str", "small: what a CPU trains in minutes"),
-            ("text_encoder", "str", "folder or Hub repo of a CLIP whose text tower reads instructions, as it is"),
-            ("image_size", "size", "what the policy looks at, e.g. 96 or 96x128 [as the dataset's pictures]"),
-        ),
+# Heading to its flags: name, kind, help.
+GROUPS = {
+    "What is trained": (
+        ("policy.type", "str", "act, diffusion2d or tokens2d; a new policy, made for the dataset"),
+        ("policy.path", "str", "folder or Hub repo of a policy to go on with, instead of --policy.type"),
+        ("policy.revision", "str", "branch, tag or commit of that repo"),
+        ("policy.device", "str", "cpu, gpu, cuda, tpu, or one of them as cuda:1 [JAX's first choice]"),
+        ("preset", "str", "small: what a CPU trains in minutes"),
+        ("text_encoder", "str", "folder or Hub repo of a CLIP whose text tower reads instructions, as it is"),
+        ("image_size", "size", "what the policy looks at, e.g. 96 or 96x128 [as the dataset's pictures]"),
     ),
-    **_flags(
-        "From what",
-        (
-            ("dataset.repo_id", "str", "dataset of the Hub (owner/name), or a name for that of --dataset.root"),
-            ("dataset.root", "str", "folder of a LeRobotDataset, v3.0 or v2.1"),
-            ("dataset.revision", "str", "branch, tag or commit of the repo"),
-            ("dataset.episodes", "episodes", "some of its episodes, e.g. [0,1,5] or 0-49 [all]"),
-            ("dataset.use_imagenet_stats", "bool", "normalise cameras by ImageNet's colours, as LeRobot [true]"),
-            ("dataset.image_transforms.enable", "bool", "change pictures at random [false]"),
-            ("dataset.image_transforms.max_num_transforms", "int", "changes of each picture [3]"),
-            ("dataset.image_transforms.tfs", "json", "which changes, as LeRobot writes them [its six]"),
-            ("dataset.image_transforms.noise", "float", "noise on each pixel, a share of the full range [0]"),
-            ("state_noise", "float", "noise on the normalised state [0]"),
-        ),
+    "From what": (
+        ("dataset.repo_id", "str", "dataset of the Hub (owner/name), or a name for that of --dataset.root"),
+        ("dataset.root", "str", "folder of a LeRobotDataset, v3.0 or v2.1"),
+        ("dataset.revision", "str", "branch, tag or commit of the repo"),
+        ("dataset.episodes", "episodes", "some of its episodes, e.g. [0,1,5] or 0-49 [all]"),
+        ("dataset.use_imagenet_stats", "bool", "normalise cameras by ImageNet's colours, as LeRobot [true]"),
+        ("dataset.image_transforms.enable", "bool", "change pictures at random [false]"),
+        ("dataset.image_transforms.max_num_transforms", "int", "changes of each picture [3]"),
+        ("dataset.image_transforms.tfs", "json", "which changes, as LeRobot writes them [its six]"),
+        ("dataset.image_transforms.noise", "float", "noise on each pixel, a share of the full range [0]"),
+        ("state_noise", "float", "noise on the normalised state [0]"),
     ),
-    **_flags(
-        "How",
-        (
-            ("steps", "int", "updates of the parameters [100000]"),
-            ("batch_size", "int", "examples of an update, over all devices together [8]"),
-            ("seed", "int", "of first weights, order and noise [1000]"),
-            ("dtype", "str", "float32, or bfloat16: computing, parameters stay float32 [float32]"),
-            ("gradient_accumulation_steps", "int", "parts in which a batch is computed, for less memory [1]"),
-            (
-                "ema_decay",
-                "float",
-                "the policy becomes a moving average of the parameters, e.g. 0.999 [0: it does not]",
-            ),
-            ("use_policy_training_preset", "bool", "optimizer and scheduler as the policy's config asks [true]"),
-            ("optimizer.type", "str", "adamw or adam"),
-            ("optimizer.lr", "float", "learning rate"),
-            ("optimizer.lr_backbone", "float", "that of vision backbones"),
-            ("optimizer.weight_decay", "float", "weight decay"),
-            ("optimizer.betas", "betas", "Adam's"),
-            ("optimizer.eps", "float", "Adam's"),
-            ("optimizer.grad_clip_norm", "float", "largest norm of a gradient; 0 does not clip"),
-            ("optimizer.decayed", "str", "what decays: all, as in LeRobot, or matrices"),
-            ("scheduler.type", "str", "constant, diffuser or cosine_decay_with_warmup"),
-            ("scheduler.name", "str", "of a diffuser: cosine, linear, constant, constant_with_warmup"),
-            ("scheduler.num_warmup_steps", "int", "steps in which the rate rises"),
-            ("scheduler.num_decay_steps", "int", "of cosine_decay_with_warmup"),
-            ("scheduler.peak_lr", "float", "of cosine_decay_with_warmup"),
-            ("scheduler.decay_lr", "float", "of cosine_decay_with_warmup"),
-        ),
+    "How": (
+        ("steps", "int", "updates of the parameters [100000]"),
+        ("batch_size", "int", "examples of an update, over all devices together [8]"),
+        ("seed", "int", "of first weights, order and noise [1000]"),
+        ("dtype", "str", "float32, or bfloat16: computing, parameters stay float32 [float32]"),
+        ("gradient_accumulation_steps", "int", "parts in which a batch is computed, for less memory [1]"),
+        ("ema_decay", "float", "the policy becomes a moving average of the parameters, e.g. 0.999 [0: it does not]"),
+        ("use_policy_training_preset", "bool", "optimizer and scheduler as the policy's config asks [true]"),
+        ("optimizer.type", "str", "adamw or adam"),
+        ("optimizer.lr", "float", "learning rate"),
+        ("optimizer.lr_backbone", "float", "that of vision backbones"),
+        ("optimizer.weight_decay", "float", "weight decay"),
+        ("optimizer.betas", "betas", "Adam's"),
+        ("optimizer.eps", "float", "Adam's"),
+        ("optimizer.grad_clip_norm", "float", "largest norm of a gradient; 0 does not clip"),
+        ("optimizer.decayed", "str", "what decays: all, as in LeRobot, or matrices"),
+        ("scheduler.type", "str", "constant, diffuser or cosine_decay_with_warmup"),
+        ("scheduler.name", "str", "of a diffuser: cosine, linear, constant, constant_with_warmup"),
+        ("scheduler.num_warmup_steps", "int", "steps in which the rate rises"),
+        ("scheduler.num_decay_steps", "int", "of cosine_decay_with_warmup"),
+        ("scheduler.peak_lr", "float", "of cosine_decay_with_warmup"),
+        ("scheduler.decay_lr", "float", "of cosine_decay_with_warmup"),
     ),
-    **_flags(
-        "Where to, and what is told",
-        (
-            ("output_dir", "str", "folder of the run [outputs/train/<date>/<time>_<type>]"),
-            ("resume", "bool", "go on with the run in --output_dir [false]"),
-            ("job_name", "str", "instead of the type in the folder's name"),
-            ("log_freq", "int", "steps between two lines of metrics [200]"),
-            ("save_freq", "int", "steps between two checkpoints [20000]"),
-            ("keep_checkpoints", "int", "how many of the newest stay [3]"),
-            ("tensorboard", "bool", "write TensorBoard's events, too (extra `training`) [false]"),
-            ("num_workers", "int", "threads that read and decode [4]"),
-        ),
+    "Where to, and what is told": (
+        ("output_dir", "str", "folder of the run [outputs/train/<date>/<time>_<type>]"),
+        ("resume", "bool", "go on with the run in --output_dir [false]"),
+        ("job_name", "str", "instead of the type in the folder's name"),
+        ("log_freq", "int", "steps between two lines of metrics [200]"),
+        ("save_freq", "int", "steps between two checkpoints [20000]"),
+        ("keep_checkpoints", "int", "how many of the newest stay [3]"),
+        ("tensorboard", "bool", "write TensorBoard's events, too (extra `training`) [false]"),
+        ("num_workers", "int", "threads that read and decode [4]"),
     ),
-    **_flags(
-        "On which devices",
-        (
-            ("mesh", "mesh", "devices for the batch and for the parameters, e.g. data:2,fsdp:4 [data: all]"),
-            ("fsdp", "bool", "spread parameters over all devices (--mesh=data:1,fsdp:<all>) [false]"),
-            ("distributed.coordinator_address", "str", "host:port of the first process"),
-            ("distributed.num_processes", "int", "how many there are"),
-            ("distributed.process_id", "int", "which one this is, from 0"),
-            ("distributed.auto", "bool", "let JAX ask the cluster (Slurm, Kubernetes, TPU pods) instead [false]"),
-        ),
+    "On which devices": (
+        ("mesh", "mesh", "devices for the batch and for the parameters, e.g. data:2,fsdp:4 [data: all]"),
+        ("fsdp", "bool", "spread parameters over all devices (--mesh=data:1,fsdp:<all>) [false]"),
+        ("distributed.coordinator_address", "str", "host:port of the first process"),
+        ("distributed.num_processes", "int", "how many there are"),
+        ("distributed.process_id", "int", "which one this is, from 0"),
+        ("distributed.auto", "bool", "let JAX ask the cluster (Slurm, Kubernetes, TPU pods) instead [false]"),
     ),
 }
+FLAGS = {name: Flag(name, group, kind, text) for group, rows in GROUPS.items() for name, kind, text in rows}
 
 # LeRobot's flags that mean nothing here, by name or by how their name begins: what to do instead.
 ELSEWHERE = {
@@ -146,14 +117,6 @@ ELSEWHERE = {
     "dataset.streaming": "files are fetched before they are read",
     "use_rabc": "examples are not weighted",
 }
-
-
-def suggest_instead(name: str) -> str | None:
-    """Advice for a flag of LeRobot's that does not exist here."""
-    for known, advice in ELSEWHERE.items():
-        if name == known or (known.endswith(".") and name.startswith(known)):
-            return advice
-    return None
 
 
 ON, OFF = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -201,8 +164,10 @@ def read_flags(arguments: Sequence[str]) -> ParsedFlags:
         elif flag is None and name.startswith(POLICY_PREFIX):
             policy[name.removeprefix(POLICY_PREFIX)] = text if equals else "true"
         elif flag is None:
-            advice = suggest_instead(name)
-            wrong.append(f"--{name}: {advice}" if advice else f"--{name} is not known{suggest_names(name, FLAGS)}")
+            # A name in the table that ends with a dot stands for all flags that begin so.
+            known = next((it for it in ELSEWHERE if name == it or (it.endswith(".") and name.startswith(it))), None)
+            advice = f" is not known{suggest_names(name, FLAGS)}" if known is None else f": {ELSEWHERE[known]}"
+            wrong.append(f"--{name}{advice}")
         else:
             try:
                 values[name] = _read(flag, text if equals else None)
@@ -262,18 +227,21 @@ def _refuse_unknown(names: Iterable[str], known: Mapping[str, Any], type_name: s
 
 
 def _read(flag: Flag, text: str | None) -> Any:
-    if text is None and flag.kind != "bool":
-        raise ValueError(flag.expected)
-    if flag.kind == "bool":
-        lower = "true" if text is None else text.lower()
-        if lower not in (*ON, *OFF):
-            raise ValueError(flag.expected)
-        return lower in ON
-    assert text is not None
+    """Value of a flag; only a boolean flag may stand without a text."""
     try:
-        return _READERS[flag.kind](text)
+        if flag.kind == "bool":
+            return _boolean("true" if text is None else text.lower())
+        if text is not None:
+            return _READERS[flag.kind](text)
     except ValueError:
-        raise ValueError(flag.expected) from None
+        pass
+    raise ValueError(EXPECTED[flag.kind])
+
+
+def _boolean(text: str) -> bool:
+    if text not in (*ON, *OFF):
+        raise ValueError
+    return text in ON
 
 
 def _json(text: str, kind: str) -> Any:

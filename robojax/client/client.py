@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from robojax.client import http
@@ -103,19 +102,9 @@ class Session:
         self._is_new = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with _judge_stop(self.id, error):
             self.stop()
-        except Refused as refused:
-            if refused.status not in GONE:
-                raise
-        except ClientError as lost:
-            if error is None:
-                raise
-            # What happened inside is what matters; that the robot was perhaps not stopped stands with it.
-            error.add_note(f"session {self.id} could not be stopped: {lost}")
 
     def status(self) -> SessionStatus:
         """Get the session's status."""
@@ -135,7 +124,7 @@ class Session:
 
     def delete(self) -> None:
         """Stop the session and remove it with its rooms."""
-        self._do(http.delete(self.id))
+        self._do(http.build_call("DELETE", session_path(self.id)))
 
     def emergency_stop(self, reason: str = REASON) -> None:
         """Stop and latch the session: it needs a reset and a start to move again."""
@@ -143,12 +132,12 @@ class Session:
 
     def reset(self) -> None:
         """Take the latch of an emergency stop off; nothing moves by it."""
-        self._do(http.reset(self.id))
+        self._do(http.build_call("POST", session_path(self.id, "/reset", "/debug")))
         self._is_new = True
 
     def patch(self, **changes: Any) -> Any:
         """Change settings while it runs: ``language_instruction``, ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
-        return self._do(http.patch(self.id, changes))
+        return self._do(http.build_call("PATCH", session_path(self.id), changes))
 
     def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
         """Get a chunk for an observation (see ``pack_observation``). Not while the session's own loop drives the robot.
@@ -181,17 +170,35 @@ class Session:
         Args:
             ticket: instead of the key, of the server that the session is on.
         """
-        headers = {}
         if ticket is None:
-            headers = self.client._headers
-            self.status()  # on which server it is
-        url = socket_url(self.client._http.servers.get_url(self.id), session_path(self.id, "/stream"), ticket)
-        with open_stream(url, headers, self.client._timeout) as opened:
+            self.status()  # finds the server of the session
+        with open_stream(*_stream_address(self, ticket)) as opened:
             yield opened
 
 
-# Statuses that say there is nothing to stop: it is not moving, or it is not there.
-GONE = (404, 409)
+@contextmanager
+def _judge_stop(session_id: str, error: BaseException | None) -> Iterator[None]:
+    """Context of the stop at the end of a session's ``with`` block.
+
+    A session that does not move or does not exist needs no stop. After an ``error`` inside the block that error is
+    raised, with a note when the stop failed.
+    """
+    try:
+        yield
+    except Refused as refused:
+        if refused.status not in (404, 409):
+            raise
+    except ClientError as lost:
+        if error is None:
+            raise
+        error.add_note(f"session {session_id} could not be stopped: {lost}")
+
+
+def _stream_address(session: "Session | AsyncSession", ticket: str | None) -> tuple[str, Mapping[str, str], float]:
+    """URL, headers and timeout (seconds) of a session's stream; a ticket replaces the key."""
+    client = session.client
+    url = socket_url(client._http.get_url(session.id), session_path(session.id, "/stream"), ticket)
+    return url, client._headers if ticket is None else {}, client._timeout
 
 
 class AsyncClient:
@@ -255,19 +262,10 @@ class AsyncSession:
         self._is_new = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            # Also when this task is being cancelled: nobody else would stop the robot.
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with _judge_stop(self.id, error):
+            # Also when this task is being cancelled, because no other task would stop the robot.
             await asyncio.shield(self.stop())
-        except Refused as refused:
-            if refused.status not in GONE:
-                raise
-        except ClientError as lost:
-            if error is None:
-                raise
-            error.add_note(f"session {self.id} could not be stopped: {lost}")
 
     async def status(self) -> SessionStatus:
         """Get the session's status."""
@@ -287,7 +285,7 @@ class AsyncSession:
 
     async def delete(self) -> None:
         """Stop the session and remove it with its rooms."""
-        await self._do(http.delete(self.id))
+        await self._do(http.build_call("DELETE", session_path(self.id)))
 
     async def emergency_stop(self, reason: str = REASON) -> None:
         """Stop and latch the session: it needs a reset and a start to move again."""
@@ -295,12 +293,12 @@ class AsyncSession:
 
     async def reset(self) -> None:
         """Take the latch of an emergency stop off; nothing moves by it."""
-        await self._do(http.reset(self.id))
+        await self._do(http.build_call("POST", session_path(self.id, "/reset", "/debug")))
         self._is_new = True
 
     async def patch(self, **changes: Any) -> Any:
         """Change settings of the session while it runs: ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
-        return await self._do(http.patch(self.id, changes))
+        return await self._do(http.build_call("PATCH", session_path(self.id), changes))
 
     async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
         """Get a chunk of actions for an observation; see ``Session.act``."""
@@ -320,12 +318,9 @@ class AsyncSession:
     @asynccontextmanager
     async def stream(self, *, ticket: str | None = None) -> AsyncIterator[AsyncStream]:
         """Open the session's stream, as a context manager; see ``Session.stream``."""
-        headers = {}
         if ticket is None:
-            headers = self.client._headers
-            await self.status()  # on which server it is
-        url = socket_url(self.client._http.servers.get_url(self.id), session_path(self.id, "/stream"), ticket)
-        async with open_async_stream(url, headers, self.client._timeout) as opened:
+            await self.status()  # finds the server of the session
+        async with open_async_stream(*_stream_address(self, ticket)) as opened:
             yield opened
 
     async def robot(self, transport_server_url: str, **more: Any) -> "AbstractAsyncContextManager[Robot]":
@@ -346,9 +341,6 @@ class AsyncSession:
 
         rooms = (await self.status()).rooms
         theirs = Rooms(rooms.workspace_id, rooms.cameras, rooms.joint_input, rooms.joint_output)
-        key = self._client_key() or os.environ.get("ROBOJAX_KEY") or None
+        key = self.client._key or os.environ.get("ROBOJAX_KEY") or None
         more = {"sessions": self.client.url} | more
         return connect_robot(transport_server_url, theirs, key=key, **more)
-
-    def _client_key(self) -> str | None:
-        return self.client._key

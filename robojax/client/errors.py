@@ -29,8 +29,7 @@ class Unreachable(ClientError):
 
     Attributes:
         why: what happened, in few words.
-        may_have_arrived: whether the server may have done what it was asked all the same. It is never asked again by
-            itself then, unless it was only to tell something.
+        may_have_arrived: whether the server may have done the request. Only safe requests are then sent again.
     """
 
     def __init__(self, text: str, why: str, may_have_arrived: bool):

@@ -1,6 +1,6 @@
 """HTTP requests as values, and connections that send them.
 
-Nobody is followed but a server of several that share a database, to the one of them that a session is on.
+A redirect is followed only between servers that share a database, to the server that a session is on.
 """
 
 import asyncio
@@ -8,9 +8,9 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from robojax.client.answers import (
@@ -188,25 +188,10 @@ def move(session_id: str, move_name: str) -> Call[Any]:
     )
 
 
-def delete(session_id: str) -> Call[Any]:
-    """Request to remove a session."""
-    return build_call("DELETE", session_path(session_id))
-
-
 def emergency_stop(session_id: str | None, reason: str) -> Call[Any]:
     """Request to stop and latch one session, or all."""
     path = "/debug/emergency_stop" if session_id is None else session_path(session_id, "/emergency_stop")
     return replace(build_call("POST", path, {"reason": reason}), is_safe=True)
-
-
-def reset(session_id: str) -> Call[Any]:
-    """Request to take the latch off."""
-    return build_call("POST", session_path(session_id, "/reset", "/debug"))
-
-
-def patch(session_id: str, changes: Mapping[str, object]) -> Call[Any]:
-    """Request to change a running session. Unlike elsewhere, None is sent: it means the default."""
-    return build_call("PATCH", session_path(session_id), dict(changes))
 
 
 def act(session_id: str, observation: Mapping[str, object]) -> Call[Chunk]:
@@ -282,195 +267,155 @@ def _decode_body(content_type: str, body: bytes) -> Any:
 
 
 DEFAULT_TIMEOUT = 10.0
-# Seconds before each further try of what may be sent twice. tenacity would be five lines less, for 30 ms at import and
-# 6 us a call (this: 0.06); most other backoffs of robojax are states that outlive a call, for which it has nothing.
+# Seconds before each further attempt of a request that may be sent twice.
 RETRY_WAITS = (0.1, 0.4)
-# A connection that was idle for so long is not used again: the server may be closing it just now, and then nobody could
-# say whether what was sent on it arrived.
+# Seconds after which an idle connection is not used again: the server may close it while a request is on its way.
 IDLE = 4.0
 # How a server says that a session is another one's (``service.api.redirects``).
 MOVED = "on_another_server"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Status, headers and body of an answer."""
+class _Connections:
+    """Connections to a server, and to other servers that share its database.
 
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
-# Where to send which call; what comes back goes in, or the Unreachable.
-Steps: TypeAlias = Generator[tuple[str, Call[Any]], Answer, Answer]
-
-
-class SessionServers:
-    """Knows which of several servers each session is on. Sends nothing itself.
-
-    A key is only sent to an address that the server which was named lists among those of its database, and that is of
-    the same scheme: https is never left, and its certificates are looked at where it was asked for.
+    The key is sent only to addresses that the named server lists as servers of its database, and only with the scheme
+    of the named server: https is never left, and its certificates are verified.
 
     Args:
-        base: of the server that was named.
+        base: URL of the named server.
+        timeout: seconds for an answer.
+        kind: name of the client class of httpx.
     """
 
-    def __init__(self, base: str):
+    def __init__(self, base: str, headers: dict[str, str], timeout: float, kind: str):
+        # Imported here: `import robojax.client` is quick, and command lines are only as slow as what they do.
+        import httpx2
+
         self.base = base
-        self._urls: dict[str, str] = {}
+        self._urls: dict[str, str] = {}  # session id to the URL of its server
+        self._timeout, self._errors = timeout, httpx2
+        self._client = getattr(httpx2, kind)(**build_client_options(httpx2, base, headers))
 
     def get_url(self, session_id: str) -> str:
         """URL of the server that a session is on."""
         return self._urls.get(session_id, self.base)
 
-    def ask(self, call: Call[Any]) -> Steps:
-        """Send a request to the server of its session."""
+    async def _sleep(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    async def _request(self, method: str, url: str, **options: Any) -> Any:
+        raise NotImplementedError
+
+    async def _deliver(self, call: Call[T]) -> T:
+        """Send a request, with retries where that is safe; returns its result."""
+        pauses = iter(RETRY_WAITS if call.is_safe else ())
+        while True:
+            try:
+                answer = await self._ask(call)
+            except Unreachable:
+                if (pause := next(pauses, None)) is None:
+                    raise
+                await self._sleep(pause)
+            else:
+                return read_result(call, answer.status_code, answer.headers, answer.content)
+
+    async def _ask(self, call: Call[Any]) -> Any:
+        """Send a request to the server of its session; returns the response."""
         named = re.match(r"(?:/debug)?/sessions/([^/?]+)", call.path)
         session_id = unquote(named[1]) if named else ""
         at = self.get_url(session_id)
         try:
-            answer = yield at, call
+            answer = await self._send(at, call)
         except Unreachable as error:
             if self._urls.pop(session_id, None) is None or error.may_have_arrived:
                 raise
-            return (yield from self.ask(call))
-        if at != self.base and (answer.status == 404 or _is_moved(answer)):
-            del self._urls[session_id]  # it is another one's meanwhile; nothing was done
-            return (yield from self.ask(call))
-        if session_id and _is_moved(answer) and (target := (yield from self._find_redirect(answer, call))) is not None:
+            return await self._ask(call)
+        if at != self.base and (answer.status_code == 404 or _is_moved(answer)):
+            self._urls.pop(session_id, None)  # the session is on another server now, and nothing was done
+            return await self._ask(call)
+        if session_id and _is_moved(answer) and (target := await self._find_redirect(answer, call)) is not None:
             self._urls[session_id] = target
-            return (yield target, call)
+            return await self._send(target, call)
         return answer
 
-    def _find_redirect(self, answer: Answer, call: Call[Any]) -> Generator[tuple[str, Call[Any]], Answer, str | None]:
+    async def _find_redirect(self, answer: Any, call: Call[Any]) -> str | None:
         """URL of the server that the answer redirects to, when it may be followed."""
         location = answer.headers.get("location", "")
         target = location.removesuffix(call.path)
         if target == location or urlsplit(target).scheme != urlsplit(self.base).scheme:
             return None
-        cluster = yield self.base, build_call("GET", "/cluster")
+        cluster = await self._send(self.base, build_call("GET", "/cluster"))
         try:
-            front = json.loads(cluster.body)["front"]
-            servers = [
-                server["url"] for server in (front, *front["others"])
-            ]  # behind a proxy it may be any that answers
+            front = json.loads(cluster.content)["front"]
+            # Behind a proxy any of the servers may answer.
+            servers = [server["url"] for server in (front, *front["others"])]
         except (ValueError, TypeError, KeyError):
             return None
         return target if target in [url + urlsplit(self.base).path for url in servers] else None
 
-
-def _is_moved(answer: Answer) -> bool:
-    if answer.status != 307:
-        return False
-    try:
-        return json.loads(answer.body)["code"] == MOVED
-    except (ValueError, TypeError, KeyError):
-        return False
-
-
-class Http:
-    """Synchronous connections to a server, and to others that share its database."""
-
-    def __init__(self, base: str, headers: dict[str, str], timeout: float):
-        # Imported here: `import robojax.client` is quick, and command lines are only as slow as what they do.
-        import httpx2
-
-        self.servers = SessionServers(base)
-        self._timeout, self._errors = timeout, httpx2
-        self._client = httpx2.Client(**build_client_options(httpx2, base, headers))
-
-    def send_call(self, call: Call[T]) -> T:
-        """Send a request, with retries where that is safe; returns its result."""
-        for pause in RETRY_WAITS if call.is_safe else ():
-            try:
-                return self._send_once(call)
-            except Unreachable:
-                time.sleep(pause)
-        return self._send_once(call)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
-
-    def _send_once(self, call: Call[T]) -> T:
-        steps = self.servers.ask(call)
+    async def _send(self, base: str, call: Call[Any]) -> Any:
+        timeout = call.timeout or self._timeout
         try:
-            base, part = next(steps)
-            while True:
-                try:
-                    answer = self._send(base, part)
-                except Unreachable as error:
-                    base, part = steps.throw(error)
-                else:
-                    base, part = steps.send(answer)
-        except StopIteration as stop:
-            answer = stop.value
-        return read_result(call, answer.status, answer.headers, answer.body)
-
-    def _send(self, base: str, call: Call[Any]) -> Answer:
-        try:
-            answer = self._client.request(
-                call.method,
-                base + call.path,
-                content=call.body,
-                headers=dict(call.headers),
-                timeout=call.timeout or self._timeout,
+            return await self._request(
+                call.method, base + call.path, content=call.body, headers=dict(call.headers), timeout=timeout
             )
         except (self._errors.TransportError, self._errors.InvalidURL) as error:
             raise build_unreachable(self._errors, error, base, call) from error
-        return Answer(answer.status_code, answer.headers, answer.content)
 
 
-class AsyncHttp:
-    """Asynchronous connections to a server, and to others that share its database."""
+class AsyncHttp(_Connections):
+    """Asynchronous connections."""
 
     def __init__(self, base: str, headers: dict[str, str], timeout: float):
-        import httpx2
-
-        self.servers = SessionServers(base)
-        self._timeout, self._errors = timeout, httpx2
-        self._client = httpx2.AsyncClient(**build_client_options(httpx2, base, headers))
+        super().__init__(base, headers, timeout, "AsyncClient")
 
     async def send_call(self, call: Call[T]) -> T:
         """Send a request, with retries where that is safe; returns its result."""
-        for pause in RETRY_WAITS if call.is_safe else ():
-            try:
-                return await self._send_once(call)
-            except Unreachable:
-                await asyncio.sleep(pause)
-        return await self._send_once(call)
+        return await self._deliver(call)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _send_once(self, call: Call[T]) -> T:
-        steps = self.servers.ask(call)
-        try:
-            base, part = next(steps)
-            while True:
-                try:
-                    answer = await self._send(base, part)
-                except Unreachable as error:
-                    base, part = steps.throw(error)
-                else:
-                    base, part = steps.send(answer)
-        except StopIteration as stop:
-            answer = stop.value
-        return read_result(call, answer.status, answer.headers, answer.body)
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
-    async def _send(self, base: str, call: Call[Any]) -> Answer:
+    async def _request(self, method: str, url: str, **options: Any) -> Any:
+        return await self._client.request(method, url, **options)
+
+
+class Http(_Connections):
+    """Synchronous connections: their coroutines block and never suspend, so they need no event loop."""
+
+    def __init__(self, base: str, headers: dict[str, str], timeout: float):
+        super().__init__(base, headers, timeout, "Client")
+
+    def send_call(self, call: Call[T]) -> T:
+        """Send a request, with retries where that is safe; returns its result."""
         try:
-            answer = await self._client.request(
-                call.method,
-                base + call.path,
-                content=call.body,
-                headers=dict(call.headers),
-                timeout=call.timeout or self._timeout,
-            )
-        except (self._errors.TransportError, self._errors.InvalidURL) as error:
-            raise build_unreachable(self._errors, error, base, call) from error
-        return Answer(answer.status_code, answer.headers, answer.content)
+            self._deliver(call).send(None)
+        except StopIteration as done:
+            return done.value
+        raise AssertionError("a coroutine of a synchronous client suspended")
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    async def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 - no event loop waits for this coroutine
+
+    async def _request(self, method: str, url: str, **options: Any) -> Any:
+        return self._client.request(method, url, **options)
+
+
+def _is_moved(answer: Any) -> bool:
+    if answer.status_code != 307:
+        return False
+    try:
+        return json.loads(answer.content)["code"] == MOVED
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def build_client_options(httpx2: Any, base: str, headers: dict[str, str]) -> dict[str, Any]:
@@ -481,7 +426,7 @@ def build_client_options(httpx2: Any, base: str, headers: dict[str, str]) -> dic
         "headers": headers,
         # A robot's server is on this machine or network: a proxy from the environment has no business in between.
         "trust_env": False,
-        # The key is for the server that was named and those that `SessionServers` finds, not for any other one.
+        # The key is for the server that was named and those that share its database (`_find_redirect`).
         "follow_redirects": False,
         "limits": httpx2.Limits(keepalive_expiry=IDLE),
     }

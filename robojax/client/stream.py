@@ -299,13 +299,13 @@ class AsyncStream:
 
     async def observe(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> None:
         """Send an observation; see ``Stream.observe``."""
-        await self._send(encode_message("observation", pack_observation(images, state, **more)))
+        await self.send(encode_message("observation", pack_observation(images, state, **more)))
 
     async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
         """Send an observation and wait for its chunk or action; see ``Stream.act``."""
         with convert_timeouts():
             async with asyncio.timeout(self._timeout):
-                await self._send(encode_message("act", pack_observation(images, state, **more)))
+                await self.send(encode_message("act", pack_observation(images, state, **more)))
                 while True:
                     message = await self._next()
                     if isinstance(message, Chunk | Action):
@@ -317,19 +317,20 @@ class AsyncStream:
 
     async def emergency_stop(self, reason: str) -> None:
         """Stop and latch the session."""
-        await self._send(encode_message("stop", {"reason": reason}))
+        await self.send(encode_message("stop", {"reason": reason}))
 
     async def report_latch(self, reason: str | None) -> None:
         """Report the latch of the robot's own program; see ``Stream.report_latch``."""
-        await self._send(encode_message("latch", {"reason": reason}))
+        await self.send(encode_message("latch", {"reason": reason}))
 
     async def ping(self, number: int = 0) -> None:
         """Send a ping, as a sign of life; a Pong answers."""
-        await self._send(encode_message("ping", {"number": number, "time": time.monotonic()}))
+        await self.send(encode_message("ping", {"number": number, "time": time.monotonic()}))
 
     async def send(self, data: bytes) -> None:
         """Send a message that ``encode_message`` made, perhaps in another thread."""
-        await self._send(data)
+        with convert_close_errors():
+            await self._socket.send(data)
 
     async def next(self) -> Message:
         """Receive the next message.
@@ -355,10 +356,6 @@ class AsyncStream:
     async def close(self) -> None:
         """Close the stream."""
         await self._socket.close()
-
-    async def _send(self, data: bytes) -> None:
-        with convert_close_errors():
-            await self._socket.send(data)
 
     async def _next(self) -> Message | None:
         with convert_close_errors():

@@ -57,8 +57,7 @@ class Follower:
     Attributes:
         hold: why the arm is held; None while it follows.
         latch: the emergency stop that holds the arm: it follows no command until ``reset``; None without one.
-        commands: number of accepted commands.
-        refused: number of refused commands, which name an unknown joint or a value that is not finite.
+        commands: number of accepted commands. A command with an unknown joint or a value that is not finite is refused.
 
     Args:
         joints: of the arm, by LeRobot's names.
@@ -84,7 +83,6 @@ class Follower:
         self.latch: ArmLatch | None = None
         self._stops = 0
         self.commands = 0
-        self.refused = 0
 
     @property
     def is_latched(self) -> bool:
@@ -97,9 +95,7 @@ class Follower:
             return
         named = {normalize_joint_name(name): value for name, value in values.items()}
         if not named or len(named) != len(values) or not all(self._is_target(*target) for target in named.items()):
-            # The usable half of a wrong command is not the motion that the policy wanted.
-            self.refused += 1
-            return
+            return  # The usable half of a wrong command is not the motion that the policy wanted.
         # Rooms forward only what changed, so what is not named keeps its target.
         self._targets.update(named)
         self._commanded_at = now
@@ -168,6 +164,7 @@ class ArmThread:
 
     Attributes:
         failure: what ended it, when something did.
+        clamped: joints of which a target was clamped so far.
     """
 
     def __init__(self, arm: Arm, follower: Follower, rate: float):
@@ -176,7 +173,7 @@ class ArmThread:
         self._wake, self._over = threading.Event(), threading.Event()
         self._newest: tuple[dict[str, float], float] | None = None
         self._thread = threading.Thread(target=self._run, name="arm", daemon=True)
-        self._clamped: dict[str, int] = {}
+        self.clamped: frozenset[str] = frozenset()
         self.failure: RobotError | None = None
 
     def __enter__(self) -> "ArmThread":
@@ -239,15 +236,10 @@ class ArmThread:
         """Whether the thread has ended."""
         return self._over.is_set()
 
-    def get_counters(self) -> dict[str, object]:
-        """Counters of cycles, commands and errors."""
-        with self._lock:
-            return {
-                "commands": self._follower.commands,
-                "refused": self._follower.refused,
-                "clamped": dict(self._clamped),
-                "complaints": dict(self._arm.servo_errors),
-            }
+    @property
+    def commands(self) -> int:
+        """Number of commands that the arm followed."""
+        return self._follower.commands
 
     def _run(self) -> None:
         due = time.monotonic()
@@ -280,8 +272,7 @@ class ArmThread:
         self._newest = (pose, now)
         with self._lock:
             goal = self._follower.compute_goal(pose, now)
-            for joint in goal.clamped:
-                self._clamped[joint] = self._clamped.get(joint, 0) + 1
+        self.clamped = self.clamped.union(goal.clamped)
         if goal.targets is not None:
             self._arm.move(goal.targets)
         return True

@@ -4,9 +4,11 @@ Register addresses are those of Feetech's memory table for the STS series, names
 the package ``feetech-servo-sdk`` (imported as ``scservo_sdk``).
 """
 
+# pyright: reportMissingImports=false
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 from robojax.robot.errors import BusLost, RobotError
@@ -78,7 +80,10 @@ PRESENT_TEMPERATURE = Register("Present_Temperature", 63, 1)  # degrees Celsius
 MAX_ACCELERATION = Register("Maximum_Acceleration", 85, 1)
 
 # What a servo says of itself with every answer, one bit each.
-ALARMS = {1: "its voltage is out of range", 2: "its position sensor fails", 4: "it is too hot"} | {
+ALARMS = {
+    1: "its voltage is out of range",
+    2: "its position sensor fails",
+    4: "it is too hot",
     8: "its current is too high",
     32: "it is overloaded",
 }
@@ -89,10 +94,6 @@ def describe_alarms(status: int) -> list[str]:
     return [text for bit, text in ALARMS.items() if status & bit]
 
 
-# pyright: reportMissingImports=false
-
-
-BAUD = 1_000_000
 INSTALL = "pip install -e '.[robot]'"
 
 
@@ -134,9 +135,7 @@ class Bus:
     def __enter__(self) -> "Bus":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -183,25 +182,19 @@ class Bus:
         Raises:
             BusLost: any of them did not answer; a value is never made up for it.
         """
-        values, alarms, silent = {}, {}, []
-
-        def ask() -> int:
-            return self._packets.syncReadTx(self._handler, register.address, register.length, list(servos), len(servos))
-
-        result = self._do(ask)
+        values, alarms = {}, {}
+        ask = partial(self._packets.syncReadTx, self._handler, register.address, register.length)
+        result = self._do(lambda: ask(list(servos), len(servos)))
         if result != self._ok:
             raise self._build_bus_lost([], f"asking for {register.name}", result)
         for servo in servos:
-            data, result, status = self._do(lambda servo=servo: self._receive(servo, register.length))
+            data, result, status = self._do(partial(self._packets.readRx, self._handler, servo, register.length))
             if result != self._ok or len(data) != register.length:
                 # The others answer after it, or did before it was noticed: no use in waiting for each of them.
-                silent.append(servo)
-                break
+                raise self._build_bus_lost([servo], f"reading {register.name}", result)
             values[servo] = register.decode(bytes(data))
             if texts := describe_alarms(status):
                 alarms[servo] = texts
-        if silent:
-            raise self._build_bus_lost(silent, f"reading {register.name}", result)
         return values, alarms
 
     def write_all(self, values: Mapping[int, int], register: Register) -> None:
@@ -212,9 +205,6 @@ class Bus:
         result = self._do(group.txPacket)
         if result != self._ok:
             raise self._build_bus_lost([], f"writing {register.name}", result)
-
-    def _receive(self, servo: int, length: int) -> tuple[list[int], int, int]:
-        return self._packets.readRx(self._handler, servo, length)
 
     def _do(self, call: Any) -> Any:
         try:

@@ -56,10 +56,10 @@ class CameraConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 10_000:
                 wrong.append(f"{name} is {value!r}, wanted a positive number")
-        if self.color_mode not in ("rgb", "bgr"):
-            wrong.append(f"color_mode is {self.color_mode!r}; there are rgb and bgr")
         if self.color_mode == "bgr":
             wrong.append("color_mode bgr: servers take RGB; leave it out")
+        elif self.color_mode != "rgb":
+            wrong.append(f"color_mode is {self.color_mode!r}; there are rgb and bgr")
         if self.rotation not in TURNS:
             wrong.append(f"rotation is {self.rotation!r}; there are 0, 90, 180 and -90")
         if self.backend not in BACKENDS:

@@ -1,9 +1,10 @@
 """Config of a robot from LeRobot's flags, and the opening of its arm."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,78 +50,42 @@ class RobotConfig:
         return self.type == "simulated"
 
 
-def build_robot_config(**flags: str | None) -> RobotConfig:
-    """Build a robot's config from flags; they are those of ``read_robot_config``.
-
-    Raises:
-        RobotError: names every flag that is missing or wrong.
-    """
-    config, problems = read_robot_config(**flags)
-    if problems:
-        raise join_problems(problems)
-    return config
-
-
 def join_problems(problems: Mapping[str, RobotError]) -> RobotError:
     """Join the problems of ``read_robot_config`` into one error that names all of them."""
     errors = problems.values()
     return RobotError("\n".join(map(str, errors)), "\n".join(error.then for error in errors))
 
 
-def read_robot_config(
-    *,
-    type: str | None,
-    port: str | None = None,
-    id: str | None = None,
-    cameras: str | None = None,
-    use_degrees: str | None = None,
-    max_relative_target: str | None = None,
-    calibration_dir: str | None = None,
-    disable_torque_on_disconnect: str | None = None,
-) -> tuple[RobotConfig, dict[str, RobotError]]:
+def read_robot_config(**flags: str | None) -> tuple[RobotConfig, dict[str, RobotError]]:
     """Read a robot's config from flags.
+
+    Args:
+        flags: texts of the flags ``--robot.NAME``, by the field of ``RobotConfig``; None for a flag that is not given.
 
     Returns:
         The config, with defaults for flags that cannot be used; and the problems by the part of the robot that they
         concern: type, port, id, units, cameras, max_relative_target, disable_torque_on_disconnect.
     """
     problems: dict[str, RobotError] = {}
-
-    def tried(name: str, read: Any, text: str | None, default: Any) -> Any:
-        try:
-            return default if text is None else read(text)
-        except RobotError as error:
-            problems[name] = error
-            return default
-
-    if type not in TYPES:
-        problems["type"] = RobotError(f"--robot.type is {type!r}", f"give one of {', '.join(TYPES)}")
-    is_real = type != "simulated"
+    type_, port, robot_id = flags.get("type"), flags.get("port"), flags.get("id")
+    if type_ not in TYPES:
+        problems["type"] = RobotError(f"--robot.type is {type_!r}", f"give one of {', '.join(TYPES)}")
+    is_real = type_ != "simulated"
     if is_real and not port:
         then = "e.g. --robot.port=/dev/ttyACM0; lerobot-find-port finds it"
         problems["port"] = RobotError("--robot.port is missing", then)
-    if is_real and not id:
+    if is_real and not robot_id:
         problems["id"] = RobotError("--robot.id is missing", "give the id that the arm was calibrated with")
-    if is_real and use_degrees is None:
+    if is_real and flags.get("use_degrees") is None:
         problems["units"] = RobotError("the unit of the joints is not known", UNITS)
-    config = RobotConfig(
-        type=type or "",
-        port=port or "",
-        id=id or DEFAULT_ID,
-        use_degrees=tried("units", lambda text: _boolean("robot.use_degrees", text), use_degrees, False),
-        cameras=tried("cameras", read_cameras, cameras, {}),
-        calibration_dir=None if calibration_dir is None else Path(calibration_dir).expanduser(),
-        max_relative_target=tried(
-            "max_relative_target", read_max_relative_target, max_relative_target, MAX_RELATIVE_TARGET
-        ),
-        disable_torque_on_disconnect=tried(
-            "disable_torque_on_disconnect",
-            lambda text: _boolean("robot.disable_torque_on_disconnect", text),
-            disable_torque_on_disconnect,
-            False,
-        ),
-    )
-    return config, problems
+    values: dict[str, Any] = {}
+    for name, read in READERS.items():
+        if (text := flags.get(name)) is not None:
+            try:
+                values[name] = read(text)
+            except RobotError as error:
+                problems["units" if name == "use_degrees" else name] = error
+    return RobotConfig(type=type_ or "", port=port or "", id=robot_id or DEFAULT_ID, **values), problems
 
 
 def read_cameras(text: str) -> dict[str, CameraConfig]:
@@ -177,6 +142,15 @@ def _boolean(name: str, text: str) -> bool:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     raise RobotError(f"--{name} is {text!r}", "give true or false")
+
+
+READERS: Mapping[str, Callable[[str], Any]] = {
+    "use_degrees": partial(_boolean, "robot.use_degrees"),
+    "cameras": read_cameras,
+    "calibration_dir": lambda text: Path(text).expanduser(),
+    "max_relative_target": read_max_relative_target,
+    "disable_torque_on_disconnect": partial(_boolean, "robot.disable_torque_on_disconnect"),
+}
 
 
 def _yaml(name: str, text: str, example: str) -> Any:

@@ -1,6 +1,6 @@
 """Comparison of a policy with an arm: joints, units and rate. Nothing here touches the arm or the server."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,14 +195,6 @@ def compare_rates(
         fix = f"if the dataset's fps is not {rate:g}, write {{\"rate\": FPS}} into the policy's robojax.json"
         return Finding("rate", "warn", text, fix)
     return Finding("rate", "ok", text)
-
-
-def compare_policy(
-    fit: PolicyFit, given: Sequence[str] | None, use_degrees: bool | None, calibration: Calibration | None
-) -> Iterator[Finding]:
-    """Compare what would move the arm wrongly: joints and units."""
-    yield compare_joints(fit, given)
-    yield compare_units(fit, use_degrees, calibration)
 
 
 def _trained_ranges(fit: PolicyFit) -> dict[str, tuple[float, float]] | None:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -37,20 +37,8 @@ Pictures = Callable[[], Mapping[str, np.ndarray]]
 OnEvent = Callable[[str], None]
 
 
-class Link(Protocol):
-    """Interface of connections that reconnect whenever they break."""
-
-    async def run(self, linked: asyncio.Event) -> None:
-        """Send observations and receive commands until cancelled; ``linked`` is set while connected.
-
-        Raises:
-            RobotError: it cannot be made, and trying again would not help.
-        """
-        ...
-
-
 class StreamLink:
-    """Connection over the stream of a direct session.
+    """Connection over the stream of a direct session; it reconnects whenever it breaks.
 
     The program and the server report their latches to each other. The program releases its latch only when the same
     instance of the session first confirmed the emergency stop and then reports no latch, because a person reset it. A
@@ -72,13 +60,19 @@ class StreamLink:
         self._confirmed: tuple[str | None, int] | None = None  # instance of the session, number of the stop
 
     async def run(self, linked: asyncio.Event) -> None:
-        """See ``Link``."""
+        """Send observations and receive commands until cancelled; ``linked`` is set while connected.
+
+        Raises:
+            RobotError: the connection cannot be made, and another attempt would not help.
+        """
         tries = 0
         while True:
             try:
                 async with self._session.stream() as stream:
                     tries = 0
-                    await self._exchange(stream, linked)
+                    await run_until_first_ends(
+                        self._read(stream), self._send(stream, linked), self._report_stops(stream)
+                    )
             except (Refused, Unreachable, StreamClosed, Garbled) as error:
                 if isinstance(error, Refused) and error.status not in FOR_NOW:
                     raise RobotError(f"the server refused: {error}", "robojax sessions shows what there is") from error
@@ -92,9 +86,6 @@ class StreamLink:
                 linked.clear()
                 await asyncio.sleep(RETRY_WAITS[min(tries, len(RETRY_WAITS) - 1)])
                 tries += 1
-
-    async def _exchange(self, stream: AsyncStream, linked: asyncio.Event) -> None:
-        await run_until_first_ends(self._read(stream), self._send(stream, linked), self._report_stops(stream))
 
     async def _report_latch(self, stream: AsyncStream, reported: int) -> int:
         """Report the arm's latch when it changed; returns the number of the reported stop, 0 for none."""
@@ -204,7 +195,7 @@ class RoomsLink:
         self._passed_stop = 0  # number of the newest stop that the rooms know
 
     async def run(self, linked: asyncio.Event) -> None:
-        """See ``Link``. Lost rooms are joined again."""
+        """Do as ``StreamLink.run``; lost rooms are joined again."""
         from service.errors import ServiceError
 
         try:
@@ -279,7 +270,7 @@ def describe_status(status: SessionStatus) -> str:
     return f"session {status.session_id}: {status.status}" + (f" ({why})" if why else "")
 
 
-async def run_until_first_ends(*work: Coroutine[None, None, None]) -> None:
+async def run_until_first_ends(*work: Coroutine[Any, Any, Any]) -> None:
     """Run coroutines until the first ends or fails; the others are cancelled."""
     tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:

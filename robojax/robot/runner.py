@@ -20,8 +20,8 @@ from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.cameras import Camera, CameraConfig, Source
 from robojax.robot.config import RobotConfig, load_calibration, open_arm
 from robojax.robot.errors import RobotError
-from robojax.robot.fit import compare_joint_names, compare_policy, read_policy_fit, suggest_cameras
-from robojax.robot.links import Link, OnEvent, Pictures, RoomsLink, StreamLink, describe_status, run_until_first_ends
+from robojax.robot.fit import compare_joint_names, compare_joints, compare_units, read_policy_fit, suggest_cameras
+from robojax.robot.links import OnEvent, Pictures, RoomsLink, StreamLink, describe_status, run_until_first_ends
 from robojax.robot.simulated_bus import Servo
 
 
@@ -29,8 +29,7 @@ from robojax.robot.simulated_bus import Servo
 async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
     """Context with a queue of pressed keys; Ctrl-C keeps its meaning, and the terminal is restored on exit.
 
-    The queue stays empty without a terminal, and in a job that a shell runs in the background (``&``): the system stops
-    such a job, and with it the program that holds the arm, when it changes or reads the terminal.
+    The queue stays empty without a terminal, and in a background job, which the system stops when it reads one.
     """
     pressed: asyncio.Queue[str] = asyncio.Queue()
     if not sys.stdin.isatty() or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
@@ -134,7 +133,7 @@ class RobotRunner:
 
 
 class _Ended(Exception):
-    """Somebody ended the program before anything was held."""
+    """A person ended the program before the arm was held."""
 
 
 async def run(runner: RobotRunner, on_event: OnEvent) -> None:
@@ -154,9 +153,7 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
     try:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(AsyncClient(runner.server, key=runner.key))
-            cameras = await asyncio.to_thread(_open_cameras, runner)
-            for camera in cameras.values():
-                stack.callback(camera.close)
+            cameras = await asyncio.to_thread(_open_cameras, runner, stack)
             servos = None if runner.simulation is None else runner.simulation.servos
             arm = stack.enter_context(open_arm(runner.robot, servos))
             session = await stack.enter_async_context(_session(client, runner, tuple(cameras), end_requested, on_event))
@@ -208,7 +205,7 @@ async def _run_linked(
                 _start_session(runner, session, linked, on_event),
                 _wait_for_failure(arm_thread, session.id, on_event),
                 _keys(pressed, session, arm_thread, end_requested, on_event),
-                _wait_for_end(end_requested),
+                end_requested.wait(),
                 *([] if simulation is None else [simulation.play(session, arm_thread, on_event)]),
             )
     except (RobotError, ClientError) as error:
@@ -229,7 +226,7 @@ def _make_link(
     arm_thread: ArmThread,
     pictures: Pictures,
     on_event: OnEvent,
-) -> Link:
+) -> RoomsLink | StreamLink:
     if has_rooms:
         transport = runner.transport if runner.transport not in (None, "direct") else client.url
         return RoomsLink(session, str(transport), arm_thread, pictures, runner.rate, on_event)
@@ -263,8 +260,8 @@ async def _session(
     request = build_check(runner, cameras)
     checking = client.request("POST", "/policies/check", request, timeout=600)
     fit = read_policy_fit(await _run_unless_ended(end_requested, checking))
-    calibration = load_calibration(runner.robot)
-    for finding in compare_policy(fit, runner.joint_names, runner.robot.use_degrees, calibration):
+    units = compare_units(fit, runner.robot.use_degrees, load_calibration(runner.robot))
+    for finding in (compare_joints(fit, runner.joint_names), units):
         if finding.level == "fail":
             raise RobotError(f"the policy does not fit this robot: {finding.found}", finding.fix)
         if finding.level == "warn":
@@ -281,8 +278,8 @@ async def _session(
         revision=runner.revision,
         language_instruction=runner.task,
         dry_run=runner.is_dry_run,
-        **({"rename": dict(runner.rename)} if runner.rename else {}),
-        **({"joint_names": list(runner.joint_names)} if runner.joint_names else {}),
+        rename=dict(runner.rename) or None,
+        joint_names=runner.joint_names or None,
     )
     created = await _run_unless_ended(end_requested, making, lambda: _remove_session(session))
     try:
@@ -293,13 +290,9 @@ async def _session(
 
 def build_check(runner: RobotRunner, cameras: Iterable[str]) -> dict[str, object]:
     """Body of POST /policies/check for this policy, these cameras and the joint names that the user gave."""
-    request: dict[str, object] = {"policy_path": runner.policy, "revision": runner.revision}
-    request["camera_names"] = list(cameras)
-    if runner.rename:
-        request["rename"] = dict(runner.rename)
-    if runner.joint_names:
-        request["joint_names"] = list(runner.joint_names)
-    return request
+    more = {"rename": dict(runner.rename), "joint_names": list(runner.joint_names or ())}
+    request = {"policy_path": runner.policy, "revision": runner.revision, "camera_names": list(cameras)}
+    return request | {name: value for name, value in more.items() if value}
 
 
 async def _remove_session(session: AsyncSession) -> None:
@@ -313,16 +306,16 @@ async def _run_unless_ended(
     work: Coroutine[Any, Any, Any],
     undo: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> Any:
-    """Result of the work, or `_Ended` when somebody ends the program first; then the work is undone.
+    """Return the result of the work.
 
     Raises:
-        _Ended: somebody did.
+        _Ended: a person ended the program first; the work was undone.
     """
     task, ended = asyncio.create_task(work), asyncio.create_task(end_requested.wait())
     try:
         await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
         if not task.done() and undo is not None:
-            # A refusal comes soon: a session of this id that is somebody else's is not removed.
+            # A refusal comes soon: a session of the same id that existed before is not removed.
             await asyncio.wait((task,), timeout=LEAVE)
         if not end_requested.is_set() or (task.done() and task.exception() is not None):
             return task.result()
@@ -360,9 +353,7 @@ async def _wait_for_failure(arm_thread: ArmThread, session_id: str, on_event: On
             if hold is not None and arm_thread.latch is not None:
                 on_event(f"it stays held; when it is safe: robojax reset {session_id}, then robojax start {session_id}")
             last = hold
-        figures = arm_thread.get_counters()["clamped"]
-        assert isinstance(figures, dict)
-        if new := frozenset(figures) - clamped:
+        if new := arm_thread.clamped - clamped:
             on_event(
                 f"targets of {', '.join(sorted(new))} are too far away (max_relative_target); the arm moves slowly"
             )
@@ -389,18 +380,11 @@ async def _keys(
             end_requested.set()
 
 
-async def _wait_for_end(end_requested: asyncio.Event) -> None:
-    await end_requested.wait()
-
-
-def _open_cameras(runner: RobotRunner) -> dict[str, Camera]:
+def _open_cameras(runner: RobotRunner, stack: AsyncExitStack) -> dict[str, Camera]:
+    """Open the robot's cameras; ``stack`` closes them."""
     open_simulated = None if runner.simulation is None else runner.simulation.open_camera
     cameras: dict[str, Camera] = {}
-    try:
-        for name, config in runner.robot.cameras.items():
-            cameras[name] = Camera(name, config, open_simulated)
-    except RobotError:
-        for camera in cameras.values():
-            camera.close()
-        raise
+    for name, config in runner.robot.cameras.items():
+        cameras[name] = Camera(name, config, open_simulated)
+        stack.callback(cameras[name].close)
     return cameras

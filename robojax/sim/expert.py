@@ -34,6 +34,7 @@ HOVER, GRASP, LIFT = 0.07, 0.005, 0.09  # metres of the grip above the cube's ce
 TURN_WEIGHT = 0.15  # metres per radian: how much a tilted finger counts against a missed place
 DAMPING = 1e-4
 UP = np.array([0.0, 0.0, 1.0])
+ITERATIONS = 80
 LONGEST_STEP = 0.2  # radians per iteration
 
 
@@ -57,11 +58,11 @@ class Kinematics:
         self._grip = self.model.site(scene.GRIP).id
         self._hand = self.model.site_bodyid[self._grip]
 
-    def solve(self, start: np.ndarray, position: np.ndarray, iterations: int = 80) -> np.ndarray:
+    def solve(self, start: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Pose (radians) near `start` whose grip is at `position` (metres), fingers down."""
         model, data, pose = self.model, self._data, start.copy()
         moves, turns = np.zeros((3, model.nv)), np.zeros((3, model.nv))
-        for _ in range(iterations):
+        for _ in range(ITERATIONS):
             data.qpos[self._addresses] = pose
             mujoco.mj_kinematics(model, data)
             mujoco.mj_comPos(model, data)
@@ -89,9 +90,9 @@ def plan_legs(arm: Arm, kinematics: Kinematics) -> list[Leg]:
     return [Leg(above, 25), Leg(at, 15), Leg(closed, 15), Leg(up, 25), Leg(up, 10)]
 
 
-def interpolate_targets(legs: list[Leg], start: np.ndarray = HOME) -> Iterator[np.ndarray]:
+def interpolate_targets(legs: list[Leg]) -> Iterator[np.ndarray]:
     """Targets (six wire values) of every tick, easing in and out of each leg."""
-    before = start
+    before = HOME
     for leg in legs:
         for tick in range(1, leg.ticks + 1):
             share = tick / leg.ticks
@@ -101,15 +102,14 @@ def interpolate_targets(legs: list[Leg], start: np.ndarray = HOME) -> Iterator[n
 
 
 ROBOT = "so100_simulated"
-# The expert's hand is pushed while it reaches, and what is recorded is where it wanted to go: so the policy sees how
-# to come back to the path (DART, https://arxiv.org/abs/1703.09327). Pushes last for a few ticks.
-# Any later and the hand cannot come back before it must be over the cube: one demonstration in six would fail.
+# Pushes of the expert's hand, which are not part of the recorded actions, so that the policy learns to return to the
+# path (DART, https://arxiv.org/abs/1703.09327). With later pushes one demonstration in six fails.
 PUSH, PUSH_MEMORY, PUSHED_TICKS = 0.04, 0.8, 30  # radians, per tick, ticks
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 _arms: dict[TaskName, tuple[Arm, Kinematics]] = {}
-# In a worker: whether nobody wants what is played any more.
+# In a worker: whether the parent needs no more demonstrations.
 _is_over: Callable[[], bool] = bool
 
 
@@ -201,7 +201,7 @@ def _play_in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[i
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(os.getpid(), over)) as pool:
         try:
             for number in count(seed):
-                with _defer_interrupts():  # who submits also begins the workers
+                with _defer_interrupts():  # submitting also starts the workers
                     ahead.append((number, pool.submit(demonstrate, name, number)))
                 if len(ahead) > workers:
                     first, playing = ahead.popleft()
@@ -209,14 +209,14 @@ def _play_in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[i
         finally:
             for _, playing in ahead:
                 playing.cancel()
-            # What is being played is nobody's any more, and would be waited for: half a minute after a Ctrl-C. Workers
-            # are not killed: one that is just handing over its pictures would leave the pool waiting for the rest.
+            # Workers stop early, because the pool waits for them: half a minute after a Ctrl-C. A worker that is
+            # killed while it hands over its pictures would leave the pool waiting.
             over.set()
 
 
 @contextmanager
 def _defer_interrupts() -> Iterator[None]:
-    """Whoever ends this does so before or after: a worker that is half begun would print how it was cut off."""
+    """Context that keeps interrupts for its end: a worker that is interrupted at its start prints a traceback."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

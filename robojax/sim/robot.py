@@ -1,16 +1,13 @@
 """Process that connects the simulated arm to a server.
 
-It joins the session's rooms, sends its camera and its joints at 25 Hz, obeys the newest command, and plays episodes:
-fold the arm, lay the cubes, let the server see them, say which to lift if the policy reads that, start the session,
-move for `HORIZON` ticks, stop the session, look whether that cube is up. When a person stops the session, it waits
-until a person lets it go on, and plays that episode again. Each event is a line of JSON on standard output, for the
-parent process.
+It sends its camera and joints at 25 Hz and plays episodes: lay the cubes, set the instruction, start the session, move
+for `HORIZON` ticks, stop the session, score. After a stop by a person it waits and plays the episode again. Each event
+is a line of JSON on standard output, for the parent process.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import signal
 import sys
 import time
@@ -20,23 +17,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 
+from robojax.client import AsyncClient, AsyncSession, ClientError, Refused
 from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, Arm, to_wire
 from robojax.sim.tasks import PICK, TASKS, Outcome, Task
 from robojax.sim.videos import save_film
 from service.errors import ServiceError
-from service.transport.client.rest import auth_headers
-from service.transport.client.robot import Robot, connect_robot
-from service.transport.link import Rooms
+from service.transport.client.robot import Robot
 
 
 class SimulatedRobot:
     """Simulation on one thread, since an OpenGL context belongs to the thread that made it.
 
-    Its camera has the noise of a sensor, one grey level: without it, the pictures of an arm at rest would be identical,
-    as those of a frozen camera are, and the server would hold the arm.
+    Its camera has noise of one grey level, because the server holds an arm whose pictures are identical.
 
     Args:
         films: a folder for a video of each episode.
@@ -95,8 +89,6 @@ class SimulatedRobot:
 PERIOD = 1 / RATE
 SETTLE = 12  # ticks after laying the cubes, so that no frame of the episode before is on its way any more
 COMMAND_TIMEOUT = 15.0  # seconds for the session to be startable, and for the first command to come
-
-
 STOP_POLL = 0.5  # seconds between two looks whether a person stopped the session, or let it go on
 
 
@@ -117,39 +109,6 @@ class EpisodeStopped(Exception):
         self.reason, self.is_latched = reason, is_latched
 
 
-class Sessions:
-    """Client of the session API, as a robot's operator uses it."""
-
-    def __init__(self, http: aiohttp.ClientSession, server: str, session_id: str):
-        self._http, self._url = http, f"{server.rstrip('/')}/sessions/{session_id}"
-
-    async def status(self) -> dict[str, Any]:
-        async with self._http.get(self._url) as answer:
-            if answer.status != 200:
-                raise EpisodeFailed(f"its status was refused with {answer.status}: {await answer.text()}")
-            return await answer.json()
-
-    async def rooms(self) -> Rooms:
-        rooms = (await self.status())["rooms"]
-        return Rooms(
-            rooms["workspace_id"],
-            rooms["camera_room_ids"],
-            rooms["joint_input_room_id"],
-            rooms["joint_output_room_id"],
-        )
-
-    async def post(self, move: str) -> None:
-        async with self._http.post(f"{self._url}/{move}") as answer:
-            if answer.status != 200:
-                raise EpisodeFailed(f"{move} was refused with {answer.status}: {(await answer.json()).get('detail')}")
-
-    async def instruct(self, instruction: str) -> None:
-        """Set the policy's instruction, from its next chunk on."""
-        async with self._http.patch(self._url, json={"language_instruction": instruction}) as answer:
-            if answer.status != 200:
-                raise EpisodeFailed(f"the instruction was refused with {answer.status}: {await answer.text()}")
-
-
 class Player:
     """Plays episodes with a robot that has joined its rooms.
 
@@ -157,8 +116,8 @@ class Player:
         instructs: whether the session's policy reads what it is to do.
     """
 
-    def __init__(self, robot: SimulatedRobot, sessions: Sessions, *, instructs: bool = False):
-        self._robot, self._sessions, self._instructs = robot, sessions, instructs
+    def __init__(self, robot: SimulatedRobot, session: AsyncSession, *, instructs: bool = False):
+        self._robot, self._session, self._instructs = robot, session, instructs
         self._last_values: dict[str, float] = {}  # the server forwards only joints whose target changed
         self._commands = 0
 
@@ -174,7 +133,8 @@ class Player:
             is_again: whether a person stopped this episode before, and then let it go on: the session may run already.
 
         Raises:
-            EpisodeFailed: the session could not be instructed or started, or sent nothing.
+            ClientError: the server refused the instruction or the start, or does not answer.
+            EpisodeFailed: the session sent no command, or an emergency stop without a request of a person.
             EpisodeStopped: a person stopped the session.
         """
         instruction = await self._robot.reset(seed)
@@ -185,11 +145,12 @@ class Player:
             await self._show(robot, home)
             await clock.next()
         if self._instructs:
-            await self._while_showing(self._sessions.instruct(instruction), robot, clock, home)
+            await self._while_showing(self._session.patch(language_instruction=instruction), robot, clock, home)
         # The session holds until it has seen fresh pictures.
+        begin = self._session.restart if is_again else self._session.start
         try:
-            await self._while_showing(self._sessions.post("restart" if is_again else "start"), robot, clock, home)
-        except EpisodeFailed:
+            await self._while_showing(begin(), robot, clock, home)
+        except Refused:
             await self._raise_if_stopped(by_request=False)
             raise
         watching = asyncio.create_task(self._watch_for_stop())
@@ -198,7 +159,7 @@ class Player:
         finally:
             watching.cancel()
         await self._raise_if_stopped()
-        await self._sessions.post("stop")
+        await self._session.stop()
         return await self._robot.outcome(number, seed, ticks)
 
     async def _move(self, robot: Robot, clock: "Clock", home: np.ndarray, watching: "asyncio.Task[None]") -> int:
@@ -216,11 +177,11 @@ class Player:
             if robot.latch is not None:
                 await self._raise_if_stopped()
             if timeout < 0:
-                status, timeout = await self._sessions.status(), COMMAND_TIMEOUT
-                if status["stats"].get("hold_code") == "compiling":
+                session, timeout = await self._session.status(), COMMAND_TIMEOUT
+                if session.stats.get("hold_code") == "compiling":
                     continue  # for pictures of this size: a large policy on a slow machine
-                why = status["stats"].get("hold") or status["error_message"] or "nothing said why"
-                raise EpisodeFailed(f"no command in {COMMAND_TIMEOUT:.0f} s; the session is {status['status']}: {why}")
+                why = session.stats.get("hold") or session.error_message or "nothing said why"
+                raise EpisodeFailed(f"no command in {COMMAND_TIMEOUT:.0f} s; the session is {session.status}: {why}")
         return ticks
 
     async def _watch_for_stop(self) -> None:
@@ -238,11 +199,11 @@ class Player:
             EpisodeStopped: a person stopped it.
             EpisodeFailed: the session stopped by itself, for example because it saw nothing for a long time.
         """
-        status = await self._sessions.status()
-        latch, code = status["stats"].get("emergency_stop"), status["stats"].get("stop_code")
+        session = await self._session.status()
+        latch, code = session.stats.get("emergency_stop"), session.stats.get("stop_code")
         if latch is not None and code != "asked":
             raise EpisodeFailed(f"emergency stop: {latch}")
-        if latch is not None or (by_request and status["status"] == "stopped"):
+        if latch is not None or (by_request and session.status == "stopped"):
             raise EpisodeStopped(latch or "asked for", latch is not None)
 
     async def wait_until_released(self, robot: Robot, stop: EpisodeStopped) -> None:
@@ -253,12 +214,12 @@ class Player:
             for _ in range(round(STOP_POLL * RATE)):
                 await self._show(robot, hold)
                 await clock.next()
-            status = await self._sessions.status()
-            latch = status["stats"].get("emergency_stop")
+            session = await self._session.status()
+            latch = session.stats.get("emergency_stop")
             if latch is not None and not is_latched:
                 is_latched = True
                 print_event("stopped", reason=latch, is_latched=True)
-            if latch is None and robot.latch is None and (is_latched or status["status"] != "stopped"):
+            if latch is None and robot.latch is None and (is_latched or session.status != "stopped"):
                 return
 
     def _target(self) -> np.ndarray:
@@ -322,20 +283,10 @@ async def run(args: argparse.Namespace) -> int:
     simulation = SimulatedRobot(TASKS[args.task], args.films)
     await simulation.reset(args.seed)
     try:
-        key = os.environ.get("ROBOJAX_KEY")
-        timeout = aiohttp.ClientTimeout(total=30)
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=False, headers=auth_headers(key)) as http:
-            sessions = Sessions(http, args.server, args.session)
-            player = Player(simulation, sessions, instructs=args.instruct)
-            rooms = await sessions.rooms()
-            async with connect_robot(
-                args.transport,
-                rooms,
-                on_command=player.on_command,
-                rate=RATE,
-                key=key,
-                sessions=args.server,
-            ) as robot:
+        async with AsyncClient(args.server, timeout=30) as client:
+            session = client.session(args.session)
+            player = Player(simulation, session, instructs=args.instruct)
+            async with await session.robot(args.transport, on_command=player.on_command, rate=RATE) as robot:
                 print_event("joined")
                 number = 0
                 while args.episodes == 0 or number < args.episodes:
@@ -365,7 +316,7 @@ def main() -> int:
         return asyncio.run(run(args))
     except KeyboardInterrupt:
         return 0
-    except (EpisodeFailed, ServiceError, aiohttp.ClientError, RuntimeError, OSError) as error:
+    except (EpisodeFailed, ServiceError, ClientError, RuntimeError, OSError) as error:
         print_event("failed", reason=str(error))
         return 1
 

@@ -25,8 +25,9 @@ from robojax.robot.config import RobotConfig, load_calibration
 from robojax.robot.errors import RobotError
 from robojax.robot.simulated_bus import Servo
 from robojax.sim.arm import HORIZON, JOINTS, RATE, Arm, open_renderer
-from robojax.sim.tasks import PICK, Outcome, Score, Task
+from robojax.sim.tasks import PICK, Outcome, Score
 
+FIRST_SEED = 5000  # of the first episode's cubes
 PERIOD = 0.02  # seconds of one step of the scene
 EPISODE = HORIZON / RATE  # seconds in which the arm obeys commands
 SETTLE = 0.5  # seconds after a new cube is laid, so that the policy sees no picture of the cube before
@@ -37,21 +38,18 @@ POLL_PERIOD = 0.05  # seconds
 class ServoArm:
     """Arm and cubes in real time, behind servos and cameras; a context manager that runs the physics in a thread.
 
-    Args:
-        seed: of the first episode's cubes.
-
     Attributes:
         servos: servos of the arm by id.
         score: outcomes of the episodes so far.
     """
 
-    def __init__(self, config: RobotConfig, task: Task = PICK, seed: int = 5000):
+    def __init__(self, config: RobotConfig):
         calibration = load_calibration(config)
         # Names of the joints on the bus and their calibrations, in the order of the scene's joints.
         self._joints = [(name, calibration[name]) for name in map(normalize_joint_name, JOINTS)]
         self.servos = {servo: Servo(speed=None) for servo in SERVOS.values()}
         self.score = Score()
-        self._arm, self._seed = Arm(task), seed
+        self._arm = Arm(PICK)
         self._lock, self._end = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="physics", daemon=True)
         self._lay_cube()
@@ -122,7 +120,7 @@ class ServoArm:
     def _lay_cube(self) -> None:
         """Fold the arm, as a person would do by hand, and lay the cubes of the next episode."""
         with self._lock:
-            self._arm.reset(self._seed + self.score.done)
+            self._arm.reset(FIRST_SEED + self.score.done)
             self._targets = self._arm.joints
             self._turn_shafts()
             for servo in self.servos.values():
@@ -144,7 +142,7 @@ class ServoArm:
 
     def _score(self, on_event: Callable[[str], None]) -> None:
         with self._lock:
-            seed = self._seed + self.score.done
+            seed = FIRST_SEED + self.score.done
             lifted, wrong, instruction = self._arm.is_lifted, self._arm.wrong, self._arm.target_cube.instruction
         outcome = Outcome(self.score.done + 1, seed, instruction, lifted, wrong, HORIZON)
         self.score.outcomes.append(outcome)
@@ -183,7 +181,7 @@ async def _wait_held(arm_thread: ArmThread) -> None:
     commands, since = -1, time.monotonic()
     while time.monotonic() - since < QUIET:
         await asyncio.sleep(POLL_PERIOD)
-        if (newest := arm_thread.get_counters()["commands"]) != commands:
+        if (newest := arm_thread.commands) != commands:
             commands, since = newest, time.monotonic()
     arm_thread.stop("a new cube is being laid")
     pose, readings = arm_thread.pose, 0

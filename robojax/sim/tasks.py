@@ -155,15 +155,15 @@ class Score:
         return f"{self.lifted} of {self.done} cubes lifted{wrong}"
 
 
-def wilson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (https://doi.org/10.1080/01621459.1927.10502953, without continuity
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a proportion (https://doi.org/10.1080/01621459.1927.10502953, without continuity
     correction): unlike the usual one it stays inside 0..1 and is not empty when all or none succeeded."""
     if trials == 0:
         return 0.0, 1.0
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf(0.975)
     share, spread = successes / trials, z * z / trials
     middle = share + spread / 2
     half = (spread * (share * (1 - share) + spread / 4)) ** 0.5
-    # A bound that is 0 or 1 exactly comes out a rounding error beside it.
+    # Without this a bound of exactly 0 or 1 has a rounding error.
     low, high = (middle - half) / (1 + spread), (middle + half) / (1 + spread)
     return (0.0 if successes == 0 else low), (1.0 if successes == trials else high)

@@ -1,4 +1,4 @@
-"""Videos and pictures of simulated episodes."""
+"""Videos of simulated episodes."""
 
 import os
 from collections.abc import Sequence
@@ -10,8 +10,7 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from robojax.sim.arm import RATE, Arm
-from robojax.sim.expert import Kinematics, interpolate_targets, plan_legs
+from robojax.sim.arm import RATE
 from robojax.sim.tasks import Outcome
 
 STRIP = 40  # pixels below the picture
@@ -55,31 +54,3 @@ def _strip(width: int, outcome: Outcome) -> np.ndarray:
     text = f"{outcome.instruction}\nseed {outcome.seed}: {outcome.verdict}"
     ImageDraw.Draw(strip).multiline_text((6, 4), text, font=ImageFont.load_default(12), spacing=3)
     return np.asarray(strip)
-
-
-CAMERA, HEIGHT, WIDTH = "side", 540, 960
-SHARPNESS = 2  # drawn so much larger and scaled down: the scene itself is drawn without anti-aliasing
-MOMENT = 76  # tick at which the cube is on its way up
-
-
-def save_picture(path: Path, *, seed: int = 3) -> None:
-    """Render the expert lifting the cube of `seed`.
-
-    Raises:
-        RuntimeError: nothing here can draw without a screen.
-    """
-    arm = Arm()
-    try:
-        arm.model.vis.global_.offwidth, arm.model.vis.global_.offheight = WIDTH * SHARPNESS, HEIGHT * SHARPNESS
-        # Shadows are too slow for 25 pictures a second, and worth it for one.
-        arm.model.vis.quality.shadowsize = 4096
-        arm.model.light_castshadow[:] = True
-        arm.reset(seed)
-        for tick, target in enumerate(interpolate_targets(plan_legs(arm, Kinematics(arm)))):
-            arm.step(target)
-            if tick == MOMENT:
-                break
-        drawn = Image.fromarray(arm.picture(CAMERA, HEIGHT * SHARPNESS, WIDTH * SHARPNESS))
-        drawn.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(path)
-    finally:
-        arm.close()

@@ -1,5 +1,6 @@
 """Caller and role of a request."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,14 @@ class Caller:
         return self.sees_all or owner == self.owner
 
 
+@dataclass(frozen=True)
+class Admission:
+    """The caller of an admitted request, and whether it would still be admitted: a socket may outlive its key."""
+
+    caller: Caller
+    is_still_authorized: Callable[[], bool]
+
+
 # Where no key is configured, everybody who reaches the port is this one.
 ANYBODY = Caller("anybody", Role.ADMIN, None)
 # On the routes that want no key: it sees nothing that belongs to somebody.
@@ -64,8 +73,3 @@ STRANGER = Caller("stranger", Role.VIEWER, "")
 def caller_of(request: "Request[Any, Any]") -> Caller:
     """Return who sent this request. The guard sets it before any handler runs; without a guard this is an error."""
     return request.ctx.caller
-
-
-def is_still_authorized(request: "Request[Any, Any]") -> bool:
-    """Whether this request would still be let in: sockets live long, and a key may be revoked or expire."""
-    return request.ctx.is_still_authorized()

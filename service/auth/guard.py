@@ -4,20 +4,19 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sanic import HTTPResponse, Request
 
-from service.auth.caller import ANYBODY, STRANGER, Caller, Role
+from service.auth.caller import ANYBODY, STRANGER, Admission, Role
 from service.auth.config import AccessSettings, keys_path, secret_path
 from service.auth.keys import OWN_KEY_FOR, OWN_KEY_HEADER, OWN_PREFIX, PREFIX, Key, KeyFile, OwnKey
 from service.auth.tokens import BadToken, SecretFile, Tickets, TokenExpired, Tokens
 from service.errors import Forbidden, ServiceError, TooManyRequests, Unauthorized
 from service.http.limits import Rates
 from service.http.origins import Origins, is_loopback
-from service.reloading_file import FileUnusable
+from service.reloading_file import Content, FileUnusable
 from service.setting_types import SettingsError
 
 log = logging.getLogger(__name__)
@@ -31,22 +30,12 @@ class KeyExpired(Unauthorized):
     """The key or token has expired. It is no guess, so its holder is always told."""
 
 
-@dataclass(frozen=True)
-class Admission:
-    """The caller of an admitted request, and whether it would still be admitted: a socket may outlive its key."""
-
-    caller: Caller
-    is_still_authorized: Callable[[], bool]
-
-
 class Admissions:
     """Authenticates requests: by keys of a file, tokens signed with a secret, tickets, and this process's own key.
 
     Args:
         keys, secret: their files, which need not be there yet.
         requires_key: whether a key is wanted even before there is one.
-        clock: seconds since 1970, for what expires.
-        ticks: monotonic seconds, for tickets.
     """
 
     def __init__(
@@ -55,16 +44,12 @@ class Admissions:
         secret: SecretFile | None = None,
         *,
         requires_key: bool = False,
-        clock: Callable[[], float] = time.time,
-        ticks: Callable[[], float] = time.monotonic,
     ):
         self.own = OwnKey()
         self._keys = keys
         self._secret = secret
         self._tickets = Tickets()
         self._requires_key = requires_key
-        self._clock = clock
-        self._ticks = ticks
         self._reported = ""
 
     @property
@@ -81,7 +66,7 @@ class Admissions:
         """
         keys = () if self._keys is None else self._keys.read_keys()
         has_tokens = self._secret is not None and self._secret.tokens() is not None
-        return has_tokens or any(not key.is_expired(self._clock()) for key in keys)
+        return has_tokens or any(not key.is_expired(time.time()) for key in keys)
 
     def authenticate(self, request: "Request[Any, Any]", *, is_room: bool = False, is_stop: bool = False) -> Admission:
         """Find out who sent this request.
@@ -98,7 +83,11 @@ class Admissions:
             ticket = _read_ticket(request)
             if ticket is None:
                 raise Unauthorized(f"a key is wanted here: {HOW_TO_AUTHENTICATE}")
-            return self._authenticate_ticket(ticket)
+            admission = self._tickets.redeem(ticket, time.monotonic())
+            if admission is None:
+                unusable = "the ticket was used, is older than 30 s, or was never given"
+                raise Unauthorized(f"{unusable}; POST /tickets gives one")
+            return admission
         if sent.startswith(PREFIX):
             return self._authenticate_key(sent, is_stop)
         if is_room and sent.startswith(OWN_PREFIX):
@@ -115,7 +104,7 @@ class Admissions:
 
     def issue_ticket(self, admission: Admission) -> str:
         """Issue a ticket to an admitted caller."""
-        return self._tickets.issue(admission.caller, admission.is_still_authorized, self._ticks())
+        return self._tickets.issue(admission, time.monotonic())
 
     def _authenticate_key(self, sent: str, is_stop: bool) -> Admission:
         key = None
@@ -127,12 +116,12 @@ class Admissions:
                 key = self._keys.find(sent, self._keys.last_keys()) if is_stop else None
         if key is None:
             raise Unauthorized(f"this key is not known here (any more); {HOW_TO_AUTHENTICATE}")
-        if key.is_expired(self._clock()):
+        if key.is_expired(time.time()):
             raise KeyExpired("this key has expired; `robojax token new` makes another on the server's machine")
         return Admission(key.caller, lambda: self._is_current(key))
 
     def _is_current(self, key: Key) -> bool:
-        return key in self._current_keys() and not key.is_expired(self._clock())
+        return key in self._current_keys() and not key.is_expired(time.time())
 
     def _authenticate_token(self, sent: str, is_stop: bool) -> Admission:
         try:
@@ -141,34 +130,28 @@ class Admissions:
                 tokens = self._secret.last_tokens()
             if tokens is None:
                 raise BadToken("this server takes no tokens; use a key")
-            bearer = tokens.verify(sent, self._clock())
+            bearer = tokens.verify(sent, time.time())
         except BadToken as error:
             kind = KeyExpired if isinstance(error, TokenExpired) else Unauthorized
             raise kind(f"the token does not count: {error}") from None
-        return Admission(bearer.caller, lambda: self._current_tokens() == tokens and self._clock() < bearer.expires_at)
-
-    def _authenticate_ticket(self, sent: str) -> Admission:
-        ticket = self._tickets.redeem(sent, self._ticks())
-        if ticket is None:
-            raise Unauthorized("the ticket was used, is older than 30 s, or was never given; POST /tickets gives one")
-        return Admission(ticket.caller, ticket.is_still_authorized)
+        return Admission(bearer.caller, lambda: self._current_tokens() == tokens and time.time() < bearer.expires_at)
 
     def _current_keys(self) -> tuple[Key, ...]:
-        try:
-            return () if self._keys is None else self._keys.read_keys()
-        except FileUnusable as error:
-            self._report_unusable(error)
-            return ()
+        return () if self._keys is None else self._read(self._keys.read_keys) or ()
 
     def _current_tokens(self) -> Tokens | None:
+        return None if self._secret is None else self._read(self._secret.tokens)
+
+    def _read(self, read: Callable[[], Content]) -> Content | None:
+        """Content of a file, or None when the file cannot be used, which is logged."""
         try:
-            return None if self._secret is None else self._secret.tokens()
+            return read()
         except FileUnusable as error:
             self._report_unusable(error)
             return None
 
     def _report_unusable(self, error: FileUnusable) -> None:
-        # What cannot be read lets nobody in, and lets nobody past either.
+        # A file that cannot be used admits no request, and its absence opens nothing.
         self._requires_key = True
         if str(error) != self._reported:
             self._reported = str(error)
@@ -203,9 +186,8 @@ def _read_ticket(request: "Request[Any, Any]") -> str | None:
 # Method ("*": any), what a route's path begins with, and the least role; None: it has a proof of its own or needs none.
 Rule = tuple[str, str, Role | None]
 SAFE_METHODS = ("GET", "HEAD")
-# Of one address, attempts that fail: a second and at once. Only these are counted: were an address shut out altogether,
-# one stranger behind the same proxy could keep the operator from stopping a robot; and 256 random bits are not guessed,
-# however many tries there are.
+# Failed attempts of one address: per second, and at once. Successful requests are never limited, because a stranger
+# behind the same proxy could otherwise keep the operator from stopping a robot. 256 random bits cannot be guessed.
 REFUSALS = (1 / 6, 10)
 
 
@@ -257,7 +239,7 @@ class Guard:
                 self._check_host(request, route)
                 is_own = self.admissions.is_own(request)
                 _set_admission(request, Admission(ANYBODY, lambda: is_own or not self.requires_key))
-            elif request.method != "OPTIONS":  # which browsers send without any key, and which tells nothing
+            elif request.method != "OPTIONS":  # browsers send these without a key, and the response holds no data
                 self._authorize(request, route, self._required_role(request, route))
         except ServiceError as error:
             return _error_response(error)
@@ -293,7 +275,7 @@ class Guard:
     def _count_refusal(self, request: "Request[Any, Any]", error: Unauthorized) -> None:
         wait = self._refusals.take(request.ip)
         if wait > 0 and isinstance(error, KeyExpired):
-            return  # whoever wants to stop a robot has to learn why it does not
+            return  # an operator who stops a robot must see why the stop is refused
         if wait > 0:
             raise TooManyRequests("too many attempts from this address were refused", wait)
         log.warning("%s %s from %s is refused: %s", request.method, request.path[:200], request.ip, error)
@@ -345,7 +327,7 @@ def create_guard(
     admissions = Admissions(
         None if keys is None else KeyFile(keys),
         None if secret is None else SecretFile(secret, access.jwt_hours * 3600),
-        # A file that was named is meant: with no key in it, nobody gets in.
+        # A named file without a key admits no request.
         requires_key=access.keys_file is not None or access.jwt_secret_file is not None,
     )
     try:

@@ -1,15 +1,12 @@
-"""API keys in a file, and the process's own key.
-
-The file holds SHA-256 hashes. A key is 256 random bits, so there is nothing to guess that a slow hash or a salt would
-protect, and every request can afford to be checked.
-"""
+"""API keys in a file, as SHA-256 hashes (256 random bits need no slow hash or salt), and the process's own key."""
 
 import hashlib
 import hmac
 import json
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,13 +109,10 @@ class KeyFile:
             raise KeyRefused(f"days is {days}; wanted more than 0")
         text = PREFIX + secrets.token_urlsafe(32)
         key = Key(name, role, owner, now, None if days is None else now + days * 86400, hash_key(text))
-
-        def add(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+        with self._edit() as keys:
             if any(known.name == name for known in keys):
                 raise KeyRefused(f"there is a key of the name {name!r}; revoke it first, or choose another name")
-            return (*keys, key)
-
-        self._update(add)
+            keys.append(key)
         return text
 
     def revoke(self, name: str) -> Key:
@@ -128,30 +122,27 @@ class KeyFile:
             KeyRefused: there is none of this name.
             FileUnusable: the file cannot be read or written.
         """
-        gone: list[Key] = []
-
-        def remove(keys: tuple[Key, ...]) -> tuple[Key, ...]:
-            gone.extend(key for key in keys if key.name == name)
-            if not gone:
+        with self._edit() as keys:
+            gone = next((key for key in keys if key.name == name), None)
+            if gone is None:
                 names = ", ".join(key.name for key in keys) or "none"
                 raise KeyRefused(f"no key is called {name[:80]!r}; there is {names}")
-            return tuple(key for key in keys if key.name != name)
+            keys.remove(gone)
+        return gone
 
-        self._update(remove)
-        return gone[0]
-
-    def _update(self, change: Callable[[tuple[Key, ...]], tuple[Key, ...]]) -> None:
-        # Two commands at a time must not lose each other's key.
+    @contextmanager
+    def _edit(self) -> Iterator[list[Key]]:
+        """Context with the keys, which are written at its end; the lock keeps the keys of two commands at a time."""
         lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), mode=0o600, fallback_to_soft=False)
         try:
             held = lock.acquire()
         except OSError as error:
             raise FileUnusable(f"the file of keys {str(self.path)!r} cannot be written: {error.strerror}") from error
         with held:
-            keys = change(self.read_keys())
-            write_private_file(
-                self.path, json.dumps({"keys": [_to_entry(key) for key in keys]}, indent=1).encode() + b"\n"
-            )
+            keys = list(self.read_keys())
+            yield keys
+            entries = {"keys": [_to_entry(key) for key in keys]}
+            write_private_file(self.path, json.dumps(entries, indent=1).encode() + b"\n")
 
 
 def _to_entry(key: Key) -> dict[str, Any]:

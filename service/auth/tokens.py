@@ -1,18 +1,14 @@
-"""Bearer tokens (JWT) and one-time tickets.
-
-Whoever has the server's secret can sign them. A token cannot be revoked by itself: it ends soon, or with the secret.
-"""
+"""Bearer tokens (JWT), which expire or end with the server's secret, and one-time tickets."""
 
 import hashlib
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jwt
 
-from service.auth.caller import Caller, Role
+from service.auth.caller import Admission, Caller, Role
 from service.reloading_file import FileUnusable, ReloadingFile, write_private_file
 from service.setting_types import NAME
 
@@ -165,35 +161,27 @@ MAX_TICKETS = 4096
 MAX_TICKETS_OF_CALLER = 64
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """A ticket's caller, when it expires (monotonic), and whether the key that it was issued for is still valid."""
-
-    caller: Caller
-    expires_at: float
-    is_still_authorized: Callable[[], bool]
-
-
 class Tickets:
-    """Issued tickets that were not used. They stand in URLs, which proxies log, so each counts once."""
+    """Issued tickets that were not used. Each counts once, because it is part of a URL, which proxies log."""
 
     def __init__(self) -> None:
-        self._issued: dict[bytes, Ticket] = {}  # oldest first
+        # Digest to the admission and the monotonic time at which the ticket expires; oldest first.
+        self._issued: dict[bytes, tuple[Admission, float]] = {}
 
-    def issue(self, caller: Caller, is_still_authorized: Callable[[], bool], now: float) -> str:
-        """Issue a ticket to this caller; when there are too many, its oldest is dropped."""
-        self._issued = {key: ticket for key, ticket in self._issued.items() if ticket.expires_at > now}
-        own = [key for key, ticket in self._issued.items() if ticket.caller == caller]
+    def issue(self, admission: Admission, now: float) -> str:
+        """Issue a ticket to an admitted caller; when there are too many, the caller's oldest is dropped."""
+        self._issued = {key: ticket for key, ticket in self._issued.items() if ticket[1] > now}
+        own = [key for key, (issued, _) in self._issued.items() if issued.caller == admission.caller]
         if len(own) >= MAX_TICKETS_OF_CALLER or len(self._issued) >= MAX_TICKETS:
             del self._issued[own[0] if own else next(iter(self._issued))]
         text = PREFIX + secrets.token_urlsafe(32)
-        self._issued[_digest(text)] = Ticket(caller, now + LIFETIME, is_still_authorized)
+        self._issued[_digest(text)] = (admission, now + LIFETIME)
         return text
 
-    def redeem(self, text: str, now: float) -> Ticket | None:
-        """Use up a ticket; returns it when it was valid."""
-        ticket = self._issued.pop(_digest(text), None)
-        return ticket if ticket is not None and now < ticket.expires_at and ticket.is_still_authorized() else None
+    def redeem(self, text: str, now: float) -> Admission | None:
+        """Use up a ticket; returns the admission that it was issued for, if both are still valid."""
+        admission, expires_at = self._issued.pop(_digest(text), (None, 0.0))
+        return admission if admission is not None and now < expires_at and admission.is_still_authorized() else None
 
 
 def _digest(text: str) -> bytes:

@@ -60,6 +60,12 @@ class ServerSettings(Group):
         description="The session that port is for; else the only direct one that a client's key sees.",
     )
 
+    @property
+    def local_url(self) -> str:
+        """URL at which this machine reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
 
 class TransportSettings(Group):
     """Rooms"""

@@ -104,7 +104,7 @@ async def test_a_session_is_made_and_asked_for_at_one_server(proxied: Proxied) -
             asked = {await proxied.server_of(f"{prefix}/sessions/arm-{number}") for prefix in ("", "/api")}
             assert len(asked) == 1
             assert "front" not in (await session.status()).stats
-            assert client._http.servers._urls == {}, "nobody was sent on"
+            assert client._http._urls == {}, "nobody was sent on"
     # Ports are others in every run, and with them the hash.
     assert {await proxied.server_of(f"/sessions/leg-{number}") for number in range(40)} == {"a", "b"}
 
@@ -122,7 +122,7 @@ async def test_one_that_is_elsewhere_is_reached_with_all_that_is_asked(
             assert len(stream.welcome.joint_names) == 6
             assert len((await stream.act(PICTURES, POSE)).actions) > 1  # type: ignore[union-attr]
         is_followed_by_the_proxy = "nginx" in request.node.name
-        assert (client._http.servers._urls == {}) == is_followed_by_the_proxy
+        assert (client._http._urls == {}) == is_followed_by_the_proxy
         await session.emergency_stop("a hand")
         assert (await session.status()).stats["emergency_stop"] == "a hand"
         await session.delete()

@@ -7,7 +7,7 @@ import time
 import jwt
 import pytest
 
-from service.auth.caller import Caller, Role
+from service.auth.caller import Admission, Caller, Role
 from service.auth.tokens import MAX_TICKETS_OF_CALLER, BadToken, SecretFile, Tickets, Tokens
 from service.reloading_file import FileUnusable
 
@@ -133,7 +133,7 @@ ANN = Caller("ann", Role.VIEWER, "lab")
 
 def test_a_ticket_lets_its_caller_in_once():
     tickets = Tickets()
-    text = tickets.issue(ANN, lambda: True, 0.0)
+    text = tickets.issue(Admission(ANN, lambda: True), 0.0)
     assert tickets.redeem("rjt_another", 1.0) is None
     found = tickets.redeem(text, 29.9)
     assert found is not None
@@ -143,7 +143,7 @@ def test_a_ticket_lets_its_caller_in_once():
 
 def test_a_ticket_is_worth_nothing_after_30_s_or_when_its_key_is_revoked():
     tickets, is_in = Tickets(), [True]
-    late, revoked = (tickets.issue(ANN, lambda: is_in[0], 0.0) for _ in range(2))
+    late, revoked = (tickets.issue(Admission(ANN, lambda: is_in[0]), 0.0) for _ in range(2))
     assert tickets.redeem(late, 30.0) is None
     is_in[0] = False
     assert tickets.redeem(revoked, 1.0) is None
@@ -151,8 +151,8 @@ def test_a_ticket_is_worth_nothing_after_30_s_or_when_its_key_is_revoked():
 
 def test_who_asks_for_many_tickets_loses_their_own_oldest():
     tickets = Tickets()
-    others = tickets.issue(Caller("bob", Role.VIEWER, "bob"), lambda: True, 0.0)
-    texts = [tickets.issue(ANN, lambda: True, 1.0) for _ in range(MAX_TICKETS_OF_CALLER + 1)]
+    others = tickets.issue(Admission(Caller("bob", Role.VIEWER, "bob"), lambda: True), 0.0)
+    texts = [tickets.issue(Admission(ANN, lambda: True), 1.0) for _ in range(MAX_TICKETS_OF_CALLER + 1)]
     assert tickets.redeem(texts[0], 2.0) is None
     assert tickets.redeem(texts[1], 2.0)
     assert tickets.redeem(others, 2.0)

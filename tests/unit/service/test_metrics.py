@@ -77,13 +77,10 @@ def test_a_rate_is_of_the_newest_events_and_ends_when_they_do() -> None:
     assert rate.per_second(4.0) == 25.0
     assert rate.per_second(10.0) == 0.0
     assert rate.count == 100
-
-
-def test_events_at_one_moment_have_no_rate() -> None:
-    rate = Rate()
-    rate.add(1.0)
-    rate.add(1.0)
-    assert rate.per_second(1.0) == 0.0
+    at_once = Rate()
+    at_once.add(1.0)
+    at_once.add(1.0)
+    assert at_once.per_second(1.0) == 0.0
 
 
 def test_a_tally_counts_by_reason() -> None:

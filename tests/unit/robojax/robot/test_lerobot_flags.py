@@ -5,11 +5,18 @@ from pathlib import Path
 import pytest
 
 from robojax.robot.arm import JOINTS
-from robojax.robot.config import build_robot_config, read_cameras, read_max_relative_target
+from robojax.robot.config import RobotConfig, join_problems, read_cameras, read_max_relative_target, read_robot_config
 from robojax.robot.errors import RobotError
 
 LEROBOT = "{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"
 REAL = {"type": "so101_follower", "port": "/dev/ttyACM0", "id": "mine", "use_degrees": "true"}
+
+
+def build_robot_config(**flags: str | None) -> RobotConfig:
+    config, problems = read_robot_config(**flags)
+    if problems:
+        raise join_problems(problems)
+    return config
 
 
 def test_the_line_of_lerobots_documents_is_understood() -> None:

@@ -12,9 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from robojax.cli.sim import LATE_ACTIONS, app, choose_port
+from robojax.cli import sim
+from robojax.cli.sim import LATE_ACTIONS, choose_port
 from robojax.client import Client
 from robojax.sim.demo import serve_demo
 from service.http.server import CannotListen
@@ -25,6 +27,8 @@ pytestmark = pytest.mark.usefixtures("can_draw")
 
 
 ROBOJAX = (sys.executable, "-m", "robojax.cli")
+app = typer.Typer()
+app.command()(sim.demo)
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
