@@ -1,6 +1,5 @@
 """What a session's policy is told to do: at its making, and while its robot moves."""
 
-import asyncio
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,9 +10,8 @@ import pytest
 from jaxmodels.types import TASK
 from service.api.schemas import AdjustRequest, NewSessionRequest
 from service.errors import InvalidRequest
-from service.inference.engine import Engine
-from service.inference.loaded_policy import MAX_INSTRUCTION_LENGTH, select_features, task_input
-from tests.testing.doubles import MAX_WORDS, ScriptedLoader, ScriptedPolicy
+from service.inference.loaded_policy import MAX_INSTRUCTION_LENGTH, task_input
+from tests.testing.doubles import MAX_WORDS, ScriptedPolicy
 from tests.testing.rig import POSE
 from tests.testing.waiting import until
 from tests.unit.sessions.test_sessions import LONG, NEW, Rig, rigged
@@ -152,30 +150,6 @@ async def test_a_shadow_reads_what_the_first_policy_is_told() -> None:
         await rig.running(replace(NEW, shadow_policy_path="shadow", language_instruction=BLUE))
         await until(lambda: bool(shadow.told))
         assert shadow.told[0] == (BLUE,)
-
-
-async def test_robots_with_different_instructions_are_inferred_for_together() -> None:
-    policy = ScriptedPolicy(READS, latency=0.05)
-    engine = Engine(switch_interval=None, batch_sizes=(1, 4))
-    loader = ScriptedLoader(lambda: policy)
-    try:
-        async with engine.open_policy(loader, "policy", None, lambda word: None) as loaded:
-            loaded.replicas[0].prepare(4, None)
-
-            def seen(task: str) -> dict[str, np.ndarray]:
-                pictures = {"observation.images.front": np.zeros((1, 48, 64, 3), np.uint8)}
-                return select_features(
-                    READS, pictures | {"observation.state": np.zeros((1, 6), np.float32)} | task_input(task)
-                )
-
-            tasks = [RED, BLUE, "put it down", RED + " and " + BLUE]
-            answers = await asyncio.gather(*(engine.infer(loaded, seen(task)) for task in tasks))
-        batches = [told for told in policy.told if len(told) > 1]
-        assert batches, "somebody waited while the first one ran"
-        assert sorted({text for told in policy.told for text in told}) == sorted(set(tasks))
-        assert max(answer.batch for answer in answers) > 1
-    finally:
-        await engine.close()
 
 
 def test_no_instruction_that_the_api_takes_is_cut() -> None:
