@@ -17,7 +17,7 @@ from service.transport.client.connection import KERNEL_SEND_BUFFER, Membership, 
 from service.transport.client.rooms_link import COMMAND_LIFETIME
 from service.transport.link import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
 from service.transport.protocol import EmergencyStop as StopMessage
-from service.transport.protocol import WireError
+from service.transport.protocol import WireError, rooms_of
 
 SERVER_SIDE = ("sockets.py", "outbox.py", "cleanup.py", "server.py", "impl.py", "http_protocol.py", "frame.py")
 
@@ -44,6 +44,19 @@ async def test_the_longest_names_fit_the_wire(connect):
         rooms = link.health()["rooms"]
         assert all(len(room["participant_id"]) <= 100 for room in rooms.values())
         assert rooms[f"{session}-{camera}"]["participant_id"].split("-")[-2] == "consumer"
+
+
+@pytest.mark.parametrize(
+    ("cameras", "why"),
+    [
+        *[((name,), "cannot name a room") for name in ("", "a/b", "a b", "..", "ä", "x" * 65)],
+        (("front", "front"), "its own id"),
+        (("joint-input",), "its own id"),
+    ],
+)
+def test_camera_names_without_room_ids_of_their_own_are_refused(cameras, why):
+    with pytest.raises(InvalidRequest, match=why):
+        rooms_of("s", cameras, "w")
 
 
 async def test_without_a_workspace_a_new_one_is_made_each_time(connect, server):

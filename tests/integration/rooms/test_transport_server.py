@@ -278,7 +278,7 @@ async def test_a_thousand_updates_arrive_whole_and_in_order(caller, path):
     assert got == list(range(1000))
 
 
-async def test_a_client_that_closes_properly_may_join_again_at_once_with_its_id(caller, path):
+async def test_a_client_may_rejoin_at_once_after_a_close(caller, path):
     url = f"{caller.base}{path}/ws".replace("http", "ws", 1)
     for _ in range(20):
         async with websockets.connect(url) as client:
@@ -326,7 +326,7 @@ BAD_BODIES = [b"{", b"[" * 200_000, b"\xff\xfe", b"[]", b'"room"', b'{"room_id":
         *[(body, ["body"]) for body in (*BAD_BODIES, b'{"max_consumers": 1e999}')],
     ],
 )
-async def test_a_room_that_cannot_be_made_as_asked_is_422_and_nothing_is_echoed(caller, body, loc):
+async def test_an_invalid_room_is_422_and_nothing_is_echoed(caller, body, loc):
     for kind in [Kind.VIDEO] if loc[1:] == ["config"] else Kind:
         status, answer = await caller.call("POST", f"/{kind}/workspaces/w/rooms", body)
         assert status == 422
@@ -358,9 +358,7 @@ async def test_the_rooms_are_limited(serve):
         ("GET", "/robotics/workspaces/w/rooms/r/ws", None, 426, "Upgrade Required"),
     ],
 )
-async def test_what_is_refused_before_any_call_is_json_too_and_the_server_lives(
-    caller, path, method, where, body, status, detail
-):
+async def test_a_request_refused_before_routing_gets_json(caller, path, method, where, body, status, detail):
     assert await caller.call(method, where, body) == (status, {"detail": detail})
     assert (await caller.call("GET", "/health"))[0] == 200
 
@@ -456,7 +454,7 @@ async def test_cleanup_asks_its_clock():
     assert not cleanup.is_running
 
 
-async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task():
+async def test_the_end_of_the_server_closes_sockets_and_leaves_no_task():
     before = asyncio.all_tasks()
     async with aiohttp.ClientSession() as session:
         async with serve_transport() as base:
@@ -496,7 +494,7 @@ def test_the_command_says_what_to_do_when_its_port_is_taken():
     assert "--port 0" in result.output
 
 
-async def test_the_routes_mount_in_another_app_and_leave_its_health_alone():
+async def test_both_prefixes_have_the_same_routes():
     app = Sanic("somebody-elses-app", configure_logging=False)
     try:
         settings = TransportSettings()
@@ -507,5 +505,7 @@ async def test_the_routes_mount_in_another_app_and_leave_its_health_alone():
         assert "api/robotics/workspaces/<workspace:str>/rooms/<room:str>/ws" in paths
         assert "video/workspaces/<workspace:str>/rooms/<room:str>/webrtc/signal" in paths
         assert not {"health", "api/health", ""} & paths
+        at_root = {path for path in paths if not path.startswith("api/")}
+        assert paths - at_root == {f"api/{path}" for path in at_root}
     finally:
         Sanic.unregister_app(app)
