@@ -1,11 +1,11 @@
 """Test doubles: a scripted policy with its loader, and rooms in memory."""
 
+import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -15,14 +15,6 @@ from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, PROMPT_
 from service.errors import TransportError
 from service.transport.link import CreatedRooms, EmergencyStop, Inbox, JointValue, LinkDown, LinkUp, Rooms
 from service.transport.protocol import rooms_of
-
-
-class Gate(Protocol):
-    """What connecting waits at, when a test wants it slow; an ``asyncio.Event`` is one."""
-
-    async def wait(self) -> object:
-        """Return when connecting may go on."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -152,8 +144,8 @@ class MemoryTransport:
         self.existing: set[str] = set()
         self.occupied: set[str] = set()
         self.refuse: TransportError | None = None
-        self.gate: Gate | None = None
-        self.leaving: Gate | None = None
+        self.gate: asyncio.Event | None = None
+        self.leaving: asyncio.Event | None = None
         self._clock = clock
 
     @property

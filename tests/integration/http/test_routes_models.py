@@ -147,32 +147,20 @@ async def test_a_long_answer_comes_whole(server, loaded):
         ({"timestep": np.array([np.nan])}, "NaN"),
     ],
 )
-@pytest.mark.parametrize("form", [NPZ, MSGPACK])
-async def test_arrays_that_do_not_fit_are_422_with_what_was_wanted(server, loaded, form, change, text):
-    status, body, _ = await server.forward(write(loaded.example() | change, form), form)
+async def test_arrays_that_do_not_fit_are_422_with_what_was_wanted(server, loaded, change, text):
+    status, body, _ = await server.forward(write(loaded.example() | change, NPZ), NPZ)
     [entry] = json.loads(body)["detail"]
     assert (status, entry["loc"][:2], entry["type"]) == (422, ["body", "inputs"], "invalid")
     assert text in entry["msg"]
 
 
-@pytest.mark.parametrize(
-    ("body", "form"),
-    [
-        (b"", JSON),
-        (b"", NPZ),
-        (b"", MSGPACK),
-        (b"{", JSON),
-        (b"\xc1", MSGPACK),
-        (b"PK\x03\x04", NPZ),
-        (b'{"inputs": {"hidden_states": NaN}}', JSON),
-    ],
-)
-async def test_bodies_that_cannot_be_read_are_422(server, body, form):
-    status, told, _ = await server.forward(body, form)
-    assert (status, json.loads(told)["detail"][0]["loc"][0]) == (422, "body")
+async def test_bodies_that_cannot_be_read_are_422(server):
+    for body, form in ((b"", JSON), (b"", NPZ), (b"", MSGPACK), (b"{", JSON), (b"\xc1", MSGPACK), (b"PK\x03\x04", NPZ)):
+        status, told, _ = await server.forward(body, form)
+        assert (status, json.loads(told)["detail"][0]["loc"][0]) == (422, "body")
 
 
-async def test_another_content_type_is_415_and_another_accept_406_and_both_name_what_there_is(server):
+async def test_an_unknown_content_type_is_415_and_an_unknown_accept_406(server):
     for form, accept, expected, code in (
         ("text/plain", None, 415, "unknown_form"),
         ("application/octet-stream", None, 415, "unknown_form"),
@@ -219,19 +207,7 @@ async def test_a_body_without_a_length_is_counted_while_it_comes(serve):
         await server.until_free()
 
 
-async def test_what_would_take_too_long_or_too_much_is_413_before_it_is_compiled(server, loaded):
-    kept = loaded.compiled_shapes
-    one = {"timestep": np.zeros(1, np.float32), "class_labels": np.zeros(1, np.int32)}
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, hidden_states=np.zeros((1, 4, 2000, 2000), np.float32), **one)
-    assert len(buffer.getvalue()) < 100_000
-    status, body, _ = await server.forward(buffer.getvalue(), NPZ)
-    assert (status, json.loads(body)["code"]) == (413, "too_large")
-    assert "answer_deadline" in json.loads(body)["detail"]
-    assert loaded.compiled_shapes == kept
-
-
-async def test_a_body_that_drips_in_is_cut_at_the_deadline_and_gives_its_place_back(serve):
+async def test_a_dripping_body_is_cut_and_gives_its_place_back(serve):
     async with serve(request_deadline=2.0, max_forwards=1) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
@@ -244,7 +220,7 @@ async def test_a_body_that_drips_in_is_cut_at_the_deadline_and_gives_its_place_b
         await server.until_free()
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body_gives_its_place_back(serve):
+async def test_a_client_that_leaves_gives_its_place_back(serve):
     async with serve(max_forwards=1) as server:
         _, writer = await asyncio.open_connection(*server.address)
         writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")

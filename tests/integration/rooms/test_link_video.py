@@ -3,10 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import json
-import os
-import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,7 +21,7 @@ from service.transport.client.camera_rooms import CameraReceiver
 from service.transport.client.connection import RoomConnection
 from service.transport.client.rest import RoomsApi, http_session
 from service.transport.client.rooms_link import run_beside
-from service.transport.link import LinkDown, LinkUp, Rooms
+from service.transport.link import LinkDown, Rooms
 from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
 from service.transport.webrtc.candidates import EarlyCandidates, split_candidates
 from service.transport.webrtc.decoding import MAX_BACKLOG, FrameDecoder
@@ -151,59 +147,6 @@ async def test_a_second_offer_replaces_the_first(both, seen, until):
         assert (video["offers"], video["state"]) == (2, "connected")
         assert seen.of(LinkDown) == []
     assert not [thread for thread in threading.enumerate() if "decoder" in thread.name]
-
-
-async def test_video_goes_on_after_a_restart_of_the_server(both, server, seen, until):
-    async with both("front") as (link, robot):
-        async with filming(robot, RED):
-            await see(seen, until, RED)
-            await server.kill()
-            await until(lambda: len(seen.of(LinkDown)) == 3)
-            count = len(seen.frames)
-            await until(lambda: len(seen.frames) > count)  # pictures go from peer to peer, without the server
-            await server.start()
-            await until(lambda: len(seen.of(LinkUp)) == 6 and robot.is_connected)
-            await until(lambda: link.health()["rooms"]["s-front"]["video"]["offers"] == 2)
-        async with filming(robot, GREEN):
-            await see(seen, until, GREEN)
-
-
-ROBOT = """
-import asyncio, json, sys
-import numpy as np
-from service.transport.link import Rooms
-from service.transport.client.camera_rooms import CameraReceiver
-from service.transport.client.rest import RoomsApi, http_session
-from service.transport.client.robot import connect_robot
-
-async def main(url, rooms, colour):
-    async with connect_robot(url, Rooms(**rooms), on_command=lambda values, at: None) as robot:
-        while True:
-            robot.show("front", np.full((48, 64, 3), colour, np.uint8))
-            await asyncio.sleep(1 / 30)
-
-asyncio.run(main(*map(json.loads, sys.argv[1:])))
-"""
-
-
-async def test_a_robot_killed_without_goodbye_is_replaced_by_the_next(join_robot, connect, server, seen, until):
-    async with connect("front") as link:
-        rooms = json.dumps(dataclasses.asdict(link.rooms))
-        robot = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", ROBOT, json.dumps(server.url), rooms, json.dumps(RED), cwd=ROOT
-        )
-        try:
-            await see(seen, until, RED)
-        finally:
-            os.kill(robot.pid, signal.SIGKILL)
-            await robot.wait()
-        count = -1
-        async with asyncio.timeout(30):
-            # What it had sent is decoded, and nothing more comes.
-            while count != (count := len(seen.frames)):  # noqa: ASYNC110
-                await asyncio.sleep(0.2)
-        async with join_robot(link.rooms) as robot, filming(robot, GREEN):
-            await see(seen, until, GREEN)
 
 
 async def test_an_undecodable_picture_is_counted_and_the_stream_goes_on(both, seen, until):

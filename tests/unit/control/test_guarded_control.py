@@ -95,7 +95,7 @@ def limits(mode: Any = "clamp", requested: float | None = None, **said: float) -
     return create_motion_limits(TABLE, SafetySettings(safety=mode), file=file, requested=requested)
 
 
-async def test_a_session_tells_its_limits_and_refuses_those_of_joints_that_it_does_not_have(rigged) -> None:
+async def test_a_session_shows_its_limits_and_refuses_unknown_joints(rigged) -> None:
     async with rigged(max_relative_target=9.0) as rig:
         with pytest.raises(InvalidRequest, match="'knee'"):
             await rig.running(max_relative_target={"knee": 1.0})
@@ -147,7 +147,7 @@ def test_large_steps_are_clamped_and_reported_as_requested() -> None:
     assert calm.control.guard.clamped.total == 0
 
 
-def test_without_anything_to_clamp_nothing_is_changed_at_other_rates_and_with_ensembling() -> None:
+def test_a_calm_plan_is_unchanged_at_other_rates_and_ensembled() -> None:
     for pace in (
         replace(PACE, rate=50),
         replace(PACE, rate=7),
@@ -183,7 +183,7 @@ def test_every_command_of_a_wild_policy_is_inside_range_step_and_velocity(pace: 
     assert arm.steps.max() <= min(3.0, 80 / pace.rate) * 1.001
 
 
-def test_a_chunk_refused_for_its_limits_is_a_hold_and_three_in_a_row_want_a_stop() -> None:
+def test_a_refused_chunk_is_a_hold_and_three_are_a_stop() -> None:
     arm = Arm(towards(1.0), limits("refuse", velocity=60.0)).tick(15)
     assert arm.control.chunks > 1
     arm.policy = towards(4.0)
@@ -293,7 +293,7 @@ def test_a_stop_in_the_middle_of_a_ramp_is_at_once() -> None:
     assert (np.array(arm.sent[before:]) == arm.sent[before]).all()
 
 
-def test_a_ramp_ends_in_half_a_second_at_its_range_and_of_an_arm_that_stands_at_once() -> None:
+def test_a_ramp_ends_within_half_a_second_and_its_range() -> None:
     slow = limits(acceleration=1.0)
     ramp = Ramp(slow, np.full(6, 99.0), np.full(6, 200.0), 50)
     commands = []

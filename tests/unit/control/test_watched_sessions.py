@@ -164,14 +164,11 @@ async def test_a_new_connection_ends_a_hold_of_frozen_joints(rigged, is_replaced
         await until(lambda: rig.stats["hold_code"] == "joints_frozen")
 
 
-@pytest.mark.parametrize("changes", [{"dry_run": True}, {}], ids=["dry run", "joints that follow"])
-async def test_joints_that_move_or_need_not_move_are_not_frozen(rigged, changes) -> None:
+async def test_joints_are_not_frozen_in_a_dry_run(rigged) -> None:
     async with rigged(frozen="hold", frame_age_limit=5.0) as rig:
         rig.policy = ScriptedPolicy(step=2.0)
-        await rig.running(**changes)
-        for number in range(100):
-            rig.pose = POSE if changes else POSE | {"Rotation": 1 + 0.3 * number}
-            await asyncio.sleep(0.01)
+        await rig.running(dry_run=True)
+        await asyncio.sleep(1.0)
         assert "joints_frozen" not in rig.stats["holds"]
         assert "joints_frozen" not in rig.stats["warnings"]
 

@@ -107,7 +107,7 @@ async def together(
     return [one if isinstance(one, Exception) else one.chunk for one in found]  # type: ignore[union-attr]
 
 
-async def test_who_comes_while_the_device_is_busy_is_answered_together_each_with_its_own() -> None:
+async def test_requests_during_an_inference_share_the_next_batch() -> None:
     policy = Held()
     async with running(policy) as (engine, served):
         chunks = await together(engine, served, policy, [0, 1, 2, 3])
@@ -120,7 +120,7 @@ async def test_who_comes_while_the_device_is_busy_is_answered_together_each_with
         assert (await engine.infer(served, seen())).batch == 1
 
 
-async def test_one_that_fails_fails_alone_and_runs_alone_until_it_is_trusted() -> None:
+async def test_a_failing_request_fails_and_then_runs_alone() -> None:
     policy = Held()
     async with running(policy) as (engine, served):
         chunks = await together(engine, served, policy, [0, 1, 13, 3, np.nan])
@@ -143,7 +143,7 @@ async def test_an_answer_that_is_not_finite_is_only_that_members() -> None:
         assert policy.calls == [1, 4]
 
 
-async def test_a_batch_that_does_not_come_back_is_left_and_only_who_it_is_due_to_is_stuck(
+async def test_only_the_cause_of_a_hung_batch_is_stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # That a machine stood still for a tenth of `stuck_after` is noticed; less than that makes nobody overdue.
@@ -192,7 +192,7 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
     await engine.close()
 
 
-async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
+async def test_a_compile_waits_for_clients_without_a_control_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("service.inference.engine.QUIET_SECONDS", 0.2)
@@ -208,7 +208,7 @@ async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
     await engine.close()
 
 
-async def test_what_is_being_compiled_can_be_waited_for_and_a_trial_keeps_nobody_waiting() -> None:
+async def test_a_compile_can_be_waited_for_and_a_trial_delays_nobody() -> None:
     compiled = threading.Event()
 
     @dataclass
@@ -262,7 +262,7 @@ async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
         assert await engine.infer(served, seen() | {"observation.images.front": np.zeros((1, 4, 6, 3), np.uint8)})
 
 
-async def test_what_a_batch_takes_is_learnt_with_care_where_no_robot_waits_and_quickly_beside_one() -> None:
+async def test_batches_are_measured_briefly_while_a_robot_runs() -> None:
     @dataclass
     class Rehearsed(ScriptedPolicy):
         profiled: list[int] = field(default_factory=list)

@@ -75,7 +75,7 @@ async def sessions_of(folder: Path):
         await sessions.close()
 
 
-async def test_the_robot_does_what_it_is_told_and_something_else_when_it_is_told_that(folder: Path) -> None:
+async def test_a_real_policy_follows_its_instruction(folder: Path) -> None:
     async with sessions_of(folder) as (sessions, transport):
         session = await sessions.create(
             NewSession(**{**vars(NEW), "language_instruction": RED, "max_relative_target": 1.0})
@@ -101,7 +101,7 @@ async def test_the_robot_does_what_it_is_told_and_something_else_when_it_is_told
         assert str(session.stage) == "running"
 
 
-def test_robots_with_different_instructions_share_a_batch_and_get_their_own(folder: Path) -> None:
+def test_instructions_in_one_batch_get_their_own_answers(folder: Path) -> None:
     policy = jaxmodels.load_policy(folder)
     tasks = [RED, BLUE, "put it down", "wave", RED]
     seen = [make_observation(policy.requirements) | task_input(task) for task in tasks]

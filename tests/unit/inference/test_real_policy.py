@@ -113,7 +113,7 @@ async def show(link: MemoryLink) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_compiled_policy_drives_the_robot_with_the_actions_it_gives_in_process(policy_folder: Path) -> None:
+async def test_a_compiled_policy_drives_the_robot_with_its_actions(policy_folder: Path) -> None:
     transport = MemoryTransport()
     sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
     try:
@@ -139,47 +139,6 @@ async def test_a_compiled_policy_drives_the_robot_with_the_actions_it_gives_in_p
         robot_task.cancel()
     finally:
         await sessions.close()
-
-
-async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compiled_policy_took(
-    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profiled: list[jaxmodels.Policy] = []
-    profile = jaxmodels.Policy.profile
-
-    def noted(policy: jaxmodels.Policy, *arguments: Any) -> float:
-        profiled.append(policy)
-        return profile(policy, *arguments)
-
-    monkeypatch.setattr(jaxmodels.Policy, "profile", noted)
-    load: Any = jaxmodels.load_policy
-    engine = Engine(switch_interval=None, batch_sizes=(1, 2))
-    large = frozenset({("front", (48, 64))})
-    async with engine.open_policy(load, str(policy_folder), None, lambda word: None) as first:
-        await engine.compile(first, dict(large))
-        await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
-        engine.has_running_robot = lambda: True
-        before, after = first.replicas[0], len(profiled)
-        folder = str(policy_folder)
-        async with engine.open_policy(
-            load, folder, "1" * 40, lambda word: None, folder=folder, like=first.policy
-        ) as second:
-            await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
-            (replica,) = second.replicas
-            assert replica.policy is not before.policy
-            assert len(profiled) == after
-            for frames in (before.trained_frames, large):
-                assert replica.batch_sizes[frames] == (1, 2)
-                known = replica.latencies[frames].get_stats()
-                assert set(known) == {"1", "2"}
-                assert known == before.latencies[frames].get_stats()
-            seen = {
-                "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
-                "observation.state": np.array([list(POSE.values())], np.float32),
-            }
-            answers = [await engine.infer(served, seen) for served in (first, second)]
-            assert np.array_equal(answers[0].chunk, answers[1].chunk)
-    await engine.close()
 
 
 async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_folder: Path) -> None:

@@ -27,7 +27,7 @@ def reading(rig: Rig, **more: object) -> ScriptedPolicy:
     return rig.policy
 
 
-async def test_the_instruction_is_in_every_observation_and_another_one_from_the_next_chunk_on() -> None:
+async def test_a_new_instruction_is_used_from_the_next_chunk_on() -> None:
     async with rigged() as rig:
         policy = reading(rig)
         await rig.running(replace(NEW, language_instruction=RED))
@@ -103,7 +103,7 @@ async def test_an_answer_to_the_old_instruction_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("instruction", [None, "  ", "gibberish"])
-async def test_a_policy_that_reads_language_gets_no_session_without_an_instruction(instruction: str | None) -> None:
+async def test_a_policy_that_reads_language_needs_an_instruction(instruction: str | None) -> None:
     async with rigged() as rig:
         policy = reading(rig)
         with pytest.raises(InvalidRequest, match=r"language_instruction") as error:
@@ -114,7 +114,7 @@ async def test_a_policy_that_reads_language_gets_no_session_without_an_instructi
 
 
 @pytest.mark.parametrize("instruction", [None, "", "gibberish"])
-async def test_what_the_policy_cannot_read_is_refused_and_the_robot_does_what_it_did(instruction: str | None) -> None:
+async def test_an_unreadable_instruction_leaves_the_old_one_in_force(instruction: str | None) -> None:
     async with rigged() as rig:
         policy = reading(rig)
         await rig.running(replace(NEW, language_instruction=RED))
@@ -128,7 +128,7 @@ async def test_what_the_policy_cannot_read_is_refused_and_the_robot_does_what_it
         assert session.status().stats["errors"] == 0
 
 
-async def test_a_policy_that_reads_no_language_is_told_nothing_but_the_session_keeps_it() -> None:
+async def test_a_policy_without_language_gets_no_instruction() -> None:
     async with rigged() as rig:
         rig.policy = ScriptedPolicy(replace(LONG, action_steps=400))
         await rig.running(replace(NEW, language_instruction=RED))

@@ -169,17 +169,6 @@ async def test_one_of_fifty_creates_replaces_an_interrupted_session(server: Serv
         assert len(after.transport.links) == 1
 
 
-async def test_a_deleted_one_is_forgotten_and_its_rooms_go(server: Server) -> None:
-    await server.sessions.create(NEW)
-    async with after_a_kill(server) as after:
-        await after.sessions.delete("arm")
-        assert after.stages() == {}
-        assert after.told == ["session.deleted"]
-        await until(lambda: after.transport.existing == set())
-        async with after_a_kill(after) as third:
-            assert third.stages() == {}
-
-
 async def test_one_of_the_same_owner_takes_its_place(server: Server) -> None:
     await server.sessions.create(replace(NEW, owner="ada"))
     async with after_a_kill(server) as after:

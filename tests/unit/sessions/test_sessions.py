@@ -73,19 +73,6 @@ def kept(link: MemoryLink, hold: int) -> list[dict[str, float]]:
 # The way of a session that goes well.
 
 
-async def test_a_created_session_is_ready_with_its_rooms_in_one_workspace(rig: Rig) -> None:
-    session = await rig.sessions.create(replace(NEW, workspace_id="w"))
-    assert session.stage is Stage.READY
-    status = session.status()
-    assert status.rooms == {
-        "workspace_id": "w",
-        "camera_room_ids": {"front": "s-front"},
-        "joint_input_room_id": "s-joint-input",
-        "joint_output_room_id": "s-joint-output",
-    }
-    assert rig.transport.existing == {"w/s-front", "w/s-joint-input", "w/s-joint-output"}
-
-
 async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
     link = await rig.running()
     session = rig.sessions.get_live("s")
@@ -118,11 +105,6 @@ async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
     assert queue["link"]["commands_sent"] >= stats["commands_sent"]
 
 
-async def test_a_status_before_anything_came_is_json_too(rig: Rig) -> None:
-    session = await rig.sessions.create(NEW)
-    json.dumps([asdict(session.status()), session.queue()], allow_nan=False)
-
-
 async def test_the_rate_is_the_requests_else_the_policys_else_the_default(rig: Rig) -> None:
     rig.policies |= dict.fromkeys("abcde", rig.policy)
 
@@ -138,16 +120,6 @@ async def test_the_rate_is_the_requests_else_the_policys_else_the_default(rig: R
     assert rig.sessions.get("d").status().stats["action_rate"] == 25
     rig.policy.requirements = replace(SO100_REQUIREMENTS, rate=1000.0)
     assert await rate_of("e", None) == 200, "no faster than the server allows"
-
-
-async def test_restarting_a_running_session_makes_a_new_plan(rig: Rig) -> None:
-    link = await rig.running()
-    acted = rig.policy.acted
-    await rig.sessions.restart("s")
-    assert rig.sessions.get("s").stage is Stage.RUNNING
-    await until(lambda: rig.policy.acted > acted)
-    sent = len(link.sent)
-    await until(lambda: len(link.sent) > sent + 5)
 
 
 async def test_a_deleted_session_holds_leaves_its_rooms_and_frees_its_id(rig: Rig) -> None:
@@ -355,74 +327,6 @@ async def test_a_lost_link_holds_reconnects_and_resumes_after_fresh_input(rig: R
     assert session.status().error_message is None
     sent = len(link.sent)
     rig.robot()
-    await until(lambda: len(link.sent) > sent + 5)
-
-
-async def test_starting_while_the_link_is_lost_is_reconnecting(rig: Rig) -> None:
-    await rig.sessions.create(NEW)
-    rig.transport.link.go_down()
-    assert rig.sessions.get("s").stage is Stage.READY
-    await rig.sessions.start("s")
-    assert rig.sessions.get("s").stage is Stage.RECONNECTING
-    rig.transport.link.come_up()
-    assert rig.sessions.get("s").stage is Stage.RUNNING
-
-
-async def test_commands_the_link_does_not_take_are_counted_and_never_repeated(rig: Rig) -> None:
-    link = await rig.running()
-    link.is_choked = True
-    await until(lambda: rig.sessions.get("s").robot_io.commands_refused > 3)  # type: ignore[union-attr]
-    sent = len(link.sent)
-    link.is_choked = False
-    await asyncio.sleep(0.05)
-    assert len(link.sent) - sent <= 8
-
-
-async def test_three_policy_exceptions_in_a_row_are_an_error_until_restart(rig: Rig) -> None:
-    link = await rig.running()
-    session = rig.sessions.get("s")
-    rig.policy.failures = [ValueError("secret")]
-    await until(lambda: session.status().stats["errors"] == 1)
-    await until(lambda: session.robot_io.controller.hold is None)  # type: ignore[union-attr]
-    assert session.stage is Stage.RUNNING
-    rig.policy.failures = [ValueError("secret")] * 3
-    await until(lambda: session.stage is Stage.ERROR)
-    message = session.status().error_message
-    assert message is not None
-    assert "(3 times in a row)" in message
-    assert "secret" not in message
-    await until(lambda: session.robot_io.controller.is_idle)  # type: ignore[union-attr]
-    assert held(link, -4) == [POSE] * 4
-    with pytest.raises(MoveRefused, match="allowed now: restart"):
-        await rig.sessions.start("s")
-    with pytest.raises(SessionExists):
-        await rig.sessions.create(NEW)
-    sent = len(link.sent)
-    await rig.sessions.restart("s")
-    await until(lambda: len(link.sent) > sent + 5)
-    assert session.status().error_message is None
-
-
-async def test_three_invalid_chunks_in_a_row_are_a_stop_until_reset(rig: Rig) -> None:
-    link = await rig.running()
-    session, answer = rig.sessions.get("s"), np.full((1, 20, 6), np.nan, np.float32)
-    rig.policy.failures = [answer]
-    await until(lambda: session.status().stats["errors"] == 1)
-    await until(lambda: session.robot_io.controller.hold is None)  # type: ignore[union-attr]
-    assert session.stage is Stage.RUNNING
-    rig.policy.failures = [answer] * 3
-    await until(lambda: session.is_latched)
-    assert session.stage is Stage.STOPPED
-    assert (session.reason or "").startswith("policy_invalid: the policy returned")
-    assert session.status().stats["stop_code"] == "policy_invalid"
-    await until(lambda: session.robot_io.controller.is_idle)  # type: ignore[union-attr]
-    assert held(link, -4) == [POSE] * 4
-    assert all(np.isfinite(list(sent.values.values())).all() for sent in link.sent)
-    with pytest.raises(MoveRefused):
-        await rig.sessions.start("s")
-    await rig.sessions.reset("s")
-    sent = len(link.sent)
-    await rig.sessions.start("s")
     await until(lambda: len(link.sent) > sent + 5)
 
 

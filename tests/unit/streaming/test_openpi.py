@@ -192,7 +192,7 @@ async def test_observations_of_openpis_robots_are_found_by_name(robot: str, serv
         assert status == (200 if controls_joints else 409)
 
 
-def test_actions_that_are_no_targets_of_joints_are_for_clients_without_rooms():
+def test_actions_without_joint_targets_need_a_direct_session():
     requirements = Requirements("act", {"front": (48, 64)}, 8, None, 7, 5, 5, controls_joints=False)
     new = NewSession("arm", "policies/act", "http://localhost", ("front",), "act")
     (text,) = find_mismatches(requirements, new)
@@ -222,7 +222,7 @@ async def test_an_error_is_text_without_a_traceback_and_the_end(server):
             assert socket.close_code == 1011
 
 
-async def test_a_port_of_its_own_is_for_the_only_direct_session_with_the_clients_key(serve, tmp_path):
+async def test_the_openpi_port_serves_the_only_direct_session_of_a_key(serve, tmp_path):
     file = KeyFile(tmp_path / "keys.json")
     key, other = (file.create(name, Role.OPERATOR, name, time.time()) for name in ("alice", "bob"))
     async with serve(key=key, keys_file=str(file.path)) as server:
@@ -317,7 +317,7 @@ def play(arm, client) -> bool:
     return arm.is_lifted
 
 
-async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_client():
+async def test_the_end_of_the_openpi_port_holds_all_robots_first():
     async with started(policy_owners=("policies",)) as server:
         app = server.app
         await app.ctx.sessions.create(NewSession("arm", "policies/act", DIRECT))
@@ -328,7 +328,7 @@ async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_clie
                 await socket.recv()
                 socket.transport.pause_reading()
                 ending = asyncio.create_task(beside.aclose())
-                await until(lambda: app.ctx.sessions._is_closing, within=30.0)
+                await until(lambda: app.ctx.sessions.is_closing, within=30.0)
                 await ending
 
 
@@ -384,7 +384,7 @@ def sent(message: dict) -> memoryview:
         {"image": picture(7), "wrist": np.zeros((2, 2, 3), np.uint8), "state": np.full(1, 0.5, np.float16)},
     ],
 )
-def test_a_message_that_is_like_the_one_before_is_read_as_if_it_were_the_first(message: dict) -> None:
+def test_a_repeated_message_is_read_like_the_first(message: dict) -> None:
     reader = ObservationReader()
     for number in range(3):
         for value in message.values():
@@ -395,7 +395,7 @@ def test_a_message_that_is_like_the_one_before_is_read_as_if_it_were_the_first(m
         assert (found.joints, found.prompt, found.files) == (anew.joints, anew.prompt, {})
 
 
-def test_of_a_message_that_is_like_the_one_before_the_joints_are_checked() -> None:
+def test_the_joints_of_a_repeated_message_are_checked() -> None:
     for bad in (np.nan, np.inf, -1e300):
         reader, errors = ObservationReader(), []
         reader.read(sent({"image": picture(0), "state": np.zeros(1)}), WANTED)
@@ -406,7 +406,7 @@ def test_of_a_message_that_is_like_the_one_before_the_joints_are_checked() -> No
         assert errors[0] == errors[1]
 
 
-def test_a_message_that_is_like_the_one_before_is_read_anew_for_another_session_and_with_another_prompt() -> None:
+def test_a_repeated_message_is_checked_for_session_and_prompt() -> None:
     reader = ObservationReader()
     message = {"image": picture(0), "state": np.zeros(1), "prompt": "lift"}
     assert reader.read(sent(message), WANTED).prompt == "lift"
@@ -422,7 +422,7 @@ def test_a_message_that_is_like_the_one_before_is_read_anew_for_another_session_
             reader.read(sent(message | {"prompt": prompt}), WANTED)
 
 
-async def test_of_a_client_that_asks_as_fast_as_it_can_not_each_observation_is_kept_but_the_newest(server, monkeypatch):
+async def test_only_the_newest_observation_of_a_fast_client_is_kept(server, monkeypatch):
     recent = server.app.ctx.sessions.get("arm").robot_io.runner.recent
     async with server.stream("/sessions/arm/openpi") as socket:
         await socket.recv()

@@ -73,7 +73,7 @@ def test_a_late_packet_releases_everything_that_waited_for_it_in_order():
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["late", "lost"])
-def test_however_many_pictures_wait_for_a_packet_few_are_looked_at_in_one_turn_and_all_come(is_lost, monkeypatch):
+def test_waiting_pictures_are_released_a_few_per_packet(is_lost, monkeypatch):
     looks: list[bytes] = []
     monkeypatch.setattr("service.transport.webrtc.jitter_buffer.vp8_pixels", lambda data: looks.append(data) or 0)
     stream = Stream()
@@ -102,7 +102,7 @@ def test_nothing_is_given_out_before_the_first_keyframe_which_is_asked_for():
     assert (stream.given, stream.asked) == ([KEY, INTER], 2)
 
 
-def test_a_packet_that_never_comes_is_given_up_and_nothing_is_built_on_the_loss():
+def test_nothing_is_decoded_after_a_lost_packet_before_a_keyframe():
     stream = Stream()
     stream.arrive(*stream.packets(KEY, stamp=1))
     asked = stream.asked

@@ -33,16 +33,6 @@ def closed(effects) -> set[object]:
     return {who for effect in effects if isinstance(effect, Close) for who in effect.to}
 
 
-def test_a_refused_connection_has_no_seat_and_leaving_does_nothing(table):
-    table.join("a", ARM, Join("p", PRODUCER), 0.0)
-    effects = table.join("b", ARM, Join("q", PRODUCER), 0.0)
-    assert told(effects) == [("b", "error")]
-    assert closed(effects) == {"b"}
-    assert table.get_participant("b") is None
-    assert table.leave("b") == []
-    assert table.get(ARM).producer == "p"
-
-
 def test_one_id_may_be_producer_and_consumer_of_one_room(table):
     table.join("a", ARM, Join("me", PRODUCER), 0.0)
     table.join("b", ARM, Join("me", CONSUMER), 0.0)
@@ -108,11 +98,6 @@ def test_only_rooms_that_are_idle_and_empty_are_cleaned(table):
     assert not table.rooms
 
 
-def test_cleaning_one_service_leaves_the_other_alone(table):
-    assert table.remove_idle(9999.0, 1.0, Kind.VIDEO) == [CAMERA]
-    assert ARM in table.rooms
-
-
 @pytest.mark.parametrize("message", [protocol.Heartbeat(), protocol.StatusUpdate(), JointUpdate(())])
 def test_any_message_keeps_a_room_from_being_cleaned(table, message):
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
@@ -146,17 +131,6 @@ def test_a_long_reason_is_cut(table):
     assert len(effect.message.reason) == websocket.MAX_REASON
 
 
-def test_after_a_delete_its_sockets_are_nobody(table):
-    table.join("p", ARM, Join("p", PRODUCER), 0.0)
-    table.join("c", ARM, Join("c", CONSUMER), 0.0)
-    assert closed(table.delete(ARM)) == {"p", "c"}
-    assert websocket.receive_message(table, "p", protocol.EmergencyStop(), 0.0) == []
-    table.create(ARM, 0.0)
-    table.join("q", ARM, Join("p", PRODUCER), 0.0)
-    assert table.leave("p") == []
-    assert table.get(ARM).producer == "p"
-
-
 def test_a_signal_stays_in_its_room(table):
     other = RoomPath(Kind.VIDEO, "elsewhere", "camera")
     table.create(other, 0.0)
@@ -179,11 +153,6 @@ def test_in_oddity_mode_anybody_may_answer_from_anywhere():
     answer = {"type": "answer", "sdp": "v=0", "target_producer": "p"}
     _, effects = websocket.relay_signal(table, elsewhere, "stranger", answer)
     assert told(effects) == [("p", "webrtc_answer")]
-
-
-def test_an_unknown_room_is_named():
-    with pytest.raises(UnknownRoom, match="no robotics room 'arm' in workspace 'w'"):
-        RoomTable().get(ARM)
 
 
 ids = st.sampled_from(["a", "b", "c"])
