@@ -51,7 +51,7 @@ SENT, REFUSED = {"label": "left arm", "overlap": "careful"}, {"label": "the left
 
 
 def test_one_line_reaches_body_session_record_and_documents(tmp_path: Path) -> None:
-    shutil.copytree(PACKAGE, tmp_path / "service", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, tmp_path / "service")  # with the bytecode, which stays valid as the times are copied
     for other in ("hooks", "jaxmodels", "robojax", "tests"):
         (tmp_path / other).symlink_to(ROOT / other)
     for module, line, added in ADDED:

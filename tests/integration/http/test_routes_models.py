@@ -17,6 +17,7 @@ import jaxmodels
 from tests.testing import rig
 from tests.testing.rig import REAL, show, started
 from tests.testing.waiting import until
+from tests.unit.http.test_array_bodies import to_json, to_msgpack, to_npz
 
 JSON, NPZ, MSGPACK = "application/json", "application/x-npz", "application/msgpack"
 FORMS = (JSON, NPZ, MSGPACK)
@@ -64,16 +65,7 @@ async def server(serve) -> AsyncIterator[Server]:
 
 
 def write(arrays: dict[str, np.ndarray], form: str) -> bytes:
-    if form == NPZ:
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)
-        return buffer.getvalue()
-    entries = {
-        name: {"dtype": array.dtype.name, "shape": list(array.shape)}
-        | {"data": array.tolist() if form == JSON else array.tobytes()}
-        for name, array in arrays.items()
-    }
-    return json.dumps({"inputs": entries}).encode() if form == JSON else msgpack.packb({"inputs": entries})
+    return {JSON: to_json, NPZ: to_npz, MSGPACK: to_msgpack}[form](**arrays)
 
 
 def read(body: bytes, form: str) -> np.ndarray:

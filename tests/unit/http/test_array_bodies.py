@@ -24,26 +24,22 @@ def to_npz(**arrays: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def to_msgpack(**arrays: np.ndarray) -> bytes:
-    return msgpack.packb(
-        {
-            "inputs": {
-                name: {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.tobytes()}
-                for name, array in arrays.items()
-            }
+def entries(arrays, data):
+    """The object of a request; ``data`` is how an array's values are written."""
+    return {
+        "inputs": {
+            name: {"dtype": array.dtype.name, "shape": list(array.shape), "data": data(array)}
+            for name, array in arrays.items()
         }
-    )
+    }
+
+
+def to_msgpack(**arrays: np.ndarray) -> bytes:
+    return msgpack.packb(entries(arrays, np.ndarray.tobytes))
 
 
 def to_json(**arrays: np.ndarray) -> bytes:
-    return json.dumps(
-        {
-            "inputs": {
-                name: {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.tolist()}
-                for name, array in arrays.items()
-            }
-        }
-    ).encode()
+    return json.dumps(entries(arrays, np.ndarray.tolist)).encode()
 
 
 READERS = {

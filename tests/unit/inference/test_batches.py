@@ -14,7 +14,7 @@ from jaxmodels.errors import ObservationError
 from service.errors import PolicyFailed
 from service.inference.batching import ALIGNMENT, StackingBuffers, read_layout
 from service.inference.engine import Engine, InferenceResult, InferenceStuck, LoadedPolicy
-from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -65,10 +65,6 @@ class Held(ScriptedPolicy):
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy with something else leaves no batch aside."""
     monkeypatch.setattr("service.inference.device_worker.MIN_OVERDUE", 10.0)
-
-
-def ignore(stage: str) -> None:
-    pass
 
 
 @asynccontextmanager

@@ -14,15 +14,11 @@ from service.errors import PolicyError, PolicyFailed
 from service.inference.device_worker import InferenceWorker, WorkerClosed
 from service.inference.engine import Engine, InferenceStuck, describe_sizes
 from service.threads import Worker, call_in_thread
-from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
-
-
-def ignore(stage: str) -> None:
-    pass
 
 
 @pytest.fixture

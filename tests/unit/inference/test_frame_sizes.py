@@ -14,7 +14,7 @@ from jaxmodels import Requirements
 from service.inference.batching import LatencyModel, read_layout
 from service.inference.device_worker import Batch, InferenceWorker
 from service.inference.engine import Engine, LoadedPolicy
-from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -40,10 +40,6 @@ class Sized(ScriptedPolicy):
 
     def profile(self, batch: int = 1, cameras: Sizes | None = None) -> float:
         return (0.2 if cameras == LARGE else 0.001) * (2 if batch == 4 else 1)
-
-
-def ignore(stage: str) -> None:
-    pass
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """A session with a compiled policy instead of a scripted one."""
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,42 +66,48 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def sampled_folder(tmp_path: Path) -> Path:
-    """An untrained small policy that samples its chunks and continues plans, around `POSE`."""
+def write_diffusion(
+    path: Path, *, spread: float, scale: float, rate: float, features: tuple[Feature, ...] = (), **fields: Any
+) -> Path:
+    """Write an untrained small diffusion policy whose actions are within ``spread`` of `POSE`."""
     config = Diffusion2dConfig(
-        input_features=(Feature(STATE, "STATE", (6,)), Feature("observation.images.front", "VISUAL", (3, 32, 32))),
+        input_features=(Feature(STATE, "STATE", (6,)), *features),
         output_features=(Feature(ACTION, "ACTION", (6,)),),
-        normalization_mapping=(("VISUAL", "IDENTITY"), ("STATE", "MIN_MAX"), ("ACTION", "MIN_MAX")),
-        chunk_size=20,
         n_action_steps=5,
         dim_model=16,
         n_heads=2,
         n_layers=1,
+        **fields,
+    )
+    draw, pose = np.random.default_rng(0), np.fromiter(POSE.values(), np.float32)
+    shapes = blueprint_of(Diffusion2d, config).shapes
+    weights = {name: (scale * draw.normal(size=wanted.shape)).astype(np.float32) for name, wanted in shapes.items()}
+    ends = {"min": pose - np.float32(spread), "max": pose + np.float32(spread)}
+    normalization = build_normalization(
+        config.input_features, config.output_features, config.normalization_mapping, {STATE: ends, ACTION: ends}
+    )
+    sidecar = Sidecar(rate=rate, joint_names=NAMES)
+    lerobot_folder.write_checkpoint(path, Checkpoint(config, weights, normalization, sidecar))
+    return path
+
+
+@pytest.fixture
+def sampled_folder(tmp_path: Path) -> Path:
+    """A policy that samples its chunks and continues plans."""
+    return write_diffusion(
+        tmp_path / "sampled",
+        spread=0.1,
+        scale=0.15,
+        rate=50.0,
+        features=(Feature("observation.images.front", "VISUAL", (3, 32, 32)),),
+        normalization_mapping=(("VISUAL", "IDENTITY"), ("STATE", "MIN_MAX"), ("ACTION", "MIN_MAX")),
+        chunk_size=20,
         num_inference_steps=4,
     )
-    draw = np.random.default_rng(0)
-    pose = np.array(list(POSE.values()), np.float32)
-    stats = {name: {"min": pose - np.float32(0.1), "max": pose + np.float32(0.1)} for name in (STATE, ACTION)}
-    shapes = blueprint_of(Diffusion2d, config).shapes
-    weights = {name: (0.15 * draw.normal(size=wanted.shape)).astype(np.float32) for name, wanted in shapes.items()}
-    normalization = build_normalization(
-        config.input_features, config.output_features, config.normalization_mapping, stats
-    )
-    sidecar = Sidecar(rate=50.0, joint_names=NAMES)
-    lerobot_folder.write_checkpoint(tmp_path / "sampled", Checkpoint(config, weights, normalization, sidecar))
-    return tmp_path / "sampled"
 
 
-def load(
-    path: str,
-    revision: str | None = None,
-    /,
-    *,
-    like: object = None,
-    on_progress: Callable[[str], None] | None = None,
-):
-    return jaxmodels.load_policy(path, revision, on_progress=on_progress)
+def load(path: str, revision: str | None = None, /, **more: object) -> jaxmodels.Policy:
+    return jaxmodels.load_policy(path, revision)
 
 
 async def show(link: MemoryLink) -> None:
