@@ -35,11 +35,11 @@ def entries(arrays, data):
 
 
 def to_msgpack(**arrays: np.ndarray) -> bytes:
-    return msgpack.packb(entries(arrays, np.ndarray.tobytes))
+    return msgpack.packb(entries(arrays, lambda array: array.tobytes()))
 
 
 def to_json(**arrays: np.ndarray) -> bytes:
-    return json.dumps(entries(arrays, np.ndarray.tolist)).encode()
+    return json.dumps(entries(arrays, lambda array: array.tolist())).encode()
 
 
 READERS = {
