@@ -24,12 +24,12 @@ FORBIDDEN: dict[str, set[str]] = {
     "hooks": {"service", "jaxmodels", "robojax", *ACCELERATOR},
     "service": {"robojax", *ACCELERATOR, "torch"},
     "robojax": {*ACCELERATOR, "torch"},
-    # What stands beside a robot, or calls a server.
+    # Code that runs at a robot or calls a server.
     "robojax.client": {"jaxmodels", "hooks", "sanic", "pydantic", *ACCELERATOR, "torch"},
     "robojax.robot": {"jaxmodels", "hooks", "sanic", "pydantic", *ACCELERATOR, "torch"},
 }
-# Within a package, from below to above: what stands before a "<" knows nothing of what stands behind it. Modules and
-# packages between two "<" may know each other, as long as there is no circle.
+# Within a package, from the lowest layer to the highest: a module imports only from its own layer and from layers to
+# its left. Modules of one layer may import each other without a cycle.
 LAYERS = {
     "service": (
         "errors reloading_file stage stats setting_types loop_watchdog signal_guard"
@@ -46,7 +46,7 @@ LAYERS = {
     "robojax": "client < robot < sim < cli",
 }
 # module of ours -> who may import it
-# The console commands put together what runs in a process of their own.
+# The console commands assemble programs that run in their own process.
 COMPOSITION_ONLY = {
     "hooks": {"service/app.py", "service/rollout/", "robojax/__init__.py", "robojax/cli/webhooks.py"},
 }
@@ -186,7 +186,7 @@ async def test_the_way_from_a_frame_to_its_command_stays_short() -> None:
     for _ in range(5):
         trace = await house.trace_of_a_frame()
         functions = {(call.file, call.function) for call in trace.calls}
-        if len(functions) <= 62:  # more where the machine stood still meanwhile, and the robot was held for it
+        if len(functions) <= 62:  # A pause of the machine adds the functions of a hold.
             break
     assert {"Controller.tick", "Engine.infer", "InferenceWorker._run", "Guard.judge"} <= {name for _, name in functions}
     assert [call for call in trace.calls if call.is_callback] == []
@@ -199,7 +199,7 @@ def test_within_a_package_nothing_knows_what_stands_above_it() -> None:
     files = house.modules()
     rank = {name: level for package in LAYERS for name, level in ranks(package).items()}
     below = {name for name in map(house.package_of, files) if "." in name}
-    assert below == set(rank), "each module and package of the four stands in the table, and nothing else"
+    assert below == set(rank), "the table has exactly the modules and packages of the four"
     found = {
         (name, other)
         for name, others in house.imports_of(files).items()
@@ -215,7 +215,7 @@ def test_there_are_no_circular_imports() -> None:
     assert house.circles(house.imports_of(house.modules())) == []
 
 
-# Everyday words that once stood for a term of the field, which is what people search for.
+# Everyday words that replaced a term of the field, for which people search.
 _BANNED = """
 knock lacking told wish parcel leash patience crew errand keeper courier drive thinking asking trail lane turnover
 growth askers changeover consultation thought standing kept ledger onlooker punctual found wanted place places tell
