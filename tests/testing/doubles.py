@@ -1,11 +1,11 @@
 """Test doubles: a scripted policy with its loader, and rooms in memory."""
 
+import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -15,14 +15,6 @@ from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, PROMPT_
 from service.errors import TransportError
 from service.transport.link import CreatedRooms, EmergencyStop, Inbox, JointValue, LinkDown, LinkUp, Rooms
 from service.transport.protocol import rooms_of
-
-
-class Gate(Protocol):
-    """What connecting waits at, when a test wants it slow; an ``asyncio.Event`` is one."""
-
-    async def wait(self) -> object:
-        """Return when connecting may go on."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,9 +54,7 @@ class MemoryLink:
         self._up: dict[str, bool] = dict.fromkeys(
             [*rooms.cameras.values(), rooms.joint_input, rooms.joint_output], False
         )
-        self._frames = dict.fromkeys(cameras, 0)
-        self._joints = 0
-        self._reconnects = 0
+        self._cameras = cameras
 
     def send(self, joints: Sequence[JointValue]) -> bool:
         """Keep one joint_update; False when the output room is down, the link is choked or closed."""
@@ -79,28 +69,19 @@ class MemoryLink:
         self.latched = reason
 
     def health(self) -> Mapping[str, object]:
-        """The same kind of counters as a real link."""
-        return {
-            "rooms": {room: {"connected": up} for room, up in self._up.items()},
-            "frames_received": dict(self._frames),
-            "joints_received": self._joints,
-            "commands_sent": len(self.sent),
-            "commands_refused": self.refused,
-            "reconnects": self._reconnects,
-        }
+        """Counters under the names of a real link."""
+        return {"commands_sent": len(self.sent), "commands_refused": self.refused}
 
     # What a test does.
 
     def deliver_frame(self, camera: str, image: np.ndarray, observed_at: float | None = None) -> None:
         """As if this picture (uint8, (h, w, 3), RGB) had just been decoded."""
-        if camera not in self._frames:
-            raise KeyError(f"no camera {camera!r} in this link; it has {sorted(self._frames)}")
-        self._frames[camera] += 1
+        if camera not in self._cameras:
+            raise KeyError(f"no camera {camera!r} in this link; it has {sorted(self._cameras)}")
         self._inbox.on_frame(camera, image, self._clock() if observed_at is None else observed_at)
 
     def deliver_joints(self, values: Mapping[str, float], observed_at: float | None = None) -> None:
         """As if the robot had sent this joint_update."""
-        self._joints += 1
         self._inbox.on_joints(values, self._clock() if observed_at is None else observed_at)
 
     def deliver_emergency_stop(self, reason: str = "a test", source: str = "robot") -> None:
@@ -124,7 +105,6 @@ class MemoryLink:
     def reconnect(self, room: str | None = None, reason: str = "socket closed") -> None:
         """Down and up again."""
         self.go_down(room, reason)
-        self._reconnects += 1
         self.come_up(room)
 
     def _named(self, room: str | None) -> list[str]:
@@ -152,8 +132,8 @@ class MemoryTransport:
         self.existing: set[str] = set()
         self.occupied: set[str] = set()
         self.refuse: TransportError | None = None
-        self.gate: Gate | None = None
-        self.leaving: Gate | None = None
+        self.gate: asyncio.Event | None = None
+        self.leaving: asyncio.Event | None = None
         self._clock = clock
 
     @property
@@ -377,3 +357,7 @@ class ScriptedLoader:
         if self.failure is not None:
             raise self.failure
         return self.make()
+
+
+def ignore(stage: str) -> None:
+    """Take a stage of loading and do nothing."""

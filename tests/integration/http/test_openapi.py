@@ -18,46 +18,12 @@ def test_the_specified_document_is_the_golden_one():
     assert json.loads(json.dumps(specified_document(ROUTES))) == json.loads(GOLDEN.read_text())
 
 
-def test_the_specified_document_has_exactly_the_specified_operations():
-    found = {
-        operation["operationId"]: (method.upper(), path, operation["tags"], sorted(operation["responses"]))
-        for path, operations in specified_document(ROUTES)["paths"].items()
-        for method, operation in operations.items()
-    }
-    both = ["200", "422"]
-    assert found == {
-        "root__get": ("GET", "/", ["Health"], ["200"]),
-        "health_check_health_get": ("GET", "/health", ["Health"], ["200"]),
-        "list_sessions_sessions_get": ("GET", "/sessions", ["Sessions"], ["200"]),
-        "create_session_sessions_post": ("POST", "/sessions", ["Sessions"], both),
-        "start_inference_sessions__session_id__start_post": ("POST", "/sessions/{session_id}/start", ["Control"], both),
-        "stop_inference_sessions__session_id__stop_post": ("POST", "/sessions/{session_id}/stop", ["Control"], both),
-        "restart_inference_sessions__session_id__restart_post": (
-            *("POST", "/sessions/{session_id}/restart"),
-            *(["Control"], both),
-        ),
-        "delete_session_sessions__session_id__delete": ("DELETE", "/sessions/{session_id}", ["Sessions"], both),
-    }
-
-
-def test_the_specified_document_says_who_it_is_and_asks_for_nothing():
-    document = specified_document(ROUTES)
-    assert (document["openapi"], document["info"]["version"]) == ("3.1.0", "1.0.0")
-    assert [tag["name"] for tag in document["tags"]] == ["Health", "Sessions", "Control", "Debug"]
-    assert document["components"]["securitySchemes"] == {
-        "BearerAuth": {"type": "http", "scheme": "bearer", "bearerFormat": "JWT"},
-        "ApiKeyAuth": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
-    }
-    assert "security" not in document
-    assert "servers" not in document
-
-
 @pytest.mark.parametrize("document", [specified_document(ROUTES), full_document(ROUTES)], ids=["specified", "full"])
 def test_both_documents_are_valid(document):
     OpenAPIV31SpecValidator(json.loads(json.dumps(document))).validate()
 
 
-def test_every_route_of_the_app_is_in_the_full_document_and_the_other_way_round():
+def test_the_full_document_has_exactly_the_routes_of_the_app():
     app = create_app(Settings.from_values(embedded_transport=False))
     served = {
         (method, "/" + re.sub(r"<(\w+)[^>]*>", r"{\1}", route.path))
@@ -83,25 +49,7 @@ def test_the_full_document_is_a_superset():
             assert set(operation["responses"]) <= set(full["paths"][path][method]["responses"])
     assert specified["components"]["schemas"].items() <= full["components"]["schemas"].items()
     request, more = (full["components"]["schemas"][name] for name in ("CreateSessionRequest", "NewSessionRequest"))
-    assert set(more["properties"]) - set(request["properties"]) == {
-        "prompt_cut",
-        "rate",
-        "revision",
-        "joint_names",
-        "auto_update",
-        "dry_run",
-        "shadow_policy_path",
-        "shadow_revision",
-        "max_relative_target",
-        "overlap",
-        "temporal_ensemble_coeff",
-        "ask_ahead",
-        "action_steps",
-        "degrade",
-        "accept_units",
-        "record",
-        "rename",
-    }
+    assert set(more["properties"]) > set(request["properties"])
     assert more["required"] == request["required"]
 
 
@@ -118,7 +66,7 @@ async def test_the_documents_are_served(server):
     assert (await server.call("GET", "/api/openapi-full.json"))[0] == 200
 
 
-async def test_the_page_names_no_other_host_and_its_policy_lets_only_its_own_script_run(server):
+async def test_the_page_runs_only_its_own_script(server):
     async with server.http.get("/docs") as answer:
         page, policy = await answer.text(), answer.headers["content-security-policy"]
     assert "http://" not in page

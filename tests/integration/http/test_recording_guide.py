@@ -17,12 +17,19 @@ import pytest
 from robojax.cli import sim
 from robojax.cli.app import Commands
 from service.recording.recorder import Recorder
+from tests.testing.compiling import compiling_quickly
 from tests.testing.recordings import RATE, play, subject
 
 ROOT = Path(__file__).parents[3]
 GUIDE = ROOT / "docs" / "robots" / "recording.md"
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 USUAL = "http://127.0.0.1:8001"
+
+
+@pytest.fixture
+def quick_compilation():
+    with compiling_quickly():
+        yield
 
 
 async def curl(line: str) -> str:
@@ -43,6 +50,7 @@ def robojax(line: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the guide's commands want curl")
+@pytest.mark.usefixtures("quick_compilation")
 async def test_the_commands_run(serve, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")

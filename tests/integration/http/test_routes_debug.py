@@ -4,8 +4,6 @@ import logging
 import re
 import threading
 
-import pytest
-
 
 async def test_the_root_says_that_the_server_runs(server):
     status, told = await server.call("GET", "/")
@@ -28,27 +26,28 @@ async def test_health_tells_sessions_device_versions_and_uptime(server):
         assert 'robojax_device_load{device="scripted:0",lane="0"} 0.0' in await answer.text()
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (b"", "asked for over HTTP"),
-        (b'{"reason": "cable caught"}', "cable caught"),
-        (b'{"reason": "a\\nb"}', "a b"),
-        (b'{"reason": 5}', "asked for over HTTP"),
-        (b"[1]", "asked for over HTTP"),
-        (b"{{{ not json", "asked for over HTTP"),
-        (b"\xff\xfe", "asked for over HTTP"),
-        (b"[" * 50_000, "asked for over HTTP"),
-        (json.dumps({"reason": "x" * 5000}).encode(), "x" * 200),
-    ],
-)
-async def test_an_emergency_stop_happens_whatever_its_body_is(server, body, reason):
+STOP_BODIES = {
+    b"": "asked for over HTTP",
+    b'{"reason": "cable caught"}': "cable caught",
+    b'{"reason": "a\\nb"}': "a b",
+    b'{"reason": 5}': "asked for over HTTP",
+    b"[1]": "asked for over HTTP",
+    b"{{{ not json": "asked for over HTTP",
+    b"\xff\xfe": "asked for over HTTP",
+    b"[" * 50_000: "asked for over HTTP",
+    json.dumps({"reason": "x" * 5000}).encode(): "x" * 200,
+}
+
+
+async def test_an_emergency_stop_happens_whatever_its_body_is(server):
     await server.create()
-    await server.call("POST", "/sessions/arm/start")
-    status, told = await server.call("POST", "/debug/emergency_stop", data=body)
-    assert (status, told["stopped"]) == (200, ["arm"])
-    _, listed = await server.call("GET", "/sessions/arm")
-    assert (listed["status"], listed["error_message"]) == ("stopped", reason)
+    for body, reason in STOP_BODIES.items():
+        assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
+        status, told = await server.call("POST", "/debug/emergency_stop", data=body)
+        assert (status, told["stopped"]) == (200, ["arm"])
+        _, listed = await server.call("GET", "/sessions/arm")
+        assert (listed["status"], listed["error_message"]) == ("stopped", reason)
+        assert (await server.call("POST", "/debug/sessions/arm/reset"))[0] == 200
 
 
 async def test_the_queue_of_a_session_can_be_seen(server):

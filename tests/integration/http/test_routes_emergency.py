@@ -1,4 +1,4 @@
-"""Robots are stopped for good over HTTP, one at a time; and a robot has one controller, whoever asks."""
+"""Robots are stopped and latched over HTTP, one at a time."""
 
 import asyncio
 import http.client
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.testing.pauses import Pauses
-from tests.testing.rig import POSE, REAL, show, started
+from tests.testing.rig import POSE, show
 
 
 async def until(claim: Callable[[], bool]) -> None:
@@ -26,7 +26,7 @@ async def until(claim: Callable[[], bool]) -> None:
     ],
     ids=["a reason", "too long"],
 )
-async def test_one_session_is_stopped_and_latched_and_the_others_are_not(server, body: bytes, reason: str) -> None:
+async def test_only_the_named_session_is_stopped_and_latched(server, body: bytes, reason: str) -> None:
     for name in ("a", "b"):
         await server.create(name)
         await server.call("POST", f"/sessions/{name}/start")
@@ -66,7 +66,7 @@ async def test_no_body_keeps_a_stop_waiting(server, path: str, rest: bytes, paus
     assert (found["status"], found["stats"]["emergency_stop"]) == ("stopped", "asked for over HTTP")
 
 
-async def test_a_stop_over_http_is_heard_before_anything_is_sent_when_the_loop_was_blocked(server) -> None:
+async def test_a_stop_during_a_blocked_loop_precedes_any_command(server) -> None:
     await server.create("arm", rate=50)
     link = server.transport.link
 
@@ -97,15 +97,3 @@ async def test_a_stop_over_http_is_heard_before_anything_is_sent_when_the_loop_w
     assert answers == [200]
     assert len([one for one in link.sent[sent:heard] if one.values != POSE]) <= 2, "it is heard within 20 ms and a tick"
     assert all(one.values == POSE for one in link.sent[heard:]), "nothing but the hold after the stop"
-
-
-async def test_a_robot_that_somebody_elses_controller_commands_is_taken() -> None:
-    async with started(transport=REAL) as first, started(transport=REAL) as second:
-        new = {"workspace_id": "w", "transport_server_url": first.url}
-        assert (await first.create(**new))[0] == 200
-        status, refused = await second.create(**new)
-        assert status == 409
-        assert "is commanded by participant 'arm-joint-output-producer-" in refused["detail"]
-        assert "stop that controller first" in refused["detail"]
-        assert (await first.call("DELETE", "/sessions/arm"))[0] == 200
-        assert (await second.create(**new))[0] == 200

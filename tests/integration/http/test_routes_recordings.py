@@ -143,20 +143,6 @@ async def test_a_recording_ends_with_a_session_that_fails(serve, tmp_path):
         feeding.cancel()
 
 
-async def test_a_full_disk_is_said_and_the_robot_goes_on(serve, tmp_path):
-    async with serve(recordings=str(tmp_path), recording_free=1 << 60) as server:
-        await server.create("arm", record=True)
-        feeding = asyncio.create_task(feed(server))
-        await server.call("POST", "/sessions/arm/start")
-        found = await until(server, lambda one: recording(one)["state"] == "disk_full", "/sessions/arm")
-        assert "are to stay free" in recording(found)["reason"]
-        assert (await until(server, lambda one: one["stats"]["commands_sent"] > 3, "/sessions/arm"))[
-            "status"
-        ] == "running"
-        assert (await server.call("GET", "/recordings"))[1] == []
-        feeding.cancel()
-
-
 async def test_a_server_without_a_folder_says_so(server):
     status, refused = await server.create("arm", record=True)
     assert (status, refused["detail"][0]["loc"]) == (422, ["body", "record"])

@@ -18,6 +18,7 @@ from service.transport.client.robot import OnCommand, Robot, connect_robot
 from service.transport.client.rooms_link import RoomsTransport
 from service.transport.link import Link, LinkEvent, Rooms, Transport
 from service.transport.server.app import TransportSettings, serve_transport
+from tests.testing.waiting import until
 
 PATIENCE = 30.0
 
@@ -174,15 +175,6 @@ async def caller(serve: Serve) -> AsyncIterator[Caller]:
 QUICK = TransportTimeouts(
     join=2.0, request=2.0, heartbeat=0.5, retry_first=0.02, retry_longest=0.1, leave=0.5, greet=0.05, connect=5.0
 )
-
-
-async def until(claim: Callable[[], Any], within: float = 30.0) -> Any:
-    """Wait until something is so."""
-    for _ in range(int(within / 0.005)):
-        if found := claim():
-            return found
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"not within {within} s: {claim}")
 
 
 class Server:

@@ -1,4 +1,4 @@
-"""The acceptance checklist of the wire, in its order: over real sockets, at ``/`` and under ``/api``."""
+"""The acceptance checklist of the wire, in its order: over real sockets."""
 
 import asyncio
 import fractions
@@ -15,19 +15,19 @@ ROBOTICS = "/robotics/workspaces/w/rooms"
 VIDEO = "/video/workspaces/w/rooms"
 
 
-@pytest.fixture(params=["", "/api"], ids=["root", "api"])
-def anywhere(request, caller):
-    """The server, at each of the two places where its routes are."""
-    return caller.under(request.param)
+@pytest.fixture
+def api(caller):
+    """The server under ``/api``; `test_both_prefixes_have_the_same_routes` compares this with the root."""
+    return caller.under("/api")
 
 
 # Same routes at / and /api; unknown workspace; unknown room; POST create with no body, {}, room_id; 200 not 201.
 
 
 @pytest.mark.parametrize("kind", ["robotics", "video"])
-async def test_the_list_of_an_unknown_workspace_is_empty(anywhere, kind):
+async def test_the_list_of_an_unknown_workspace_is_empty(api, kind):
     listed = {"success": True, "workspace_id": "nobody", "rooms": [], "total": 0}
-    assert await anywhere.call("GET", f"/{kind}/workspaces/nobody/rooms") == (200, listed)
+    assert await api.call("GET", f"/{kind}/workspaces/nobody/rooms") == (200, listed)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ async def test_the_list_of_an_unknown_workspace_is_empty(anywhere, kind):
         ("robotics", "POST", "/command", {"joints": [{"name": "Jaw", "value": 1}]}),
     ],
 )
-async def test_an_unknown_room_is_404_with_detail(anywhere, kinds, method, tail, body):
+async def test_an_unknown_room_is_404_with_detail(api, kinds, method, tail, body):
     for kind in kinds.split():
-        found = await anywhere.call(method, f"/{kind}/workspaces/w/rooms/none{tail}", body)
+        found = await api.call(method, f"/{kind}/workspaces/w/rooms/none{tail}", body)
         assert found == (404, {"detail": "Room not found"})
 
 
@@ -51,12 +51,12 @@ async def test_an_unknown_room_is_404_with_detail(anywhere, kinds, method, tail,
     [None, b"{}", b"null", {"room_id": "r", "workspace_id": "elsewhere", "name": "a name"}],
     ids=["no body", "empty object", "null", "room_id"],
 )
-async def test_create_makes_a_room_in_the_workspace_of_the_path_and_answers_200(anywhere, kind, body):
-    status, answer = await anywhere.call("POST", f"/{kind}/workspaces/w/rooms", body)
+async def test_create_makes_a_room_in_the_workspace_of_the_path(api, kind, body):
+    status, answer = await api.call("POST", f"/{kind}/workspaces/w/rooms", body)
     assert (status, answer["success"], answer["workspace_id"]) == (200, True, "w")
     assert answer["room_id"] in answer["message"]
     assert answer["room_id"] == "r" or not isinstance(body, dict)
-    _, listing = await anywhere.call("GET", f"/{kind}/workspaces/w/rooms")
+    _, listing = await api.call("GET", f"/{kind}/workspaces/w/rooms")
     assert [row["id"] for row in listing["rooms"]] == [answer["room_id"]]
 
 
@@ -83,38 +83,38 @@ NO_FRAMES = {"frame_count": 0, "last_frame_time": None}
         ),
     ],
 )
-async def test_rooms_answer_in_their_exact_form(anywhere, kind, head, row, room, state):
-    path = await anywhere.room(kind, "r", config={"framerate": 25, "encoding": "h264"})
+async def test_rooms_answer_in_their_exact_form(api, kind, head, row, room, state):
+    path = await api.room(kind, "r", config={"framerate": 25, "encoding": "h264"})
     nobody = {"producer": None, "consumers": [], "total": 0}
     row = {"id": "r", "workspace_id": "w", "participants": nobody, **row}
-    _, listing = await anywhere.call("GET", f"/{kind}/workspaces/w/rooms")
+    _, listing = await api.call("GET", f"/{kind}/workspaces/w/rooms")
     assert listing == {"success": True, "workspace_id": "w", "rooms": [row], "total": 1}
-    assert await anywhere.call("GET", path) == (200, {"success": True, **head, "room": {**row, **room}})
-    _, answer = await anywhere.call("GET", f"{path}/state")
+    assert await api.call("GET", path) == (200, {"success": True, **head, "room": {**row, **room}})
+    _, answer = await api.call("GET", f"{path}/state")
     undated(answer["state"])
     state = {"room_id": "r", "workspace_id": "w", "participants": nobody, **state}
     assert answer == {"success": True, **head, "state": state}
     message = "Room r deleted successfully from workspace w"
-    assert await anywhere.call("DELETE", path) == (200, {"success": True, **head, "message": message})
+    assert await api.call("DELETE", path) == (200, {"success": True, **head, "message": message})
 
 
-async def test_the_services_answer_for_themselves(anywhere):
-    await anywhere.room("robotics", "r")
-    assert await anywhere.call("GET", "/health") == (200, {"status": "healthy", "server_running": True})
+async def test_the_services_answer_for_themselves(api):
+    await api.room("robotics", "r")
+    assert await api.call("GET", "/health") == (200, {"status": "healthy", "server_running": True})
     for kind in ("robotics", "video"):
-        assert await anywhere.call("GET", f"/{kind}/health") == (200, {"status": "healthy", "service": kind})
+        assert await api.call("GET", f"/{kind}/health") == (200, {"status": "healthy", "service": kind})
     cleanup = {"enabled": True, "inactivity_timeout_hours": 1.0, "cleanup_interval_minutes": 15.0}
     same = {"status": "active", "version": "2.0.0", "supported_roles": ["producer", "consumer"], "cleanup": cleanup}
     robots = {"connections_count": 0, "supported_robot_types": ["so-arm100", "generic"]}
     counts = {"workspaces_count": 1, "rooms_count": 1}
-    assert await anywhere.call("GET", "/robotics/status") == (200, {"service": "robotics", **same, **counts, **robots})
-    _, status = await anywhere.call("GET", "/video/status")
+    assert await api.call("GET", "/robotics/status") == (200, {"service": "robotics", **same, **counts, **robots})
+    _, status = await api.call("GET", "/video/status")
     assert "freeze_last_frame" in status.pop("recovery_policies")
     none = dict.fromkeys(
         ("webrtc_connections_count", "websocket_connections_count", "workspaces_count", "rooms_count"), 0
     )
     assert status == {"service": "video", **same, **none, "supported_encodings": ["jpeg", "h264", "vp8", "vp9"]}
-    _, banner = await anywhere.call("GET", "/video/")
+    _, banner = await api.call("GET", "/video/")
     assert (banner["status"], banner["service"]) == ("active", "video")
 
 
@@ -123,8 +123,8 @@ async def test_the_services_answer_for_themselves(anywhere):
 
 @pytest.mark.parametrize("kind", ["robotics", "video"])
 @pytest.mark.parametrize("role", ["producer", "consumer"])
-async def test_a_consumer_of_robotics_gets_state_sync_first_and_only_robotics_names_the_workspace(anywhere, kind, role):
-    socket = await anywhere.open_socket(await anywhere.room(kind, "r"), "x", role)
+async def test_a_join_is_confirmed_and_robotics_sends_the_state_first(api, kind, role):
+    socket = await api.open_socket(await api.room(kind, "r"), "x", role)
     if (kind, role) == ("robotics", "consumer"):
         assert undated(await socket.next()) == {"type": "state_sync", "data": {}}
     where = {"workspace_id": "w"} if kind == "robotics" else {}
@@ -134,14 +134,14 @@ async def test_a_consumer_of_robotics_gets_state_sync_first_and_only_robotics_na
 
 @pytest.mark.parametrize("kind", ["robotics", "video"])
 @pytest.mark.parametrize("why", ["second producer", "duplicate consumer", "unknown room"])
-async def test_a_refused_join_says_cannot_join_room_and_closes(anywhere, kind, why):
-    path, *_ = await anywhere.pair(kind)
+async def test_a_refused_join_says_cannot_join_room_and_closes(api, kind, why):
+    path, *_ = await api.pair(kind)
     where, who, role = {
         "second producer": (path, "q", "producer"),
         "duplicate consumer": (path, "c", "consumer"),
         "unknown room": (f"/{kind}/workspaces/w/rooms/none", "q", "consumer"),
     }[why]
-    socket = await anywhere.open_socket(where, who, role)
+    socket = await api.open_socket(where, who, role)
     refusal, more = await socket.next(), {}
     if kind == "video":
         refusal, more = undated(refusal), {"code": None}
@@ -162,19 +162,19 @@ async def test_a_refused_join_says_cannot_join_room_and_closes(anywhere, kind, w
         "[" * 99999,
     ],
 )
-async def test_a_bad_join_just_ends_the_connection(anywhere, kind, first):
-    path = await anywhere.room(kind, "r")
-    socket = await anywhere.open(path)
+async def test_a_bad_join_just_ends_the_connection(api, kind, first):
+    path = await api.room(kind, "r")
+    socket = await api.open(path)
     await socket.send(first)
     assert await socket.next() is None
-    assert (await anywhere.call("GET", path))[1]["room"]["participants"]["total"] == 0
+    assert (await api.call("GET", path))[1]["room"]["participants"]["total"] == 0
 
 
 # joint_update: changed joints only, whole objects, source and UTC timestamp; and the REST command.
 
 
-async def test_consumers_get_only_the_joints_that_changed_as_whole_objects(anywhere):
-    _, producer, consumer = await anywhere.pair("robotics")
+async def test_consumers_get_only_the_joints_that_changed_as_whole_objects(api):
+    _, producer, consumer = await api.pair("robotics")
     jaw = {"name": "Jaw", "value": 10, "index": 6, "speed": 3, "unit": {"of": "percent"}}
     pitch = {"name": "Pitch", "value": -4.5}
     await producer.send({"type": "joint_update", "data": [jaw, pitch]})
@@ -184,8 +184,8 @@ async def test_consumers_get_only_the_joints_that_changed_as_whole_objects(anywh
     assert await producer.is_silent()
 
 
-async def test_nothing_is_sent_when_nothing_changed_or_the_update_is_empty(anywhere):
-    _, producer, consumer = await anywhere.pair("robotics")
+async def test_nothing_is_sent_when_nothing_changed_or_the_update_is_empty(api):
+    _, producer, consumer = await api.pair("robotics")
     for data in ([{"name": "Jaw", "value": 1}], [{"name": "Jaw", "value": 1}], [{"name": "Jaw", "value": 1.0}], []):
         await producer.send({"type": "joint_update", "data": data})
     for empty in ({}, {"data": None}):
@@ -195,46 +195,46 @@ async def test_nothing_is_sent_when_nothing_changed_or_the_update_is_empty(anywh
     assert await consumer.is_silent()
 
 
-async def test_a_joint_update_from_a_consumer_is_ignored(anywhere):
-    path = await anywhere.room("robotics", "r")
-    one, two = await anywhere.join(path, "one", "consumer"), await anywhere.join(path, "two", "consumer")
+async def test_a_joint_update_from_a_consumer_is_ignored(api):
+    path = await api.room("robotics", "r")
+    one, two = await api.join(path, "one", "consumer"), await api.join(path, "two", "consumer")
     await one.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
     assert await one.is_silent()
     assert await two.is_silent()
-    assert (await anywhere.call("GET", path))[1]["room"]["joints_count"] == 0
+    assert (await api.call("GET", path))[1]["room"]["joints_count"] == 0
 
 
-async def test_joints_outlive_their_producer_and_a_later_consumer_gets_them(anywhere):
-    path = await anywhere.room("robotics", "r")
-    producer = await anywhere.join(path, "p", "producer")
+async def test_joints_outlive_their_producer_and_a_later_consumer_gets_them(api):
+    path = await api.room("robotics", "r")
+    producer = await api.join(path, "p", "producer")
     await producer.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 7.5}]})
     assert await producer.is_silent()
     await producer.close()
-    await anywhere.settled(path, producer=None)
-    sync = await (await anywhere.open_socket(path, "c", "consumer")).next()
+    await api.settled(path, producer=None)
+    sync = await (await api.open_socket(path, "c", "consumer")).next()
     assert sync["data"] == {"Jaw": 7.5}
 
 
-async def test_a_rest_command_is_broadcast_with_source_api_and_a_null_speed(anywhere):
-    path = await anywhere.room("robotics", "r")
-    consumer = await anywhere.join(path, "c", "consumer")
+async def test_a_rest_command_is_broadcast_with_source_api_and_a_null_speed(api):
+    path = await api.room("robotics", "r")
+    consumer = await api.join(path, "c", "consumer")
     body = {"joints": [{"name": "Jaw", "value": 10}, {"name": "Pitch", "value": -360, "speed": 50}]}
     done = {"joints_updated": 2, "message": "Commands sent successfully"}
     answer = (200, {"success": True, "workspace_id": "w", "room_id": "r", **done})
-    assert await anywhere.call("POST", f"{path}/command", body) == answer
+    assert await api.call("POST", f"{path}/command", body) == answer
     data = [{"name": "Jaw", "value": 10, "speed": None}, {"name": "Pitch", "value": -360, "speed": 50}]
     assert undated(await consumer.next()) == {"type": "joint_update", "data": data, "source": "api"}
     body["joints"][0]["value"] = 11
-    assert (await anywhere.call("POST", f"{path}/command", body))[1]["joints_updated"] == 1
+    assert (await api.call("POST", f"{path}/command", body))[1]["joints_updated"] == 1
 
 
 # heartbeat, emergency_stop, unknown type, invalid JSON.
 
 
 @pytest.mark.parametrize("kind", ["robotics", "video"])
-async def test_a_heartbeat_is_answered_to_its_sender_only(anywhere, kind):
-    path = await anywhere.room(kind, "r")
-    one, two = await anywhere.join(path, "one", "consumer"), await anywhere.join(path, "two", "consumer")
+async def test_a_heartbeat_is_answered_to_its_sender_only(api, kind):
+    path = await api.room(kind, "r")
+    one, two = await api.join(path, "one", "consumer"), await api.join(path, "two", "consumer")
     if kind == "video":
         assert (await one.next())["type"] == "participant_joined"
     await one.send({"type": "heartbeat"})
@@ -247,10 +247,10 @@ async def test_a_heartbeat_is_answered_to_its_sender_only(anywhere, kind):
 @pytest.mark.parametrize(
     ("kind", "default"), [("robotics", "Emergency stop from c"), ("video", "Emergency stop triggered")]
 )
-async def test_an_emergency_stop_reaches_everybody_its_sender_included(anywhere, kind, default):
-    path = await anywhere.room(kind, "r")
+async def test_an_emergency_stop_reaches_everybody_its_sender_included(api, kind, default):
+    path = await api.room(kind, "r")
     sockets = [
-        await anywhere.join(path, who, role) for who, role in (("p", "producer"), ("c", "consumer"), ("d", "consumer"))
+        await api.join(path, who, role) for who, role in (("p", "producer"), ("c", "consumer"), ("d", "consumer"))
     ]
     await sockets[1].send({"type": "emergency_stop"})
     await sockets[1].send({"type": "emergency_stop", "reason": "smoke"})
@@ -263,25 +263,25 @@ async def test_an_emergency_stop_reaches_everybody_its_sender_included(anywhere,
             }
 
 
-async def test_an_emergency_stop_is_not_latched_by_the_room(anywhere):
-    _, producer, consumer = await anywhere.pair("robotics")
+async def test_an_emergency_stop_is_not_latched_by_the_room(api):
+    _, producer, consumer = await api.pair("robotics")
     await consumer.send({"type": "emergency_stop"})
     await consumer.until("emergency_stop")
     await producer.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
     assert (await consumer.next())["type"] == "joint_update"
 
 
-async def test_an_unknown_type_is_an_error_in_robotics_and_nothing_in_video(anywhere):
-    robot = await anywhere.join(await anywhere.room("robotics", "r"), "p", "producer")
+async def test_an_unknown_type_is_an_error_in_robotics_and_nothing_in_video(api):
+    robot = await api.join(await api.room("robotics", "r"), "p", "producer")
     await robot.send({"type": "dance"})
     assert undated(await robot.next()) == {"type": "error", "message": "Unknown message type: dance"}
-    camera = await anywhere.join(await anywhere.room("video", "v"), "p", "producer")
+    camera = await api.join(await api.room("video", "v"), "p", "producer")
     await camera.send({"type": "dance"})
     assert await camera.is_silent()
 
 
-async def test_a_type_that_robotics_knows_and_does_not_act_on_is_nothing(anywhere):
-    robot = await anywhere.join(await anywhere.room("robotics", "r"), "p", "producer")
+async def test_a_type_that_robotics_knows_and_does_not_act_on_is_nothing(api):
+    robot = await api.join(await api.room("robotics", "r"), "p", "producer")
     for kind in ("status_update", "consumer_status", "state_sync", "joined", "error", "heartbeat_ack"):
         await robot.send({"type": kind})
     assert await robot.is_silent()
@@ -289,9 +289,9 @@ async def test_a_type_that_robotics_knows_and_does_not_act_on_is_nothing(anywher
 
 @pytest.mark.parametrize("kind", ["robotics", "video"])
 @pytest.mark.parametrize("text", ["{", "", "nul", "[1, 2]", "7", "[" * 99999, '{"type":' * 9999])
-async def test_invalid_json_is_nothing_and_the_socket_lives(anywhere, kind, text):
-    path = await anywhere.room(kind, "r")
-    socket = await anywhere.join(path, "p", "producer")
+async def test_invalid_json_is_nothing_and_the_socket_lives(api, kind, text):
+    path = await api.room(kind, "r")
+    socket = await api.join(path, "p", "producer")
     await socket.send(text)
     assert await socket.is_silent()
 
@@ -299,21 +299,21 @@ async def test_invalid_json_is_nothing_and_the_socket_lives(anywhere, kind, text
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e999", '"12"', "null", "true", "[1]", "1" + "0" * 400]
 )
-async def test_a_value_that_is_no_finite_number_is_refused_and_never_relayed(anywhere, value):
-    path, producer, consumer = await anywhere.pair("robotics")
+async def test_a_value_that_is_no_finite_number_is_refused_and_never_relayed(api, value):
+    path, producer, consumer = await api.pair("robotics")
     update = '{"type":"joint_update","data":[{"name":"Pitch","value":1},{"name":"Jaw","value":VALUE}]}'
     await producer.send(update.replace("VALUE", value))
     error = await producer.next()
     assert (error["type"], error["message"]) == ("error", "Failed to process joint update")
     assert await consumer.is_silent()
-    assert (await anywhere.call("GET", f"{path}/state"))[1]["state"]["joints"] == {}
+    assert (await api.call("GET", f"{path}/state"))[1]["state"]["joints"] == {}
 
 
 # Signalling: offer, answer, ice both ways; missing target or wrong role; 400, 500; participant events.
 
 
-async def test_signals_are_pushed_to_the_other_peer(anywhere):
-    path, producer, consumer = await anywhere.pair("video", "v")
+async def test_signals_are_pushed_to_the_other_peer(api):
+    path, producer, consumer = await api.pair("video", "v")
     candidate = {"candidate": "candidate:1 1 udp 1 x.local 9 typ host", "sdpMid": "0", "sdpMLineIndex": 0}
     end = {"candidate": ""}
     calls = [
@@ -324,7 +324,7 @@ async def test_signals_are_pushed_to_the_other_peer(anywhere):
     ]
     for client_id, message, reply in calls:
         answer = {"success": True, "workspace_id": "w", "response": {"success": True, "message": reply}}
-        assert await anywhere.signal(path, client_id, **message) == (200, answer)
+        assert await api.signal(path, client_id, **message) == (200, answer)
     got = [await consumer.next(), await consumer.next(), await producer.next(), await producer.next()]
     assert [undated(message) for message in got] == [
         {"type": "webrtc_offer", "offer": {"type": "offer", "sdp": "v=0"}, "from_producer": "p"},
@@ -346,10 +346,10 @@ async def test_signals_are_pushed_to_the_other_peer(anywhere):
         ("p", {"type": "candidate-pair"}),
     ],
 )
-async def test_a_signal_without_target_or_of_the_wrong_role_is_processed_and_dropped(anywhere, client_id, message):
-    path, producer, consumer = await anywhere.pair("video", "v")
+async def test_a_signal_without_target_or_of_the_wrong_role_is_dropped(api, client_id, message):
+    path, producer, consumer = await api.pair("video", "v")
     answer = {"success": True, "workspace_id": "w", "message": "Signal processed"}
-    assert await anywhere.signal(path, client_id, **message) == (200, answer)
+    assert await api.signal(path, client_id, **message) == (200, answer)
     assert await producer.is_silent()
     assert await consumer.is_silent()
 
@@ -363,15 +363,15 @@ async def test_a_signal_without_target_or_of_the_wrong_role_is_processed_and_dro
         ("p", {"target_consumer": "gone"}, "Offer forwarded to consumer"),
     ],
 )
-async def test_an_offer_that_reaches_nobody_is_taken_all_the_same(anywhere, client_id, target, reply):
-    path, _, consumer = await anywhere.pair("video", "v")
-    status, answer = await anywhere.signal(path, client_id, type="offer", sdp="v=0", **target)
+async def test_an_offer_that_reaches_nobody_is_taken_all_the_same(api, client_id, target, reply):
+    path, _, consumer = await api.pair("video", "v")
+    status, answer = await api.signal(path, client_id, type="offer", sdp="v=0", **target)
     assert (status, answer["response"]["message"]) == (200, reply)
     assert await consumer.is_silent()
 
 
-async def test_a_signal_to_an_unknown_room_is_400_without_detail(anywhere):
-    assert await anywhere.signal(f"{VIDEO}/none", "p", type="offer", sdp="v=0") == (400, {"detail": ""})
+async def test_a_signal_to_an_unknown_room_is_400_without_detail(api):
+    assert await api.signal(f"{VIDEO}/none", "p", type="offer", sdp="v=0") == (400, {"detail": ""})
 
 
 @pytest.mark.parametrize(
@@ -383,9 +383,9 @@ async def test_a_signal_to_an_unknown_room_is_400_without_detail(anywhere):
         ("p", {"sdp": "v=0"}),
     ],
 )
-async def test_a_signal_without_type_or_sdp_or_candidate_is_500_without_detail(anywhere, client_id, message):
-    path, *_ = await anywhere.pair("video", "v")
-    assert await anywhere.signal(path, client_id, **message) == (500, {"detail": ""})
+async def test_an_incomplete_signal_is_500_without_detail(api, client_id, message):
+    path, *_ = await api.pair("video", "v")
+    assert await api.signal(path, client_id, **message) == (500, {"detail": ""})
 
 
 def joints(*more: dict) -> dict:
@@ -412,30 +412,30 @@ def joints(*more: dict) -> dict:
         ("webrtc/signal", b"{", "json_invalid", [1]),
     ],
 )
-async def test_a_body_out_of_bounds_is_422_with_a_validation_list(anywhere, tail, body, kind, loc):
-    path = await anywhere.room("robotics" if tail == "command" else "video", "r")
-    status, answer = await anywhere.call("POST", f"{path}/{tail}", body)
+async def test_a_body_out_of_bounds_is_422_with_a_validation_list(api, tail, body, kind, loc):
+    path = await api.room("robotics" if tail == "command" else "video", "r")
+    status, answer = await api.call("POST", f"{path}/{tail}", body)
     assert status == 422
     assert [(entry["type"], entry["loc"]) for entry in answer["detail"]] == [(kind, ["body", *loc])]
     assert all(entry.keys() == {"type", "loc", "msg"} for entry in answer["detail"])
 
 
-async def test_others_in_a_video_room_hear_who_joins_and_who_leaves(anywhere):
-    path = await anywhere.room("video", "v")
-    consumer = await anywhere.join(path, "c", "consumer")
-    producer = await anywhere.join(path, "p", "producer")
+async def test_others_in_a_video_room_hear_who_joins_and_who_leaves(api):
+    path = await api.room("video", "v")
+    consumer = await api.join(path, "c", "consumer")
+    producer = await api.join(path, "p", "producer")
     them = {"room_id": "v", "participant_id": "p", "role": "producer"}
     assert undated(await consumer.next()) == {"type": "participant_joined", **them}
     await producer.close()
     assert undated(await consumer.next()) == {"type": "participant_left", **them}
 
 
-async def test_a_robotics_room_announces_nobody(anywhere):
-    path = await anywhere.room("robotics", "r")
-    consumer = await anywhere.join(path, "c", "consumer")
-    producer = await anywhere.join(path, "p", "producer")
+async def test_a_robotics_room_announces_nobody(api):
+    path = await api.room("robotics", "r")
+    consumer = await api.join(path, "c", "consumer")
+    producer = await api.join(path, "p", "producer")
     await producer.close()
-    await anywhere.settled(path, producer=None)
+    await api.settled(path, producer=None)
     assert await consumer.is_silent()
 
 
@@ -457,8 +457,8 @@ async def test_a_robotics_room_announces_nobody(anywhere):
         ({"type": "recovery_triggered"}, {"policy": None, "reason": "Recovery triggered"}),
     ],
 )
-async def test_video_messages_go_to_the_others_with_a_fresh_timestamp(anywhere, sent, told):
-    _, producer, consumer = await anywhere.pair("video", "v")
+async def test_video_messages_go_to_the_others_with_a_fresh_timestamp(api, sent, told):
+    _, producer, consumer = await api.pair("video", "v")
     await consumer.send({**sent, "timestamp": "1999-01-01T00:00:00+00:00"})
     assert undated(await producer.next()) == {"type": sent["type"], **told}
     assert await consumer.is_silent()
@@ -573,7 +573,7 @@ async def take_answer(producer, peer: RTCPeerConnection) -> None:
     await peer.setRemoteDescription(RTCSessionDescription(pushed["answer"]["sdp"], "answer"))
 
 
-async def test_a_camera_that_starts_late_offers_again_and_is_seen_within_three_seconds(caller, peers, pauses):
+async def test_a_camera_that_starts_late_is_seen_within_three_seconds(caller, peers, pauses):
     path, producer, consumer = await caller.pair("video", "v")
     early = [RTCPeerConnection(RTCConfiguration(iceServers=[])) for _ in range(2)]
     peers += early

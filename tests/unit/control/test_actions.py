@@ -63,7 +63,7 @@ def test_a_chunk_that_is_wholly_late_gives_nothing() -> None:
     assert queue.take(11.0, 11.0) is None
 
 
-def test_after_a_pause_the_expired_actions_are_dropped_and_not_sent_in_a_burst() -> None:
+def test_expired_actions_are_dropped_after_a_pause() -> None:
     queue = ActionQueue(PERIOD)
     queue.push(numbered(100), observed_at=0.0, now=0.0)
     assert first_of(queue.take(0.0, 0.0)) == 0
@@ -139,7 +139,7 @@ def test_the_phase_between_frames_and_ticks_never_costs_an_action() -> None:
     chunks=st.lists(st.tuples(st.integers(0, 30), st.floats(0, 0.5), st.integers(1, 40)), min_size=1, max_size=5),
     lateness=st.lists(st.floats(0, 0.999), min_size=1, max_size=20),
 )
-def test_no_action_is_ever_given_out_later_than_its_due_time_and_one_period(
+def test_no_action_is_given_out_a_period_after_its_due_time(
     period: float, tick_share: float, start: float, chunks: list, lateness: list[float]
 ) -> None:
     tick_period = period * tick_share

@@ -113,7 +113,7 @@ async def test_a_shadow_computes_on_what_the_first_one_saw_and_moves_nothing(rig
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-async def test_a_shadow_that_looks_at_fewer_observations_gets_the_newest_of_the_first_ones(rig, steps: int) -> None:
+async def test_a_shadow_with_fewer_observations_gets_the_newest(rig, steps: int) -> None:
     rig.policies["policy"] = ScriptedPolicy(requirements(observation_steps=3))
     rig.policies["shadow"] = ScriptedPolicy(requirements(observation_steps=steps), step=0.3)
     await rig.running(shadow_policy_path="shadow")
@@ -124,7 +124,7 @@ async def test_a_shadow_that_looks_at_fewer_observations_gets_the_newest_of_the_
     assert shadow["difference"]["Jaw"]["mean"] == pytest.approx(2.1, abs=0.01)
 
 
-async def test_a_session_s_cameras_have_the_robot_s_names_whatever_the_policy_calls_them(rig) -> None:
+async def test_renamed_cameras_have_the_names_of_the_robot(rig) -> None:
     own = replace(SO100_REQUIREMENTS, cameras={"camera1": SO100_REQUIREMENTS.cameras["front"]})
     rig.policies |= {"policy": ScriptedPolicy(requirements=own), "shadow": ScriptedPolicy(requirements=own)}
     await rig.running(shadow_policy_path="shadow", rename={"camera1": "front"})
@@ -185,7 +185,7 @@ def _session(rig, leases: Leases, name: str) -> Session:
     )
 
 
-async def test_a_robot_is_commanded_by_one_session_and_given_back_however_that_ends(rig) -> None:
+async def test_a_robot_has_one_session_and_is_released_at_its_end(rig) -> None:
     leases = Leases()
     robot = find_robot("memory://", "w", "one-joint-output")
     blocker = _session(rig, leases, "two")

@@ -14,7 +14,7 @@ def buffer(*cameras: str) -> ObservationBuffer:
     return ObservationBuffer(cameras or ("front",), JointTable(SO100))
 
 
-def test_a_snapshot_needs_every_camera_and_every_joint_and_says_all_that_is_missing() -> None:
+def test_a_snapshot_names_every_missing_camera_and_joint() -> None:
     seen = buffer("front", "top")
     seen.put_frame("top", FRAME, 1.0)
     seen.put_joints({"Rotation": 1.0, "Pitch": 2.0}, 1.0)
@@ -41,7 +41,7 @@ def test_a_silent_robot_is_not_a_stale_one() -> None:
     assert snapshot.joints.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_snapshot_is_as_old_as_its_oldest_frame_and_has_the_policys_features() -> None:
+def test_a_snapshot_is_as_old_as_its_oldest_frame() -> None:
     seen = buffer("front", "top")
     seen.put_frame("front", FRAME, 1.0)
     seen.put_frame("top", np.ones((24, 32, 3), np.uint8), 1.2)
@@ -102,7 +102,7 @@ def test_an_older_frame_never_replaces_a_newer_one() -> None:
     assert seen.dropped["frame_out_of_order"] == 1
 
 
-def test_after_the_joint_room_was_lost_motion_needs_all_joints_anew_but_a_hold_does_not() -> None:
+def test_motion_needs_all_joints_after_the_joint_room_was_lost() -> None:
     seen = buffer()
     seen.put_joints(POSE, 1.0)
     seen.put_frame("front", FRAME, 1.0)
@@ -177,7 +177,7 @@ def test_what_was_seen_before_a_hold_is_no_past_of_what_is_seen_after_it() -> No
     assert np.round(observation["observation.state"][0, :, 0]).tolist() == [100, 100]
 
 
-def test_a_picture_of_another_size_is_no_past_and_neither_is_anything_from_before_a_start() -> None:
+def test_the_past_ends_at_a_new_picture_size_and_at_a_start() -> None:
     seen = ObservationBuffer(("front",), JointTable(SO100), history=ObservationHistory(2, 0.1))
     for now, size in ((0.0, 4), (0.1, 8)):
         seen.put_frame("front", np.zeros((size, size, 3), np.uint8), now)

@@ -238,19 +238,6 @@ def test_a_chunk_after_starving_continues_after_the_executed_actions() -> None:
     assert world.control.hold is None
 
 
-@pytest.mark.parametrize("latency", [0.001, 0.04, 0.11, 0.3])
-def test_the_next_chunk_is_asked_for_before_the_queue_runs_dry(latency: float) -> None:
-    world = World(latency=latency).begin().run(10.0)
-    assert world.control.starvations == 0
-    assert world.control.chunks > 5
-    assert np.diff([at for at, _ in world.sent]) == pytest.approx(0.05)
-
-
-def test_only_so_many_actions_of_a_chunk_are_done_as_the_policy_was_made_for() -> None:
-    world = World(latency=0.001, pace=replace(PACE, action_steps=5)).begin().run(5.0)
-    assert np.diff(world.asked[1:]) == pytest.approx(5 * 0.05)
-
-
 def test_a_policy_slower_than_its_chunk_executes_one_chunk_after_each_rest() -> None:
     world = World(latency=1.5).begin().run(3.05)
     assert [command[0] - POSE["Rotation"] for _, command in world.sent] == [*range(1, 21), *([0] * 4)]
@@ -269,16 +256,7 @@ def test_a_policy_slower_than_an_inference_may_be_never_moves() -> None:
     assert world.control.holds["inference_slow"] == 2
 
 
-def test_frames_that_turn_stale_during_an_inference_hold_the_robot() -> None:
-    world = World(latency=0.7).begin().run(0.3)
-    world.sees = False
-    world.run(1.0)
-    assert world.sent == []
-    assert world.control.hold is not None
-    assert world.control.hold.code == "camera_stale"
-
-
-def test_a_pause_of_the_whole_process_is_one_hold_though_an_answer_was_under_way() -> None:
+def test_a_pause_with_an_answer_in_flight_is_one_hold() -> None:
     world = World(latency=0.03).begin().run(1.0)
     while not world.answers:
         world.run(world.control.clock.next_deadline(world.now) - world.now)
@@ -293,7 +271,7 @@ def test_a_pause_of_the_whole_process_is_one_hold_though_an_answer_was_under_way
     assert len(world.sent) - sent == 4
 
 
-def test_a_stalled_camera_holds_at_the_measured_pose_four_times_and_then_is_silent() -> None:
+def test_a_stalled_camera_holds_at_the_measured_pose_four_times() -> None:
     world = World().begin().run(2.0)
     stalled, world.sees = world.now, False
     world.run(2.0)
@@ -305,18 +283,6 @@ def test_a_stalled_camera_holds_at_the_measured_pose_four_times_and_then_is_sile
     assert np.diff([at for at, _ in held]) == pytest.approx(0.05)
     assert world.control.hold.code == "camera_stale"
     assert world.control.holds.by_reason()["camera_stale"] == 1
-
-
-def test_a_camera_that_is_back_resumes_with_a_new_inference_and_nothing_of_the_old_plan() -> None:
-    world = World().begin().run(2.0)
-    world.sees = False
-    world.run(2.0)
-    back, world.sees = world.now, True
-    world.run(0.5)
-    assert [at for at in world.asked if at >= back]
-    first = world.commands(back)[0]
-    assert first[0] - POSE["Rotation"] <= 3
-    assert world.control.hold is None
 
 
 def test_an_answer_to_frames_from_before_a_hold_is_thrown_away() -> None:
@@ -411,14 +377,14 @@ def test_a_halt_holds_at_once_flushes_and_falls_silent() -> None:
     assert world.control.is_idle
 
 
-def test_a_robot_that_never_moved_is_not_commanded_by_a_stop_but_by_an_emergency_stop() -> None:
+def test_only_an_emergency_stop_commands_a_robot_that_never_moved() -> None:
     world = World()
     assert world.control.halt(world.now).command is None
     assert world.control.is_idle
     assert world.control.halt(world.now, always_hold=True).command is not None
 
 
-def test_a_robot_that_stands_is_not_sent_to_where_it_was_before_its_joints_were_lost() -> None:
+def test_a_stop_sends_no_pose_from_before_the_joints_were_lost() -> None:
     world = World().run(0.5)
     world.do(world.control.halt(world.now))
     world.run(0.5)
@@ -581,14 +547,6 @@ def test_restarting_forgets_the_plan_the_hold_and_the_failures() -> None:
     assert len(world.sent) >= 18
 
 
-def test_a_faster_session_does_not_move_faster_than_the_policy_was_trained() -> None:
-    slow = World().begin().run(0.5)
-    fast = World(pace=replace(PACE, rate=100)).begin().run(0.5)
-    assert len(fast.sent) > 4 * len(slow.sent)
-    assert fast.sent[-1][1][0] == pytest.approx(slow.sent[-1][1][0], abs=1.01)
-    assert max(np.diff([command[0] for command in fast.commands()])) == pytest.approx(0.2, abs=0.01)
-
-
 def test_with_ensembling_the_policy_is_asked_at_every_tick() -> None:
     world = World(pace=replace(PACE, overlap=EnsembleAggregation(), action_steps=1)).begin().run(1.0)
     assert len(world.asked) == 21
@@ -597,7 +555,7 @@ def test_with_ensembling_the_policy_is_asked_at_every_tick() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_whatever_happens_only_finite_commands_go_out_and_never_two_in_one_tick(data: st.DataObject) -> None:
+def test_every_tick_sends_at_most_one_finite_command(data: st.DataObject) -> None:
     world = World(pace=replace(PACE, control=ControlSettings(failures_allowed=1000))).begin()
     kinds = ["sees", "blind", "slow", "quick", "plan", *BAD_CHUNKS, "halt", "begin", "pause", "joints", "lost", "found"]
     for kind in data.draw(st.lists(st.sampled_from(kinds), max_size=25)):
@@ -661,7 +619,7 @@ class Loop:
             await self.io.runner._engine.close()
 
 
-async def test_the_loop_sleeps_until_each_deadline_and_rests_when_there_is_nothing_to_do() -> None:
+async def test_the_loop_sleeps_until_each_deadline_and_rests_when_idle() -> None:
     world = World()
 
     def passes() -> None:
@@ -681,7 +639,7 @@ async def test_the_loop_sleeps_until_each_deadline_and_rests_when_there_is_nothi
     assert np.diff(loop.slept) == pytest.approx(0.05)
 
 
-async def test_a_command_that_was_decided_before_a_pause_of_the_process_is_not_sent_and_the_next_is() -> None:
+async def test_a_command_from_before_a_pause_is_not_sent() -> None:
     world = World()
     tick, ticks = world.control.tick, list[float]()
 

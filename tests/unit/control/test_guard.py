@@ -77,7 +77,7 @@ def test_only_the_joints_that_are_outside_are_changed() -> None:
     assert np.diff(judged.actions[:, 2], prepend=0)[:4] == pytest.approx([25, 25, 25, 24])
 
 
-def test_the_seam_is_measured_from_the_motion_before_and_from_the_first_action_that_is_still_done() -> None:
+def test_the_seam_is_measured_from_the_motion_before() -> None:
     plan = line(10.0, chunk=10)  # 10, 20, ... 100
     moving = Motion(np.array([52, 0, 0, 0, 0, 50.0]), np.array([200.0, 0, 0, 0, 0, 0]), None, is_at_rest=False)
     assert guard().judge(plan, moving, 5).actions is plan
@@ -101,7 +101,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_refusing_refuses_the_whole_chunk_and_names_a_joint_and_its_figures(reason: str) -> None:
+def test_a_refused_chunk_names_a_joint_and_its_values(reason: str) -> None:
     plan, said, words = REFUSED[reason]
     if reason == "position":
         plan = np.repeat(HOME[None], STEPS, axis=0)
@@ -116,7 +116,7 @@ def test_refusing_refuses_the_whole_chunk_and_names_a_joint_and_its_figures(reas
     assert judging.clamped.total == 0
 
 
-def test_refusing_brings_in_what_is_a_little_outside_and_leads_a_robot_away_from_where_it_stands() -> None:
+def test_refuse_mode_clamps_small_excess_and_starts_from_rest() -> None:
     judging = guard(limits("refuse"))
     near = line(0.0)
     near[:, 0] = 104
@@ -207,7 +207,7 @@ def test_a_joint_that_is_outside_is_led_back_and_never_pushed_further() -> None:
     assert judging.clamped["tick"] == 1
 
 
-def test_a_hundred_thousand_random_chunks_leave_inside_position_step_velocity_and_acceleration() -> None:
+def test_100_000_random_chunks_leave_inside_all_limits() -> None:
     """All at once: a joint does not care how many others there are, so a chunk of many joints is many chunks."""
     random = np.random.default_rng(7)
     count, steps = 100_000, 24

@@ -46,16 +46,11 @@ def test_what_is_no_finite_number_is_dropped_and_counted(value: object, reason: 
     assert update.dropped == {reason: 1}
 
 
-def test_unknown_joints_are_dropped_and_never_become_zeros() -> None:
-    update = JointTable(SO100).read_update({"shoulder_pan_joint": 3.0, "joint_1": 2.0})
-    assert update.values == {}
-    assert update.dropped == {"unknown_joint": 2}
-
-
-def test_a_joint_with_two_values_under_its_two_names_is_not_believed() -> None:
+def test_a_joint_with_contradicting_values_is_dropped() -> None:
     table = JointTable(SO100)
     assert table.read_update({"Jaw": 3, "gripper": 4}).values == {}
     assert table.read_update({"Jaw": 3, "gripper": 3}).values == {5: 3}
+    assert table.read_update({"Jaw": 3, "gripper": 4, "gripper.pos": 4, "Pitch": 1}).values == {1: 1}
 
 
 def test_values_outside_the_range_are_read_as_measured() -> None:
@@ -86,11 +81,6 @@ def test_joints_have_lerobots_spellings_of_their_names(names: tuple[str, ...], s
     assert table.find(sent) == position
     assert table.read_update({sent: 2.0}).values == ({} if position is None else {position: 2.0})
     assert table.names == names
-
-
-def test_a_joint_under_three_names_with_different_values_is_dropped() -> None:
-    values = {"Jaw": 3, "gripper": 4, "gripper.pos": 4, "Pitch": 1}
-    assert JointTable(SO100).read_update(values).values == {1: 1}
 
 
 @pytest.mark.parametrize("bad", [[0, 0, 0, 0, 0, math.nan], [0, math.inf, 0, 0, 0, 0], [0] * 5, [[0] * 6]])

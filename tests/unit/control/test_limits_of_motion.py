@@ -63,7 +63,7 @@ def test_a_joint_that_nobody_knows_is_said_to_be_unlimited() -> None:
     assert of(stepped, "waist")["origin"] == "request"
 
 
-def test_the_checkpoints_range_counts_only_where_nobody_else_knows_one_and_with_a_margin() -> None:
+def test_the_range_of_a_checkpoint_is_the_last_resort() -> None:
     data = ((-1.0, 0.0, 0.5), (1.0, 0.0, 0.6))
     limits = create_motion_limits(UNKNOWN, action_range=data)
     assert (of(limits, "waist")["low"], of(limits, "waist")["high"]) == (-1.5, 1.5)

@@ -48,7 +48,7 @@ def test_lerobots_functions_take_what_was_joined_before_for_the_old_one() -> Non
     assert queue.aggregate(constant(8), 0.2)[0, 0] == pytest.approx(6.5)
 
 
-def test_chunks_that_begin_between_two_actions_of_the_plan_are_weighed_against_the_points_there() -> None:
+def test_chunks_between_two_actions_are_interpolated() -> None:
     queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     ramp = np.arange(10, dtype=np.float32)[:, None]
     queue.push(ramp, observed_at=0.0, now=0.0)
@@ -57,7 +57,7 @@ def test_chunks_that_begin_between_two_actions_of_the_plan_are_weighed_against_t
     assert joined[:, 0] == pytest.approx(ramp[:, 0] + 2.5)
 
 
-def test_a_chunk_that_was_seen_before_the_plan_begins_is_weighed_where_the_plan_has_something() -> None:
+def test_a_chunk_is_weighed_only_where_the_plan_has_actions() -> None:
     queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     queue.push(constant(1), observed_at=0.3, now=0.3)
     assert queue.aggregate(constant(2), observed_at=0.1)[:4, 0].tolist() == [2, 2, 1.5, 1.5]
@@ -88,7 +88,7 @@ def test_an_ensemble_weighs_the_newest_by_lerobots_series(coefficient: float, co
     assert share == pytest.approx(float(weights[-1] / weights.sum()), abs=1e-12)
 
 
-def test_what_an_ensemble_forgets_is_one_prediction_after_another_overlap_was_chosen() -> None:
+def test_a_new_overlap_counts_the_ensemble_as_one_prediction() -> None:
     queue = ActionQueue(0.1, aggregation=EnsembleAggregation(0.0))
     for _ in range(5):
         queue.push(queue.aggregate(constant(0), 0.0), 0.0, 0.0)
@@ -97,7 +97,7 @@ def test_what_an_ensemble_forgets_is_one_prediction_after_another_overlap_was_ch
     assert queue.aggregate(constant(4), 0.0)[0, 0] == pytest.approx(2)
 
 
-def test_a_policy_has_the_overlap_that_is_asked_for_or_its_own_or_the_default() -> None:
+def test_the_overlap_is_the_requested_the_own_or_the_default() -> None:
     assert choose_aggregation(ACT).name == DEFAULT_AGGREGATION
     assert choose_aggregation(replace(ACT, temporal_ensemble_coeff=0.2)) == EnsembleAggregation(0.2)
     assert choose_aggregation(replace(ACT, temporal_ensemble_coeff=0.2), "average").name == "average"
@@ -146,7 +146,7 @@ def noisy(snapshot: Snapshot) -> np.ndarray:
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
 @pytest.mark.parametrize("rate", [20, 50, 10])
-def test_every_overlap_moves_at_every_rate_and_is_changed_without_a_missed_tick(name: str, rate: float) -> None:
+def test_every_overlap_works_at_every_rate_without_missed_ticks(name: str, rate: float) -> None:
     pace = replace(PACE, rate=rate, action_steps=5)
     world = World(pace=pace, policy=noisy, latency=0.12).begin().run(1.0)
     before = len(world.sent)
@@ -169,7 +169,7 @@ def test_mixing_overlaps_make_the_seams_smaller() -> None:
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_another_policy_is_led_over_to_and_nothing_of_the_old_plan_is_joined_with(name: str) -> None:
+def test_a_new_policy_is_faded_in_without_the_old_plan(name: str) -> None:
     world = World(pace=replace(PACE, overlap=AGGREGATIONS[name]), policy=line).begin().run(1.02)
     world.control.request_soon()
     world.latency = 0.2
@@ -203,7 +203,7 @@ def continuing(snapshot: Snapshot) -> np.ndarray:
     return chunk
 
 
-def test_a_chunk_of_real_time_chunking_begins_with_what_is_executed_while_it_is_computed() -> None:
+def test_a_real_time_chunk_begins_with_the_executed_actions() -> None:
     chunks: list[tuple[float, np.ndarray, Snapshot]] = []
 
     def policy(snapshot: Snapshot) -> np.ndarray:
@@ -246,7 +246,7 @@ def test_what_follows_the_given_actions_is_led_over_to() -> None:
     assert largest_step(AGGREGATIONS["rtc"]) == pytest.approx(0.05 + 0.3 / 7, abs=1e-3)
 
 
-def test_without_a_plan_a_policy_is_given_none_and_only_real_time_chunking_sends_any() -> None:
+def test_only_real_time_chunking_sends_a_plan() -> None:
     world = World(pace=replace(PACE, overlap=AGGREGATIONS["rtc"]), latency=1.0).begin().run(0.1)
     [(_, request)] = world.answers
     snapshot = request.snapshot

@@ -24,7 +24,7 @@ def answers(world: World) -> dict[str, int]:
     return dict(found)
 
 
-def test_one_that_stands_out_counts_little_and_a_jump_is_believed_the_second_time() -> None:
+def test_an_outlier_counts_only_when_it_occurs_twice() -> None:
     expected = Recent(32)
     assert expected.upper_estimate() is None
     for _ in range(20):
@@ -42,6 +42,7 @@ def test_one_that_stands_out_counts_little_and_a_jump_is_believed_the_second_tim
 def test_chunks_come_when_they_are_to_take_over(latency: float) -> None:
     world = World(pace=STEADY, latency=latency).begin().run(20.0)
     assert world.control.starvations == 0
+    assert np.diff([at for at, _ in world.sent]) == pytest.approx(0.05)
     told = answers(world)
     # The first ones, before anybody knew.
     assert told["late"] <= 1
@@ -49,7 +50,7 @@ def test_chunks_come_when_they_are_to_take_over(latency: float) -> None:
     assert told["on_time"] > 30
 
 
-def test_after_a_jump_of_the_latency_few_chunks_are_late_and_after_it_few_are_early() -> None:
+def test_few_chunks_are_late_or_early_after_a_latency_jump() -> None:
     world = World(pace=STEADY, latency=0.02).begin().run(10.0)
     world.latency = 0.3
     world.run(10.0)
@@ -63,7 +64,7 @@ def test_after_a_jump_of_the_latency_few_chunks_are_late_and_after_it_few_are_ea
     assert late == pytest.approx(0.02, abs=1e-3)
 
 
-def test_a_first_chunk_that_takes_long_does_not_make_the_next_ones_early_for_long() -> None:
+def test_a_slow_first_chunk_makes_few_later_chunks_early() -> None:
     world = World(pace=STEADY, latency=0.6).begin().run(0.1)
     world.latency = 0.02
     world.run(20.0)
@@ -71,7 +72,7 @@ def test_a_first_chunk_that_takes_long_does_not_make_the_next_ones_early_for_lon
     assert figures(world)["asked_ahead_s"] == pytest.approx(0.02, abs=1e-3)
 
 
-def test_a_delay_is_what_was_done_meanwhile_and_waiting_for_a_program_is_none() -> None:
+def test_delay_counts_executed_actions_and_no_compile_wait() -> None:
     world = World(pace=STEADY, latency=0.7).begin().run(0.9)
     assert figures(world)["delay_actions"] is None, "nothing was done before the first chunk"
     world.control.obstruct("compiling", "compiling")
@@ -107,7 +108,7 @@ def test_seconds_set_by_hand_hold_whatever_is_measured() -> None:
     assert world.control.starvations == 0
 
 
-def test_whoever_asks_says_when_the_plan_runs_dry() -> None:
+def test_a_request_states_when_the_plan_runs_dry() -> None:
     world = World(pace=STEADY)
     dues: list[tuple[float, float | None]] = []
     do = world.do
@@ -133,7 +134,7 @@ def test_slower_ticks_do_as_many_actions_of_a_chunk_as_faster_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["crossfade", "ensemble"])
-def test_200_ticks_a_second_are_points_between_actions_and_each_costs_little(name: str) -> None:
+def test_200_ticks_a_second_interpolate_at_low_cost(name: str) -> None:
     pace = replace(PACE, rate=200, action_rate=25, action_steps=5, overlap=AGGREGATIONS[name])
 
     def line(snapshot: Snapshot) -> np.ndarray:

@@ -94,7 +94,7 @@ def seated(stage: Stage = Stage.RUNNING, latch: str | None = None) -> Arena:
     return arena
 
 
-def test_only_the_secret_of_the_session_commands_whatever_somebody_calls_himself() -> None:
+def test_only_the_secret_of_the_session_commands() -> None:
     arena = seated()
     assert arena.over_rest({"Jaw": 50.0}) == arena.over_rest({"Jaw": 50.0}, OTHER) == "robot_taken"
     assert arena.over_rest({"Jaw": 50.0}, OWN) is None
@@ -116,7 +116,7 @@ def test_what_somebody_commanded_before_the_session_did_is_told_to_nobody() -> N
     assert not [message for message in joined if isinstance(message, protocol.StateSync) and message.data]
 
 
-def test_nobody_else_makes_the_room_anew_and_what_was_commanded_is_told_to_nobody_while_it_does_not_move() -> None:
+def test_a_stopped_session_keeps_its_room_and_hides_commands() -> None:
     arena = seated()
     assert arena.session is not None
     arena.say("session", {"Jaw": 50.0})
@@ -134,7 +134,7 @@ def test_nobody_else_makes_the_room_anew_and_what_was_commanded_is_told_to_nobod
     assert arena.over_rest({"Jaw": 50.0}, OWN) == "dry_run"
 
 
-def test_what_a_session_must_not_send_is_refused_with_its_code_and_counted_and_not_kept() -> None:
+def test_a_forbidden_command_is_refused_and_counted() -> None:
     arena = seated()
     assert arena.session is not None
     for values in ({"Rotation": 100.1}, {"Jaw": -0.1}, {"Tail": 1.0}, {"Pitch": float("nan")}, {"Elbow": 1e300}):
@@ -172,7 +172,7 @@ def test_a_hold_is_a_pose_that_was_measured_just_now_wherever_that_is() -> None:
     assert arena.over_rest({"Rotation": 4.0}, OWN) == "latched"
 
 
-def test_a_latch_outlives_its_session_and_another_owners_room_is_none_of_its_business() -> None:
+def test_a_latch_outlives_its_session_for_its_owner_only() -> None:
     arena = seated(Stage.STOPPED, "smoke")
     arena.table.leave("session")
     arena.session, arena.latch = None, Latch("smoke", "ann")
@@ -202,7 +202,7 @@ steps = st.one_of(
 
 
 @given(st.lists(steps, max_size=40))
-def test_in_whatever_order_no_value_out_of_range_leaves_and_while_latched_only_holds(script: list[Any]) -> None:
+def test_no_order_of_events_sends_an_unsafe_command(script: list[Any]) -> None:
     arena = Arena(Double(Stage.READY))
     session = arena.session
     assert session is not None

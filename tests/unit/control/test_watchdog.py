@@ -41,7 +41,7 @@ def walk(dog: Watchdog, until: float, at: float = 0.0, **times: object):
         ({"is_pose_current": False}, "joints_missing", "joints"),
     ],
 )
-def test_a_robot_that_is_not_seen_is_degraded_after_3_s_and_stopped_after_30(times, code, word) -> None:
+def test_an_unseen_robot_is_degraded_after_3_s_and_stopped_after_30(times, code, word) -> None:
     dog = watchdog()
     assert walk(dog, 2.98, **times).blind is None
     found = walk(dog, 3.04, 3.0, **times)
@@ -99,7 +99,7 @@ def test_a_robot_of_two_ticks_a_second_does_not_pause_between_them() -> None:
     assert dog.check(2.3, InputTimes({})).holds.keys() == {"paused"}
 
 
-def test_a_slow_inference_holds_from_twice_its_budget_on_but_never_while_its_chunk_is_of_use() -> None:
+def test_a_slow_inference_holds_after_twice_its_budget() -> None:
     dog = watchdog(executed=0.4, covered=0.4)
     assert walk(dog, 0.78, requested_at=0.0).holds == {}
     assert list(walk(dog, 0.84, 0.8, requested_at=0.0).holds) == ["inference_slow"]
@@ -130,7 +130,7 @@ def test_twenty_bad_values_in_a_second_stop_and_slower_ones_never_do() -> None:
     assert watchdog(bad_inputs=0).note_bad_input({"malformed": 10_000}, 0.0) is None
 
 
-def test_the_same_picture_for_two_seconds_is_frozen_until_another_one_comes() -> None:
+def test_the_same_picture_for_two_seconds_is_frozen() -> None:
     dog = watchdog()
     picture = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
     for index in range(61):

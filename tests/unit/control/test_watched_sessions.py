@@ -1,7 +1,6 @@
 """What watchdogs do to a session that runs: it holds, is degraded, resumes, or is stopped until somebody resets it."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,12 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.control.observers import Tick
 from service.errors import MoveRefused
-from service.sessions.request import NewSession, SessionSettings
+from service.sessions.request import NewSession
 from service.stage import Stage
 from service.transport.link import BadInput, RobotLeft
-from tests.testing.doubles import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.rig import POSE
 from tests.testing.waiting import until
 from tests.unit.control.conftest import LENIENT
@@ -22,7 +20,7 @@ from tests.unit.control.conftest import LENIENT
 pytestmark = pytest.mark.timed
 
 
-async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself(rigged) -> None:
+async def test_a_blind_robot_holds_is_degraded_and_resumes(rigged) -> None:
     async with rigged(**LENIENT) as rig:
         session = await rig.running()
         rig.is_dark = True
@@ -40,7 +38,7 @@ async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself
         assert [event for event, _ in rig.events] == ["session.created", "session.started"]
 
 
-async def test_a_robot_that_sees_nothing_for_long_is_stopped_and_does_not_move_when_it_sees_again(rig) -> None:
+async def test_a_robot_that_is_blind_for_long_is_stopped_until_a_reset(rig) -> None:
     session = await rig.running()
     rig.is_dark = True
     await until(lambda: session.stage is Stage.STOPPED)
@@ -61,7 +59,7 @@ async def test_a_robot_that_sees_nothing_for_long_is_stopped_and_does_not_move_w
     assert rig.stats["stop_code"] is None
 
 
-async def test_a_link_that_stays_lost_ends_in_a_stop_for_a_session_without_cameras(rigged) -> None:
+async def test_a_lost_link_stops_a_session_without_cameras(rigged) -> None:
     async with rigged() as rig:
         requirements = ScriptedPolicy().requirements
         rig.policies["policy"] = ScriptedPolicy(type(requirements)(**{**vars(requirements), "cameras": {}}))
@@ -72,7 +70,7 @@ async def test_a_link_that_stays_lost_ends_in_a_stop_for_a_session_without_camer
         assert rig.stats["stop_code"] == "link_lost"
 
 
-async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_move(rigged) -> None:
+async def test_motion_after_a_lost_link_needs_a_new_frame_and_a_new_pose(rigged) -> None:
     async with rigged(**LENIENT) as rig:
         session = await rig.running()
         await until(lambda: session.robot_io.controller.queue.left > 0)
@@ -93,7 +91,7 @@ async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_mov
         await until(lambda: rig.link.sent[-1].values["Rotation"] > 1.0)
 
 
-async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_told_anew(rigged) -> None:
+async def test_a_robot_without_reports_holds_until_all_joints_arrive(rigged) -> None:
     async with rigged(**LENIENT) as rig:
         session = await rig.running()
         rig.is_dumb = True
@@ -106,7 +104,7 @@ async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_
         await until(lambda: session.stage is Stage.RUNNING and rig.stats["hold_code"] is None)
 
 
-async def test_a_robot_that_reports_in_another_unit_is_a_warning_until_it_does_not(rig) -> None:
+async def test_joints_far_outside_their_range_are_a_warning(rig) -> None:
     await rig.sessions.create(NewSession("s", "policy", "memory://"))
     rig.link.deliver_joints({"Rotation": 2048.0, "Pitch": 101.0, "shoulder_lift": 101.0, "Jaw": -12.0})
     warning = rig.stats["warnings"]["joints_odd"]
@@ -133,37 +131,6 @@ async def test_joints_outside_their_range_reach_policy_and_hold_as_measured(rig)
     assert rig.link.sent[-1].values == rig.pose, "a hold moves nothing"
 
 
-async def test_a_frozen_camera_holds_until_it_changes(rigged) -> None:
-    async with rigged(frozen="hold") as rig:
-        session = await rig.running()
-        rig.still = np.zeros((48, 64, 3), np.uint8)
-        await until(lambda: rig.stats["hold_code"] == "camera_frozen")
-        assert session.stage is Stage.RUNNING
-        assert "the same picture" in rig.stats["hold"]
-        sent = rig.link.sent
-        await until(lambda: [one.values for one in sent[-4:]] == 4 * [POSE | {"Jaw": sent[-5].values["Jaw"]}])
-        held = len(sent)
-        await asyncio.sleep(0.1)
-        assert len(sent) == held
-        rig.still = None
-        await until(lambda: rig.stats["hold_code"] is None and len(sent) > held + 5)
-        assert rig.stats["watch"]["camera_frozen"] == []
-        assert not session.is_latched
-
-
-async def test_a_frozen_camera_is_a_warning_or_a_stop_where_set(rigged) -> None:
-    async with rigged(frozen="warn") as rig:
-        session = await rig.running()
-        rig.still = np.zeros((48, 64, 3), np.uint8)
-        await until(lambda: rig.stats["watch"]["camera_frozen"] == ["front"] and rig.stats["hold"] is None)
-        assert session.stage is Stage.RUNNING
-    async with rigged(frozen_after=0.1, frozen="stop") as rig:
-        await rig.running()
-        rig.still = np.zeros((48, 64, 3), np.uint8)
-        await until(lambda: rig.stats["stop_code"] == "camera_frozen")
-        assert rig.session.stage is Stage.STOPPED
-
-
 async def test_frozen_joints_hold_where_the_robot_was_sent_last(rigged) -> None:
     async with rigged(frozen="hold", frame_age_limit=5.0) as rig:
         rig.policy = ScriptedPolicy(step=2.0)
@@ -185,7 +152,7 @@ async def test_frozen_joints_hold_where_the_robot_was_sent_last(rigged) -> None:
 
 
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["the same robot", "any robot"])
-async def test_a_program_that_connects_again_ends_a_hold_of_frozen_joints(rigged, is_replaced: bool) -> None:
+async def test_a_new_connection_ends_a_hold_of_frozen_joints(rigged, is_replaced: bool) -> None:
     async with rigged(frozen="hold", frame_age_limit=5.0) as rig:
         rig.policy = ScriptedPolicy(step=2.0)
         await rig.running()
@@ -197,14 +164,11 @@ async def test_a_program_that_connects_again_ends_a_hold_of_frozen_joints(rigged
         await until(lambda: rig.stats["hold_code"] == "joints_frozen")
 
 
-@pytest.mark.parametrize("changes", [{"dry_run": True}, {}], ids=["dry run", "joints that follow"])
-async def test_joints_without_reason_to_move_or_that_move_do_not_freeze(rigged, changes) -> None:
+async def test_joints_are_not_frozen_in_a_dry_run(rigged) -> None:
     async with rigged(frozen="hold", frame_age_limit=5.0) as rig:
         rig.policy = ScriptedPolicy(step=2.0)
-        await rig.running(**changes)
-        for number in range(100):
-            rig.pose = POSE if changes else POSE | {"Rotation": 1 + 0.3 * number}
-            await asyncio.sleep(0.01)
+        await rig.running(dry_run=True)
+        await asyncio.sleep(1.0)
         assert "joints_frozen" not in rig.stats["holds"]
         assert "joints_frozen" not in rig.stats["warnings"]
 
@@ -215,7 +179,7 @@ LEARNED_NAMES = tuple(f"joint_{number}" for number in range(6))
 LEARNED = replace(SO100_REQUIREMENTS, joint_names=LEARNED_NAMES, state_statistics=STATISTICS)
 
 
-async def test_a_robot_in_servo_ticks_gets_no_command_until_its_unit_is_the_policys(rigged) -> None:
+async def test_a_robot_in_servo_ticks_gets_no_command(rigged) -> None:
     async with rigged(**LENIENT) as rig:
         rig.policy = ScriptedPolicy(LEARNED)
         rig.pose = dict.fromkeys(LEARNED_NAMES, 2048.0)
@@ -269,18 +233,8 @@ async def test_another_policy_brings_its_own_statistics(rigged) -> None:
         assert rig.stats["watch"]["units"] == "checked"
 
 
-BAD = (
-    {"Rotation": float("nan")},
-    {"Pitch": float("inf")},
-    {"Jaw": 1e300},
-    {"Elbow": "12"},
-    {"shoulder_pan": 3.0, "Rotation": 4.0},
-    {"Tail": 1.0},
-)
-
-
-@pytest.mark.parametrize("values", BAD, ids=lambda values: "-".join(values))
-async def test_bad_joint_values_are_dropped_and_twenty_in_a_second_stop_the_robot(rig, values) -> None:
+@pytest.mark.parametrize("values", [{"Rotation": float("nan")}, {"shoulder_pan": 3.0, "Rotation": 4.0}, {"Tail": 1.0}])
+async def test_twenty_bad_joint_values_in_a_second_stop_the_robot(rig, values) -> None:
     session = await rig.running()
     measured = session.robot_io.buffer.measured_joints()
     for _ in range(19):
@@ -294,7 +248,7 @@ async def test_bad_joint_values_are_dropped_and_twenty_in_a_second_stop_the_robo
     assert rig.link.sent[-1].values == measured, "held where it was last measured"
 
 
-async def test_frames_of_the_wire_that_cannot_be_read_count_as_bad_input_too(rig) -> None:
+async def test_unreadable_messages_count_as_bad_input(rig) -> None:
     session = await rig.running()
     for _ in range(20):
         session.robot_io.on_event(BadInput({"malformed": 1}))
@@ -311,32 +265,6 @@ async def test_bad_input_stops_only_a_robot_that_moves(rig) -> None:
     assert rig.stats["watch"]["bad_inputs"] > 0
 
 
-async def test_an_inference_that_hangs_holds_first_then_is_an_error_of_its_session_only(rigged) -> None:
-    async with rigged(stuck_after=3.0) as rig:
-        hang = threading.Event()
-        rig.policies["policy"] = ScriptedPolicy(failures=[np.zeros((1, 20, 6), np.float32), hang])
-        rig.policies["other"] = ScriptedPolicy()
-        session = await rig.running()
-        await until(lambda: session.stage is Stage.ERROR)
-        hang.set()
-        holds = rig.stats["holds"]
-        # A pause of the machine is a hold between two of these.
-        assert 1 <= holds["inference_slow"] <= 1 + holds.get("paused", 0)
-        assert "did not return in 3 s" in session.status().error_message
-        assert rig.sessions.engine.get_stats()["threads_replaced"] == 1
-        other = await rig.sessions.create(NewSession("other", "other", "memory://", rate=50))
-        assert other.stage is Stage.READY
-
-
-async def test_what_control_finds_unsafe_is_a_latched_stop_with_its_code_first(rig) -> None:
-    session = await rig.running()
-    rig.policies["policy"].failures += 3 * [np.full((1, SO100_REQUIREMENTS.chunk, 6), np.nan, np.float32)]
-    await until(lambda: session.stage is Stage.STOPPED)
-    assert rig.stats["stop_code"] == "policy_invalid"
-    assert rig.stats["emergency_stop"].startswith("policy_invalid: the policy returned ")
-    assert not session.robot_io.controller.is_running
-
-
 async def test_a_stop_from_a_room_is_kept_and_shown_however_it_is_worded(rig) -> None:
     session = await rig.running()
     rig.link.deliver_emergency_stop("\ud800no\n" + 9999 * "!", "\udfff")
@@ -347,7 +275,7 @@ async def test_a_stop_from_a_room_is_kept_and_shown_however_it_is_worded(rig) ->
 
 
 @pytest.mark.parametrize("where", ["room", "all"])
-async def test_an_emergency_stop_of_one_that_is_being_deleted_latches_its_successor(rig, where: str) -> None:
+async def test_a_stop_during_deletion_latches_the_next_session(rig, where: str) -> None:
     await rig.running()
     rig.transport.leaving = asyncio.Event()
     deleting = asyncio.create_task(rig.sessions.delete("s"))
@@ -363,7 +291,7 @@ async def test_an_emergency_stop_of_one_that_is_being_deleted_latches_its_succes
     assert "smoke" in session.latch
 
 
-async def test_a_stop_that_the_link_does_not_take_is_told_as_soon_as_it_does(rig) -> None:
+async def test_a_stop_is_sent_as_soon_as_the_link_takes_it(rig) -> None:
     await rig.running()
     rig.link.is_choked = True
     await rig.sessions.stop("s")
@@ -377,7 +305,7 @@ async def test_a_stop_that_the_link_does_not_take_is_told_as_soon_as_it_does(rig
     await until(lambda: rig.session.robot_io.controller.is_idle)
 
 
-async def test_nobody_who_is_told_of_a_stop_keeps_a_robot_moving(rigged) -> None:
+async def test_a_failing_event_listener_does_not_delay_a_stop(rigged) -> None:
     async with rigged() as rig:
         session = await rig.running()
         held: list[bool] = []
@@ -401,91 +329,7 @@ async def test_words_of_a_person_are_no_code(rig) -> None:
     assert (rig.stats["stop_code"], rig.stats["emergency_stop"]) == ("asked", "careful: a hand")
 
 
-async def test_after_a_pause_of_the_process_there_is_one_hold_and_nothing_of_the_old_plan(rigged) -> None:
-    async with rigged(frame_age_limit=0.3, degraded_after=3.0, stop_after=30.0, frozen_after=2.0) as rig:
-        session = await rig.running()
-        control = session.robot_io.controller
-        sent, plans, paused = len(rig.link.sent), Plans(rig.link), control.holds["paused"]
-        session.attach(plans)
-        time.sleep(0.7)  # noqa: ASYNC251 - as SIGSTOP and SIGCONT do
-        assert control.queue.left, "there is a plan that must not be done"
-        await until(lambda: bool(plans.sent))
-        until_then = [one.values["Rotation"] for one in rig.link.sent[sent : plans.sent[0]]]
-        assert until_then
-        assert set(until_then) == {1.0}, "the hold, and nothing else before the new plan"
-        assert control.holds["paused"] == paused + 1
-
-
-class Plans:
-    """Notes how many commands had gone out when each plan came."""
-
-    def __init__(self, link: MemoryLink):
-        self.sent: list[int] = []
-        self._link = link
-
-    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None: ...
-
-    def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
-        self.sent.append(len(self._link.sent))
-
-    def on_tick(self, tick: Tick) -> None: ...
-
-
-async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anything_is_sent(rigged) -> None:
-    async with rigged(frame_age_limit=0.3, degraded_after=3.0, stop_after=30.0, frozen_after=2.0) as rig:
-        session = await rig.running()
-        loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[None] = asyncio.Queue()
-
-        async def hear() -> None:
-            # As with a socket: what is readable wakes its reader, and the reader wakes the session.
-            await inbox.get()
-            await asyncio.sleep(0)
-            rig.link.deliver_emergency_stop("a hand", "robot")
-
-        hearing = asyncio.create_task(hear())
-        await asyncio.sleep(0)
-        sent = len(rig.link.sent)
-        told = threading.Event()
-
-        def tell() -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, None)
-            told.set()
-
-        threading.Timer(0.05, tell).start()
-        time.sleep(0.2)  # noqa: ASYNC251
-        assert told.wait(30)
-        rounds = 0
-        while not session.is_latched:
-            rounds += 1
-            assert rounds < 8, "it is heard before the next tick"
-            await asyncio.sleep(0)
-        await hearing
-        await until(lambda: session.robot_io.controller.is_idle)
-        assert {one.values["Rotation"] for one in rig.link.sent[sent:]} == {1.0}, "only holds after the block"
-
-
-@pytest.mark.parametrize("jump", [3600.0, -3600.0])
-async def test_a_jump_of_the_clock_changes_nothing(rigged, monkeypatch, jump: float) -> None:
-    async with rigged(frame_age_limit=5.0) as rig:
-        # Its plan lasts 8 s: a pause of the machine is no hold.
-        rig.policies["policy"] = ScriptedPolicy(replace(SO100_REQUIREMENTS, chunk=400))
-        session = await rig.running()
-        wall, holds = time.time, rig.stats["holds"]
-        monkeypatch.setattr(time, "time", lambda: wall() + jump)
-        sent = len(rig.link.sent)
-        await until(lambda: len(rig.link.sent) > sent + 10)
-        assert rig.stats["holds"] == holds
-        assert session.stage is Stage.RUNNING
-
-
-def test_the_settings_of_all_sessions_hold_the_facts_times() -> None:
-    safety = SessionSettings().safety
-    assert (SessionSettings().control.frame_age_limit, safety.degraded_after, safety.stop_after) == (0.3, 3.0, 30.0)
-    assert (safety.frozen_after, safety.frozen, safety.bad_inputs) == (2.0, "hold", 20)
-
-
-async def test_a_policy_of_two_observations_gets_one_of_a_step_of_its_own_before(rigged) -> None:
+async def test_a_policy_of_two_observations_gets_its_own_step_apart(rigged) -> None:
     class Looking(ScriptedPolicy):
         """Notes how many pictures of the robot (one every 10 ms) lie between the two that it looks at."""
 

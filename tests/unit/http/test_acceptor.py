@@ -73,7 +73,7 @@ class Noting(asyncio.Protocol):
             self.transport.abort()
 
 
-async def test_a_stop_that_comes_last_of_hundreds_is_the_first_and_few_are_made_in_a_turn():
+async def test_a_stop_passes_hundreds_of_waiting_connections():
     port = Port()
     sockets = await port.call(*[GET] * 300, STOP)
     await port.until(lambda: len(port.heard) == 301)
@@ -102,7 +102,7 @@ async def test_who_says_nothing_costs_no_connection_is_counted_and_is_let_go(mon
     port.close()
 
 
-async def test_one_too_many_is_told_so_and_may_stop_robots_where_there_is_a_place_for_that():
+async def test_a_surplus_connection_is_429_or_may_only_stop_robots():
     port = Port(ConnectionLimits(total=2, spare=1))
     held = await port.call(b"", b"")
     await port.until(lambda: len(port.doors) == 2)

@@ -94,7 +94,7 @@ def test_what_comes_when_nobody_waits_is_read_at_once():
     assert not sender.flow.is_waiting
 
 
-def test_however_many_flood_a_turn_of_the_loop_has_its_limit_and_all_of_them_their_share():
+def test_a_flood_has_a_limit_per_turn_and_equal_shares():
     loop = Loop()
     flooding = [Sender(loop, pieces=10**6) for _ in range(60)]
     for sender in flooding:
@@ -108,7 +108,7 @@ def test_however_many_flood_a_turn_of_the_loop_has_its_limit_and_all_of_them_the
     assert max(counts) - min(counts) <= 2
 
 
-def test_whoever_keeps_within_its_budget_waits_for_none_of_those_who_do_not():
+def test_a_client_within_its_budget_does_not_wait_for_floods():
     loop = Loop()
     flooding = [Sender(loop, pieces=10**6) for _ in range(60)]
     for sender in flooding:
@@ -140,7 +140,7 @@ def test_what_is_not_read_of_a_flood_earns_it_no_budget_and_silence_does():
     assert not sender.flow.is_greedy
 
 
-def test_whoever_was_late_once_and_keeps_up_is_within_its_budget_again_while_others_flood():
+def test_a_client_that_was_late_once_regains_its_budget():
     """It has a message to be read whenever somebody looks, as the queue is slow; a flood has thousands."""
     loop = Loop()
     for _ in range(60):
@@ -211,7 +211,7 @@ def test_a_caller_that_is_gone_is_forgotten():
     assert not loop.queue._prompt.callers
 
 
-async def test_a_turn_is_waited_for_in_order_and_one_that_is_not_wanted_any_more_is_left_out():
+async def test_turns_are_given_in_order_without_cancelled_ones():
     queue = FairQueue.of_running_loop()
     assert FairQueue.of_running_loop() is queue
     flows, answered = [queue.create_flow("here") for _ in range(40)], []
@@ -241,7 +241,7 @@ def test_whoever_connects_ever_anew_has_no_new_budget_each_time():
     assert sum(not flow.is_greedy for flow in flows) == NEWCOMERS / 2
 
 
-def test_a_connection_beyond_the_budget_of_its_caller_is_within_its_own_after_a_moment_of_little():
+def test_a_surplus_connection_earns_a_budget_by_waiting():
     loop = Loop()
     for _ in range(100):
         loop.queue.create_new_flows("here", lambda: (0.0, False))
@@ -254,7 +254,7 @@ def test_a_connection_beyond_the_budget_of_its_caller_is_within_its_own_after_a_
     assert not sender.flow.is_greedy
 
 
-def test_what_is_urgent_goes_before_all_others_so_often_and_then_waits_as_they_do():
+def test_urgent_requests_go_first_up_to_a_limit():
     loop = Loop()
     flow = loop.queue.create_flow("here")
     flow.is_greedy = True
@@ -266,7 +266,7 @@ def test_what_is_urgent_goes_before_all_others_so_often_and_then_waits_as_they_d
 
 
 @pytest.mark.parametrize(("took", "least"), [(10 * COST, 1), (COST, 8)])
-def test_those_beyond_their_budgets_are_slowed_down_by_what_they_took_not_by_what_was_reckoned(took, least):
+def test_greedy_clients_pay_for_the_measured_cost(took, least):
     loop, read = Loop(), 0
 
     def step():
@@ -282,7 +282,7 @@ def test_those_beyond_their_budgets_are_slowed_down_by_what_they_took_not_by_wha
     assert 0.9 * least * by_reckoning <= read <= 1.1 * (2.0 * SHARE + CREDIT + BURST) / took
 
 
-async def test_the_processor_time_of_each_step_is_told_and_a_cancellation_reaches_what_is_done():
+async def test_step_times_are_reported_and_cancellation_passes_on():
     spent, ended = [], []
 
     async def work():

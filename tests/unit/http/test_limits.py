@@ -48,11 +48,11 @@ def test_this_machine_is_only_held_to_what_everybody_has_together():
         ("", "here", True),
     ],
 )
-def test_an_address_in_another_form_and_a_neighbour_in_its_network_are_the_same_source(address, source, local):
+def test_spellings_of_an_address_and_its_network_are_one_source(address, source, local):
     assert (source_key(address), is_local(address)) == (source, local)
 
 
-def test_each_source_has_a_rate_of_its_own_and_those_that_are_silent_are_forgotten():
+def test_each_source_has_its_own_rate_and_is_forgotten_when_silent():
     now = [10.0]
     rates = Rates(2.0, 3, lambda: now[0], max_sources=2)
     assert [rates.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
@@ -68,7 +68,7 @@ def test_each_source_has_a_rate_of_its_own_and_those_that_are_silent_are_forgott
     assert rates.take("a") == 0.0
 
 
-def test_a_caller_makes_so_many_sessions_a_minute_and_hears_when_it_may_again():
+def test_creates_are_limited_per_minute_with_a_retry_time():
     now = [0.0]
     creates = CreateLimiter(Rates(2 / 60, 2, lambda: now[0]))
     for key, address in ((None, "10.0.0.1"), ("anna", "127.0.0.1")):
@@ -96,7 +96,7 @@ async def test_too_many_creates_are_429_with_a_time_to_come_back():
         assert "creates_per_minute" in told["detail"]
 
 
-async def test_one_connection_too_many_is_told_so_and_the_next_is_let_in_when_one_went():
+async def test_a_surplus_connection_is_429_until_another_one_closes():
     async with server(max_connections=2, limit_local=True) as (app, _, address):
         pairs = [await asyncio.open_connection(*address) for _ in range(3)]
         pairs[2][1].write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
@@ -132,27 +132,6 @@ async def test_however_many_connections_idle_a_stop_still_gets_through():
             writer.close()
 
 
-async def test_thousands_of_requests_sent_at_once_keep_nobody_waiting():
-    async with server() as (app, _, address):
-        answered, begun = 0, asyncio.Event()
-
-        @app.on_response
-        async def count(request, response):
-            nonlocal answered
-            answered += 1
-            begun.set()
-
-        pairs = [await asyncio.open_connection(*address) for _ in range(2)]
-        ask = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
-        pairs[0][1].write(ask * 1000)
-        await begun.wait()
-        pairs[1][1].write(ask)
-        assert (await asyncio.wait_for(pairs[1][0].readline(), 30)).startswith(b"HTTP/1.1 200")
-        assert answered < 100
-        for _, writer in pairs:
-            writer.close()
-
-
 @pytest.mark.parametrize("requests", [1, 3], ids=["one answer", "pipelined"])
 async def test_who_does_not_read_its_answer_is_dropped(requests, pauses):
     async with server(big=8 << 20, request_deadline=0.3) as (app, _, address):
@@ -170,28 +149,12 @@ async def test_who_does_not_read_its_answer_is_dropped(requests, pauses):
 
 
 async def test_who_reads_slowly_but_does_read_gets_all_of_it():
-    async with server(big=24 << 20, request_deadline=1.0) as (_, _, address):
+    async with server(big=12 << 20, request_deadline=0.5) as (_, _, address):
         reader, writer = await asyncio.open_connection(*address, limit=1024)
         writer.write(b"GET /big HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
         count = 0
         while piece := await reader.read(1 << 16):
             count += len(piece)
             await asyncio.sleep(0.01)  # 6 MB a second, four deadlines in all
-        assert count > 24 << 20
+        assert count > 12 << 20
         writer.close()
-
-
-async def test_hundreds_of_half_open_requests_keep_nobody_waiting(pauses):
-    async with server() as (_, http, address):
-        half = [await asyncio.open_connection(*address) for _ in range(500)]
-        for _, writer in half:
-            writer.write(b"GET /health HTTP/1.1\r\nx-a: ")
-        slowest = 0.0
-        for _ in range(20):
-            began = time.monotonic()
-            async with http.get("/health") as answer:
-                assert answer.status == 200
-            slowest = max(slowest, pauses.running(began))
-        assert slowest < 0.25  # 2 ms on an idle machine
-        for _, writer in half:
-            writer.close()

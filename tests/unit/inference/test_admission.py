@@ -40,7 +40,7 @@ def test_what_batches_take_decides_how_many_robots_fit() -> None:
     assert "asks for 10.0 inferences per second and there is time for 5.0" in too_many.text
 
 
-def test_a_robot_that_is_alone_has_batches_of_one_and_no_more_than_one_at_a_time() -> None:
+def test_a_single_robot_has_batches_of_one() -> None:
     policy = served(b1=0.010, b4=0.020)
     assert compute_admission(policy, 80, [], 0, limit=0.9).fits
     assert not compute_admission(policy, 95, [], 0, limit=0.9).fits
@@ -48,7 +48,7 @@ def test_a_robot_that_is_alone_has_batches_of_one_and_no_more_than_one_at_a_time
     assert compute_admission(policy, 110, [], 0, limit=9.0).per_second == pytest.approx(100)
 
 
-def test_a_batch_that_takes_longer_than_the_quickest_robot_waits_is_not_reckoned_with() -> None:
+def test_a_batch_too_slow_for_the_fastest_robot_is_not_counted() -> None:
     policy = served(b1=0.010, b4=0.020)
     assert compute_admission(policy, 1, [20] * 3, 0, limit=0.9).load == pytest.approx(0.005)
     assert compute_admission(policy, 1, [40] * 2 + [1], 0, limit=0.9).load == pytest.approx(0.010)
@@ -117,7 +117,7 @@ def test_what_is_promised_follows_the_pictures_that_come() -> None:
     assert claims.load == 0
 
 
-def test_who_has_shown_no_pictures_yet_is_expected_to_show_the_dearest_of_others() -> None:
+def test_unknown_pictures_are_expected_to_cost_the_most() -> None:
     policy, claims, shown = asked_with_both(), Reservations(0.9), {"front": (48, 64)}
     claims.reserve("robot", policy, 10, lambda: shown)
     assert claims.check_admission(policy, 10, read_sizes=lambda: None).load == pytest.approx(0.1)
@@ -133,7 +133,7 @@ def test_who_has_shown_no_pictures_yet_is_expected_to_show_the_dearest_of_others
     assert claims.load == pytest.approx(0.2), "nobody shows such pictures any more"
 
 
-def test_pictures_that_are_not_measured_yet_are_expected_to_take_what_the_dearest_do() -> None:
+def test_unmeasured_pictures_are_expected_to_cost_the_most() -> None:
     """Their robot is held until they are compiled for, and then they are measured."""
     policy, claims, shown = asked_with_both(), Reservations(0.9), {"front": (960, 1280)}
     claims.reserve("robot", policy, 10, lambda: shown)
@@ -156,7 +156,7 @@ def a_house() -> Sessions:
     return Sessions(transport=MemoryTransport(), load=loader, engine=Engine(switch_interval=None, max_load=0.9))
 
 
-async def test_a_session_that_there_is_no_time_for_is_refused_with_the_figure_or_slowed_down() -> None:
+async def test_a_session_beyond_capacity_is_refused_or_slowed_down() -> None:
     sessions = a_house()
     try:
         for name in "abc":
@@ -186,7 +186,7 @@ async def test_a_session_that_there_is_no_time_for_is_refused_with_the_figure_or
     assert sessions.engine.get_stats()["promised_per_second"] == 0
 
 
-async def test_a_session_is_promised_what_its_robots_pictures_take_and_the_next_one_no_less() -> None:
+async def test_admission_counts_the_pictures_that_robots_send() -> None:
     loader, transport = ScriptedLoader(lambda: Sized(NEEDS, latency=0.025)), MemoryTransport()
     sessions = Sessions(transport=transport, load=loader, engine=Engine(switch_interval=None, max_load=0.9))
 

@@ -15,7 +15,7 @@ from service.errors import PolicyFailed
 from service.inference.batching import ALIGNMENT, StackingBuffers, read_layout
 from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, LoadedPolicy
-from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -68,10 +68,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.inference.device_worker.MIN_OVERDUE", 10.0)
 
 
-def ignore(stage: str) -> None:
-    pass
-
-
 @asynccontextmanager
 async def running(policy: ScriptedPolicy, *, stuck_after: float = 20.0) -> AsyncIterator[tuple[Engine, LoadedPolicy]]:
     engine = Engine(stuck_after=stuck_after, switch_interval=None, batch_sizes=(1, 2, 4, 8))
@@ -108,7 +104,7 @@ async def together(
     return [one if isinstance(one, Exception) else one.chunk for one in found]  # type: ignore[union-attr]
 
 
-async def test_who_comes_while_the_device_is_busy_is_answered_together_each_with_its_own() -> None:
+async def test_requests_during_an_inference_share_the_next_batch() -> None:
     policy = Held()
     async with running(policy) as (engine, served):
         chunks = await together(engine, served, policy, [0, 1, 2, 3])
@@ -121,7 +117,7 @@ async def test_who_comes_while_the_device_is_busy_is_answered_together_each_with
         assert (await engine.infer(served, seen())).batch == 1
 
 
-async def test_one_that_fails_fails_alone_and_runs_alone_until_it_is_trusted() -> None:
+async def test_a_failing_request_fails_and_then_runs_alone() -> None:
     policy = Held()
     async with running(policy) as (engine, served):
         chunks = await together(engine, served, policy, [0, 1, 13, 3, np.nan])
@@ -144,7 +140,7 @@ async def test_an_answer_that_is_not_finite_is_only_that_members() -> None:
         assert policy.calls == [1, 4]
 
 
-async def test_a_batch_that_does_not_come_back_is_left_and_only_who_it_is_due_to_is_stuck(
+async def test_only_the_cause_of_a_hung_batch_is_stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # That a machine stood still for a tenth of `stuck_after` is noticed; less than that makes nobody overdue.
@@ -193,7 +189,7 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
     await engine.close()
 
 
-async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
+async def test_a_compile_waits_for_clients_without_a_control_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("service.inference.engine.QUIET_SECONDS", 0.2)
@@ -209,7 +205,7 @@ async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
     await engine.close()
 
 
-async def test_what_is_being_compiled_can_be_waited_for_and_a_trial_keeps_nobody_waiting() -> None:
+async def test_a_compile_can_be_waited_for_and_a_trial_delays_nobody() -> None:
     compiled = threading.Event()
 
     @dataclass
@@ -263,7 +259,7 @@ async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
         assert await engine.infer(served, seen() | {"observation.images.front": np.zeros((1, 4, 6, 3), np.uint8)})
 
 
-async def test_what_a_batch_takes_is_learnt_with_care_where_no_robot_waits_and_quickly_beside_one() -> None:
+async def test_batches_are_measured_briefly_while_a_robot_runs() -> None:
     @dataclass
     class Rehearsed(ScriptedPolicy):
         profiled: list[int] = field(default_factory=list)

@@ -172,7 +172,7 @@ def test_a_size_that_is_still_slow_is_left_alone_for_as_long_again() -> None:
     assert chosen(line(*[1.0] * 8, known=known)).size == 8
 
 
-def test_only_a_full_batch_is_tried_again_and_makes_nobody_late_by_what_others_took() -> None:
+def test_only_a_full_batch_that_delays_nobody_is_retried() -> None:
     known = measured_in_a_bad_moment()
     assert chosen(line(*[1.0] * 7, known=known)).size == 2
     # 8 in batches of 2 take 48 ms.
@@ -225,9 +225,7 @@ def test_sizes_are_not_old_because_little_was_measured() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-0.1, 0.5), st.sampled_from("ab"), st.booleans()), max_size=20), st.floats(0, 0.1))
-def test_everybody_is_served_once_and_nobody_is_made_late_while_there_is_time_for_all(
-    asked: list[tuple[float, str, bool]], now: float
-) -> None:
+def test_every_request_is_served_once_and_in_time_if_possible(asked: list[tuple[float, str, bool]], now: float) -> None:
     batching: BatchScheduler[Asked] = BatchScheduler()
     known = {"a": GENTLE, "b": costs(b1=0.002, b2=0.003, b8=0.009)}
     waiting: list[tuple[str, Asked]] = []
@@ -262,7 +260,7 @@ def test_a_size_that_nobody_measured_is_guessed_from_the_nearest_with_care(size:
     assert costs(b1=0.01, b4=0.03).measured(size).median == pytest.approx(seconds)
 
 
-def test_what_batches_take_is_their_median_and_what_nine_of_ten_do_not_exceed() -> None:
+def test_latencies_are_the_median_and_the_90th_percentile() -> None:
     made = LatencyModel()
     assert not made.is_measured
     assert made.measured(4).median == made.measured(4).p90 == 0

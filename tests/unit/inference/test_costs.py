@@ -30,7 +30,7 @@ def test_what_is_taken_over_is_fed_on_its_own_from_then_on() -> None:
     )
 
 
-def test_what_never_ran_elsewhere_takes_nothing_away_from_what_is_known_here() -> None:
+def test_copying_an_unmeasured_size_changes_nothing() -> None:
     after = costs(b1=0.010)
     assert not after.copy_from(costs(b8=0.020), 1)
     assert after.get_stats() == {"1": {"p50": 10.0, "p90": 10.0}}

@@ -73,7 +73,7 @@ async def house() -> AsyncIterator[House]:
     await house.engine.close()
 
 
-async def test_what_one_device_does_not_answer_another_one_does_and_the_first_is_soon_left_alone(house: House) -> None:
+async def test_another_device_answers_for_one_that_fails(house: House) -> None:
     house.on["a"].failures = [DEAD] * 100
     for _ in range(MAX_FAILURES + 4):
         await house.ask()
@@ -84,7 +84,7 @@ async def test_what_one_device_does_not_answer_another_one_does_and_the_first_is
     assert "secret" not in str(facts)
 
 
-async def test_nothing_is_compiled_for_a_device_that_is_out(house: House) -> None:
+async def test_a_failed_device_gets_no_compile_and_no_later_policy(house: House) -> None:
     house.on["a"].failures = [DEAD] * 100
     for _ in range(MAX_FAILURES):
         await house.ask()
@@ -140,7 +140,7 @@ async def test_a_device_that_hangs_keeps_nobody_waiting_for_long(house: House, p
         gate.set()
 
 
-async def test_one_batch_that_hangs_is_one_failure_however_many_robots_are_in_it(house: House) -> None:
+async def test_a_hung_batch_of_many_robots_is_one_failure(house: House) -> None:
     async with asyncio.timeout(30):
         await until(lambda: not house.engine.get_stats()["batch_sizes_to_compile"])
     gate = threading.Event()
@@ -160,9 +160,7 @@ async def test_one_batch_that_hangs_is_one_failure_however_many_robots_are_in_it
     assert house.engine.get_stats()["devices_failed"] == []
 
 
-async def test_of_robots_that_ask_at_one_moment_nobody_waits_for_a_device_that_hangs(
-    house: House, pauses: Pauses
-) -> None:
+async def test_no_simultaneous_request_waits_for_a_hung_device(house: House, pauses: Pauses) -> None:
     gate = threading.Event()
     house.on["a"].failures = [gate] * 100
     began = time.monotonic()

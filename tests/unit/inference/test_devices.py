@@ -128,7 +128,7 @@ def test_a_policy_is_copied_to_another_device_or_spread_over_several() -> None:
     assert done.stdout.strip() == "well", done.stderr[-2000:]
 
 
-async def test_the_device_with_the_least_to_do_is_asked_and_each_has_its_own_thread(
+async def test_the_least_busy_device_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(

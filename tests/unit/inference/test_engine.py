@@ -15,15 +15,11 @@ from service.inference.device_worker import InferenceWorker, WorkerClosed
 from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceStuck, describe_sizes
 from service.threads import Worker, call_in_thread
-from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.rig import OBSERVATION, latency_model
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
-
-
-def ignore(stage: str) -> None:
-    pass
 
 
 @pytest.fixture
@@ -31,6 +27,12 @@ async def engine():
     made = Engine(stuck_after=60.0, switch_interval=None)
     yield made
     await made.close()
+
+
+@pytest.fixture
+def never_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch is left for another thread, however busy the machine is."""
+    monkeypatch.setattr("service.inference.device_worker.MIN_OVERDUE", 60.0)
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Compiling(ScriptedPolicy):
         super().compile(batch, cameras)
 
 
-async def test_an_inference_runs_on_the_device_thread_and_says_where_its_time_went(engine: Engine) -> None:
+async def test_an_inference_runs_on_the_device_thread_with_timings(engine: Engine) -> None:
     policy = ScriptedPolicy(latency=0.01)
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         inference = await engine.infer(served, OBSERVATION)
@@ -57,7 +59,7 @@ async def test_an_inference_runs_on_the_device_thread_and_says_where_its_time_we
     assert inference.queue >= 0
 
 
-async def test_a_policy_is_loaded_once_for_all_sessions_and_dropped_after_the_last(engine: Engine) -> None:
+async def test_a_policy_is_loaded_once_and_dropped_after_its_last_session(engine: Engine) -> None:
     loader = ScriptedLoader()
     async with engine.policy_cache.open_policy(loader, "p", None, ignore) as first:
         async with engine.policy_cache.open_policy(loader, "p", None, ignore) as second:
@@ -90,36 +92,25 @@ async def test_two_sessions_that_wait_for_one_load_share_it_and_both_hear_of_it(
     assert [(number, "compiling") in words for number in range(2)] == [True, True]
 
 
-async def test_loading_never_blocks_the_loop_and_giving_up_does_not_end_it_for_others(engine: Engine) -> None:
+@pytest.mark.parametrize("is_other_waiting", [True, False])
+async def test_a_load_with_a_departed_caller_serves_others_or_is_dropped(
+    engine: Engine, is_other_waiting: bool
+) -> None:
     loader = ScriptedLoader(gate=threading.Event())
 
     async def use() -> None:
         async with engine.policy_cache.open_policy(loader, "p", None, ignore):
             pass
 
-    impatient, patient = asyncio.create_task(use()), asyncio.create_task(use())
+    impatient, *others = [asyncio.create_task(use()) for _ in range(1 + is_other_waiting)]
     await asyncio.sleep(0.02)
     impatient.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await impatient
+    if others:
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
     assert loader.gate is not None
     loader.gate.set()
-    await patient
-    assert engine.get_stats()["policies_loaded"] == 0
-
-
-async def test_a_load_that_everybody_gave_up_on_is_dropped_when_it_is_done(engine: Engine) -> None:
-    loader = ScriptedLoader(gate=threading.Event())
-
-    async def use() -> None:
-        async with engine.policy_cache.open_policy(loader, "p", None, ignore):
-            pass
-
-    task = asyncio.create_task(use())
-    await asyncio.sleep(0.02)
-    task.cancel()
-    assert loader.gate is not None
-    loader.gate.set()
+    await asyncio.gather(*others)
     dropped = {"policies_loaded": 0, "policies_loading": 0}  # one a moment before the other
     await until(lambda: engine.get_stats() | dropped == engine.get_stats())
 
@@ -132,9 +123,7 @@ async def test_a_load_that_everybody_gave_up_on_is_dropped_when_it_is_done(engin
         (MemoryError(), r"\(out of memory\)"),
     ],
 )
-async def test_a_load_that_fails_says_why_without_leaking_and_can_be_tried_again(
-    engine: Engine, failure: Exception, text: str
-) -> None:
+async def test_a_failed_load_says_why_and_can_be_repeated(engine: Engine, failure: Exception, text: str) -> None:
     loader = ScriptedLoader(failure=failure)
     with pytest.raises(PolicyError, match=text) as caught:
         async with engine.policy_cache.open_policy(loader, "p", None, ignore):
@@ -161,7 +150,7 @@ async def test_other_frame_sizes_are_compiled_for_away_from_the_device_thread(en
         assert served.is_compiled(sizes)
 
 
-async def test_whoever_gives_up_waiting_for_a_compile_finds_it_under_way_when_asking_again(engine: Engine) -> None:
+async def test_a_compile_that_was_given_up_on_is_joined_later(engine: Engine) -> None:
     policy = Compiling()
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         before, sizes = len(policy.compiled), {"front": (480, 640)}
@@ -179,7 +168,7 @@ async def test_whoever_gives_up_waiting_for_a_compile_finds_it_under_way_when_as
         assert len(policy.compiled) == before + 1
 
 
-async def test_a_compile_that_fails_when_nobody_waits_any_more_is_tried_anew(engine: Engine) -> None:
+async def test_an_abandoned_compile_that_fails_is_tried_again(engine: Engine) -> None:
     policy = Compiling()
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         policy.gate, policy.compile_failure = threading.Event(), RuntimeError("no")
@@ -278,7 +267,7 @@ async def test_a_refused_observation_is_told_with_its_text(engine: Engine) -> No
             await engine.infer(served, {})
 
 
-async def test_a_stuck_inference_is_given_up_and_others_go_on_with_a_new_thread() -> None:
+async def test_a_stuck_inference_gets_a_new_thread_for_others() -> None:
     engine, never = Engine(stuck_after=1.0, switch_interval=None), threading.Event()
     stuck, fine = ScriptedPolicy(failures=[never]), ScriptedPolicy()
     async with (
@@ -300,7 +289,7 @@ async def test_a_stuck_inference_is_given_up_and_others_go_on_with_a_new_thread(
     await engine.close()
 
 
-async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual() -> None:
+async def test_others_go_on_when_an_inference_takes_unusually_long() -> None:
     engine = Engine(stuck_after=60.0, switch_interval=None)
     held = threading.Event()
     first_policy, fine = ScriptedPolicy(), ScriptedPolicy()
@@ -322,10 +311,8 @@ async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual(
     await engine.close()
 
 
-async def test_when_the_engine_ends_nobody_is_left_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "service.inference.device_worker.MIN_OVERDUE", 60.0
-    )  # nobody goes on in another thread before it ends
+@pytest.mark.usefixtures("never_overdue")
+async def test_when_the_engine_ends_nobody_is_left_waiting() -> None:
     engine, never = Engine(stuck_after=60, switch_interval=None), threading.Event()
     policy = ScriptedPolicy(failures=[never])
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
@@ -340,10 +327,8 @@ async def test_when_the_engine_ends_nobody_is_left_waiting(monkeypatch: pytest.M
     never.set()
 
 
-async def test_waiting_behind_a_slow_inference_is_not_being_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "service.inference.device_worker.MIN_OVERDUE", 60.0
-    )  # what a busy machine makes late is left aside by nobody
+@pytest.mark.usefixtures("never_overdue")
+async def test_waiting_behind_a_slow_inference_is_not_being_stuck() -> None:
     engine, gate = Engine(stuck_after=1.2, switch_interval=None), threading.Event()
     slow, quick = ScriptedPolicy(latency=0.15, failures=[gate]), ScriptedPolicy()
     async with (
@@ -362,26 +347,6 @@ async def test_waiting_behind_a_slow_inference_is_not_being_stuck(monkeypatch: p
     )
     assert engine.get_stats()["threads_replaced"] == 0
     await engine.close()
-
-
-async def test_policies_of_several_sessions_take_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Both take equally long, whatever a busy machine makes of it: who takes longer would be due later.
-    monkeypatch.setattr("service.inference.batching.LatencyModel.record", lambda costs, size, seconds: None)
-    order: list[str] = []
-    both = asyncio.Barrier(2)
-    policies = {name: ScriptedPolicy(latency=0.005) for name in "ab"}
-
-    async def ask(name: str) -> None:
-        async with engine.policy_cache.open_policy(
-            ScriptedLoader(lambda: policies[name]), name, None, ignore
-        ) as served:
-            await both.wait()
-            for _ in range(10):
-                await engine.infer(served, OBSERVATION)
-                order.append(name)
-
-    await asyncio.gather(ask("a"), ask("b"))
-    assert all(abs(order[:place].count("a") - order[:place].count("b")) <= 2 for place in range(18))
 
 
 async def test_an_unwanted_request_that_has_not_begun_is_skipped(engine: Engine) -> None:
@@ -412,9 +377,7 @@ async def test_a_policy_is_tried_out_away_from_the_device_thread(engine: Engine)
         assert "secret" not in str(caught.value)
 
 
-async def test_a_policy_is_tried_out_even_when_robots_never_leave_the_device_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trial_runs_on_a_device_that_is_never_idle(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.inference.engine.MAX_TRIAL_WAIT", 0.05)
     gate, policy = threading.Event(), ScriptedPolicy()
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
@@ -428,7 +391,7 @@ async def test_a_policy_is_tried_out_even_when_robots_never_leave_the_device_alo
         await robot
 
 
-async def test_a_revision_that_lies_in_a_folder_is_loaded_from_there_and_like_another(engine: Engine) -> None:
+async def test_a_revision_is_loaded_from_a_folder_and_like_another_policy(engine: Engine) -> None:
     first, second = ScriptedPolicy(), ScriptedPolicy()
     asked: list[tuple[object, ...]] = []
 
@@ -463,11 +426,6 @@ async def test_work_runs_at_a_lower_priority_than_the_loop() -> None:
 async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = set(threading.enumerate())
-    engine = Engine(stuck_after=60, switch_interval=None)
-    assert "device" in {thread.name for thread in set(threading.enumerate()) - before}
-    await engine.close()
-    assert "device" not in {thread.name for thread in set(threading.enumerate()) - before}
     never = threading.Event()
     engine = Engine(stuck_after=60, switch_interval=None)
     async with engine.policy_cache.open_policy(

@@ -15,7 +15,7 @@ from service.inference.batching import LatencyModel, read_layout
 from service.inference.device_worker import Batch, InferenceWorker
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
-from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.rig import latency_model
 from tests.testing.waiting import until
 
@@ -42,10 +42,6 @@ class Sized(ScriptedPolicy):
 
     def profile(self, batch: int = 1, cameras: Sizes | None = None) -> float:
         return (0.2 if cameras == LARGE else 0.001) * (2 if batch == 4 else 1)
-
-
-def ignore(stage: str) -> None:
-    pass
 
 
 @asynccontextmanager
@@ -89,7 +85,7 @@ async def test_each_size_of_pictures_has_its_own_figures() -> None:
         assert large.measured(1).median < 0.2, "it took no time at all, as the robots saw"
 
 
-async def test_the_devices_say_of_which_pictures_where_they_are_others_than_the_policy_was_trained_with() -> None:
+async def test_devices_list_latencies_of_other_picture_sizes() -> None:
     engine = Engine(switch_interval=None, batch_sizes=(1, 4))
     async with engine.policy_cache.open_policy(ScriptedLoader(Sized), "p", None, ignore) as served:
         await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
@@ -132,7 +128,7 @@ async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(
 
 
 @pytest.mark.usefixtures("profiled_only")
-async def test_of_two_that_are_due_at_one_time_the_one_with_large_pictures_goes_first() -> None:
+async def test_of_two_equally_due_requests_the_larger_goes_first() -> None:
     """It takes longer; and each is answered in the line of its own size."""
     gate, policy = threading.Event(), Sized()
     order: list[tuple[int, ...]] = []
@@ -166,7 +162,7 @@ async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
         assert latency_model(served).measured(1).median == 0.001
 
 
-async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_nothing() -> None:
+async def test_a_refused_observation_is_not_measured() -> None:
     async with asked_with_both(Sized()) as (engine, served):
         (worker,) = engine.devices.workers.values()
         with pytest.raises(Exception, match="observation has"):

@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels.normalization import build_normalization
-from jaxmodels.policies import lerobot_folder
-from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
-from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.text import TextConfig
-from jaxmodels.types import ACTION, STATE, Feature
-from jaxmodels.weights import blueprint_of
 from service.errors import InvalidRequest
 from service.inference.batching import StackingBuffers, read_layout
 from service.inference.engine import Engine
@@ -22,43 +16,28 @@ from service.inference.loaded_policy import task_input
 from service.inference.measurement import make_observation
 from service.sessions.store import NewSession, Sessions
 from tests.testing.doubles import MemoryTransport
+from tests.unit.inference.test_real_policy import POSE, write_diffusion
 
 # Programs are compiled here, which takes a slow machine a minute each.
 pytestmark = [pytest.mark.models, pytest.mark.timeout(600), pytest.mark.usefixtures("compilation")]
 
-POSE = {"Rotation": 10.0, "Pitch": 20.0, "Elbow": 30.0, "Wrist_Pitch": 40.0, "Wrist_Roll": 50.0, "Jaw": 30.0}
 NEW = NewSession("s", "policy", "memory://", camera_names=(), policy_type="diffusion2d")
 RED, BLUE = "pick up the red cube", "pick up the blue cube"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained small policy whose actions are around `POSE`, and which ones depends on the instruction."""
-    config = Diffusion2dConfig(
-        input_features=(Feature(STATE, "STATE", (6,)),),
-        output_features=(Feature(ACTION, "ACTION", (6,)),),
+    """A policy whose actions depend on the instruction."""
+    return write_diffusion(
+        tmp_path_factory.mktemp("policies") / "told",
+        spread=5.0,
+        scale=0.3,
+        rate=20.0,
         chunk_size=10,
-        n_action_steps=5,
-        dim_model=16,
-        n_heads=2,
         n_encoder_layers=0,
-        n_layers=1,
         num_inference_steps=1,
         text_encoder=TextConfig(length=32, width=16, n_layers=1, n_heads=2, hidden=16),
     )
-    draw = np.random.default_rng(0)
-    shapes = blueprint_of(Diffusion2d, config).shapes
-    weights = {name: (draw.normal(size=wanted.shape) * 0.3).astype(np.float32) for name, wanted in shapes.items()}
-    pose = np.fromiter(POSE.values(), np.float32)
-    ends = {"min": pose - 5, "max": pose + 5}
-    normalization = build_normalization(
-        config.input_features, config.output_features, config.normalization_mapping, {STATE: ends, ACTION: ends}
-    )
-    path = tmp_path_factory.mktemp("policies") / "told"
-    lerobot_folder.write_checkpoint(
-        path, Checkpoint(config, weights, normalization, Sidecar(rate=20.0, joint_names=tuple(POSE)))
-    )
-    return path
 
 
 @asynccontextmanager
@@ -75,7 +54,7 @@ async def sessions_of(folder: Path):
         await sessions.close()
 
 
-async def test_the_robot_does_what_it_is_told_and_something_else_when_it_is_told_that(folder: Path) -> None:
+async def test_a_real_policy_follows_its_instruction(folder: Path) -> None:
     async with sessions_of(folder) as (sessions, transport):
         session = await sessions.create(
             NewSession(**{**vars(NEW), "language_instruction": RED, "max_relative_target": 1.0})
@@ -101,7 +80,7 @@ async def test_the_robot_does_what_it_is_told_and_something_else_when_it_is_told
         assert str(session.stage) == "running"
 
 
-def test_robots_with_different_instructions_share_a_batch_and_get_their_own(folder: Path) -> None:
+def test_instructions_in_one_batch_get_their_own_answers(folder: Path) -> None:
     policy = jaxmodels.load_policy(folder)
     tasks = [RED, BLUE, "put it down", "wave", RED]
     seen = [make_observation(policy.requirements) | task_input(task) for task in tasks]

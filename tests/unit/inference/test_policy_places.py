@@ -38,28 +38,11 @@ def test_a_folder_inside_of_a_root_is_allowed_also_by_a_link_to_it(roots):
         places.check(str(roots / path))
 
 
-def test_everything_else_is_refused_with_one_message_that_tells_nothing_of_the_disk(roots):
+def test_other_paths_are_refused_with_one_message(roots):
     places = SourceRules([roots / "root"])
-    paths = [
-        roots / "outside/act",
-        roots / "root/out",
-        roots / "root/sly",
-        roots / "root/loop",
-        roots / "root/../outside/act",
-        roots / "root-2",
-        roots / "root/act/config.json",
-        roots / "root/nowhere",
-        roots,
-        "/",
-        "~",
-        "~nobody-here",
-        "../root/act",
-        "someone/arm",
-        "x" * 5000,
-        "a\0b",
-        "\udcff",
-        "",
-    ]
+    inside = ("root/out", "root/sly", "root/loop", "root/../outside/act", "root/act/config.json", "root/nowhere")
+    paths = [roots / name for name in ("outside/act", "root-2", *inside)]
+    paths += [roots, "/", "~", "~nobody-here", "../root/act", "someone/arm", "x" * 5000, "a\0b", "\udcff", ""]
     texts = {refused(places, path) for path in paths}
     assert len(texts) == 1
     assert "policy_roots" in texts.pop()
@@ -69,27 +52,19 @@ def test_a_root_that_is_not_there_holds_nothing(tmp_path):
     refused(SourceRules([tmp_path / "later"]), tmp_path)
 
 
-def test_repos_of_allowed_owners_are_allowed_and_nothing_that_only_looks_like_one(tmp_path, monkeypatch):
+def test_only_repos_of_allowed_owners_are_allowed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     places = SourceRules(owners=["LeRobot"])
     places.check("lerobot/act_aloha")
-    for name in (
-        "other/act",
-        "lerobot",
-        "lerobot/a/b",
-        "lerobot/..",
-        "lerobot/",
-        "/lerobot/a",
-        "lerobot/a b",
-        "lérobot/a",
-    ):
+    refs = ("other/act", "lerobot", "lerobot/a/b", "lerobot/..", "lerobot/", "/lerobot/a", "lerobot/a b", "lérobot/a")
+    for name in refs:
         refused(places, name)
     (tmp_path / "lerobot/act_aloha").mkdir(parents=True)  # it would be loaded from here now
     refused(places, "lerobot/act_aloha")
 
 
 @pytest.mark.parametrize("revision", ["refs/pr/7", "pr/7", "REFS/PR/7", "refs/convert/x"])
-async def test_a_pull_request_to_an_allowed_owner_is_anybodys_and_comes_in_by_no_way(revision):
+async def test_pull_requests_to_an_allowed_owner_are_refused(revision):
     new = body(policy_path="lerobot/act")
     shadow = {"shadow_policy_path": "lerobot/act", "shadow_revision": revision}
     async with started(policy_owners=("lerobot",)) as server:
@@ -121,7 +96,7 @@ def test_pickles_and_code_in_a_folder_are_named_in_the_log_and_left_alone(roots,
     assert "modeling.py, old.pt, weights.bin" in caplog.text
 
 
-def test_loading_asks_again_but_for_updates_which_come_from_copies_that_were_verified(roots):
+def test_loading_checks_the_path_again_except_for_updates(roots):
     load = SourceRules([roots / "root"]).guard_loader(ScriptedLoader())
     policy = load(str(roots / "root/act"))
     load(str(roots / "outside/act"), like=policy)
@@ -141,7 +116,7 @@ async def test_a_request_is_422_at_the_field_with_no_path_of_the_machine(roots, 
         assert (await server.create(**allowed))[0] == 200
 
 
-def test_an_update_is_opened_where_the_hubs_cache_links_to_and_nowhere_else(roots):
+def test_an_update_is_opened_only_inside_the_hub_cache(roots):
     repo = roots / "models--lab--act"
     (repo / "snapshots/abc").mkdir(parents=True)
     (roots / "root/act/config.json").rename(repo / "blob")

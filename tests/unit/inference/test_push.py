@@ -15,7 +15,7 @@ from service.inference.batching import WINDOW
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy, Replica
 from service.inference.policy_cache import PolicyCache
-from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy, ignore
 from tests.testing.rig import latency_model
 from tests.testing.waiting import until
 
@@ -63,10 +63,6 @@ class Shipped(ScriptedPolicy):
     def pushed(self, **changes: Any) -> "Shipped":
         """Other weights in the same programs."""
         return replace(self, tried=[], profiled=[], **changes)
-
-
-def ignore(stage: str) -> None:
-    pass
 
 
 def giving(policy: ScriptedPolicy) -> Callable[..., ScriptedPolicy]:

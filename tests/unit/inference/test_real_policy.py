@@ -1,7 +1,6 @@
 """A session with a compiled policy instead of a scripted one."""
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,42 +66,48 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def sampled_folder(tmp_path: Path) -> Path:
-    """An untrained small policy that samples its chunks and continues plans, around `POSE`."""
+def write_diffusion(
+    path: Path, *, spread: float, scale: float, rate: float, features: tuple[Feature, ...] = (), **fields: Any
+) -> Path:
+    """Write an untrained small diffusion policy whose actions are within ``spread`` of `POSE`."""
     config = Diffusion2dConfig(
-        input_features=(Feature(STATE, "STATE", (6,)), Feature("observation.images.front", "VISUAL", (3, 32, 32))),
+        input_features=(Feature(STATE, "STATE", (6,)), *features),
         output_features=(Feature(ACTION, "ACTION", (6,)),),
-        normalization_mapping=(("VISUAL", "IDENTITY"), ("STATE", "MIN_MAX"), ("ACTION", "MIN_MAX")),
-        chunk_size=20,
         n_action_steps=5,
         dim_model=16,
         n_heads=2,
         n_layers=1,
+        **fields,
+    )
+    draw, pose = np.random.default_rng(0), np.fromiter(POSE.values(), np.float32)
+    shapes = blueprint_of(Diffusion2d, config).shapes
+    weights = {name: (scale * draw.normal(size=wanted.shape)).astype(np.float32) for name, wanted in shapes.items()}
+    ends = {"min": pose - np.float32(spread), "max": pose + np.float32(spread)}
+    normalization = build_normalization(
+        config.input_features, config.output_features, config.normalization_mapping, {STATE: ends, ACTION: ends}
+    )
+    sidecar = Sidecar(rate=rate, joint_names=NAMES)
+    lerobot_folder.write_checkpoint(path, Checkpoint(config, weights, normalization, sidecar))
+    return path
+
+
+@pytest.fixture
+def sampled_folder(tmp_path: Path) -> Path:
+    """A policy that samples its chunks and continues plans."""
+    return write_diffusion(
+        tmp_path / "sampled",
+        spread=0.1,
+        scale=0.15,
+        rate=50.0,
+        features=(Feature("observation.images.front", "VISUAL", (3, 32, 32)),),
+        normalization_mapping=(("VISUAL", "IDENTITY"), ("STATE", "MIN_MAX"), ("ACTION", "MIN_MAX")),
+        chunk_size=20,
         num_inference_steps=4,
     )
-    draw = np.random.default_rng(0)
-    pose = np.array(list(POSE.values()), np.float32)
-    stats = {name: {"min": pose - np.float32(0.1), "max": pose + np.float32(0.1)} for name in (STATE, ACTION)}
-    shapes = blueprint_of(Diffusion2d, config).shapes
-    weights = {name: (0.15 * draw.normal(size=wanted.shape)).astype(np.float32) for name, wanted in shapes.items()}
-    normalization = build_normalization(
-        config.input_features, config.output_features, config.normalization_mapping, stats
-    )
-    sidecar = Sidecar(rate=50.0, joint_names=NAMES)
-    lerobot_folder.write_checkpoint(tmp_path / "sampled", Checkpoint(config, weights, normalization, sidecar))
-    return tmp_path / "sampled"
 
 
-def load(
-    path: str,
-    revision: str | None = None,
-    /,
-    *,
-    like: object = None,
-    on_progress: Callable[[str], None] | None = None,
-):
-    return jaxmodels.load_policy(path, revision, on_progress=on_progress)
+def load(path: str, revision: str | None = None, /, **more: object) -> jaxmodels.Policy:
+    return jaxmodels.load_policy(path, revision)
 
 
 async def show(link: MemoryLink) -> None:
@@ -113,7 +118,7 @@ async def show(link: MemoryLink) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_compiled_policy_drives_the_robot_with_the_actions_it_gives_in_process(policy_folder: Path) -> None:
+async def test_a_compiled_policy_drives_the_robot_with_its_actions(policy_folder: Path) -> None:
     transport = MemoryTransport()
     sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
     try:
@@ -139,47 +144,6 @@ async def test_a_compiled_policy_drives_the_robot_with_the_actions_it_gives_in_p
         robot_task.cancel()
     finally:
         await sessions.close()
-
-
-async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compiled_policy_took(
-    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profiled: list[jaxmodels.Policy] = []
-    profile = jaxmodels.Policy.profile
-
-    def noted(policy: jaxmodels.Policy, *arguments: Any) -> float:
-        profiled.append(policy)
-        return profile(policy, *arguments)
-
-    monkeypatch.setattr(jaxmodels.Policy, "profile", noted)
-    load: Any = jaxmodels.load_policy
-    engine = Engine(switch_interval=None, batch_sizes=(1, 2))
-    large = frozenset({("front", (48, 64))})
-    async with engine.policy_cache.open_policy(load, str(policy_folder), None, lambda word: None) as first:
-        await engine.compile(first, dict(large))
-        await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
-        engine.has_running_robot = lambda: True
-        before, after = first.replicas[0], len(profiled)
-        folder = str(policy_folder)
-        async with engine.policy_cache.open_policy(
-            load, folder, "1" * 40, lambda word: None, folder=folder, like=first.policy
-        ) as second:
-            await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
-            (replica,) = second.replicas
-            assert replica.policy is not before.policy
-            assert len(profiled) == after
-            for frames in (before.trained_frames, large):
-                assert replica.batch_sizes[frames] == (1, 2)
-                known = replica.latencies[frames].get_stats()
-                assert set(known) == {"1", "2"}
-                assert known == before.latencies[frames].get_stats()
-            seen = {
-                "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
-                "observation.state": np.array([list(POSE.values())], np.float32),
-            }
-            answers = [await engine.infer(served, seen) for served in (first, second)]
-            assert np.array_equal(answers[0].chunk, answers[1].chunk)
-    await engine.close()
 
 
 async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_folder: Path) -> None:

@@ -30,7 +30,7 @@ class Listening(ScriptedPolicy):
         return chunk
 
 
-async def test_a_policy_that_takes_a_prefix_is_shown_the_plan_from_the_next_chunk_on() -> None:
+async def test_a_policy_with_a_prefix_gets_the_plan_at_the_next_chunk() -> None:
     async with rigged(PATIENT) as rig:
         rig.policy = policy = Listening(replace(LONG, takes_prefix=True), latency=0.05, step=0.02)
         await rig.running(replace(NEW, overlap="replace", action_steps=20, record=True))

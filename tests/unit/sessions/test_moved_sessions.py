@@ -7,7 +7,7 @@ import pytest
 
 from service.errors import MoveRefused, SessionExists
 from service.inference.engine import Engine
-from service.sessions.records import SessionRecords, from_json
+from service.sessions.records import SessionRecord, SessionRecords, from_json
 from service.sessions.store import NewSession, Sessions
 from tests.testing.doubles import MemoryTransport, ScriptedLoader
 
@@ -40,11 +40,17 @@ async def servers() -> AsyncIterator[Servers]:
         await one.close()
 
 
-async def test_nothing_is_written_down_of_one_that_nobody_was_promised(servers: Servers) -> None:
-    assert servers.here.get_record("arm") is None
+async def record_of_a_session(servers: Servers) -> SessionRecord:
+    """Create a session on the first server and return its record."""
     await servers.here.create(NEW)
     record = servers.here.get_record("arm")
     assert record is not None
+    return record
+
+
+async def test_only_a_created_session_has_a_record(servers: Servers) -> None:
+    assert servers.here.get_record("arm") is None
+    record = await record_of_a_session(servers)
     assert record.is_ready
     assert from_json(record.as_json()) == record
 
@@ -61,12 +67,8 @@ async def test_one_that_is_given_up_is_held_and_its_rooms_stay(servers: Servers)
     await servers.here.hand_over("arm")
 
 
-async def test_one_that_is_taken_in_moves_nothing_before_it_is_restarted_and_then_has_its_rooms(
-    servers: Servers,
-) -> None:
-    await servers.here.create(NEW)
-    record = servers.here.get_record("arm")
-    assert record is not None
+async def test_an_adopted_session_is_interrupted_and_keeps_its_rooms(servers: Servers) -> None:
+    record = await record_of_a_session(servers)
     await servers.here.hand_over("arm")
     session = await servers.there.adopt(record, None)
     assert (str(session.stage), session.new.owner) == ("interrupted", "alice")
@@ -97,19 +99,14 @@ async def test_the_latch_of_an_emergency_stop_comes_along(servers: Servers) -> N
 
 
 async def test_one_whose_id_is_there_is_not_taken_in(servers: Servers) -> None:
-    await servers.here.create(NEW)
+    record = await record_of_a_session(servers)
     await servers.there.create(replace(NEW, owner="bob"))
-    record = servers.here.get_record("arm")
-    assert record is not None
     with pytest.raises(SessionExists):
         await servers.there.adopt(record, None)
 
 
 async def test_an_interrupted_one_can_be_given_up_too(servers: Servers) -> None:
-    await servers.here.create(NEW)
-    record = servers.here.get_record("arm")
-    assert record is not None
-    await servers.there.adopt(record, None)
+    await servers.there.adopt(await record_of_a_session(servers), None)
     await servers.there.hand_over("arm")
     assert servers.there.list() == []
     assert servers.transport.existing != set()

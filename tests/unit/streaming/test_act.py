@@ -86,15 +86,15 @@ WRONG_STATES = [
 ]
 
 
-@pytest.mark.parametrize(("more", "left_out", "said"), WRONG_STATES)
-async def test_an_error_about_a_state_names_exactly_what_is_wrong(server, more, left_out, said):
+async def test_an_error_about_a_state_names_exactly_what_is_wrong(server):
     named = dict(zip(LEROBOT, server.pose, strict=True))
-    state = {name: value for name, value in (named | more).items() if name not in left_out}
-    status, told = await server.act(server.seen(state=state))
-    text = told["detail"][0]["msg"].partition("wanted cameras")[0]
-    assert status == 422
-    assert said in text
-    assert "shoulder_lift" not in text.replace("shoulder_lift.vel", ""), "a right name is not accused"
+    for more, left_out, said in WRONG_STATES:
+        state = {name: value for name, value in (named | more).items() if name not in left_out}
+        status, told = await server.act(server.seen(state=state))
+        text = told["detail"][0]["msg"].partition("wanted cameras")[0]
+        assert status == 422
+        assert said in text
+        assert "shoulder_lift" not in text.replace("shoulder_lift.vel", ""), "a right name is not accused"
 
 
 async def test_extra_names_are_ignored_where_the_client_says_so(server):
@@ -188,7 +188,7 @@ async def test_single_actions_go_on_after_a_failure_from_where_the_arm_is(serve)
         np.testing.assert_allclose(told["action"], np.add(server.pose, 1.0), atol=1e-4)
 
 
-async def test_an_action_that_was_planned_before_a_pause_or_before_the_loop_drove_is_never_told(server):
+async def test_an_action_from_before_a_pause_is_never_given_out(server):
     assert (await server.act(server.seen(want="action")))[0] == 200
     ((_, client),) = server.app.ctx.stream_clients._inferences.items()
     moved = np.add(server.pose, -7.0).astype(np.float32)
@@ -215,7 +215,7 @@ async def test_what_was_done_of_a_chunk_may_be_said_again(serve):
         np.testing.assert_allclose(told["actions"][:2, 0], [6, 7], atol=1e-4)
 
 
-async def test_a_chunk_is_held_to_the_limits_from_the_measured_pose_or_from_what_was_done(serve):
+async def test_a_chunk_is_limited_from_the_pose_or_executed_actions(serve):
     async with serve(policy=ScriptedPolicy(step=5.0), max_relative_target=1.0) as server:
         await server.create()
         told = (await server.act(server.seen()))[1]
@@ -368,7 +368,7 @@ async def test_bodies_are_held_to_forms_and_sizes(server):
     assert (await server.act(io.BytesIO(bytes(17 << 20))))[0] == 413
 
 
-async def test_a_stop_ends_what_a_client_does_until_it_says_that_it_begins_anew(server):
+async def test_a_stop_ends_acts_until_the_client_sends_a_reset(server):
     assert (await server.act(server.seen()))[0] == 200
     assert (await server.call("POST", "/sessions/arm/stop"))[0] == 200
     for want in ("chunk", "action"):
@@ -379,19 +379,19 @@ async def test_a_stop_ends_what_a_client_does_until_it_says_that_it_begins_anew(
     assert (await server.act(server.seen(executed=1)))[0] == 200
 
 
-async def test_a_client_that_asked_in_vain_while_the_loop_drove_moves_nothing_when_that_is_stopped(server):
+async def test_a_client_refused_during_the_loop_needs_a_reset(server):
     assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
     assert "its own control loop" in (await server.act(server.seen()))[1]["detail"]
     assert (await server.call("POST", "/sessions/arm/stop"))[0] == 200
     assert (await server.act(server.seen()))[0] == 409
 
 
-async def test_a_session_that_was_stopped_may_be_asked_by_whoever_comes_after(server):
+async def test_a_stopped_session_answers_a_new_client(server):
     assert (await server.call("POST", "/sessions/arm/stop"))[0] == 200
     assert (await server.act(server.seen()))[0] == 200
 
 
-async def test_a_latch_holds_against_clients_that_begin_anew_and_nothing_moves_by_a_reset(server):
+async def test_a_latch_holds_against_a_client_reset(server):
     assert (await server.act(server.seen()))[0] == 200
     assert (await server.call("POST", "/sessions/arm/emergency_stop"))[0] == 200
     status, told = await server.act(server.seen(reset=True))
@@ -413,7 +413,7 @@ async def test_a_stop_while_the_policy_thinks_keeps_its_answer_back(server):
     assert (await asked)[0] == 409
 
 
-async def test_nobody_acts_while_the_sessions_own_loop_drives_or_in_a_dry_run_or_where_rooms_are(server):
+async def test_acts_need_a_direct_session_without_its_own_loop(server):
     await server.call("POST", "/sessions/arm/start")
     assert "its own control loop drives" in (await server.act(server.seen()))[1]["detail"]
     await server.create("dry", dry_run=True)

@@ -192,7 +192,7 @@ async def test_observations_of_openpis_robots_are_found_by_name(robot: str, serv
         assert status == (200 if controls_joints else 409)
 
 
-def test_actions_that_are_no_targets_of_joints_are_for_clients_without_rooms():
+def test_actions_without_joint_targets_need_a_direct_session():
     requirements = Requirements("act", {"front": (48, 64)}, 8, None, 7, 5, 5, controls_joints=False)
     new = NewSession("arm", "policies/act", "http://localhost", ("front",), "act")
     (text,) = find_mismatches(requirements, new)
@@ -222,7 +222,7 @@ async def test_an_error_is_text_without_a_traceback_and_the_end(server):
             assert socket.close_code == 1011
 
 
-async def test_a_port_of_its_own_is_for_the_only_direct_session_with_the_clients_key(serve, tmp_path):
+async def test_the_openpi_port_serves_the_only_direct_session_of_a_key(serve, tmp_path):
     file = KeyFile(tmp_path / "keys.json")
     key, other = (file.create(name, Role.OPERATOR, name, time.time()) for name in ("alice", "bob"))
     async with serve(key=key, keys_file=str(file.path)) as server:
@@ -317,7 +317,7 @@ def play(arm, client) -> bool:
     return arm.is_lifted
 
 
-async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_client():
+async def test_the_end_of_the_openpi_port_holds_all_robots_first():
     async with started(policy_owners=("policies",)) as server:
         app = server.app
         await app.ctx.sessions.create(NewSession("arm", "policies/act", DIRECT))
@@ -394,7 +394,7 @@ def test_unusable_observations_are_refused(fields: dict, text: str) -> None:
         read({"image": picture(0), "state": np.zeros(1)} | fields)
 
 
-async def test_of_a_client_that_asks_as_fast_as_it_can_not_each_observation_is_kept_but_the_newest(server, monkeypatch):
+async def test_only_the_newest_observation_of_a_fast_client_is_kept(server, monkeypatch):
     recent = server.app.ctx.sessions.get("arm").robot_io.runner.recent
     async with server.stream("/sessions/arm/openpi") as socket:
         await socket.recv()

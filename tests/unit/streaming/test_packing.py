@@ -129,7 +129,7 @@ def test_what_is_no_json_is_refused(text):
         ('"' * 200_000, "beside its strings"),
     ],
 )
-async def test_a_long_text_that_is_none_of_pictures_is_refused_before_it_is_parsed(text, what):
+async def test_a_long_text_without_pictures_is_refused_unparsed(text, what):
     with pytest.raises(TooLarge, match=what):
         codec.unpack_json(text)
     with pytest.raises(TooLarge, match=what):

@@ -120,14 +120,6 @@ async def test_a_message_that_takes_long_is_cut_off(server, caplog):
     assert "its message takes too long" in caplog.text
 
 
-async def test_whoever_sent_much_at_once_lets_others_go_first_between_its_messages():
-    door = StreamSocket(SocketLimits())
-    door._reader.messages.append("one")
-    others = []
-    asyncio.get_running_loop().call_soon(others.append, 1)
-    assert (await door.receive(), others) == ("one", [1])
-
-
 async def test_what_is_read_of_a_connection_that_is_lost_ends():
     door = StreamSocket(SocketLimits())
     door._early = memoryview(frame(1, PING) * 400)  # more than is read at once

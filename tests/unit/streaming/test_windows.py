@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from service.control.observation_buffer import Snapshot
-from service.recording.dataset import DatasetSource
+from service.recording.mcap_files import McapSource
 from service.recording.replay import replay_recording
 from service.streaming import codec
 from service.streaming.direct_inference import ObservationWindow
@@ -117,7 +117,7 @@ async def test_a_client_may_send_the_whole_window(looking) -> None:
         (seen(1, timestamp="now"), "timestamp: wanted seconds"),
     ],
 )
-async def test_a_window_of_another_shape_is_refused_and_the_text_says_what_is_wanted(looking, message, text) -> None:
+async def test_a_window_of_another_shape_is_refused_with_what_is_wanted(looking, message, text) -> None:
     status, told = await looking.act(message)
     assert status == 422
     assert text in told["detail"][0]["msg"]
@@ -165,9 +165,10 @@ def test_without_timestamps_arrival_counts_and_a_flood_fills_no_memory() -> None
 
 
 async def test_a_recording_of_a_direct_session_holds_what_its_policy_was_shown(serve, tmp_path) -> None:
-    """Its dataset, replayed, shows the policy the windows that it was shown live."""
+    """The recording, replayed, shows the policy the windows that it was shown live."""
     policy, folder = Looking(), tmp_path / "kept"
-    async with serve(policy=policy, recordings=str(folder), recording_free=0) as server:
+    settings = {"recordings": str(folder), "recording_free": 0, "recording_datasets": False}
+    async with serve(policy=policy, **settings) as server:
         await server.create(record=True, action_steps=1)
         async with server.stream() as socket:
             await server.call("POST", "/sessions/arm/start")
@@ -177,12 +178,12 @@ async def test_a_recording_of_a_direct_session_holds_what_its_policy_was_shown(s
             await server.call("POST", "/sessions/arm/stop")
         await server.call("DELETE", "/sessions/arm")
         async with asyncio.timeout(60):
-            while (await server.call("GET", "/recordings"))[1][0]["dataset"] != "ready":  # noqa: ASYNC110, another process
+            while (await server.call("GET", "/recordings"))[1][0]["state"] != "off":  # noqa: ASYNC110, another thread
                 await asyncio.sleep(0.05)
     live = [[joint for _, joint in window] for window in policy.shown if len({joint for _, joint in window}) == 3]
     policy.shown.clear()
-    (dataset,) = (path for path in folder.iterdir() if path.is_dir())
-    replay_recording(DatasetSource(dataset), policy, every=1)
+    (recording,) = folder.glob("*.mcap")
+    replay_recording(McapSource(recording), policy, every=1)
     replayed = [[joint for _, joint in window] for window in policy.shown]
     same = [window for window in live if window in replayed]
     assert len(live) >= 5

@@ -52,45 +52,22 @@ ALLOWED = [
     "https://localhost./api",
 ]
 REFUSED = [
-    "http://169.254.169.254/latest/meta-data",
-    "http://[::ffff:169.254.169.254]/",
-    "http://[::ffff:127.0.0.1]:8000",
-    "http://[64:ff9b::7f00:1]/",
-    "http://[fd00:ec2::254]/",
-    "http://100.100.100.200/",
-    "http://0x7f.1/",
-    "http://0177.0.0.1/",
-    "http://2130706433/",
-    "http://127.1/",
-    "http://0/",
-    "http://0.0.0.0:8001",
-    "http://[::]:8001",
-    "http://224.0.0.1/",
-    "http://255.255.255.255/",
-    "http://192.168.1.7:8000",
-    "http://10.0.0.1",
-    "http://[fe80::1%25eth0]/",
-    "http://[fe80::1]/",
-    "http://93.184.216.34",
-    "http://robot.lan:8000",
-    "http://to-here.example:8000",
-    "http://to-metadata.lan/",
-    "http://a@b/",
-    "http://127.0.0.1@evil.example/",
-    "http://evil.example#@127.0.0.1/",
-    "http://evil.example\\@127.0.0.1/",
-    "http://bücher.example/",
-    "http://127。0。0。1/",
-    "http://127.0.0.1%2eevil.example/",
-    "http://local%68ost/",
-    "http://localhost..:8000",
-    "http:///x",
-    "file:///etc/passwd",
-    "gopher://127.0.0.1:6379/_x",
-    "javascript:alert(1)",
-    "http://127.0.0.1:99999",
-    "http://127.0.0.1:8000/?next=http://evil.example",
-    "http://local host/",
+    # Metadata services of clouds, also under other spellings of their addresses.
+    *("http://169.254.169.254/latest/meta-data", "http://[::ffff:169.254.169.254]/", "http://[fd00:ec2::254]/"),
+    *("http://100.100.100.200/", "http://to-metadata.lan/"),
+    # This machine, in spellings that parsers disagree about.
+    *("http://[::ffff:127.0.0.1]:8000", "http://[64:ff9b::7f00:1]/", "http://0x7f.1/", "http://0177.0.0.1/"),
+    *("http://2130706433/", "http://127.1/", "http://0/", "http://0.0.0.0:8001", "http://[::]:8001"),
+    *("http://127。0。0。1/", "http://local%68ost/", "http://localhost..:8000", "http://to-here.example:8000"),
+    # Other networks.
+    *("http://224.0.0.1/", "http://255.255.255.255/", "http://192.168.1.7:8000", "http://10.0.0.1"),
+    *("http://[fe80::1%25eth0]/", "http://[fe80::1]/", "http://93.184.216.34", "http://robot.lan:8000"),
+    # Another host after a trick.
+    *("http://a@b/", "http://127.0.0.1@evil.example/", "http://evil.example#@127.0.0.1/"),
+    *("http://evil.example\\@127.0.0.1/", "http://bücher.example/", "http://127.0.0.1%2eevil.example/"),
+    # No URL of a server.
+    *("http:///x", "file:///etc/passwd", "gopher://127.0.0.1:6379/_x", "javascript:alert(1)"),
+    *("http://127.0.0.1:99999", "http://127.0.0.1:8000/?next=http://evil.example", "http://local host/"),
     "http://127.0.0.1\r\nx-a: b/",
 ]
 
@@ -158,7 +135,7 @@ def test_a_wrong_entry_stops_the_server_from_starting():
         create_app(Settings.from_values(transport_hosts=("http://host",)), load=ScriptedLoader())
 
 
-async def test_this_server_itself_is_a_destination_by_its_own_port_on_an_address_of_this_machine():
+async def test_this_server_is_a_destination_at_its_own_port():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -212,7 +189,7 @@ async def test_a_redirect_to_this_machine_is_not_followed():
     await runner.cleanup()
 
 
-async def test_a_refused_host_is_422_before_the_policy_is_loaded_and_names_the_setting():
+async def test_a_refused_host_is_422_and_names_the_setting():
     async with started(transport=REAL) as server:
         for host, said in (("169.254.169.254:8000", "metadata"), ("10.0.0.1", "--transport-hosts")):
             status, told = await server.create(transport_server_url=f"http://{host}")

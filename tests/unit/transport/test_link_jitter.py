@@ -1,16 +1,22 @@
 """Packets to pictures: at once, all of them, and nothing built on a loss."""
 
+from fractions import Fraction
+
+import av
 import pytest
 from aiortc.jitterbuffer import JitterFrame
 from aiortc.rtp import RtpPacket
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.transport.webrtc.decoding import MAX_DECLARED
 from service.transport.webrtc.jitter_buffer import (
     KEYFRAME_REQUEST_INTERVAL,
     LOSS_TIMEOUT,
     MAX_FRAMES_PER_PACKET,
+    UNREADABLE_SIZE,
     EagerJitterBuffer,
+    h264_pixels,
     is_keyframe,
 )
 
@@ -73,7 +79,7 @@ def test_a_late_packet_releases_everything_that_waited_for_it_in_order():
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["late", "lost"])
-def test_however_many_pictures_wait_for_a_packet_few_are_looked_at_in_one_turn_and_all_come(is_lost, monkeypatch):
+def test_waiting_pictures_are_released_a_few_per_packet(is_lost, monkeypatch):
     looks: list[bytes] = []
     monkeypatch.setattr("service.transport.webrtc.jitter_buffer.vp8_pixels", lambda data: looks.append(data) or 0)
     stream = Stream()
@@ -102,7 +108,7 @@ def test_nothing_is_given_out_before_the_first_keyframe_which_is_asked_for():
     assert (stream.given, stream.asked) == ([KEY, INTER], 2)
 
 
-def test_a_packet_that_never_comes_is_given_up_and_nothing_is_built_on_the_loss():
+def test_nothing_is_decoded_after_a_lost_packet_before_a_keyframe():
     stream = Stream()
     stream.arrive(*stream.packets(KEY, stamp=1))
     asked = stream.asked
@@ -188,3 +194,35 @@ def test_no_sequence_of_packets_breaks_it(packets):
 )
 def test_a_keyframe_is_known_by_its_bytes(data, is_key):
     assert is_keyframe(data) is is_key
+
+
+# The size of a picture is read from its bytes before a decoder gets it; tests/hostile has broken streams.
+
+
+@pytest.mark.parametrize(("height", "width"), [(48, 64), (480, 640), (1080, 1920), (1200, 1920), (4096, 4096)])
+def test_the_size_that_h264_declares_is_read(height, width):
+    frame = av.VideoFrame(width, height, "yuv420p")
+    codec = av.CodecContext.create("libx264", "w")
+    codec.width, codec.height, codec.pix_fmt, codec.time_base = width, height, "yuv420p", Fraction(1, 30)
+    for profile in ("baseline", "high"):
+        codec = av.CodecContext.create("libx264", "w")
+        codec.width, codec.height, codec.pix_fmt, codec.time_base = width, height, "yuv420p", Fraction(1, 30)
+        codec.options = {"profile": profile, "preset": "ultrafast", "tune": "zerolatency"}
+        data = b"".join(bytes(packet) for packet in codec.encode(frame))
+        assert h264_pixels(data) == -(-height // 16) * 16 * -(-width // 16) * 16
+    assert (h264_pixels(data) > MAX_DECLARED) == (height > 1080)
+
+
+@pytest.mark.parametrize("data", [b"\0\0\1\x67", b"\0\0\1\x67" + b"\0" * 40, b"\0\0\1\x67\x42\0\x1f" + b"\0" * 9])
+def test_a_size_that_cannot_be_read_is_too_large(data):
+    assert h264_pixels(data) == UNREADABLE_SIZE
+
+
+def test_a_picture_of_descriptions_alone_is_not_decoded():
+    assert h264_pixels(b"\0\0\1\x67\x42\0\x1e\xda\x02\x80" * 17) == UNREADABLE_SIZE
+    assert h264_pixels(b"\0\0\1\x09" * 1025) == UNREADABLE_SIZE
+    assert h264_pixels(b"\0\0\1\x09" * 1024) == 0
+
+
+def test_what_declares_no_size_has_none():
+    assert h264_pixels(b"") == h264_pixels(b"\x10\0\0\x9d\1\x2a") == h264_pixels(b"\0\0\1\x65abc") == 0

@@ -96,7 +96,7 @@ async def wire():
     await asyncio.gather(*wire.tasks, return_exceptions=True)
 
 
-async def test_a_message_to_a_thousand_is_written_a_few_at_a_time_and_others_have_their_turns_between(wire: Wire):
+async def test_a_broadcast_to_a_thousand_is_written_in_slices(wire: Wire):
     peers = [wire.peer() for _ in range(1000)]
     robot, to_robot = wire.peer()
     await asyncio.sleep(0)
@@ -140,7 +140,7 @@ async def test_frames_of_a_peer_keep_their_order_whichever_way_they_go(wire: Wir
     assert socket.ending == "over"
 
 
-async def test_a_peer_that_does_not_read_is_cut_at_its_limit_and_waited_for_by_nobody(wire: Wire):
+async def test_a_peer_that_does_not_read_is_cut_at_its_limit(wire: Wire):
     slow, to_slow = wire.peer(messages=3)
     other, to_other = wire.peer()
     slow.unread = 1

@@ -33,16 +33,6 @@ def closed(effects) -> set[object]:
     return {who for effect in effects if isinstance(effect, Close) for who in effect.to}
 
 
-def test_a_refused_connection_has_no_seat_and_leaving_does_nothing(table):
-    table.join("a", ARM, Join("p", PRODUCER), 0.0)
-    effects = table.join("b", ARM, Join("q", PRODUCER), 0.0)
-    assert told(effects) == [("b", "error")]
-    assert closed(effects) == {"b"}
-    assert table.get_participant("b") is None
-    assert table.leave("b") == []
-    assert table.get(ARM).producer == "p"
-
-
 def test_one_id_may_be_producer_and_consumer_of_one_room(table):
     table.join("a", ARM, Join("me", PRODUCER), 0.0)
     table.join("b", ARM, Join("me", CONSUMER), 0.0)
@@ -139,17 +129,6 @@ def test_a_long_reason_is_cut(table):
     table.join("c", ARM, Join("c", CONSUMER), 0.0)
     (effect,) = websocket.receive_message(table, "c", protocol.EmergencyStop("x" * 10_000), 0.0)
     assert len(effect.message.reason) == websocket.MAX_REASON
-
-
-def test_after_a_delete_its_sockets_are_nobody(table):
-    table.join("p", ARM, Join("p", PRODUCER), 0.0)
-    table.join("c", ARM, Join("c", CONSUMER), 0.0)
-    assert closed(table.delete(ARM)) == {"p", "c"}
-    assert websocket.receive_message(table, "p", protocol.EmergencyStop(), 0.0) == []
-    table.create(ARM, 0.0)
-    table.join("q", ARM, Join("p", PRODUCER), 0.0)
-    assert table.leave("p") == []
-    assert table.get(ARM).producer == "p"
 
 
 def test_a_signal_stays_in_its_room(table):

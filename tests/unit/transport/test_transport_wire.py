@@ -88,20 +88,6 @@ def test_only_a_missing_timestamp_is_filled_in(message):
         assert "timestamp" not in found
 
 
-def test_a_refused_robotics_join_never_gets_a_timestamp():
-    assert json.loads(protocol.build_message(protocol.JoinRefused(), "now")) == {
-        "type": "error",
-        "message": "Cannot join room",
-    }
-
-
-def test_nulls_stand_where_the_wire_has_them():
-    ice = json.loads(protocol.build_message(protocol.WebrtcIce({"candidate": ""}, from_consumer="c")))
-    assert ice["from_producer"] is None
-    assert json.loads(protocol.build_message(protocol.VideoError("no")))["code"] is None
-    assert "source" not in json.loads(protocol.build_message(JointUpdate(({"name": "Jaw", "value": 1},))))
-
-
 def test_values_are_floats_by_name_and_the_last_of_a_name_wins():
     update = protocol.parse_message(
         '{"type":"joint_update","data":[{"name":"Jaw","value":1},{"name":"Jaw","value":2}]}'
