@@ -1,6 +1,8 @@
 """MaskGIT sampler: masked tokens are decoded by confidence.
 
 Source: https://arxiv.org/abs/2202.04200; the same numbers as diffusers' `AmusedScheduler`.
+
+The last class is the masked class. Models give no probability for it, and the sampler never draws it.
 """
 
 from dataclasses import dataclass
@@ -10,26 +12,36 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.ranges import NOT_NEGATIVE, check_numbers, shorten_value
-from jaxmodels.samplers.sampling import (
-    CLASSES,
-    Predict,
-    Tokens,
-    check_known,
-    check_prediction,
-    draw,
-    first_tokens,
-    make_partial,
-    normalized,
-    run_steps,
-    select_class,
-)
+from jaxmodels.ranges import NOT_NEGATIVE, Range, check_numbers, shorten_value
+from jaxmodels.samplers.sampling import Predict, check_prediction, make_partial, run_steps
 
+CLASSES = Range(2, 1 << 20)  # including the masked class
 MASKINGS = ("cosine", "linear")
+LOWEST = -70.0  # of a log-probability: e^-70 never happens, and differences stay finite
 MIN_LOG_CONFIDENCE = -46.051702  # log(1e-20): diffusers' floor of a confidence
+
+
+class Tokens(NamedTuple):
+    """Result of a discrete sampler: tokens and their probabilities; a pytree.
+
+    Attributes:
+        ids: classes, never the masked class.
+        log_probability: the model's log-probability of the class when it was chosen; 0 for known tokens.
+        distribution: log-probabilities of all classes at that time, zeros for known tokens; None unless requested.
+    """
+
+    ids: Int[Array, "b n"]
+    log_probability: Float[Array, "b n"]
+    distribution: Float[Array, "b v n"] | None = None
+
+
+def normalized(prediction: Float[Array, "b v n"]) -> Float[Array, "b v n"]:
+    """Log-probabilities out of logits or log-probabilities, without infinities."""
+    return jnp.maximum(jax.nn.log_softmax(prediction.astype(jnp.float32), axis=1), LOWEST)
 
 
 class MaskRow(NamedTuple):
@@ -119,6 +131,36 @@ class MaskSchedule:
         return jnp.where(ranks(uniform) < count[:, None], self.mask, tokens)
 
 
+def first_tokens(known: Any, shape: tuple[int, int], mask: int) -> Int[Array, "b n"]:
+    """The tokens to start from: known ones, and the masked class elsewhere.
+
+    Raises:
+        InputError: `known` has another shape, or holds something else than integers.
+    """
+    if known is None:
+        return jnp.full(shape, mask, jnp.int32)
+    if jnp.shape(known) != shape or not jnp.issubdtype(jnp.result_type(known), jnp.integer):
+        raise InputError(
+            f"known is {jnp.result_type(known)} {list(jnp.shape(known))}; wanted integers {list(shape)}, "
+            f"{mask} where a token is to be sampled"
+        )
+    return jnp.asarray(known, jnp.int32)
+
+
+def check_known(known: Any, mask: int) -> None:
+    """Check that known tokens are classes; the values of tracers are unknown and not checked.
+
+    Raises:
+        InputError: a known token is not a class.
+    """
+    if known is None or isinstance(known, Tracer):
+        return
+    tokens = np.asarray(known)
+    wrong = tokens[(tokens < 0) | (tokens > mask)]
+    if wrong.size:
+        raise InputError(f"known holds {wrong[0]}; wanted classes 0 to {mask - 1}, or {mask} for a token to be sampled")
+
+
 def ranks(x: Float[Array, "b n"]) -> Int[Array, "b n"]:
     """Rank of each number within its element: how many are lower; ties in order of position."""
     return jnp.argsort(jnp.argsort(x, axis=1), axis=1)
@@ -149,8 +191,9 @@ def maskgit_step(
     """
     log_probabilities = normalized(prediction)
     is_masked = tokens == schedule.mask
-    drawn = jnp.where(is_masked, draw(log_probabilities, schedule.class_temperature * class_gumbel), tokens)
-    sure = select_class(log_probabilities, drawn)
+    likeliest = jnp.argmax(log_probabilities + schedule.class_temperature * class_gumbel, axis=1).astype(jnp.int32)
+    drawn = jnp.where(is_masked, likeliest, tokens)
+    sure = jnp.take_along_axis(log_probabilities, drawn[:, None], axis=1)[:, 0]
     order = jnp.where(is_masked, sure, jnp.inf if surety is None else surety)
     order = jnp.maximum(order, MIN_LOG_CONFIDENCE) + row.temperature * order_gumbel
     count = jnp.floor(masked_at_first.astype(jnp.float32) * row.share).astype(jnp.int32)
