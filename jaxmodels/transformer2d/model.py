@@ -34,60 +34,6 @@ from jaxmodels.transformer2d.network import Execution, Network
 from jaxmodels.weights import blueprint, flatten
 
 
-class Attributes:
-    """Public attributes of diffusers' `Transformer2DModel`, all from the config."""
-
-    config: Transformer2DConfig
-
-    @property
-    def inner_dim(self) -> int:
-        """Width of the tokens."""
-        return self.config.inner_dim
-
-    @property
-    def in_channels(self) -> int | None:
-        return self.config.in_channels
-
-    @property
-    def out_channels(self) -> int | None:
-        return self.config.outputs
-
-    @property
-    def height(self) -> int | None:
-        """Side in pixels of the square that the positions were made for."""
-        return self.config.sample_size
-
-    @property
-    def width(self) -> int | None:
-        return self.config.sample_size
-
-    @property
-    def num_latent_pixels(self) -> int | None:
-        """Largest number of latent pixels of a discrete input."""
-        return (self.config.sample_size or 0) ** 2 if self.config.kind == "discrete" else None
-
-    @property
-    def patch_size(self) -> int | None:
-        return self.config.patch_size
-
-    @property
-    def num_vector_embeds(self) -> int | None:
-        """Number of classes of a discrete input, with the masked one (the last)."""
-        return self.config.num_vector_embeds
-
-    @property
-    def is_input_continuous(self) -> bool:
-        return self.config.kind == "continuous"
-
-    @property
-    def is_input_vectorized(self) -> bool:
-        return self.config.kind == "discrete"
-
-    @property
-    def is_input_patches(self) -> bool:
-        return self.config.kind == "patches"
-
-
 def load_pretrained(
     path_or_repo: str | Path,
     subfolder: str | None,
@@ -135,7 +81,7 @@ class Transformer2DModelOutput(NamedTuple):
         return (self.sample,)
 
 
-class Transformer2DModel(Attributes, Network):
+class Transformer2DModel(Network):
     """The 2D transformer with diffusers' arguments and numbers, compiled.
 
     The arguments are those of `Transformer2DConfig`, in the same order; and of our own:
@@ -162,65 +108,15 @@ class Transformer2DModel(Attributes, Network):
 
     def __init__(
         self,
-        num_attention_heads: int = 16,
-        attention_head_dim: int = 88,
-        in_channels: int | None = None,
-        out_channels: int | None = None,
-        num_layers: int = 1,
-        dropout: float | int = 0.0,
-        norm_num_groups: int = 32,
-        cross_attention_dim: int | None = None,
-        attention_bias: bool = False,
-        sample_size: int | None = None,
-        num_vector_embeds: int | None = None,
-        patch_size: int | None = None,
-        activation_fn: str = "geglu",
-        num_embeds_ada_norm: int | None = None,
-        use_linear_projection: bool = False,
-        only_cross_attention: bool = False,
-        double_self_attention: bool = False,
-        upcast_attention: bool = False,
-        norm_type: str = "layer_norm",
-        norm_elementwise_affine: bool = True,
-        norm_eps: float | int = 1e-5,
-        attention_type: str = "default",
-        caption_channels: int | None = None,
-        interpolation_scale: float | int | None = None,
-        use_additional_conditions: bool | None = None,
-        *,
+        *arguments: Any,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike | None = None,
         scan_layers: bool = True,
         remat: bool = False,
         rngs: nnx.Rngs | None = None,
+        **named: Any,
     ):
-        config = Transformer2DConfig(
-            num_attention_heads,
-            attention_head_dim,
-            in_channels,
-            out_channels,
-            num_layers,
-            dropout,
-            norm_num_groups,
-            cross_attention_dim,
-            attention_bias,
-            sample_size,
-            num_vector_embeds,
-            patch_size,
-            activation_fn,
-            num_embeds_ada_norm,
-            use_linear_projection,
-            only_cross_attention,
-            double_self_attention,
-            upcast_attention,
-            norm_type,
-            norm_elementwise_affine,
-            norm_eps,
-            attention_type,
-            caption_channels,
-            interpolation_scale,
-            use_additional_conditions,
-        )
+        config = Transformer2DConfig(*arguments, **named)
         dtypes = Dtypes(read_dtype(dtype), read_dtype(dtype if param_dtype is None else param_dtype))
         super().__init__(config, dtypes, Execution(scan_layers, remat), rngs=nnx.Rngs(0) if rngs is None else rngs)
 
