@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
@@ -34,36 +33,6 @@ from jaxmodels.transformer2d.network import Execution, Network
 from jaxmodels.weights import blueprint, flatten
 
 
-def load_pretrained(
-    path_or_repo: str | Path,
-    subfolder: str | None,
-    revision: str | None,
-    dtype: np.dtype,
-    *,
-    config: Transformer2DConfig | None = None,
-    variant: str | None = None,
-    prefix: str | None = None,
-    device: str | None = None,
-    on_progress: Callable[[str], None] | None = None,
-) -> tuple[Transformer2DConfig, dict[str, jax.Array]]:
-    """Config and weights of a checkpoint; arguments and errors as `Transformer2DModel.from_pretrained`."""
-    report = on_progress or (lambda stage: None)
-    where = find_device(device)
-    folder = Path(os.path.expanduser(path_or_repo))
-    if not str(path_or_repo) or not folder.is_dir():
-        files = diffusers_folder.files(subfolder=subfolder, variant=variant)
-        folder = fetch(str(path_or_repo), revision, files=files, on_progress=report, subfolder=subfolder)
-    elif revision is not None:
-        raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
-    report("reading")
-    config, weights = diffusers_folder.read(
-        folder, subfolder=subfolder, variant=variant, prefix=prefix, config=config, dtype=dtype
-    )
-    on_device = {name: jax.device_put(weights.pop(name), where) for name in list(weights)}
-    report("ready")
-    return config, on_device
-
-
 class Transformer2DModelOutput(NamedTuple):
     """Output of the model: attribute ``sample``, also as ``output["sample"]`` and ``output[0]``.
 
@@ -76,9 +45,6 @@ class Transformer2DModelOutput(NamedTuple):
 
     def __getitem__(self, key: Any) -> Any:
         return tuple.__getitem__(self, self._fields.index(key) if isinstance(key, str) else key)
-
-    def to_tuple(self) -> tuple[Array]:
-        return (self.sample,)
 
 
 class Transformer2DModel(Network):
@@ -121,19 +87,13 @@ class Transformer2DModel(Network):
         super().__init__(config, dtypes, Execution(scan_layers, remat), rngs=nnx.Rngs(0) if rngs is None else rngs)
 
     @classmethod
-    def from_config(
-        cls,
-        config: Transformer2DConfig | Mapping[str, Any],
-        *,
-        dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike | None = None,
-        scan_layers: bool = True,
-        remat: bool = False,
-        rngs: nnx.Rngs | None = None,
-    ) -> "Transformer2DModel":
-        """A model with random weights from a config, or from a parsed ``config.json``."""
+    def from_config(cls, config: Transformer2DConfig | Mapping[str, Any], **options: Any) -> "Transformer2DModel":
+        """Return a model with random weights from a config, or from a parsed ``config.json``.
+
+        Args:
+            options: keyword arguments of the class that are not in the config, e.g. ``dtype``.
+        """
         known = config if isinstance(config, Transformer2DConfig) else Transformer2DConfig.from_json(config)
-        options = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers, "remat": remat, "rngs": rngs}
         return cls(**known.to_json(), **options)
 
     @classmethod
@@ -149,46 +109,49 @@ class Transformer2DModel(Network):
         config: Transformer2DConfig | None = None,
         device: str | None = None,
         param_dtype: DTypeLike | None = None,
-        scan_layers: bool = True,
-        remat: bool = False,
         on_progress: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> "Transformer2DModel":
         """Load a diffusers checkpoint: ``config.json`` and ``diffusion_pytorch_model.safetensors``, whole or in shards.
 
         Folders of `DiTTransformer2DModel` and `PixArtTransformer2DModel` are read, too.
 
         Args:
-            path_or_repo: a folder, or a repo id like ``owner/name``.
-            subfolder: of a pipeline's folder, e.g. ``transformer``.
+            path_or_repo: folder, or repo id like ``owner/name``.
+            subfolder: folder of the model in a pipeline's folder, e.g. ``transformer``.
             revision: branch, tag or commit of a repo.
-            dtype: what it computes in, and keeps weights in: float32 (when None), bfloat16 or float16.
-            variant: of the files, e.g. ``fp16``.
-            prefix: one transformer out of a Stable Diffusion UNet, e.g. ``down_blocks.0.attentions.1``.
-            config: in the place of the folder's, e.g. for a prefix whose config cannot be told from the whole model's.
+            dtype: dtype of the computation and of the weights: float32 (when None), bfloat16 or float16.
+            variant: variant of the files, e.g. ``fp16``.
+            prefix: name of one transformer in a Stable Diffusion UNet, e.g. ``down_blocks.0.attentions.1``.
+            config: replaces the folder's config, e.g. for a prefix of a model whose config is not known.
             device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
-            param_dtype, scan_layers, remat: see the class.
-            on_progress: told ``downloading``, ``reading``, ``ready``.
+            param_dtype: see the class.
+            on_progress: receives ``downloading``, ``reading``, ``ready``.
+            options: ``scan_layers`` and ``remat``, see the class.
 
         Raises:
             HubError: the repo cannot be fetched.
-            ConfigError: the config, dtype or device makes no sense.
+            ConfigError: the config, dtype or device is not valid.
             CheckpointError: files are missing or malformed, or do not fit the config (`WeightsMismatch`, all of it).
         """
         dtype, stored = read_dtype(dtype), read_dtype(dtype if param_dtype is None else param_dtype)
-        config, weights = load_pretrained(
-            path_or_repo,
-            subfolder,
-            revision,
-            stored,
-            config=config,
-            variant=variant,
-            prefix=prefix,
-            device=device,
-            on_progress=on_progress,
+        report = on_progress or (lambda stage: None)
+        where = find_device(device)
+        folder = Path(os.path.expanduser(path_or_repo))
+        if not str(path_or_repo) or not folder.is_dir():
+            files = diffusers_folder.files(subfolder=subfolder, variant=variant)
+            folder = fetch(str(path_or_repo), revision, files=files, on_progress=report, subfolder=subfolder)
+        elif revision is not None:
+            raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
+        report("reading")
+        config, weights = diffusers_folder.read(
+            folder, subfolder=subfolder, variant=variant, prefix=prefix, config=config, dtype=stored
         )
-        options = {"dtype": dtype, "param_dtype": stored, "scan_layers": scan_layers, "remat": remat}
+        on_device = {name: jax.device_put(weights.pop(name), where) for name in list(weights)}
+        report("ready")
+        options |= {"dtype": dtype, "param_dtype": stored}
         plan = blueprint(lambda rngs: cls.from_config(config, **options, rngs=rngs))
-        return plan.assemble(weights)
+        return plan.assemble(on_device)
 
     def save_pretrained(
         self, folder: str | Path, *, variant: str | None = None, max_shard_bytes: int | None = None
