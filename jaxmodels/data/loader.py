@@ -41,17 +41,17 @@ class Sampler:
             if epoch not in self._orders:
                 shuffled = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
                 self._orders[epoch] = self._rows[shuffled]
-                # Steps are asked for a little out of order when several are prepared at once.
+                # Threads prepare several steps at once, which may be slightly out of order.
                 for old in sorted(self._orders)[:-4]:
                     del self._orders[old]
             return self._orders[epoch]
 
 
 class Batch(NamedTuple):
-    """A training batch: raw (not normalised) observations, the actions that followed, and tasks.
+    """Training batch: observations that are not normalised, the actions that follow, and tasks.
 
-    Of a policy that looks at several observations, pictures and states have an axis of time behind the batch's, oldest
-    first; before an episode's first row that is repeated.
+    If the policy reads several observations, pictures and states have a time axis after the batch axis, oldest first;
+    before the first row of an episode this row is repeated.
 
     Attributes:
         images: per camera of the policy, in its order and size, uint8 (b, h, w, 3).
@@ -71,11 +71,11 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """Batches of a dataset for a policy; each depends on the seed and the step alone.
+    """Batches of a dataset for a policy; each depends on the seed and the step only.
 
     Attributes:
-        waited: seconds that whoever took batches had to wait for them.
-        is_cached: whether all frames come decoded from the disk.
+        waited: seconds that the consumer of `batches` waited.
+        is_cached: whether all frames are read decoded from the disk.
     """
 
     def __init__(
@@ -94,15 +94,14 @@ class Loader:
 
         Args:
             policy: the policy's config.
-            batch_size: of all shards together.
-            workers: threads; as many as there are processors, eight at most, when None.
-            cache: folder for decoded frames; True is the user's (`ROBOJAX_FRAME_CACHE`), False decodes anew each time.
-            shard: which of how many equal parts of each batch this process takes, from 0.
-            on_progress: told how many frames of a camera are decoded into the cache, and of how many.
+            batch_size: examples of all shards together.
+            workers: number of threads; that of the processors, at most eight, when None.
+            cache: folder for decoded frames; True is `ROBOJAX_FRAME_CACHE`, False decodes frames for each batch.
+            shard: index of this process's part of each batch, from 0, and number of parts.
+            on_progress: receives the number of decoded frames of a camera, and of all its frames.
 
         Raises:
-            DatasetError: features are missing or of another width, the batch cannot be shared out, or frames cannot
-                be read.
+            DatasetError: features are missing or have another width, the parts are not equal, or frames cannot be read.
         """
         index, count = shard
         if batch_size < 1 or count < 1 or batch_size % count or not 0 <= index < count:
@@ -163,7 +162,7 @@ class Loader:
                 started = time.monotonic()
                 batch = waiting.popleft().result()
                 self.waited += time.monotonic() - started
-                # The next one is begun before this one is used.
+                # Begin the next batch before the caller uses this batch.
                 if step + 1 + len(waiting) < last:
                     waiting.append(pool.submit(self.at, step + 1 + len(waiting)))
                 yield batch

@@ -56,9 +56,9 @@ class Attention(nnx.Module):
     """Multi-head attention: projections to queries, keys and values, and back.
 
     Args:
-        width: d, the width of the queries' tokens and of what comes out.
+        width: d, width of the input and output tokens; a multiple of `heads`.
         heads: number of heads.
-        rate: share of attention probabilities dropped in training.
+        rate: dropout rate of the attention probabilities in training.
     """
 
     def __init__(self, width: int, heads: int, *, rate: float = 0.0, rngs: nnx.Rngs):

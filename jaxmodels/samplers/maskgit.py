@@ -21,7 +21,7 @@ from jaxmodels.samplers.sampling import Predict, check_prediction, make_partial,
 
 CLASSES = Range(2, 1 << 20)  # including the masked class
 MASKINGS = ("cosine", "linear")
-LOWEST = -70.0  # of a log-probability: e^-70 never happens, and differences stay finite
+LOWEST = -70.0  # smallest log-probability, so that differences of log-probabilities stay finite
 MIN_LOG_CONFIDENCE = -46.051702  # log(1e-20): diffusers' floor of a confidence
 
 
@@ -48,9 +48,9 @@ class MaskRow(NamedTuple):
     """Coefficients of one decoding step; with a leading axis, of all.
 
     Attributes:
-        timestep: what the model is told: how many steps come after this one.
-        share: of the tokens that were masked at first, how many are masked again after the step.
-        temperature: how much chance there is in which tokens are kept.
+        timestep: number of steps after this step, the model's timestep.
+        share: share of the initially masked tokens that are masked after the step.
+        temperature: randomness in the choice of the kept tokens.
     """
 
     timestep: Int[Any, "..."]
@@ -68,10 +68,10 @@ class MaskSchedule:
         temperature: of the choice of tokens, at the first and at the last step. 0 keeps the surest ones, which is
             greedy and prefers what is common; diffusers goes from 2 to 0.
         class_temperature: of the draw of classes: 1 draws as the model says, 0 takes the likeliest.
-        remasking: whether a token of an earlier step is masked again when the model was less sure of it than it is now
-            of others. It is drawn anew with more to go by; given tokens never are. diffusers does not.
-        begins_with_one: whether the first step keeps one token only. Those that one step keeps were chosen without
-            sight of each other, which matters most where nothing is decided yet. diffusers does not.
+        remasking: whether a token of an earlier step may be masked again, if the model was less confident of it than of
+            the new tokens. Known tokens are never masked. diffusers does not do this.
+        begins_with_one: whether the first step keeps one token only, because the tokens of one step are chosen
+            independently of each other. diffusers does not do this.
 
     Raises:
         ConfigError: a field makes no sense.
@@ -183,8 +183,8 @@ def maskgit_step(
         row: one row of ``schedule.rows(steps)``; timestep 0 masks nothing again.
         masked_at_first: masked tokens before the first step.
         class_gumbel, order_gumbel: standard Gumbel noise, for the classes and for the order.
-        surety: of each token that is not masked, the log-probability with which it was chosen: then it may be masked
-            again, too. Infinite for those that may not. None: none may.
+        surety: log-probability with which each unmasked token was chosen, for remasking; infinite for tokens that must
+            stay. None: all unmasked tokens stay.
 
     Returns:
         The tokens, which of them were revealed in this step, and the log-probability of each token's class.
@@ -224,9 +224,9 @@ def maskgit(
         key: where all random numbers come from.
         extras: a pytree with a leading axis of steps, one for each of ``schedule.rows(steps).timestep``.
         known: tokens (b, n) to keep, and the masked class where one is to be sampled.
-        alike: the same random numbers for each member of the batch: what one gets hangs on its prediction alone, and
-            not on its place among the others.
-        distributions: also give what the model said of every class when a token was chosen.
+        alike: use the same random numbers for each member of the batch, so that a result does not depend on the place
+            in the batch.
+        distributions: return `Tokens.distribution`, too.
 
     Raises:
         InputError: steps, extras, known tokens or the prediction do not fit.
@@ -270,9 +270,9 @@ def _sample(
 
 
 def _noise(schedule: MaskSchedule, key: PRNGKeyArray, shape: tuple[int, int], alike: bool) -> tuple[Array, Array]:
-    """Gumbel noise for the classes and for the order, in one draw: random numbers are much of what there is to compile.
+    """Draw Gumbel noise for the classes and for the order in one array, which compiles faster than two draws.
 
-    The masked class's row is for the order. Without chance there is none.
+    The row of the masked class is for the order. The noise is zero if the schedule is greedy.
     """
     drawn = (1 if alike else shape[0], schedule.num_classes, shape[1])
     gumbel = jnp.zeros(drawn) if schedule.is_greedy else jax.random.gumbel(key, drawn, jnp.float32)

@@ -13,16 +13,17 @@ from jaxmodels.errors import InputError
 from jaxmodels.ranges import Range
 
 Predict: TypeAlias = Callable[..., Any]
-STEPS = Range(1, 1000)  # of a sampler; published ones take 1 to 100, and 1000 where each timestep is visited
+# Published samplers take 1 to 100 steps, or 1000 if they visit every timestep.
+STEPS = Range(1, 1000)
 State = TypeVar("State")
 Rows = TypeVar("Rows")
 
 
 def make_partial(predict: Predict) -> Partial:
-    """`predict` as a `Partial`, whose arrays are arguments of the compiled program and not constants.
+    """Return `predict` as a `Partial`, whose arrays are arguments of the compiled program.
 
-    Any other callable is a constant of it, and so are the arrays it closes over: each new closure compiles anew
-    (unless it is called in somebody's own ``jit``, where closures are traced with the rest).
+    Any other callable, with the arrays of its closure, is a constant of the program: each new closure compiles again,
+    unless the caller is inside a ``jit``.
     """
     return predict if isinstance(predict, Partial) else Partial(predict)
 
@@ -30,12 +31,13 @@ def make_partial(predict: Predict) -> Partial:
 def run_steps(
     predict: Predict, step: Callable[[Array, State, Rows], State], state: State, rows: Rows, extras: Any
 ) -> State:
-    """Run `step(prediction, state, row)` for each row of the table; `predict` gets ``state[0]``.
+    """Run `step(prediction, state, row)` for each row of the table.
 
     Args:
-        predict: ``(x, t)``, or ``(x, t, extra)`` with that step's slice of `extras`. `t` is a scalar, ``row[0]``.
-        rows: a NamedTuple of arrays with a leading axis of steps.
-        extras: any pytree whose arrays have the same leading axis; None when `predict` wants none.
+        predict: called with ``(state[0], t)``, or ``(state[0], t, extra)`` with the slice of `extras` for the step. `t`
+            is a scalar, ``row[0]``.
+        rows: NamedTuple of arrays with a leading axis of steps.
+        extras: pytree of arrays with the same leading axis, or None.
 
     Raises:
         InputError: an array of `extras` has another leading axis.
@@ -51,10 +53,10 @@ def run_steps(
 
 
 def check_prediction(prediction: Array, expected: tuple[int, ...], advice: str) -> None:
-    """Compare the shape of a prediction with the expected one; a wrong one could broadcast unnoticed.
+    """Compare the shape of a prediction with the expected shape; a wrong shape could broadcast unnoticed.
 
     Raises:
-        InputError: the prediction has another shape; without this it could broadcast.
+        InputError: the prediction has another shape.
     """
     if prediction.shape != expected:
         raise InputError(f"predict gave {list(prediction.shape)}; wanted {list(expected)}: {advice}")
@@ -67,7 +69,7 @@ def _check_extras(extras: Any, steps: int) -> None:
 
 
 def first_noise(start: Any, shape: tuple[int, ...], key: Any) -> Array:
-    """The noise to start from: what is given, or standard normal noise.
+    """Return `start`, or standard normal noise if it is None.
 
     Raises:
         InputError: `start` has another shape.
@@ -80,8 +82,9 @@ def first_noise(start: Any, shape: tuple[int, ...], key: Any) -> Array:
 
 
 def draw_for_each(key: Any, shape: tuple[int, ...], batch: int) -> Array:
-    """Standard normal noise (batch, *shape), float32, the same for each member: what a policy answers to an observation
-    does not depend on those that it is batched with.
+    """Draw standard normal noise (batch, *shape), float32, the same for each member of the batch.
+
+    The result for an observation then does not depend on the other observations of its batch.
     """
     return jnp.broadcast_to(jax.random.normal(key, shape, jnp.float32), (batch, *shape))
 

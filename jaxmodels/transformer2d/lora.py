@@ -175,10 +175,10 @@ def _stack(
 
 
 def _read_settings(file: Path) -> Mapping[str, Any]:
-    """Settings of peft's adapters, from a file beside it or its metadata; empty for other files."""
-    beside = file.parent / SETTINGS
-    if beside.is_file():
-        settings = read_json(beside)
+    """Return peft's settings from ``adapter_config.json`` in the same folder or from the metadata; empty without."""
+    path = file.parent / SETTINGS
+    if path.is_file():
+        settings = read_json(path)
     else:
         try:
             settings = json.loads(read_metadata(file).get(METADATA, "{}"))
@@ -215,7 +215,7 @@ DOWN, UP = "lora_down", "lora_up"
 
 
 class AdaptedLinear(nnx.Linear):
-    """Linear layer with a low-rank adapter beside it."""
+    """Linear layer with a low-rank adapter."""
 
     lora_down: nnx.LoRAParam[Array]
     lora_up: nnx.LoRAParam[Array]
@@ -227,7 +227,7 @@ class AdaptedLinear(nnx.Linear):
 
 
 class AdaptedProjections(Projections):
-    """Several linear layers of one input, each with a low-rank adapter beside it."""
+    """Several linear layers of one input, each with a low-rank adapter."""
 
     lora_down: nnx.LoRAParam[Array]
     lora_up: nnx.LoRAParam[Array]

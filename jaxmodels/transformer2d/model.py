@@ -53,11 +53,11 @@ class Transformer2DModel(Network):
     The arguments are those of `Transformer2DConfig`, in the same order; and of our own:
 
     Args:
-        dtype: what it computes in; norms, softmax and what modulates the blocks are float32 whatever it is.
-        param_dtype: what weights are kept in; `dtype` when None. Training in bfloat16 wants float32 here.
+        dtype: dtype of the computation; norms, softmax and modulations are always float32.
+        param_dtype: dtype of the weights; `dtype` when None. Use float32 for training in bfloat16.
         scan_layers: run one compiled block over all layers, so that compile time does not grow with their number.
-        remat: recompute each block in the backward pass instead of keeping what it computed.
-        rngs: random numbers for the first weights; seed 0 when None.
+        remat: recompute each block in the backward pass instead of keeping its activations.
+        rngs: random numbers for the initial weights; seed 0 when None.
 
     Weights of all layers lie in one array each (leading axis), queries, keys and values in one matrix. Every array
     carries logical names of its axes (``nnx.Variable`` metadata ``axes``; see `jaxmodels.devices`).
@@ -185,9 +185,11 @@ class Transformer2DModel(Network):
         conditioning: Conditioning | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Transformer2DModelOutput | tuple[Array]:
-        """One forward pass. Values are checked on the host, then one program per set of shapes runs, compiled when
-        first asked for; inside somebody's own ``jit`` or ``grad`` it is simply traced, and values cannot be checked:
-        JAX clips what is out of range there.
+        """Run a forward pass.
+
+        Values are checked on the host, then one program per set of shapes runs, which is compiled at its first call.
+        Inside a ``jit`` or ``grad`` of the caller the pass is traced, and values cannot be checked: JAX clips indices
+        that are out of range.
 
         Args:
             hidden_states: floats (batch, channel, height, width); discrete: integers (batch, latent pixels).
@@ -281,7 +283,7 @@ class Transformer2DModel(Network):
 
         Args:
             hidden_states: an array, or a `jax.ShapeDtypeStruct`; only its shape and dtype matter.
-            others: further arguments of a call, those that will come with it, or their shapes.
+            others: the other arguments of the calls, or their shapes.
         """
         compiled = CompiledTransformer2D(self)
         compiled.compile(hidden_states, **others)

@@ -38,21 +38,18 @@ CONTINUOUS: dict[str, Sample] = {
     "euler": partial(flow_euler, shape=SHAPE, schedule=FlowSchedule()),
     "heun": partial(flow_heun, shape=SHAPE, schedule=FlowSchedule()),
 }
-DISCRETE: dict[str, Sample] = {
-    "maskgit": partial(maskgit, shape=(3, 6), schedule=MaskSchedule(CLASSES)),
-}
-ALL = {**CONTINUOUS, **DISCRETE}
+ALL = {**CONTINUOUS, "maskgit": partial(maskgit, shape=(3, 6), schedule=MaskSchedule(CLASSES))}
 
 
 def output(name: str, result: Any) -> np.ndarray:
-    return np.asarray(result.ids if name in DISCRETE else result)
+    return np.asarray(result.ids if name == "maskgit" else result)
 
 
 class Counter:
     """A predictor over one array that counts how often it is traced."""
 
     def __init__(self, name: str):
-        self.is_discrete = name in DISCRETE
+        self.is_discrete = name == "maskgit"
         self.traces = 0
 
     def __call__(self, weight: jax.Array, x: jax.Array, t: jax.Array, *extra: jax.Array) -> jax.Array:
@@ -90,7 +87,7 @@ def test_a_sampler_may_be_called_inside_somebody_elses_program(name: str) -> Non
     @jax.jit
     def program(weight: jax.Array, key: jax.Array) -> jax.Array:
         result = ALL[name](lambda x, t: counter(weight, x, t), key=key, steps=4)
-        return result.ids if name in DISCRETE else result
+        return result.ids if name == "maskgit" else result
 
     weight = jnp.asarray(0.1, jnp.float32)
     inside = [program(weight, key) for key in jax.random.split(KEY, 2)]
@@ -164,54 +161,24 @@ def test_start_of_another_shape_is_refused(name: str) -> None:
         CONTINUOUS[name](predict, key=KEY, steps=3, start=jnp.zeros((3, 2)))
 
 
-def peaked(seed: int, tokens: jax.Array, t: jax.Array) -> jax.Array:
-    """Any opinion at all: certain, impossible (-inf) and even classes side by side, other ones at each step."""
-    key = jax.random.fold_in(key_of(seed), t.astype(jnp.int32))
-    shape = (tokens.shape[0], CLASSES - 1, tokens.shape[1])
-    likes = 50 * jnp.where(jax.random.bernoulli(key, 0.7, shape), jax.random.normal(key, shape, jnp.float32), 0)
-    impossible = jax.random.bernoulli(jax.random.fold_in(key, 1), 0.5, shape).at[:, 0].set(False)
-    return jax.nn.log_softmax(jnp.where(impossible, -jnp.inf, likes), axis=1)
-
-
-@pytest.mark.parametrize("name", list(DISCRETE))
-def test_the_masked_class_never_comes_out(name: str) -> None:
-    seen = set()
-    for seed in range(20):
-        result = DISCRETE[name](Partial(peaked, seed), key=key_of(seed), steps=7)
-        seen |= set(np.asarray(result.ids).ravel().tolist())
-        assert np.isfinite(result.log_probability).all()
-    assert seen == set(range(CLASSES - 1))
-
-
-@pytest.mark.parametrize("name", list(DISCRETE))
-def test_known_tokens_stay_even_when_all_are_known(name: str) -> None:
-    tokens = np.full((3, 6), CLASSES - 1)
-    tokens[0] = [0, 1, 2, 3, 2, 1]
-    tokens[1, :4] = [3, 3, 0, 0]
-    result = DISCRETE[name](Partial(peaked, 5), key=KEY, steps=7, known=tokens)
-    ids, is_known = np.asarray(result.ids), tokens != CLASSES - 1
-    assert (ids[is_known] == tokens[is_known]).all()
-    assert (ids < CLASSES - 1).all()
-    assert (np.asarray(result.log_probability)[is_known] == 0).all()
-
-
-@pytest.mark.parametrize("name", list(DISCRETE))
-def test_log_probabilities_are_those_of_the_model_for_what_was_drawn(name: str) -> None:
+def test_log_probabilities_are_the_models_for_the_drawn_classes() -> None:
     table = jax.nn.log_softmax(jax.random.normal(KEY, (3, CLASSES - 1, 6), jnp.float32), axis=1)
-    result = DISCRETE[name](lambda x, t: table, key=KEY, steps=5)
+    result = ALL["maskgit"](lambda x, t: table, key=KEY, steps=5)
     expected = np.take_along_axis(np.asarray(table), np.asarray(result.ids)[:, None], 1)[:, 0]
     np.testing.assert_allclose(result.log_probability, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", list(DISCRETE))
-def test_known_tokens_that_are_none_are_refused(name: str) -> None:
-    predict = Partial(Counter(name), 0.0)
-    with pytest.raises(InputError, match="known holds 5; wanted classes 0 to 3, or 4 for a token to be sampled"):
-        DISCRETE[name](predict, key=KEY, steps=2, known=np.full((3, 6), 5))
-    with pytest.raises(InputError, match=r"known is int\d+ \[3, 5\]; wanted integers \[3, 6\]"):
-        DISCRETE[name](predict, key=KEY, steps=2, known=np.zeros((3, 5), np.int32))
-    with pytest.raises(InputError, match="known is float32"):
-        DISCRETE[name](predict, key=KEY, steps=2, known=np.zeros((3, 6), np.float32))
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        (np.full((3, 6), 5), "known holds 5; wanted classes 0 to 3, or 4 for a token to be sampled"),
+        (np.zeros((3, 5), np.int32), r"known is int32 \[3, 5\]; wanted integers \[3, 6\]"),
+        (np.zeros((3, 6), np.float32), "known is float32"),
+    ],
+)
+def test_invalid_known_tokens_are_refused(known: np.ndarray, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        ALL["maskgit"](Partial(Counter("maskgit"), 0.0), key=KEY, steps=2, known=known)
 
 
 def test_maskgit_without_chance_keeps_the_surest_tokens_first() -> None:
