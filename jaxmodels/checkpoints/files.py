@@ -311,11 +311,6 @@ def is_shard(name: str, variant: str | None) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in list_shard_patterns(variant))
 
 
-def has_tensors(folder: Path, variant: str | None) -> bool:
-    """Whether a folder has a model's weights."""
-    return any((folder / name).is_file() for name in (get_weights_name(variant), *list_index_names(variant)))
-
-
 def find_shards(
     folder: Path, variant: str | None = None, is_selected: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Stored]:

@@ -145,15 +145,6 @@ def restore_parts(
         raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
 
 
-def float_dtypes(folder: Path) -> dict[str, np.dtype[Any]]:
-    """Dtypes of an Orbax checkpoint's arrays by name, as its files state them.
-
-    Raises:
-        CheckpointError: as of `float_shapes`.
-    """
-    return {name: np.dtype(shape.dtype) for name, shape in float_shapes(folder).items()}
-
-
 def float_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of an Orbax checkpoint's arrays by name, as its files state them; whether true or not.
 

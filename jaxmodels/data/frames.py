@@ -14,7 +14,6 @@ import numpy as np
 from filelock import FileLock
 from jaxtyping import UInt8
 
-from jaxmodels.cache_dirs import cache_folder
 from jaxmodels.data.dataset import Dataset
 
 
@@ -62,12 +61,6 @@ SUFFIX, UNFINISHED = ".frames", ".partial"
 logger = logging.getLogger(__name__)
 
 
-def get_frames_folder() -> Path | None:
-    """Folder of the frame cache: ``ROBOJAX_FRAME_CACHE``, else ``robojax/frames`` in the user's cache; None for
-    ``off``."""
-    return cache_folder("frames", os.environ.get(VARIABLE))
-
-
 def cache_frames(
     folder: Path,
     dataset: Dataset,
@@ -75,7 +68,6 @@ def cache_frames(
     size: tuple[int, int],
     *,
     workers: int,
-    limit: int = LIMIT,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> np.ndarray | None:
     """All frames of a camera (n, h, w, 3) uint8, memory-mapped read-only; None when they cannot be stored.
@@ -95,9 +87,9 @@ def cache_frames(
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):  # two would decode everything twice
             if not (path.is_file() and path.stat().st_size == needed):
-                if not _make_room(folder, needed, limit):
+                if not _make_room(folder, needed):
                     logger.info("%s: %s is decoded anew for each batch: its frames have %d bytes and the cache's limit "
-                                "is %d", dataset.folder.name, camera, needed, limit)  # fmt: skip
+                                "is %d", dataset.folder.name, camera, needed, LIMIT)  # fmt: skip
                     return None
                 _fill_file(path, dataset, camera, size, workers, on_progress)
             os.utime(path)  # when it was used last
@@ -155,14 +147,14 @@ def _write_whole(descriptor: int, data: bytes, offset: int) -> None:
         left, offset = left[written:], offset + written
 
 
-def _make_room(folder: Path, needed: int, limit: int) -> bool:
+def _make_room(folder: Path, needed: int) -> bool:
     """Whether so many bytes fit, after the frames that were not used for the longest time were removed."""
     existing = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
     sizes = {path: path.stat().st_size for path in existing}
     free = shutil.disk_usage(folder).free
-    if needed > limit or needed + SPARE > free + sum(sizes.values()):
+    if needed > LIMIT or needed + SPARE > free + sum(sizes.values()):
         return False
-    while sum(sizes.values()) + needed > limit or needed + SPARE > free:
+    while sum(sizes.values()) + needed > LIMIT or needed + SPARE > free:
         oldest = next(iter(sizes))
         oldest.unlink(missing_ok=True)  # whoever reads it keeps what is mapped
         free += sizes.pop(oldest)

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmodels.cache_dirs import cache_folder
 from jaxmodels.data.dataset import Dataset
-from jaxmodels.data.frames import LIMIT, cache_frames, get_frames_folder, resize_frames
+from jaxmodels.data.frames import VARIABLE, cache_frames, resize_frames
 from jaxmodels.errors import DatasetError
 from jaxmodels.types import Feature
 
@@ -40,17 +41,17 @@ class Sampler:
             if epoch not in self._orders:
                 shuffled = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
                 self._orders[epoch] = self._rows[shuffled]
-                # Steps are asked for a little out of order when several are prepared at once.
+                # Threads prepare several steps at once, which may be slightly out of order.
                 for old in sorted(self._orders)[:-4]:
                     del self._orders[old]
             return self._orders[epoch]
 
 
 class Batch(NamedTuple):
-    """A training batch: raw (not normalised) observations, the actions that followed, and tasks.
+    """Training batch: observations that are not normalised, the actions that follow, and tasks.
 
-    Of a policy that looks at several observations, pictures and states have an axis of time behind the batch's, oldest
-    first; before an episode's first row that is repeated.
+    If the policy reads several observations, pictures and states have a time axis after the batch axis, oldest first;
+    before the first row of an episode this row is repeated.
 
     Attributes:
         images: per camera of the policy, in its order and size, uint8 (b, h, w, 3).
@@ -69,60 +70,38 @@ class Batch(NamedTuple):
     tasks: np.ndarray
 
 
-@runtime_checkable
-class FeatureSource(Protocol):
-    """The part of a policy's config that decides what its batches contain."""
-
-    @property
-    def cameras(self) -> tuple[Feature, ...]: ...
-    @property
-    def state(self) -> Feature | None: ...
-    @property
-    def environment_state(self) -> Feature | None: ...
-    @property
-    def action(self) -> Feature: ...
-    @property
-    def observation_steps(self) -> int: ...
-    @property
-    def action_delta_indices(self) -> range: ...
-
-
 class Loader:
-    """Batches of a dataset for a policy; each depends on the seed and the step alone.
+    """Batches of a dataset for a policy; each depends on the seed and the step only.
 
     Attributes:
-        waited: seconds that whoever took batches had to wait for them.
-        is_cached: whether all frames come decoded from the disk.
+        waited: seconds that the consumer of `batches` waited.
+        is_cached: whether all frames are read decoded from the disk.
     """
 
     def __init__(
         self,
         dataset: Dataset,
-        policy: FeatureSource,
+        policy: Any,
         *,
         batch_size: int,
         seed: int,
         workers: int | None = None,
-        ahead: int | None = None,
         cache: str | os.PathLike[str] | bool = True,
-        cache_limit: int = LIMIT,
         shard: tuple[int, int] = (0, 1),
         on_progress: Callable[[int, int], None] | None = None,
     ):
-        """Checks that the dataset has what the policy reads, and decodes its frames into the cache, once.
+        """Check that the dataset has the features of the policy, and decode its frames into the cache.
 
         Args:
-            batch_size: of all shards together.
-            workers: threads; as many as there are processors, eight at most, when None.
-            ahead: batches that are prepared before they are asked for; two more than threads when None.
-            cache: folder for decoded frames; True is the user's (`ROBOJAX_FRAME_CACHE`), False decodes anew each time.
-            cache_limit: bytes in that folder.
-            shard: which of how many equal parts of each batch this process takes, from 0.
-            on_progress: told how many frames of a camera are decoded into the cache, and of how many.
+            policy: the policy's config.
+            batch_size: examples of all shards together.
+            workers: number of threads; that of the processors, at most eight, when None.
+            cache: folder for decoded frames; True is `ROBOJAX_FRAME_CACHE`, False decodes frames for each batch.
+            shard: index of this process's part of each batch, from 0, and number of parts.
+            on_progress: receives the number of decoded frames of a camera, and of all its frames.
 
         Raises:
-            DatasetError: features are missing or of another width, the batch cannot be shared out, or frames cannot
-                be read.
+            DatasetError: features are missing or have another width, the parts are not equal, or frames cannot be read.
         """
         index, count = shard
         if batch_size < 1 or count < 1 or batch_size % count or not 0 <= index < count:
@@ -136,15 +115,15 @@ class Loader:
         self._sampler = Sampler(dataset.rows_without_ends(dropped), batch_size, seed)
         self._looks = range(1 - policy.observation_steps, 1)
         self._workers = workers or min(os.cpu_count() or 1, 8)
-        self._ahead = max(self._workers + 2 if ahead is None else ahead, 1)
-        folder = get_frames_folder() if cache is True else Path(cache) if cache else None
+        self._ahead = self._workers + 2  # batches that are prepared in advance
+        # ``ROBOJAX_FRAME_CACHE``, or ``robojax/frames`` in the user's cache; None for ``off``.
+        users = cache_folder("frames", os.environ.get(VARIABLE))
+        folder = users if cache is True else Path(cache) if cache else None
         self._sizes = {camera.name: (camera.shape[1], camera.shape[2]) for camera in policy.cameras}
         self._cached = {
             name: None
             if folder is None
-            else cache_frames(
-                folder, dataset, name, size, workers=self._workers, limit=cache_limit, on_progress=on_progress
-            )
+            else cache_frames(folder, dataset, name, size, workers=self._workers, on_progress=on_progress)
             for name, size in self._sizes.items()
         }
         self.is_cached = all(frames is not None for frames in self._cached.values())
@@ -183,7 +162,7 @@ class Loader:
                 started = time.monotonic()
                 batch = waiting.popleft().result()
                 self.waited += time.monotonic() - started
-                # The next one is begun before this one is used.
+                # Begin the next batch before the caller uses this batch.
                 if step + 1 + len(waiting) < last:
                     waiting.append(pool.submit(self.at, step + 1 + len(waiting)))
                 yield batch
@@ -198,7 +177,7 @@ class Loader:
         return resize_frames(self.dataset.frames(name, distinct), self._sizes[name])[places.reshape(rows.shape)]
 
 
-def _check(dataset: Dataset, policy: FeatureSource) -> None:
+def _check(dataset: Dataset, policy: Any) -> None:
     wrong = []
     for feature in (*policy.cameras, policy.state, policy.environment_state, policy.action):
         if feature is None:

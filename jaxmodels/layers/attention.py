@@ -56,39 +56,24 @@ class Attention(nnx.Module):
     """Multi-head attention: projections to queries, keys and values, and back.
 
     Args:
-        width: d, the width of the queries' tokens and of what comes out.
+        width: d, width of the input and output tokens; a multiple of `heads`.
         heads: number of heads.
-        head_width: channels per head; `width / heads` when None.
-        context_width: width of the tokens that keys and values are made of; `width` when None.
-        bias: whether query, key and value projections have a bias (the way out always has one).
-        rate: share of attention probabilities dropped in training.
+        rate: dropout rate of the attention probabilities in training.
     """
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        head_width: int | None = None,
-        context_width: int | None = None,
-        bias: bool = True,
-        rate: float = 0.0,
-        rngs: nnx.Rngs,
-    ):
-        inner = heads * (head_width or width // heads)
-        context = context_width or width
+    def __init__(self, width: int, heads: int, *, rate: float = 0.0, rngs: nnx.Rngs):
         self.heads = heads
         self.rate = rate
-        self.query = nnx.Linear(width, inner, use_bias=bias, kernel_init=_joint_init, rngs=rngs)
-        self.key = nnx.Linear(context, inner, use_bias=bias, kernel_init=_joint_init, rngs=rngs)
-        self.value = nnx.Linear(context, inner, use_bias=bias, kernel_init=_joint_init, rngs=rngs)
-        self.out = nnx.Linear(inner, width, kernel_init=_xavier_init, rngs=rngs)
+        self.query = nnx.Linear(width, width, kernel_init=_joint_init, rngs=rngs)
+        self.key = nnx.Linear(width, width, kernel_init=_joint_init, rngs=rngs)
+        self.value = nnx.Linear(width, width, kernel_init=_joint_init, rngs=rngs)
+        self.out = nnx.Linear(width, width, kernel_init=_xavier_init, rngs=rngs)
 
     def __call__(
         self,
         query: Float[Array, "b n d"],
-        key: Float[Array, "b m c"],
-        value: Float[Array, "b m c"],
+        key: Float[Array, "b m d"],
+        value: Float[Array, "b m d"],
         bias: Float[Array, "#b #heads #n m"] | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "b n d"]:

@@ -250,7 +250,6 @@ def _transform_output_tile(tile: list[Array]) -> list[Array]:
 
 WIDTHS = (16, 32, 64, 128)
 GROUPS = 8
-STRIDE = 2 ** len(WIDTHS)
 
 
 def coordinates(height: int, width: int) -> Float[np.ndarray, "h w 2"]:

@@ -24,7 +24,7 @@ from jaxmodels.layers.vision import RESNETS, ResNet, SmallCnn
 from jaxmodels.policies import PolicyType
 from jaxmodels.policies.config import SMALL_CNN
 from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
-from jaxmodels.text import text_encoder
+from jaxmodels.text import TextEncoder
 from jaxmodels.transformer2d.attention import Dtypes, to_bias
 from jaxmodels.transformer2d.block import Biases, KeyValues, Modulation
 from jaxmodels.transformer2d.network import Execution, run_blocks, stack_blocks
@@ -144,7 +144,7 @@ class Transformer2dPolicy(nnx.Module):
     def __init__(self, config: Transformer2dPolicyConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.observation_tokens = ObservationTokens(config, dtype=dtype, rngs=rngs)
         if config.text_encoder is not None:
-            self.text = text_encoder(config.text_encoder, rngs=rngs)
+            self.text = TextEncoder(config.text_encoder, rngs=rngs)
 
     def read(self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]) -> Language:
         """Encode an instruction for observations of this policy.

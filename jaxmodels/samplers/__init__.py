@@ -14,7 +14,7 @@ The steps are public: a loop of one's own, or a `predict` that looks at its x an
 
 from jaxmodels.samplers.diffusion import DiffusionRow, NoiseSchedule, ddim, ddim_step, ddpm, ddpm_step
 from jaxmodels.samplers.flow import FlowRow, FlowSchedule, euler_step, flow_euler, flow_heun
-from jaxmodels.samplers.maskgit import MaskRow, MaskSchedule, maskgit, maskgit_step
+from jaxmodels.samplers.maskgit import MaskRow, MaskSchedule, Tokens, maskgit, maskgit_step
 from jaxmodels.samplers.real_time_chunking import (
     Example,
     begin_with,
@@ -25,25 +25,19 @@ from jaxmodels.samplers.real_time_chunking import (
     pull,
     soft_mask,
 )
-from jaxmodels.samplers.sampling import Known, Tokens, combine, combine_log, guide, truncate
-from jaxmodels.samplers.vq_diffusion import Rates, VQRow, VQSchedule, posterior, vq_diffusion, vq_step
+from jaxmodels.samplers.sampling import combine, guide
 
 __all__ = [
     "DiffusionRow",
     "Example",
     "FlowRow",
     "FlowSchedule",
-    "Known",
     "MaskRow",
     "MaskSchedule",
     "NoiseSchedule",
-    "Rates",
     "Tokens",
-    "VQRow",
-    "VQSchedule",
     "begin_with",
     "combine",
-    "combine_log",
     "continuing",
     "ddim",
     "ddim_step",
@@ -58,10 +52,6 @@ __all__ = [
     "guide",
     "maskgit",
     "maskgit_step",
-    "posterior",
     "pull",
     "soft_mask",
-    "truncate",
-    "vq_diffusion",
-    "vq_step",
 ]

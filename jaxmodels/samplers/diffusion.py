@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.ranges import POSITIVE, Range, find_number_errors, shorten_value
-from jaxmodels.samplers.sampling import Known, Predict, check_prediction, first_noise, make_partial, run_steps
+from jaxmodels.samplers.sampling import Predict, check_prediction, first_noise, make_partial, run_steps
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
@@ -254,7 +254,6 @@ def ddim(
     steps: int,
     eta: Any = 0.0,
     extras: Any = None,
-    known: Known | None = None,
     start: Any = None,
 ) -> Float[Array, "..."]:
     """Sample with DDIM in one compiled program, compiled again only for other shapes, schedules or steps.
@@ -266,7 +265,6 @@ def ddim(
         key: where all random numbers come from.
         eta: share of DDPM's noise, 0 to 1; 0 is deterministic after the first noise.
         extras: a pytree with a leading axis of steps, one for each of ``schedule.timesteps(steps)``.
-        known: what the sample must contain. Those places follow their own diffusion, so that the rest fits in.
         start: the first noise, instead of drawing it.
 
     Returns:
@@ -275,10 +273,8 @@ def ddim(
     Raises:
         InputError: steps, start, extras or the prediction do not fit.
     """
-    is_random = isinstance(eta, jax.Array) or eta > 0
-    return _sample(
-        make_partial(predict), start, key, eta if is_random else None, extras, known, shape, schedule, steps, "ddim"
-    )
+    eta = eta if isinstance(eta, jax.Array) or eta > 0 else None
+    return _sample(make_partial(predict), start, key, eta, extras, shape, schedule, steps, "ddim")
 
 
 def ddpm(
@@ -289,7 +285,6 @@ def ddpm(
     *,
     steps: int,
     extras: Any = None,
-    known: Known | None = None,
     start: Any = None,
     noise: Any = None,
 ) -> Float[Array, "..."]:
@@ -302,7 +297,7 @@ def ddpm(
         raise InputError(
             f"noise has shape {list(jnp.shape(noise))}; wanted {[steps - 1, *shape]}, of each step but one"
         )
-    return _sample(make_partial(predict), start, key, None, extras, known, shape, schedule, steps, "ddpm", noise)
+    return _sample(make_partial(predict), start, key, None, extras, shape, schedule, steps, "ddpm", noise)
 
 
 @partial(jax.jit, static_argnames=("shape", "schedule", "steps", "method"))
@@ -312,7 +307,6 @@ def _sample(
     key: PRNGKeyArray,
     eta: Any,
     extras: Any,
-    known: Known | None,
     shape: tuple[int, ...],
     schedule: NoiseSchedule,
     steps: int,
@@ -321,11 +315,7 @@ def _sample(
 ) -> Float[Array, "..."]:
     first_key, step_key = jax.random.split(key)
     first = first_noise(start, shape, first_key)
-    fixed = None if known is None else known.spread(shape)
     rows = schedule.ddpm_rows(steps) if method == "ddpm" else schedule.ddim_rows(steps)
-
-    def with_known(x: Array, alpha: Any) -> Array:
-        return x if fixed is None else fixed.put(x, diffuse(fixed.value, first, alpha))
 
     def step(prediction: Array, state: tuple[Array, Any], row: DiffusionRow) -> tuple[Array, Any]:
         x, count = state
@@ -337,10 +327,7 @@ def _sample(
             return jax.random.normal(jax.random.fold_in(step_key, row.timestep), shape, jnp.float32)
 
         if method == "ddpm":
-            x = ddpm_step(schedule, prediction, x, row, fresh())
-        else:
-            x = ddim_step(schedule, prediction, x, row, None if eta is None else fresh(), eta)
-        return with_known(x, row.next_alpha), count + 1
+            return ddpm_step(schedule, prediction, x, row, fresh()), count + 1
+        return ddim_step(schedule, prediction, x, row, None if eta is None else fresh(), eta), count + 1
 
-    x, _ = run_steps(predict, step, (with_known(first, rows.alpha[0]), jnp.int32(0)), rows, extras)
-    return x if fixed is None else fixed.put(x, fixed.value)
+    return run_steps(predict, step, (first, jnp.int32(0)), rows, extras)[0]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.ranges import POSITIVE, check_numbers, shorten_value
 from jaxmodels.samplers.diffusion import TIMESTEPS
-from jaxmodels.samplers.sampling import Known, Predict, check_prediction, first_noise, make_partial, run_steps
+from jaxmodels.samplers.sampling import Predict, check_prediction, first_noise, make_partial, run_steps
 
 SPACINGS = ("linspace", "uniform")
 ADVICE = "the shape of the sample"
@@ -121,7 +121,6 @@ def flow_euler(
     *,
     steps: int,
     extras: Any = None,
-    known: Known | None = None,
     start: Any = None,
 ) -> Float[Array, "..."]:
     """Sample with Euler's method in one compiled program, compiled again only for other shapes, schedules or steps.
@@ -132,7 +131,6 @@ def flow_euler(
         shape: of the sample.
         key: where all random numbers come from; only the first noise is random.
         extras: a pytree with a leading axis of steps, one for each of ``schedule.euler_rows(steps).timestep``.
-        known: what the sample must contain. Those places move on their straight line, so that the rest fits in.
         start: the first noise, instead of drawing it.
 
     Returns:
@@ -141,7 +139,7 @@ def flow_euler(
     Raises:
         InputError: steps, start, extras or the prediction do not fit.
     """
-    return _sample(make_partial(predict), start, key, extras, known, shape, schedule, steps, "euler")
+    return _sample(make_partial(predict), start, key, extras, shape, schedule, steps, "euler")
 
 
 def flow_heun(
@@ -152,7 +150,6 @@ def flow_heun(
     *,
     steps: int,
     extras: Any = None,
-    known: Known | None = None,
     start: Any = None,
 ) -> Float[Array, "..."]:
     """Sample with Heun's method: each step uses the mean of the velocities at its two ends.
@@ -160,7 +157,7 @@ def flow_heun(
     Arguments, result and errors as of `flow_euler`; the model is evaluated ``2 steps - 1`` times, and `extras` are
     for ``schedule.heun_rows(steps).timestep``.
     """
-    return _sample(make_partial(predict), start, key, extras, known, shape, schedule, steps, "heun")
+    return _sample(make_partial(predict), start, key, extras, shape, schedule, steps, "heun")
 
 
 @partial(jax.jit, static_argnames=("shape", "schedule", "steps", "method"))
@@ -169,32 +166,26 @@ def _sample(
     start: Any,
     key: PRNGKeyArray,
     extras: Any,
-    known: Known | None,
     shape: tuple[int, ...],
     schedule: FlowSchedule,
     steps: int,
     method: str,
 ) -> Float[Array, "..."]:
     first = first_noise(start, shape, key)
-    fixed = None if known is None else known.spread(shape)
-
-    def with_known(x: Array, sigma: Any) -> Array:
-        return x if fixed is None else fixed.put(x, between(fixed.value, first, sigma))
 
     def straight(velocity: Array, state: tuple[Array], row: FlowRow) -> tuple[Array]:
         check_prediction(velocity, shape, ADVICE)
-        return (with_known(euler_step(velocity, state[0], row), row.next_sigma),)
+        return (euler_step(velocity, state[0], row),)
 
     def corrected(velocity: Array, state: tuple[Array, ...], row: FlowRow) -> tuple[Array, ...]:
         check_prediction(velocity, shape, ADVICE)
         x, origin, velocity_there = state
         origin = jnp.where(row.is_correction, origin, x)
         mean = jnp.where(row.is_correction, 0.5 * (velocity_there + velocity), velocity)
-        return with_known(euler_step(mean, origin, row), row.next_sigma), origin, velocity
+        return euler_step(mean, origin, row), origin, velocity
 
     if method == "euler":
         rows = schedule.euler_rows(steps)
-        return run_steps(predict, straight, (with_known(first, rows.sigma[0]),), rows, extras)[0]
+        return run_steps(predict, straight, (first,), rows, extras)[0]
     rows = schedule.heun_rows(steps)
-    state = (with_known(first, rows.sigma[0]), first, jnp.zeros_like(first))
-    return run_steps(predict, corrected, state, rows, extras)[0]
+    return run_steps(predict, corrected, (first, first, jnp.zeros_like(first)), rows, extras)[0]

@@ -1,6 +1,8 @@
 """MaskGIT sampler: masked tokens are decoded by confidence.
 
 Source: https://arxiv.org/abs/2202.04200; the same numbers as diffusers' `AmusedScheduler`.
+
+The last class is the masked class. Models give no probability for it, and the sampler never draws it.
 """
 
 from dataclasses import dataclass
@@ -10,35 +12,45 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.ranges import NOT_NEGATIVE, check_numbers, shorten_value
-from jaxmodels.samplers.sampling import (
-    CLASSES,
-    Predict,
-    Tokens,
-    check_known,
-    check_prediction,
-    draw,
-    first_tokens,
-    make_partial,
-    normalized,
-    run_steps,
-    select_class,
-)
+from jaxmodels.ranges import NOT_NEGATIVE, Range, check_numbers, shorten_value
+from jaxmodels.samplers.sampling import Predict, check_prediction, make_partial, run_steps
 
+CLASSES = Range(2, 1 << 20)  # including the masked class
 MASKINGS = ("cosine", "linear")
+LOWEST = -70.0  # smallest log-probability, so that differences of log-probabilities stay finite
 MIN_LOG_CONFIDENCE = -46.051702  # log(1e-20): diffusers' floor of a confidence
+
+
+class Tokens(NamedTuple):
+    """Result of a discrete sampler: tokens and their probabilities; a pytree.
+
+    Attributes:
+        ids: classes, never the masked class.
+        log_probability: the model's log-probability of the class when it was chosen; 0 for known tokens.
+        distribution: log-probabilities of all classes at that time, zeros for known tokens; None unless requested.
+    """
+
+    ids: Int[Array, "b n"]
+    log_probability: Float[Array, "b n"]
+    distribution: Float[Array, "b v n"] | None = None
+
+
+def normalized(prediction: Float[Array, "b v n"]) -> Float[Array, "b v n"]:
+    """Log-probabilities out of logits or log-probabilities, without infinities."""
+    return jnp.maximum(jax.nn.log_softmax(prediction.astype(jnp.float32), axis=1), LOWEST)
 
 
 class MaskRow(NamedTuple):
     """Coefficients of one decoding step; with a leading axis, of all.
 
     Attributes:
-        timestep: what the model is told: how many steps come after this one.
-        share: of the tokens that were masked at first, how many are masked again after the step.
-        temperature: how much chance there is in which tokens are kept.
+        timestep: number of steps after this step, the model's timestep.
+        share: share of the initially masked tokens that are masked after the step.
+        temperature: randomness in the choice of the kept tokens.
     """
 
     timestep: Int[Any, "..."]
@@ -56,10 +68,10 @@ class MaskSchedule:
         temperature: of the choice of tokens, at the first and at the last step. 0 keeps the surest ones, which is
             greedy and prefers what is common; diffusers goes from 2 to 0.
         class_temperature: of the draw of classes: 1 draws as the model says, 0 takes the likeliest.
-        remasking: whether a token of an earlier step is masked again when the model was less sure of it than it is now
-            of others. It is drawn anew with more to go by; given tokens never are. diffusers does not.
-        begins_with_one: whether the first step keeps one token only. Those that one step keeps were chosen without
-            sight of each other, which matters most where nothing is decided yet. diffusers does not.
+        remasking: whether a token of an earlier step may be masked again, if the model was less confident of it than of
+            the new tokens. Known tokens are never masked. diffusers does not do this.
+        begins_with_one: whether the first step keeps one token only, because the tokens of one step are chosen
+            independently of each other. diffusers does not do this.
 
     Raises:
         ConfigError: a field makes no sense.
@@ -119,6 +131,36 @@ class MaskSchedule:
         return jnp.where(ranks(uniform) < count[:, None], self.mask, tokens)
 
 
+def first_tokens(known: Any, shape: tuple[int, int], mask: int) -> Int[Array, "b n"]:
+    """The tokens to start from: known ones, and the masked class elsewhere.
+
+    Raises:
+        InputError: `known` has another shape, or holds something else than integers.
+    """
+    if known is None:
+        return jnp.full(shape, mask, jnp.int32)
+    if jnp.shape(known) != shape or not jnp.issubdtype(jnp.result_type(known), jnp.integer):
+        raise InputError(
+            f"known is {jnp.result_type(known)} {list(jnp.shape(known))}; wanted integers {list(shape)}, "
+            f"{mask} where a token is to be sampled"
+        )
+    return jnp.asarray(known, jnp.int32)
+
+
+def check_known(known: Any, mask: int) -> None:
+    """Check that known tokens are classes; the values of tracers are unknown and not checked.
+
+    Raises:
+        InputError: a known token is not a class.
+    """
+    if known is None or isinstance(known, Tracer):
+        return
+    tokens = np.asarray(known)
+    wrong = tokens[(tokens < 0) | (tokens > mask)]
+    if wrong.size:
+        raise InputError(f"known holds {wrong[0]}; wanted classes 0 to {mask - 1}, or {mask} for a token to be sampled")
+
+
 def ranks(x: Float[Array, "b n"]) -> Int[Array, "b n"]:
     """Rank of each number within its element: how many are lower; ties in order of position."""
     return jnp.argsort(jnp.argsort(x, axis=1), axis=1)
@@ -141,16 +183,17 @@ def maskgit_step(
         row: one row of ``schedule.rows(steps)``; timestep 0 masks nothing again.
         masked_at_first: masked tokens before the first step.
         class_gumbel, order_gumbel: standard Gumbel noise, for the classes and for the order.
-        surety: of each token that is not masked, the log-probability with which it was chosen: then it may be masked
-            again, too. Infinite for those that may not. None: none may.
+        surety: log-probability with which each unmasked token was chosen, for remasking; infinite for tokens that must
+            stay. None: all unmasked tokens stay.
 
     Returns:
         The tokens, which of them were revealed in this step, and the log-probability of each token's class.
     """
     log_probabilities = normalized(prediction)
     is_masked = tokens == schedule.mask
-    drawn = jnp.where(is_masked, draw(log_probabilities, schedule.class_temperature * class_gumbel), tokens)
-    sure = select_class(log_probabilities, drawn)
+    likeliest = jnp.argmax(log_probabilities + schedule.class_temperature * class_gumbel, axis=1).astype(jnp.int32)
+    drawn = jnp.where(is_masked, likeliest, tokens)
+    sure = jnp.take_along_axis(log_probabilities, drawn[:, None], axis=1)[:, 0]
     order = jnp.where(is_masked, sure, jnp.inf if surety is None else surety)
     order = jnp.maximum(order, MIN_LOG_CONFIDENCE) + row.temperature * order_gumbel
     count = jnp.floor(masked_at_first.astype(jnp.float32) * row.share).astype(jnp.int32)
@@ -181,9 +224,9 @@ def maskgit(
         key: where all random numbers come from.
         extras: a pytree with a leading axis of steps, one for each of ``schedule.rows(steps).timestep``.
         known: tokens (b, n) to keep, and the masked class where one is to be sampled.
-        alike: the same random numbers for each member of the batch: what one gets hangs on its prediction alone, and
-            not on its place among the others.
-        distributions: also give what the model said of every class when a token was chosen.
+        alike: use the same random numbers for each member of the batch, so that a result does not depend on the place
+            in the batch.
+        distributions: return `Tokens.distribution`, too.
 
     Raises:
         InputError: steps, extras, known tokens or the prediction do not fit.
@@ -227,9 +270,9 @@ def _sample(
 
 
 def _noise(schedule: MaskSchedule, key: PRNGKeyArray, shape: tuple[int, int], alike: bool) -> tuple[Array, Array]:
-    """Gumbel noise for the classes and for the order, in one draw: random numbers are much of what there is to compile.
+    """Draw Gumbel noise for the classes and for the order in one array, which compiles faster than two draws.
 
-    The masked class's row is for the order. Without chance there is none.
+    The row of the masked class is for the order. The noise is zero if the schedule is greedy.
     """
     drawn = (1 if alike else shape[0], schedule.num_classes, shape[1])
     gumbel = jnp.zeros(drawn) if schedule.is_greedy else jax.random.gumbel(key, drawn, jnp.float32)

@@ -4,7 +4,7 @@
 whose weights come from elsewhere and stay as they are.
 """
 
-from jaxmodels.text.encoder import TextConfig, TextEncoder, text_encoder
+from jaxmodels.text.encoder import TextConfig, TextEncoder
 from jaxmodels.text.tokenizers import PromptTokenizer, Tokenizer, tokenizer
 
-__all__ = ["PromptTokenizer", "TextConfig", "TextEncoder", "Tokenizer", "text_encoder", "tokenizer"]
+__all__ = ["PromptTokenizer", "TextConfig", "TextEncoder", "Tokenizer", "tokenizer"]

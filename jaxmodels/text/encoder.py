@@ -160,8 +160,3 @@ class TextEncoder(nnx.Module):
         for layer in self.layers:
             x = layer(x, bias)
         return self.norm(x)
-
-
-def text_encoder(config: TextConfig, *, rngs: nnx.Rngs) -> TextEncoder:
-    """The encoder of a config, with random weights."""
-    return TextEncoder(config, rngs=rngs)

@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.checkpoints.backbones import Backbone, read_backbone
+from jaxmodels.checkpoints.files import find_floats, read_json
+from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Tensor, read_tensors, their_shapes
 from jaxmodels.data import Dataset
-from jaxmodels.errors import ConfigError, DatasetError
+from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
 from jaxmodels.hub import fetch
+from jaxmodels.layers.norm import EPSILON
 from jaxmodels.policies import SERVED_ONLY, get_policy_type, lerobot_folder, trained_types
 from jaxmodels.policies.config import OTHER
-from jaxmodels.text import TextConfig
-from jaxmodels.text.clip import read_clip_text
+from jaxmodels.text import TextConfig, TextEncoder
+from jaxmodels.text.encoder import CLIP
+from jaxmodels.text.tokenizers import read_tokenizer
 from jaxmodels.types import ACTION, ENVIRONMENT_STATE, STATE, Feature, dump_features
+from jaxmodels.weights import blueprint, check_fit, not_finite
 
 SMALL = "small"
 PRESETS = (SMALL,)
@@ -199,3 +204,100 @@ def _text_encoder(name: str) -> dict[str, Any]:
             "or repo of a CLIP is given as --text_encoder, without policy"
         )
     return presets[name]().to_json()
+
+
+# The text encoder of a CLIP in a transformers folder. Source of names and meanings: transformers/models/clip
+# (CLIPTextModel, or a whole CLIPModel, whose vision tower and projections are not read).
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# How the names of all that is read begin, and of what there may be besides.
+TOWER = "text_model."
+OTHERS = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale")
+_TABLE = "text_model.embeddings.position_ids"  # 0, 1, 2, ... of older versions
+_PARTS = {
+    "tokens": "embeddings.token_embedding.weight",
+    "positions": "embeddings.position_embedding.weight",
+    "norm": "final_layer_norm",
+    "norm1": "layer_norm1",
+    "norm2": "layer_norm2",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.out_proj",
+    "feed_forward.up": "mlp.fc1",
+    "feed_forward.down": "mlp.fc2",
+}
+
+
+@dataclass(frozen=True)
+class ClipText:
+    """Config, weights and tokenizer of a CLIP text encoder.
+
+    Attributes:
+        weights: our flat names within a `TextEncoder` to float32 arrays.
+        tokenizer: the content of ``tokenizer.json``.
+    """
+
+    config: TextConfig
+    weights: dict[str, np.ndarray]
+    tokenizer: bytes | None
+
+
+def read_clip_text(folder: Path) -> ClipText:
+    """Read the text encoder of a CLIP folder.
+
+    Raises:
+        CheckpointError: a file is missing or malformed, or this is no CLIP.
+        ConfigError: the config's numbers make no sense.
+        WeightsMismatch: the weights do not fit the config.
+    """
+    config = _text_config(read_json(folder / CONFIG))
+    plan = blueprint(lambda rngs: TextEncoder(config, rngs=rngs))
+    shapes = {name: shape.shape for name, shape in plan.shapes.items()}
+    table = tuple(map(_tensor, shapes))
+    available = find_floats(folder / WEIGHTS, lambda name: not name.startswith(OTHERS) and name != _TABLE)
+    check_fit({name: stored.shape for name, stored in available.items()}, their_shapes(table, shapes), where=WEIGHTS)
+    weights = read_tensors(table, lambda name: available[name].read())
+    if wrong := not_finite(weights):
+        raise CheckpointError(f"{folder.name}: weights hold a NaN or an infinity: {', '.join(sorted(wrong))}")
+    return ClipText(config, weights, read_tokenizer(folder))
+
+
+def _text_config(values: dict[str, Any]) -> TextConfig:
+    """Config of the text encoder in a ``config.json`` of transformers: its own, or of a whole CLIP.
+
+    Raises:
+        CheckpointError: it is of another model, or needs what is not done here.
+        ConfigError: its numbers make no sense.
+    """
+    said = values.get("text_config") if isinstance(values.get("text_config"), dict) else values
+    assert isinstance(said, dict)
+    kind = values.get("model_type")
+    if kind not in ("clip", "clip_text_model"):
+        raise CheckpointError(f"{CONFIG}: model_type is {kind!r}; wanted clip or clip_text_model")
+    epsilon = said.get("layer_norm_eps", EPSILON)
+    if epsilon != EPSILON:
+        raise CheckpointError(f"{CONFIG}: layer_norm_eps is {epsilon!r}; wanted {EPSILON}, which every known CLIP has")
+    # What a file leaves out has transformers' default (configuration_clip.py, CLIPTextConfig).
+    return TextConfig(
+        kind=CLIP,
+        length=said.get("max_position_embeddings", 77),
+        width=said.get("hidden_size", 512),
+        n_layers=said.get("num_hidden_layers", 12),
+        n_heads=said.get("num_attention_heads", 8),
+        hidden=said.get("intermediate_size", 2048),
+        vocabulary=said.get("vocab_size", 49408),
+        activation=said.get("hidden_act", "quick_gelu"),
+        is_frozen=True,
+    )
+
+
+def _tensor(name: str) -> Tensor:
+    if name in ("tokens", "positions"):
+        return Tensor(TOWER + _PARTS[name], (name,), SAME)
+    part, _, last = name.rpartition(".")
+    layer = ""
+    if part.startswith("layers."):
+        _, number, part = part.split(".", 2)
+        layer = f"encoder.layers.{number}."
+    theirs = f"{TOWER}{layer}{_PARTS[part]}.{'bias' if last == 'bias' else 'weight'}"
+    return Tensor(theirs, (name,), LINEAR if last == "kernel" else SAME)

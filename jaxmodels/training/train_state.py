@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -329,14 +329,11 @@ class _Programs:
     step: Step
 
 
-# Of a training, what no program depends on: with it one of other values of these runs the same.
-_UNCOMPILED: dict[str, Any] = {
-    "save_freq": 1,
-    "keep_checkpoints": 1,
-    "num_workers": 0,
-    "tensorboard": False,
-    "data": None,
-    "fsdp": None,
+# Fields that no program depends on, with one value each, so that trainings that differ in them share a program.
+_UNCOMPILED = {
+    field.name: field.default
+    for field in fields(TrainingConfig)
+    if field.name in OPERATIONAL and field.name != "log_freq"
 }
 
 

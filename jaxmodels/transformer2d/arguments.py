@@ -80,7 +80,8 @@ def read_arguments(
     if context_tokens is None:
         check_no_context(config)
     heads = config.num_attention_heads
-    first_keys = context_tokens if config.only_cross_attention and context_tokens is not None else tokens
+    second_keys = tokens if context_tokens is None else context_tokens
+    first_keys = second_keys if config.only_cross_attention else tokens
     return Arguments(
         hidden,
         context,
@@ -88,14 +89,7 @@ def read_arguments(
         timing.class_labels,
         timing.conditions,
         _mask("attention_mask", attention_mask, batch, heads, tokens, first_keys),
-        _mask(
-            "encoder_attention_mask",
-            encoder_attention_mask,
-            batch,
-            heads,
-            tokens,
-            tokens if context_tokens is None else context_tokens,
-        )
+        _mask("encoder_attention_mask", encoder_attention_mask, batch, heads, tokens, second_keys)
         if config.has_cross_attention
         else None,
         _objects(config, dtype, cross_attention_kwargs, batch),
@@ -245,9 +239,7 @@ def _context(config: Transformer2DConfig, dtype: DTypeLike, value: ArrayLike, ba
 def check_context(config: Transformer2DConfig, array: Array | np.ndarray, batch: int | None = None) -> None:
     """Check shape and dtype of encoder_hidden_states."""
     is_captions = config.kind == "patches" and config.caption_channels is not None
-    widths = {config.second_context} if config.has_cross_attention else set()
-    if config.first_context is not None:
-        widths.add(config.first_context)
+    widths = _context_widths(config)
     if is_captions:
         if widths != {config.inner_dim}:
             raise InputError(
@@ -272,14 +264,16 @@ def check_context(config: Transformer2DConfig, array: Array | np.ndarray, batch:
         raise InputError(f"encoder_hidden_states hold {array.dtype}; wanted floating-point numbers")
 
 
+def _context_widths(config: Transformer2DConfig) -> set[int]:
+    widths = {config.second_context} if config.has_cross_attention else set()
+    return widths if config.first_context is None else widths | {config.first_context}
+
+
 def check_no_context(config: Transformer2DConfig) -> None:
     """Refuse a call without encoder_hidden_states of a model that needs them."""
     if config.kind == "patches" and config.caption_channels is not None:
         raise InputError(f"encoder_hidden_states are missing; wanted captions {config.caption_channels} wide")
-    expected = {config.second_context} if config.has_cross_attention else set()
-    if config.first_context is not None:
-        expected.add(config.first_context)
-    if expected - {config.inner_dim}:
+    if _context_widths(config) - {config.inner_dim}:
         raise InputError(
             f"encoder_hidden_states are missing; without them cross-attention looks at the tokens themselves, which "
             f"are {config.inner_dim} wide, but cross_attention_dim is {config.cross_attention_dim}"

@@ -1,8 +1,7 @@
 """Ahead-of-time executables of a 2D transformer for known shapes, over a flat tuple of weights."""
 
-import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.devices import use_exact_products
-from jaxmodels.errors import ConfigError, InputError
+from jaxmodels.errors import InputError
 from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, read_arguments
 from jaxmodels.transformer2d.block import Conditioning
 
@@ -44,25 +43,9 @@ class CompiledTransformer2D:
         names = [".".join(str(getattr(key, "key", key)) for key in path) for path, _ in paths]
         is_split = [model.config.num_layers <= WRITTEN_OUT and _belongs_to_a_layer(name) for name in names]
         self._parts = [model.config.num_layers if split else None for split in is_split]
-        self._stacked = [(array.shape, array.dtype) for _, array in paths]
         self._weights = self._flatten([array for _, array in paths])
         self._executables: dict[Shapes, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
-
-    def with_weights(self, model: "Transformer2DModel") -> "CompiledTransformer2D":
-        """The same executables over the weights of another model of the same config.
-
-        Raises:
-            ConfigError: its config or its dtypes differ.
-        """
-        graph, state = nnx.split(model)
-        leaves = jax.tree.leaves(state)
-        shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        if model.config != self._config or model.dtype != self._dtype or shapes != self._stacked:
-            raise ConfigError("these weights are of another config or dtype; compile a model of its own for them")
-        other = copy.copy(self)
-        other._graph, other._weights = graph, self._flatten(leaves)
-        return other
 
     def compile(self, hidden_states: ArrayLike, **others: Any) -> None:
         """Compile for these shapes unless that was done; takes arguments of a call, or `jax.ShapeDtypeStruct`."""
@@ -91,33 +74,17 @@ class CompiledTransformer2D:
     def __call__(
         self,
         hidden_states: ArrayLike,
-        encoder_hidden_states: ArrayLike = None,
-        timestep: ArrayLike = None,
-        added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
-        class_labels: ArrayLike = None,
-        cross_attention_kwargs: Mapping[str, Any] | None = None,
-        attention_mask: ArrayLike = None,
-        encoder_attention_mask: ArrayLike = None,
-        *,
+        *others: ArrayLike,
         conditioning: Conditioning | None = None,
+        **named: ArrayLike,
     ) -> Float[Array, "..."]:
-        """The sample itself; arguments as those of `Transformer2DModel`, in the shapes that were compiled for.
+        """Return the sample; the arguments are those of `Transformer2DModel` in shapes that are compiled.
 
         Raises:
-            InputError: an argument is wrong, or the shapes were not compiled for.
+            InputError: an argument is wrong, or the shapes are not compiled.
         """
         arguments = read_arguments(
-            self._config,
-            self._dtype,
-            hidden_states,
-            encoder_hidden_states,
-            timestep,
-            added_cond_kwargs,
-            class_labels,
-            cross_attention_kwargs,
-            attention_mask,
-            encoder_attention_mask,
-            conditioning,
+            self._config, self._dtype, hidden_states, *others, conditioning=conditioning, **named
         )
         shapes = _shapes((arguments, conditioning))
         executable = self._executables.get(shapes)

@@ -1,10 +1,8 @@
-"""Reader and writer of diffusers' folders: weight names, shards, and an Orbax copy.
+"""Reader and writer of diffusers' folders: weight names and shards.
 
 Files keep every layer, and queries, keys and values, apart; here layers are stacked and projections of the same tokens
 are one matrix, so that each tensor of theirs is a slice of an array of ours.
 Source: diffusers 0.42.1, models/transformers/transformer_2d.py, models/attention.py, models/normalization.py.
-
-An Orbax copy is for training, where arrays lie on many devices: each process writes and reads its own parts of them.
 
 Reading is strict in both directions: every tensor that the config asks for must be there in its shape, and every
 tensor that is there must be asked for. Tensors are read one after the other into the arrays that they end in.
@@ -19,19 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from jaxmodels.checkpoints import orbax
 from jaxmodels.checkpoints.files import (
     FLOATS,
     SHARD_BYTES,
     STEM,
     Stored,
     find_shards,
-    has_tensors,
     is_shard,
     list_shard_patterns,
     read_json,
@@ -44,7 +38,7 @@ from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
 from jaxmodels.memory import check_host
 from jaxmodels.transformer2d import diffusers_config
 from jaxmodels.transformer2d.config import TIME_CHANNELS, Transformer2DConfig
-from jaxmodels.weights import check_fit, not_finite
+from jaxmodels.weights import check_fit
 
 BLOCKS = "transformer_blocks"
 
@@ -198,65 +192,6 @@ def _table(name: str, rows: int, width: int) -> Iterator[TensorTarget]:
 CONFIG = "config.json"
 
 
-def save_orbax(folder: Path, config: Transformer2DConfig, weights: Mapping[str, Any]) -> None:
-    """Write a model's config and weights in Orbax's format; an older folder is replaced.
-
-    Args:
-        weights: by our names (`jaxmodels.weights.flatten`), in any dtype and on any devices.
-
-    Raises:
-        WeightsMismatch: the weights are not those of the config.
-        OSError: it cannot be written; the arrays that were there before are as they were.
-    """
-    shapes = {name: tuple(np.shape(array)) for name, array in weights.items()}
-    check_fit(shapes, _shapes(config), where="weights to be written")
-    folder.mkdir(parents=True, exist_ok=True)
-    orbax.save(folder / orbax.FOLDER, dict(weights))
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as draft:
-        write_json(Path(draft) / CONFIG, diffusers_config.dump_model_config(config), indent=2, end="\n")
-        os.replace(Path(draft) / CONFIG, folder / CONFIG)
-
-
-def restore_orbax(
-    folder: Path, *, dtype: DTypeLike | None = None, shardings: Mapping[str, Sharding] | None = None
-) -> tuple[Transformer2DConfig, dict[str, jax.Array]]:
-    """Read a model's config, and its weights by our names, from Orbax's format.
-
-    Args:
-        dtype: what the arrays must be; when None, floats of any width are taken as they are.
-        shardings: where to put arrays, by name; others go onto the default device.
-
-    Raises:
-        ConfigError: the config is of another model, or has values that make no sense.
-        CheckpointError: no such checkpoint, unreadable, or it does not fit the config (`WeightsMismatch`) or dtype.
-    """
-    config = diffusers_config.read_model_config(read_json(folder / CONFIG))
-    return config, restore_orbax_arrays(folder, config, dtype=dtype, shardings=shardings)
-
-
-def restore_orbax_arrays(
-    folder: Path,
-    config: Transformer2DConfig,
-    *,
-    dtype: DTypeLike | None = None,
-    shardings: Mapping[str, Sharding] | None = None,
-) -> dict[str, jax.Array]:
-    """Read a model's weights from Orbax's format, for a known config."""
-    shapes = _shapes(config)
-    dtypes = orbax.float_dtypes(folder / orbax.FOLDER) if dtype is None else dict.fromkeys(shapes, np.dtype(dtype))
-    where = shardings or {}
-    abstract = {
-        name: jax.ShapeDtypeStruct(shape, dtypes.get(name, np.float32), sharding=where.get(name))
-        for name, shape in shapes.items()
-    }
-    arrays: Any = orbax.restore(folder / orbax.FOLDER, abstract)
-    return arrays
-
-
-def _shapes(config: Transformer2DConfig) -> dict[str, tuple[int, ...]]:
-    return {target.ours: target.whole for target in tensor_names(config)}
-
-
 PIPELINE = "model_index.json"
 PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of a subfolder; no pattern, no way out
 NEVER_USED = ("pos_embed.pos_embed",)  # fixed positions that older files keep; they follow from the config
@@ -298,8 +233,6 @@ def read(
 ) -> tuple[Transformer2DConfig, dict[str, np.ndarray]]:
     """Read a model's config, and its weights by our names (jaxmodels/weights.py).
 
-    A folder without safetensors files may hold Orbax's arrays instead (jaxmodels/transformer2d/diffusers_folder.py).
-
     Args:
         subfolder: where in a pipeline's folder, e.g. ``transformer``.
         variant: e.g. ``fp16`` for ``diffusion_pytorch_model.fp16.safetensors``.
@@ -316,8 +249,6 @@ def read(
     if config is None:
         config = read_config(folder, subfolder=subfolder, prefix=prefix)
     folder = _find_folder(folder, subfolder)
-    if prefix is None and not has_tensors(folder, variant) and (folder / orbax.FOLDER).is_dir():
-        return config, _read_orbax(folder, config, None if dtype is None else np.dtype(dtype))
     stored = _find(folder, variant, prefix)
     table = tensor_names(config)
     where = f"{folder.name}" + (f" under {prefix}" if prefix else "")
@@ -408,23 +339,10 @@ def _read_arrays(
             broken.append(target.theirs)
         target.put(tensor, arrays)
     if broken:
-        raise CheckpointError(_not_finite_message(where, broken, dtype))
+        as_what = "" if dtype is None else f" (as {dtype})"
+        names = ", ".join(sorted(broken))
+        raise CheckpointError(f"{where}: weights hold a NaN or an infinity{as_what}: {names}")
     return arrays
-
-
-def _read_orbax(folder: Path, config: Transformer2DConfig, dtype: np.dtype[Any] | None) -> dict[str, np.ndarray]:
-    weights: dict[str, np.ndarray] = {}
-    for name, array in restore_orbax_arrays(folder, config).items():
-        with np.errstate(over="ignore"):
-            weights[name] = np.asarray(array).astype(array.dtype if dtype is None else dtype, copy=False)
-    if broken := not_finite(weights):
-        raise CheckpointError(_not_finite_message(folder.name, broken, dtype))
-    return weights
-
-
-def _not_finite_message(where: str, names: Sequence[str], dtype: np.dtype[Any] | None) -> str:
-    as_what = "" if dtype is None else f" (as {dtype})"
-    return f"{where}: weights hold a NaN or an infinity{as_what}: {', '.join(sorted(names))}"
 
 
 def _item_bytes(stored: np.dtype[Any], dtype: DTypeLike | None) -> int:

@@ -1,8 +1,8 @@
-"""LoRA: reading of adapter files, and adapters beside or fused into a model's weights.
+"""LoRA adapters of a 2D transformer: read from files of peft and diffusers, attached to or fused into the weights.
 
-An adapter adds ``up @ down`` to weights it names. Here both factors lie as the arrays they belong to do: stacked by
-layer, queries, keys and values beside each other, zeros where an adapter has nothing.
-Source: peft 0.21 (utils/save_and_load.py), diffusers 0.42.1 (loaders/peft.py, loaders/lora_conversion_utils.py).
+An adapter adds ``up @ down`` to the weights that it names. The factors have the layout of the model's weights:
+stacked by layer, queries, keys and values in one array, zeros where the adapter has nothing.
+Source: peft 0.21 (utils/save_and_load.py), diffusers 0.42.1 (loaders/peft.py).
 Layers: https://arxiv.org/abs/2106.09685; peft 0.21, tuners/lora/layer.py.
 """
 
@@ -10,10 +10,9 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,25 +33,13 @@ FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "adapt
 SETTINGS = "adapter_config.json"
 METADATA = "lora_adapter_metadata"  # key of a file's metadata, for the same settings
 WRAPPERS = ("base_model.model.", "unet.", "transformer.")
-OTHER_MODELS = ("text_encoder", "lora_te")
-KOHYA = ("lora_unet_", "lora_transformer_")
-FACTOR = re.compile(
-    r"(?P<module>.+?)(?:\.lora_(?P<peft>[AB])(?:\.[A-Za-z0-9_-]+)?\.weight"
-    r"|(?:\.lora|\.lora_linear_layer|_lora)\.(?P<old>down|up)\.weight"
-    r"|\.lora_(?P<kohya>down|up)\.weight|(?:_lora)?\.(?P<alpha>alpha))"
-)
+TEXT_ENCODER = "text_encoder"
+FACTOR = re.compile(r"(?P<module>.+?)\.lora_(?P<side>[AB])(?:\.[A-Za-z0-9_-]+)?\.weight")
 RANK = Range(1, 4096)
 ALPHA = Range(-1e6, 1e6)
-SIDES = {"A": "down", "B": "up"}
 
-
-@dataclass
-class _Factors:
-    """Low-rank factors that a file has for one weight."""
-
-    down: Stored | None = None
-    up: Stored | None = None
-    alpha: Stored | None = None
+# Factors of one weight by side: "A" is down, "B" is up.
+Factors: TypeAlias = dict[str, Stored]
 
 
 def read(
@@ -66,12 +53,12 @@ def read(
 
     Args:
         path: a safetensors file, or a folder with one of `FILES`.
-        prefix: of the transformer inside a UNet, e.g. ``mid_block.attentions.0``; what the file has for other parts of
-            the UNet is left alone. What it has for text encoders always is.
+        prefix: name of the transformer inside a UNet, e.g. ``mid_block.attentions.0``. Factors of other parts of the
+            UNet, and of text encoders, are not read.
 
     Raises:
-        CheckpointError: no such file, malformed, a kind of adapter that is not known, factors that are not finite, or
-            (`WeightsMismatch`, all listed) that do not fit the model.
+        CheckpointError: the file is missing or malformed, the kind of adapter is unknown, or factors are not finite.
+            `WeightsMismatch` lists all factors that do not fit the model.
     """
     file = _find_file(path)
     stored = find_floats(file)
@@ -112,59 +99,34 @@ def _find_file(path: Path) -> Path:
 
 def _sort(
     stored: Mapping[str, Stored], weights: Mapping[str, TensorTarget], prefix: str | None
-) -> tuple[dict[str, _Factors], list[str]]:
-    """Factors by diffusers' name of the weight, and the names of tensors that belong to none."""
+) -> tuple[dict[str, Factors], list[str]]:
+    """Return the factors by diffusers' name of the weight, and the names of tensors that belong to no weight."""
     start = f"{prefix}." if prefix else ""
-    # kohya writes dots as underscores, so that only a table leads back.
-    flat = {(start + module).replace(".", "_"): module for module in weights}
-    factors: dict[str, _Factors] = {}
+    factors: dict[str, Factors] = {}
     unknown: list[str] = []
     for name, tensor in stored.items():
-        if name.startswith(OTHER_MODELS):
+        bare = reduce(str.removeprefix, WRAPPERS, name)
+        if name.startswith(TEXT_ENCODER) or not bare.startswith(start):
             continue
-        bare = _strip_wrapper(name)
-        is_kohya = name.startswith(KOHYA)
-        if not bare.startswith(start.replace(".", "_") if is_kohya else start):
-            continue
-        match = FACTOR.fullmatch(bare)
-        module = None if match is None else _module(match["module"], flat if is_kohya else None, start)
-        if match is None or module is None or module not in weights:
+        match = FACTOR.fullmatch(bare.removeprefix(start))
+        if match is None or match["module"] not in weights:
             unknown.append(name)
-            continue
-        side = SIDES.get(match["peft"] or "") or match["old"] or match["kohya"] or match["alpha"]
-        setattr(factors.setdefault(module, _Factors()), side, tensor)
+        else:
+            factors.setdefault(match["module"], {})[match["side"]] = tensor
     return factors, unknown
 
 
-def _strip_wrapper(name: str) -> str:
-    for wrapper in (*WRAPPERS, *KOHYA):
-        name = name.removeprefix(wrapper)
-    return name
-
-
-def _module(name: str, flat: Mapping[str, str] | None, start: str) -> str | None:
-    if flat is not None:
-        return flat.get(name)
-    # Older diffusers: the attention's processor held what belongs to its layers.
-    module = name.removeprefix(start).replace(".processor.", ".")
-    return f"{module}.0" if module.endswith(".to_out") else module
-
-
-def _find_misfits(module: str, factors: _Factors, target: TensorTarget) -> list[str]:
-    if factors.down is None or factors.up is None:
-        return [f"{module}: has {'no down (lora_A)' if factors.down is None else 'no up (lora_B)'} factor"]
-    down, up = _matrix(factors.down.shape), _matrix(factors.up.shape)
+def _find_misfits(module: str, factors: Factors, target: TensorTarget) -> list[str]:
+    if len(factors) < 2:
+        return [f"{module}: has {'no up (lora_B)' if 'A' in factors else 'no down (lora_A)'} factor"]
+    shapes = factors["A"].shape, factors["B"].shape
+    down, up = map(_matrix, shapes)
     rows, columns = target.shape[:2]
     if down is None or up is None or not down[0] or down[1] != columns or up[0] != rows or down[0] != up[1]:
         return [
-            f"{module}: factors {list(factors.down.shape)} and {list(factors.up.shape)}; "
-            f"wanted [rank, {columns}] and [{rows}, rank]"
+            f"{module}: factors {list(shapes[0])} and {list(shapes[1])}; wanted [rank, {columns}] and [{rows}, rank]"
         ]
-    if down[0] not in RANK:
-        return [f"{module}: rank {down[0]}; wanted {RANK.maximum:g} at most"]
-    if factors.alpha is not None and math.prod(factors.alpha.shape) != 1:
-        return [f"{module}: alpha has shape {list(factors.alpha.shape)}; wanted one number"]
-    return []
+    return [f"{module}: rank {down[0]}; wanted {RANK.maximum:g} at most"] if down[0] not in RANK else []
 
 
 def _matrix(shape: Shape) -> Shape | None:
@@ -173,15 +135,14 @@ def _matrix(shape: Shape) -> Shape | None:
 
 
 def _stack(
-    file: Path, factors: Mapping[str, _Factors], weights: Mapping[str, TensorTarget], settings: Mapping[str, Any]
+    file: Path, factors: Mapping[str, Factors], weights: Mapping[str, TensorTarget], settings: Mapping[str, Any]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     ranks: dict[str, int] = {}
     wholes: dict[str, tuple[Shape, int]] = {}
     for module, parts in factors.items():
         target = weights[module]
-        assert parts.down is not None  # looked at before
         ours = target.ours.removesuffix(".kernel")
-        ranks[ours] = max(ranks.get(ours, 0), parts.down.shape[0])
+        ranks[ours] = max(ranks.get(ours, 0), parts["A"].shape[0])
         wholes[ours] = (target.whole, 1 if target.index else 0)
     # Layers without an adapter get zeros: few factors of a file can ask for many times their size.
     size = sum(
@@ -199,13 +160,10 @@ def _stack(
     broken: list[str] = []
     for module, parts in factors.items():
         target = weights[module]
-        assert parts.down is not None
-        assert parts.up is not None
-        rank = parts.down.shape[0]
-        alpha = _alpha(module, rank, settings) if parts.alpha is None else float(parts.alpha.read().reshape(()))
-        scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") is True else rank)
-        down = parts.down.read().astype(np.float32).reshape(rank, -1)
-        up = parts.up.read().astype(np.float32).reshape(-1, rank) * np.float32(scale)
+        rank = parts["A"].shape[0]
+        scale = _alpha(module, rank, settings) / (math.sqrt(rank) if settings.get("use_rslora") is True else rank)
+        down = parts["A"].read().astype(np.float32).reshape(rank, -1)
+        up = parts["B"].read().astype(np.float32).reshape(-1, rank) * np.float32(scale)
         if not (np.isfinite(down).all() and np.isfinite(up).all()):
             broken.append(module)
         downs, ups = stacked[target.ours.removesuffix(".kernel")]
@@ -217,10 +175,10 @@ def _stack(
 
 
 def _read_settings(file: Path) -> Mapping[str, Any]:
-    """Settings of peft's adapters, from a file beside it or its metadata; empty for other files."""
-    beside = file.parent / SETTINGS
-    if beside.is_file():
-        settings = read_json(beside)
+    """Return peft's settings from ``adapter_config.json`` in the same folder or from the metadata; empty without."""
+    path = file.parent / SETTINGS
+    if path.is_file():
+        settings = read_json(path)
     else:
         try:
             settings = json.loads(read_metadata(file).get(METADATA, "{}"))
@@ -257,7 +215,7 @@ DOWN, UP = "lora_down", "lora_up"
 
 
 class AdaptedLinear(nnx.Linear):
-    """Linear layer with a low-rank adapter beside it."""
+    """Linear layer with a low-rank adapter."""
 
     lora_down: nnx.LoRAParam[Array]
     lora_up: nnx.LoRAParam[Array]
@@ -269,7 +227,7 @@ class AdaptedLinear(nnx.Linear):
 
 
 class AdaptedProjections(Projections):
-    """Several linear layers of one input, each with a low-rank adapter beside it."""
+    """Several linear layers of one input, each with a low-rank adapter."""
 
     lora_down: nnx.LoRAParam[Array]
     lora_up: nnx.LoRAParam[Array]
@@ -283,49 +241,30 @@ class AdaptedProjections(Projections):
 ADAPTED = {nnx.Linear: AdaptedLinear, Projections: AdaptedProjections}
 
 
-def load(model: Any, path: str | Path, *, prefix: str | None = None, scale: float = 1.0) -> None:
-    """Attach the adapter of a file to a `Transformer2DModel`; see `attach`.
+def load(model: Any, path: str | Path, *, prefix: str | None = None) -> None:
+    """Attach the adapter of a file to a `Transformer2DModel`, in the dtype of its weights.
+
+    Calls and `prepare` then take ``cross_attention_kwargs={"scale": 0.5}``; the default scale is 1.
+    ``nnx.state(model, nnx.LoRAParam)`` returns the factors alone, e.g. to train them.
 
     Args:
-        path: a safetensors file of diffusers, peft or kohya, or a folder of one.
-        prefix: of a transformer inside a UNet, when the adapter is for the whole of it.
+        path: a safetensors file of diffusers or peft, or a folder with one.
+        prefix: name of the transformer inside a UNet, if the adapter is for the whole UNet.
 
     Raises:
-        CheckpointError: the file is missing, malformed, or does not fit the model.
+        ConfigError: the model has an adapter already.
+        CheckpointError: the file is missing, malformed, or does not fit the model. The model is unchanged.
     """
-    config: Transformer2DConfig = model.config
-    attach(model, read(Path(path), config, prefix=prefix), scale=scale)
-
-
-def attach(model: nnx.Module, factors: Mapping[str, tuple[Any, Any]], *, scale: float = 1.0) -> None:
-    """Attach low-rank factors to weights, in their dtype; a second adapter adds to the first.
-
-    From then on a call takes ``cross_attention_kwargs={"scale": 0.5}``, as does `prepare`; without it the scale is 1.
-    ``nnx.state(model, nnx.LoRAParam)`` is the factors alone, e.g. to train them.
-
-    Args:
-        factors: down and up by the name of a layer (`jaxmodels.transformer2d.lora.read`).
-        scale: of this adapter.
-
-    Raises:
-        ConfigError: there is no such layer, or it has other shapes; nothing has been changed then.
-    """
-    wrong = [text for name, (down, up) in factors.items() if (text := _describe_misfit(model, name, down, up))]
-    if wrong:
-        raise ConfigError("the adapter does not fit the model: " + "; ".join(wrong))
-    for name, (down, up) in factors.items():
-        layer = _find(model, name)
+    if is_adapted(model):
+        raise ConfigError("the model has an adapter already; lora.fuse or lora.detach it first")
+    for name, (down, up) in read(Path(path), model.config, prefix=prefix).items():
+        plain = reduce(getattr, name.split("."), model)
+        layer = _change_class(plain, ADAPTED[type(plain)])
         dtype, axes = layer.kernel.dtype, layer.kernel.get_metadata().get("axes")
-        down, up = jnp.asarray(down).astype(dtype), (jnp.asarray(up) * jnp.asarray(scale, up.dtype)).astype(dtype)
-        inputs = _inputs(layer)
-        if type(layer) not in ADAPTED:  # adapted already
-            down = jnp.concatenate((layer.lora_down[...], down), axis=-1)
-            up = jnp.concatenate((layer.lora_up[...], up), axis=inputs)
-        else:
-            layer = _change_class(layer, ADAPTED[type(layer)])
-            _replace(model, name, layer)
-        layer.lora_down = nnx.LoRAParam(down, axes=None if axes is None else (*axes[:-1], None))
-        layer.lora_up = nnx.LoRAParam(up, axes=None if axes is None else (None, *axes[1:]))
+        down_axes, up_axes = (None, None) if axes is None else ((*axes[:-1], None), (None, *axes[1:]))
+        layer.lora_down = nnx.LoRAParam(jnp.asarray(down).astype(dtype), axes=down_axes)
+        layer.lora_up = nnx.LoRAParam(jnp.asarray(up).astype(dtype), axes=up_axes)
+        _replace(model, name, layer)
 
 
 def fuse(model: nnx.Module, *, scale: float = 1.0) -> None:
@@ -371,12 +310,6 @@ def scale_adapters(state: Any, scale: Float[Array, ""]) -> Any:
     return nnx.from_flat_state([(path, multiply(path, variable)) for path, variable in flat])
 
 
-def _find(model: nnx.Module, name: str) -> Any:
-    """The layer of a name; None when there is none that could have an adapter."""
-    layer = reduce(lambda module, part: getattr(module, part, None), name.split("."), model)
-    return layer if isinstance(layer, nnx.Linear | Projections) else None
-
-
 def _replace(model: nnx.Module, name: str, layer: nnx.Module) -> None:
     *parents, last = name.split(".")
     setattr(reduce(getattr, parents, model), last, layer)
@@ -393,21 +326,3 @@ def _change_class(layer: Any, kind: type[Any]) -> Any:
     other = object.__new__(kind)
     vars(other).update(vars(layer))
     return other
-
-
-def _inputs(layer: Any) -> int:
-    """The axis of a kernel that its inputs have; axes of layers come before."""
-    return layer.kernel.ndim - (3 if isinstance(layer, Projections) else 2)
-
-
-def _describe_misfit(model: nnx.Module, name: str, down: Any, up: Any) -> str | None:
-    layer = _find(model, name)
-    if layer is None:
-        return f"{name}: no linear layer of that name"
-    whole, inputs = list(layer.kernel.shape), _inputs(layer)
-    rank = jnp.shape(down)[-1] if jnp.ndim(down) else 0
-    expected = [*whole[:-1], rank], [*whole[:inputs], rank, *whole[inputs + 1 :]]
-    actual = list(jnp.shape(down)), list(jnp.shape(up))
-    if rank < 1 or actual != expected:
-        return f"{name}: factors {actual[0]} and {actual[1]}; wanted {expected[0]} and {expected[1]} with any rank"
-    return None

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
@@ -34,90 +33,6 @@ from jaxmodels.transformer2d.network import Execution, Network
 from jaxmodels.weights import blueprint, flatten
 
 
-class Attributes:
-    """Public attributes of diffusers' `Transformer2DModel`, all from the config."""
-
-    config: Transformer2DConfig
-
-    @property
-    def inner_dim(self) -> int:
-        """Width of the tokens."""
-        return self.config.inner_dim
-
-    @property
-    def in_channels(self) -> int | None:
-        return self.config.in_channels
-
-    @property
-    def out_channels(self) -> int | None:
-        return self.config.outputs
-
-    @property
-    def height(self) -> int | None:
-        """Side in pixels of the square that the positions were made for."""
-        return self.config.sample_size
-
-    @property
-    def width(self) -> int | None:
-        return self.config.sample_size
-
-    @property
-    def num_latent_pixels(self) -> int | None:
-        """Largest number of latent pixels of a discrete input."""
-        return (self.config.sample_size or 0) ** 2 if self.config.kind == "discrete" else None
-
-    @property
-    def patch_size(self) -> int | None:
-        return self.config.patch_size
-
-    @property
-    def num_vector_embeds(self) -> int | None:
-        """Number of classes of a discrete input, with the masked one (the last)."""
-        return self.config.num_vector_embeds
-
-    @property
-    def is_input_continuous(self) -> bool:
-        return self.config.kind == "continuous"
-
-    @property
-    def is_input_vectorized(self) -> bool:
-        return self.config.kind == "discrete"
-
-    @property
-    def is_input_patches(self) -> bool:
-        return self.config.kind == "patches"
-
-
-def load_pretrained(
-    path_or_repo: str | Path,
-    subfolder: str | None,
-    revision: str | None,
-    dtype: np.dtype,
-    *,
-    config: Transformer2DConfig | None = None,
-    variant: str | None = None,
-    prefix: str | None = None,
-    device: str | None = None,
-    on_progress: Callable[[str], None] | None = None,
-) -> tuple[Transformer2DConfig, dict[str, jax.Array]]:
-    """Config and weights of a checkpoint; arguments and errors as `Transformer2DModel.from_pretrained`."""
-    report = on_progress or (lambda stage: None)
-    where = find_device(device)
-    folder = Path(os.path.expanduser(path_or_repo))
-    if not str(path_or_repo) or not folder.is_dir():
-        files = diffusers_folder.files(subfolder=subfolder, variant=variant)
-        folder = fetch(str(path_or_repo), revision, files=files, on_progress=report, subfolder=subfolder)
-    elif revision is not None:
-        raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
-    report("reading")
-    config, weights = diffusers_folder.read(
-        folder, subfolder=subfolder, variant=variant, prefix=prefix, config=config, dtype=dtype
-    )
-    on_device = {name: jax.device_put(weights.pop(name), where) for name in list(weights)}
-    report("ready")
-    return config, on_device
-
-
 class Transformer2DModelOutput(NamedTuple):
     """Output of the model: attribute ``sample``, also as ``output["sample"]`` and ``output[0]``.
 
@@ -131,21 +46,18 @@ class Transformer2DModelOutput(NamedTuple):
     def __getitem__(self, key: Any) -> Any:
         return tuple.__getitem__(self, self._fields.index(key) if isinstance(key, str) else key)
 
-    def to_tuple(self) -> tuple[Array]:
-        return (self.sample,)
 
-
-class Transformer2DModel(Attributes, Network):
+class Transformer2DModel(Network):
     """The 2D transformer with diffusers' arguments and numbers, compiled.
 
     The arguments are those of `Transformer2DConfig`, in the same order; and of our own:
 
     Args:
-        dtype: what it computes in; norms, softmax and what modulates the blocks are float32 whatever it is.
-        param_dtype: what weights are kept in; `dtype` when None. Training in bfloat16 wants float32 here.
+        dtype: dtype of the computation; norms, softmax and modulations are always float32.
+        param_dtype: dtype of the weights; `dtype` when None. Use float32 for training in bfloat16.
         scan_layers: run one compiled block over all layers, so that compile time does not grow with their number.
-        remat: recompute each block in the backward pass instead of keeping what it computed.
-        rngs: random numbers for the first weights; seed 0 when None.
+        remat: recompute each block in the backward pass instead of keeping its activations.
+        rngs: random numbers for the initial weights; seed 0 when None.
 
     Weights of all layers lie in one array each (leading axis), queries, keys and values in one matrix. Every array
     carries logical names of its axes (``nnx.Variable`` metadata ``axes``; see `jaxmodels.devices`).
@@ -162,82 +74,26 @@ class Transformer2DModel(Attributes, Network):
 
     def __init__(
         self,
-        num_attention_heads: int = 16,
-        attention_head_dim: int = 88,
-        in_channels: int | None = None,
-        out_channels: int | None = None,
-        num_layers: int = 1,
-        dropout: float | int = 0.0,
-        norm_num_groups: int = 32,
-        cross_attention_dim: int | None = None,
-        attention_bias: bool = False,
-        sample_size: int | None = None,
-        num_vector_embeds: int | None = None,
-        patch_size: int | None = None,
-        activation_fn: str = "geglu",
-        num_embeds_ada_norm: int | None = None,
-        use_linear_projection: bool = False,
-        only_cross_attention: bool = False,
-        double_self_attention: bool = False,
-        upcast_attention: bool = False,
-        norm_type: str = "layer_norm",
-        norm_elementwise_affine: bool = True,
-        norm_eps: float | int = 1e-5,
-        attention_type: str = "default",
-        caption_channels: int | None = None,
-        interpolation_scale: float | int | None = None,
-        use_additional_conditions: bool | None = None,
-        *,
+        *arguments: Any,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike | None = None,
         scan_layers: bool = True,
         remat: bool = False,
         rngs: nnx.Rngs | None = None,
+        **named: Any,
     ):
-        config = Transformer2DConfig(
-            num_attention_heads,
-            attention_head_dim,
-            in_channels,
-            out_channels,
-            num_layers,
-            dropout,
-            norm_num_groups,
-            cross_attention_dim,
-            attention_bias,
-            sample_size,
-            num_vector_embeds,
-            patch_size,
-            activation_fn,
-            num_embeds_ada_norm,
-            use_linear_projection,
-            only_cross_attention,
-            double_self_attention,
-            upcast_attention,
-            norm_type,
-            norm_elementwise_affine,
-            norm_eps,
-            attention_type,
-            caption_channels,
-            interpolation_scale,
-            use_additional_conditions,
-        )
+        config = Transformer2DConfig(*arguments, **named)
         dtypes = Dtypes(read_dtype(dtype), read_dtype(dtype if param_dtype is None else param_dtype))
         super().__init__(config, dtypes, Execution(scan_layers, remat), rngs=nnx.Rngs(0) if rngs is None else rngs)
 
     @classmethod
-    def from_config(
-        cls,
-        config: Transformer2DConfig | Mapping[str, Any],
-        *,
-        dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike | None = None,
-        scan_layers: bool = True,
-        remat: bool = False,
-        rngs: nnx.Rngs | None = None,
-    ) -> "Transformer2DModel":
-        """A model with random weights from a config, or from a parsed ``config.json``."""
+    def from_config(cls, config: Transformer2DConfig | Mapping[str, Any], **options: Any) -> "Transformer2DModel":
+        """Return a model with random weights from a config, or from a parsed ``config.json``.
+
+        Args:
+            options: keyword arguments of the class that are not in the config, e.g. ``dtype``.
+        """
         known = config if isinstance(config, Transformer2DConfig) else Transformer2DConfig.from_json(config)
-        options = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers, "remat": remat, "rngs": rngs}
         return cls(**known.to_json(), **options)
 
     @classmethod
@@ -253,46 +109,49 @@ class Transformer2DModel(Attributes, Network):
         config: Transformer2DConfig | None = None,
         device: str | None = None,
         param_dtype: DTypeLike | None = None,
-        scan_layers: bool = True,
-        remat: bool = False,
         on_progress: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> "Transformer2DModel":
         """Load a diffusers checkpoint: ``config.json`` and ``diffusion_pytorch_model.safetensors``, whole or in shards.
 
         Folders of `DiTTransformer2DModel` and `PixArtTransformer2DModel` are read, too.
 
         Args:
-            path_or_repo: a folder, or a repo id like ``owner/name``.
-            subfolder: of a pipeline's folder, e.g. ``transformer``.
+            path_or_repo: folder, or repo id like ``owner/name``.
+            subfolder: folder of the model in a pipeline's folder, e.g. ``transformer``.
             revision: branch, tag or commit of a repo.
-            dtype: what it computes in, and keeps weights in: float32 (when None), bfloat16 or float16.
-            variant: of the files, e.g. ``fp16``.
-            prefix: one transformer out of a Stable Diffusion UNet, e.g. ``down_blocks.0.attentions.1``.
-            config: in the place of the folder's, e.g. for a prefix whose config cannot be told from the whole model's.
+            dtype: dtype of the computation and of the weights: float32 (when None), bfloat16 or float16.
+            variant: variant of the files, e.g. ``fp16``.
+            prefix: name of one transformer in a Stable Diffusion UNet, e.g. ``down_blocks.0.attentions.1``.
+            config: replaces the folder's config, e.g. for a prefix of a model whose config is not known.
             device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
-            param_dtype, scan_layers, remat: see the class.
-            on_progress: told ``downloading``, ``reading``, ``ready``.
+            param_dtype: see the class.
+            on_progress: receives ``downloading``, ``reading``, ``ready``.
+            options: ``scan_layers`` and ``remat``, see the class.
 
         Raises:
             HubError: the repo cannot be fetched.
-            ConfigError: the config, dtype or device makes no sense.
+            ConfigError: the config, dtype or device is not valid.
             CheckpointError: files are missing or malformed, or do not fit the config (`WeightsMismatch`, all of it).
         """
         dtype, stored = read_dtype(dtype), read_dtype(dtype if param_dtype is None else param_dtype)
-        config, weights = load_pretrained(
-            path_or_repo,
-            subfolder,
-            revision,
-            stored,
-            config=config,
-            variant=variant,
-            prefix=prefix,
-            device=device,
-            on_progress=on_progress,
+        report = on_progress or (lambda stage: None)
+        where = find_device(device)
+        folder = Path(os.path.expanduser(path_or_repo))
+        if not str(path_or_repo) or not folder.is_dir():
+            files = diffusers_folder.files(subfolder=subfolder, variant=variant)
+            folder = fetch(str(path_or_repo), revision, files=files, on_progress=report, subfolder=subfolder)
+        elif revision is not None:
+            raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
+        report("reading")
+        config, weights = diffusers_folder.read(
+            folder, subfolder=subfolder, variant=variant, prefix=prefix, config=config, dtype=stored
         )
-        options = {"dtype": dtype, "param_dtype": stored, "scan_layers": scan_layers, "remat": remat}
+        on_device = {name: jax.device_put(weights.pop(name), where) for name in list(weights)}
+        report("ready")
+        options |= {"dtype": dtype, "param_dtype": stored}
         plan = blueprint(lambda rngs: cls.from_config(config, **options, rngs=rngs))
-        return plan.assemble(weights)
+        return plan.assemble(on_device)
 
     def save_pretrained(
         self, folder: str | Path, *, variant: str | None = None, max_shard_bytes: int | None = None
@@ -326,9 +185,11 @@ class Transformer2DModel(Attributes, Network):
         conditioning: Conditioning | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Transformer2DModelOutput | tuple[Array]:
-        """One forward pass. Values are checked on the host, then one program per set of shapes runs, compiled when
-        first asked for; inside somebody's own ``jit`` or ``grad`` it is simply traced, and values cannot be checked:
-        JAX clips what is out of range there.
+        """Run a forward pass.
+
+        Values are checked on the host, then one program per set of shapes runs, which is compiled at its first call.
+        Inside a ``jit`` or ``grad`` of the caller the pass is traced, and values cannot be checked: JAX clips indices
+        that are out of range.
 
         Args:
             hidden_states: floats (batch, channel, height, width); discrete: integers (batch, latent pixels).
@@ -422,7 +283,7 @@ class Transformer2DModel(Attributes, Network):
 
         Args:
             hidden_states: an array, or a `jax.ShapeDtypeStruct`; only its shape and dtype matter.
-            others: further arguments of a call, those that will come with it, or their shapes.
+            others: the other arguments of the calls, or their shapes.
         """
         compiled = CompiledTransformer2D(self)
         compiled.compile(hidden_states, **others)

@@ -43,13 +43,6 @@ CONTINUOUS_EPSILON = 1e-6  # of the group norm; PyTorch's default would be 1e-5
 HEAD_EPSILON = 1e-6  # of the norm before a patched output
 
 
-def input_norm(config: Transformer2DConfig, dtypes: Dtypes) -> GroupNorm:
-    """Group norm of a continuous input."""
-    return GroupNorm(
-        config.in_channels or 0, config.norm_num_groups, epsilon=CONTINUOUS_EPSILON, param_dtype=dtypes.parameters
-    )
-
-
 class LatentEmbedding(nnx.Module):
     """Embeddings of classes plus learned embeddings of rows and columns of the latent square."""
 
@@ -104,25 +97,6 @@ class PatchProjection(nnx.Module):
         patches = rearrange(x, "b c (h p) (w q) -> b (h w) (p q c)", p=p, q=p)
         kernel = self.kernel[...].astype(self.dtype)
         return patches @ kernel.reshape(-1, kernel.shape[-1]) + self.bias[...].astype(self.dtype)
-
-
-def log_probabilities(x: Float[Array, "b n d"], norm: LayerNorm, out: nnx.Linear) -> Float[Array, "b v n"]:
-    """Log-probabilities of each latent pixel's classes, always float32, without the masked class."""
-    logits = out(norm(x)).astype(jnp.float32)
-    return jax.nn.log_softmax(logits, axis=-1).swapaxes(1, 2)
-
-
-def from_patches(
-    x: Float[Array, "b n d"], head: Affine, out: nnx.Linear, patch: int, rows: int
-) -> Float[Array, "b c h w"]:
-    """Image of a grid of tokens with `rows` rows."""
-    pixels = out(head(standardize(x, HEAD_EPSILON)).astype(x.dtype))
-    return rearrange(pixels, "b (h w) (p q c) -> b c (h p) (w q)", h=rows, p=patch, q=patch)
-
-
-def patch_output(config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs) -> nnx.Linear:
-    pixels = (config.patch_size or 1) ** 2 * (config.outputs or 0)
-    return linear(config.inner_dim, pixels, ("embed", "channels"), dtypes, rngs=rngs)
 
 
 class Execution(NamedTuple):
@@ -191,26 +165,6 @@ def run_blocks(
     return x
 
 
-def project_context(blocks: Block, context: Float[Array, "b m c"]) -> KeyValues:
-    """Keys and values of a context for every layer."""
-    graph, stacked = nnx.split(blocks)
-    # One layer at a time: a product with a batch of matrices is slower on a CPU.
-    return lax.map(lambda weights: nnx.merge(graph, weights).project_context(context), stacked)
-
-
-def modulate_by_time(blocks: Block, timing: Timing) -> Modulation:
-    """ada_norm: scales and shifts of both attentions' norms in every layer."""
-    second = None
-    if isinstance(blocks.norm2, TimeNorm):
-        second = _for_each_layer(blocks.norm2, timing.timestep)
-    return Modulation(_for_each_layer(blocks.norm1, timing.timestep), None, second)
-
-
-def modulate_by_class(blocks: Block, timing: Timing) -> Modulation:
-    """ada_norm_zero: shift, scale and gate of attention and feed-forward in every layer."""
-    return _for_each_layer(blocks.norm1, timing.timestep, timing.class_labels)
-
-
 def modulate_by_table(blocks: Block, parts: Float[Array, "b 6 d"]) -> Modulation:
     """ada_norm_single: the timestep's six parts on top of each layer's own."""
     tables = blocks.scale_shift_table[...].astype(jnp.float32)
@@ -256,8 +210,9 @@ class Network(nnx.Module):
     def _build_input_and_output(self, dtypes: Dtypes, rngs: nnx.Rngs) -> None:
         config, width = self.config, self.config.inner_dim
         if config.kind == "continuous":
-            self.norm = input_norm(config, dtypes)
-            self.proj_in = linear(config.in_channels or 0, width, ("channels", "embed"), dtypes, rngs=rngs)
+            channels, groups = config.in_channels or 0, config.norm_num_groups
+            self.norm = GroupNorm(channels, groups, epsilon=CONTINUOUS_EPSILON, param_dtype=dtypes.parameters)
+            self.proj_in = linear(channels, width, ("channels", "embed"), dtypes, rngs=rngs)
             self.proj_out = linear(width, config.outputs or 0, ("embed", "channels"), dtypes, rngs=rngs)
         elif config.kind == "discrete":
             self.latent_image_embedding = LatentEmbedding(config, dtypes, rngs=rngs)
@@ -269,15 +224,16 @@ class Network(nnx.Module):
 
     def _build_patches(self, dtypes: Dtypes, rngs: nnx.Rngs) -> None:
         config, width = self.config, self.config.inner_dim
+        pixels = (config.patch_size or 1) ** 2 * (config.outputs or 0)
         self.pos_embed = PatchEmbedding(config, dtypes, rngs=rngs)
         if config.norm_type == "ada_norm_single":
             self.adaln_single = TimeSingle(width, config.has_conditions, dtypes, rngs=rngs)
             table = nnx.initializers.normal(width**-0.5)(rngs.params(), (2, width), dtypes.parameters)
             self.scale_shift_table = nnx.Param(table, axes=(None, "embed"))
-            self.proj_out = patch_output(config, dtypes, rngs=rngs)
+            self.proj_out = linear(width, pixels, ("embed", "channels"), dtypes, rngs=rngs)
         else:
             self.proj_out_1 = linear(width, 2 * width, ("embed", "mlp"), dtypes, rngs=rngs)
-            self.proj_out_2 = patch_output(config, dtypes, rngs=rngs)
+            self.proj_out_2 = linear(width, pixels, ("embed", "channels"), dtypes, rngs=rngs)
         if config.caption_channels is not None:
             self.caption_projection = Mlp(config.caption_channels, width, dtypes, rngs=rngs)
 
@@ -338,11 +294,14 @@ class Network(nnx.Module):
             pixels = self.proj_out(x).swapaxes(1, 2)
             return pixels.reshape(*pixels.shape[:2], *hidden.shape[2:]) + hidden
         if self.config.kind == "discrete":
-            return log_probabilities(x, self.norm_out, self.out)
+            logits = self.out(self.norm_out(x)).astype(jnp.float32)
+            return jax.nn.log_softmax(logits, axis=-1).swapaxes(1, 2)
         assert head is not None  # patches have a norm type that makes one
         out = self.proj_out if self.config.norm_type == "ada_norm_single" else self.proj_out_2
         patch = self.config.patch_size or 1
-        return from_patches(x, head, out, patch, hidden.shape[2] // patch)
+        pixels = out(head(standardize(x, HEAD_EPSILON)).astype(x.dtype))
+        rows = hidden.shape[2] // patch
+        return rearrange(pixels, "b (h w) (p q c) -> b c (h p) (w q)", h=rows, p=patch, q=patch)
 
     def _project_captions(self, context: Float[Array, "..."]) -> Float[Array, "b m c"]:
         """encoder_hidden_states as the blocks want them: captions are projected, and may have an axis too many."""
@@ -359,7 +318,10 @@ class Network(nnx.Module):
     def project_context(self, context: Array, scale: Array | None = None) -> KeyValues:
         if scale is not None:
             return self._scaled(scale).project_context(context)
-        return project_context(self.transformer_blocks, self._project_captions(context))
+        context = self._project_captions(context)
+        graph, stacked = nnx.split(self.transformer_blocks)
+        # One layer at a time, because a product with a batch of matrices is slower on a CPU.
+        return lax.map(lambda weights: nnx.merge(graph, weights).project_context(context), stacked)
 
     def modulate(self, timing: Timing, key: Array | None = None, scale: Array | None = None) -> Modulations:
         if scale is not None:
@@ -368,10 +330,11 @@ class Network(nnx.Module):
         if timing.timestep is None:
             return Modulations(Modulation())
         if config.block_norm == "ada_norm":
-            return Modulations(modulate_by_time(blocks, timing))
+            second = _for_each_layer(blocks.norm2, timing.timestep) if isinstance(blocks.norm2, TimeNorm) else None
+            return Modulations(Modulation(_for_each_layer(blocks.norm1, timing.timestep), None, second))
         if config.block_norm == "ada_norm_zero":
             timing = timing if key is None else self._drop_labels(timing, key)
-            modulation = modulate_by_class(blocks, timing)
+            modulation = _for_each_layer(blocks.norm1, timing.timestep, timing.class_labels)
             if config.kind != "patches":
                 return Modulations(modulation)
             parts = self.proj_out_1(jax.nn.silu(embed_in_first_layer(blocks, timing)))

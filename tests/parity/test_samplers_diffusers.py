@@ -15,17 +15,12 @@ from jaxmodels.samplers import (
     FlowSchedule,
     MaskSchedule,
     NoiseSchedule,
-    VQSchedule,
-    combine_log,
     ddim,
     ddim_step,
     ddpm_step,
     flow_euler,
     flow_heun,
     maskgit_step,
-    posterior,
-    truncate,
-    vq_step,
 )
 from tests.testing.peers import require_peers
 
@@ -54,7 +49,6 @@ DDPM = [
 EULER = ["euler_defaults", "euler_shifted", "euler_uniform", "euler_uniform_shifted", "euler_one_step"]
 HEUN = ["heun_defaults", "heun_shifted", "heun_one_step"]
 AMUSED = ["amused_defaults", "amused_linear", "amused_greedy", "amused_inpainting"]
-VQ = ["vq_defaults", "vq_uniform"]
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +85,7 @@ def echo(x: jax.Array, t: jax.Array, prediction: jax.Array) -> jax.Array:
 
 
 def test_every_recorded_case_is_compared(cases: Cases) -> None:
-    assert set(cases) == {*DDIM, *DDPM, *EULER, *HEUN, *AMUSED, *VQ}
+    assert set(cases) == {*DDIM, *DDPM, *EULER, *HEUN, *AMUSED}
 
 
 @pytest.mark.parametrize("name", [*DDIM, *DDPM])
@@ -189,42 +183,6 @@ def test_a_step_of_maskgit_is_diffusers(cases: Cases, name: str) -> None:
         )
         assert tokens.tolist() == case["x"][k + 1].tolist()
         assert is_new.tolist() == ((case["x"][k] == schedule.mask) & (case["x"][k + 1] != schedule.mask)).tolist()
-
-
-@pytest.mark.parametrize("name", VQ)
-def test_guidance_and_truncation_of_classes_are_diffusers(cases: Cases, same: Same, name: str) -> None:
-    case = cases[name]
-    guided = combine_log(jnp.asarray(case["unconditional"]), jnp.asarray(case["conditional"]), 3.0)
-    same(guided, case["guided"])
-    cut = np.asarray(truncate(jnp.asarray(case["guided"]), case["rate"]))
-    assert np.isinf(cut).tolist() == np.isinf(case["truncated"]).tolist()
-    same(np.maximum(cut, -70), np.maximum(case["truncated"], -70), 1e-6)
-
-
-@pytest.mark.parametrize("name", VQ)
-def test_a_posterior_of_vq_diffusion_is_diffusers(cases: Cases, same: Same, name: str) -> None:
-    case = cases[name]
-    schedule = VQSchedule(**case["fields"])
-    predictions = jnp.maximum(jnp.asarray(case["truncated"]), -70)
-    noisy = jnp.asarray(case["noisy"])
-    for t, theirs in zip(case["posterior.timesteps"], case["posteriors"], strict=True):
-        ours = posterior(schedule, predictions, noisy, schedule.row(jnp.asarray(t)))
-        same(ours, theirs)
-        same(jnp.exp(ours), np.exp(theirs))
-
-
-@pytest.mark.parametrize("name", VQ)
-def test_a_chain_of_vq_diffusion_is_diffusers(cases: Cases, name: str) -> None:
-    case = cases[name]
-    schedule = VQSchedule(**case["fields"])
-    steps = len(case["gumbel"])
-    assert schedule.timesteps(steps).tolist() == case["timesteps"].tolist()
-    predictions = jnp.maximum(jnp.asarray(case["truncated"]), -70)
-    step = jax.jit(vq_step, static_argnums=0)
-    for k in range(steps):
-        row = row_of(schedule.rows(steps), k)
-        tokens = step(schedule, predictions, jnp.asarray(case["x"][k]), row, jnp.asarray(case["gumbel"][k]))
-        assert tokens.tolist() == case["x"][k + 1].tolist()
 
 
 @pytest.mark.needs_peers

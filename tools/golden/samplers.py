@@ -1,14 +1,12 @@
 """What diffusers' schedulers do with given noise; it writes tests/golden/samplers."""
 
-import ast
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import diffusers
 import numpy as np
 import torch
 from diffusers import schedulers
@@ -78,10 +76,6 @@ def record() -> dict[str, dict[str, Any]]:
         cases[name] = flow(np.random.default_rng(100 + number), *flow_case)
     for number, (name, masked_case) in enumerate(MASKED.items()):
         cases[name] = masked(np.random.default_rng(200 + number), *masked_case)
-    cases["vq_defaults"] = vq(np.random.default_rng(300), {"num_train_timesteps": 100}, 1.0)
-    cases["vq_uniform"] = vq(
-        np.random.default_rng(301), {"num_train_timesteps": 9, "alpha_cum_end": 0.05, "gamma_cum_end": 0.6}, 0.8
-    )
     return cases
 
 
@@ -166,53 +160,6 @@ def masked(rng: np.random.Generator, steps: int, temperature: Any, known: int, m
         "order_gumbel": order_gumbel,
         "x": np.stack(x),
     }
-
-
-def vq(rng: np.random.Generator, fields: dict[str, Any], rate: float) -> dict[str, Any]:
-    scheduler = schedulers.VQDiffusionScheduler(num_vec_classes=CLASSES, **fields)
-    steps = fields["num_train_timesteps"]
-    scheduler.set_timesteps(steps)
-    unconditional, conditional = torch.log_softmax(torch.tensor(2 * normal(rng, 2, 2, CLASSES - 1, TOKENS)), 2)
-    guided = unconditional + 3.0 * (conditional - unconditional)
-    guided -= torch.logsumexp(guided, dim=1, keepdim=True)
-    truncated = pipeline_truncate()(None, guided, rate)
-    gumbel = rng.gumbel(size=(steps, 2, CLASSES, TOKENS)).astype(np.float32)
-    noisy = rng.integers(0, CLASSES, (2, TOKENS))
-    times = [steps - 1, steps // 2, 1]
-    predictions = truncated.clamp(-70)
-    posteriors = [scheduler.q_posterior(predictions, torch.tensor(noisy), t).numpy() for t in times]
-    x = [np.full((2, TOKENS), CLASSES - 1)]
-    for k, t in enumerate(scheduler.timesteps):
-
-        def noised(logits: torch.Tensor, _: Any, k: int = k) -> torch.Tensor:
-            return logits + torch.tensor(gumbel[k][:, : logits.shape[1]])
-
-        with mock.patch("diffusers.schedulers.scheduling_vq_diffusion.gumbel_noised", noised):
-            x.append(scheduler.step(predictions, t, torch.tensor(x[-1])).prev_sample.numpy())
-    return {
-        "fields": {"num_vec_classes": CLASSES, **fields},
-        "rate": rate,
-        "timesteps": scheduler.timesteps.numpy(),
-        "unconditional": unconditional.numpy(),
-        "conditional": conditional.numpy(),
-        "guided": guided.numpy(),
-        "truncated": truncated.numpy(),
-        "noisy": noisy,
-        "posterior.timesteps": np.array(times),
-        "posteriors": np.stack(posteriors),
-        "gumbel": gumbel,
-        "x": np.stack(x),
-    }
-
-
-def pipeline_truncate() -> Callable[..., torch.Tensor]:
-    """VQDiffusionPipeline.truncate by itself: importing the pipeline would want a text encoder's package."""
-    path = Path(diffusers.__path__[0]) / "pipelines" / "deprecated" / "vq_diffusion" / "pipeline_vq_diffusion.py"
-    tree = ast.parse(path.read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "truncate"]
-    names: dict[str, Any] = {"torch": torch}
-    exec(compile(ast.Module(found, []), str(path), "exec"), names)
-    return names["truncate"]
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

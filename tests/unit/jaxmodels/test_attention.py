@@ -10,8 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxmodels.layers import attention_kernels
-from jaxmodels.layers.attention import Attention, attend
-from jaxmodels.weights import flatten
+from jaxmodels.layers.attention import attend
 
 # What a CPU does with it -> batch, queries, keys, heads, channels per head.
 SHAPES = {
@@ -181,9 +180,3 @@ def test_the_shapes_of_these_tests_reach_the_ways_they_are_named_for(shape: tupl
     program = str(jax.make_jaxpr(lambda q, k, v: attention_kernels.attend_blocked(q, k, v, None))(*inputs(*shape)))
     blocks = 4 if name == "head by head" else int("loop" in name)
     assert (program.count("remat2["), program.count("scan[")) == (blocks, 2 * ("loop" in name))
-
-
-def test_attention_may_look_at_tokens_of_another_width_without_biases() -> None:
-    layer = Attention(8, 2, head_width=3, context_width=5, bias=False, rngs=nnx.Rngs(0))
-    assert layer(numbers(2, 4, 8), numbers(2, 6, 5), numbers(2, 6, 5)).shape == (2, 4, 8)
-    assert {name for name in flatten(layer) if name.endswith("bias")} == {"out.bias"}

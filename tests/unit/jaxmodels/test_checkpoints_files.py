@@ -435,7 +435,7 @@ def test_an_orbax_checkpoint_is_made_of_regular_files_and_folders(tmp_path: Path
         place.joinpath(*["d"] * 40).mkdir(parents=True)
     else:
         place.symlink_to(tmp_path / "outside" if spoil == "link to a folder" else __file__)
-    for read in (lambda: orbax.restore(tmp_path / "orbax", tree), lambda: orbax.float_dtypes(tmp_path / "orbax")):
+    for read in (lambda: orbax.restore(tmp_path / "orbax", tree), lambda: orbax.float_shapes(tmp_path / "orbax")):
         with pytest.raises(CheckpointError, match=r"wanted regular files and folders only|more than 32 deep"):
             read()
 

@@ -13,7 +13,7 @@ from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.text import TextConfig
-from jaxmodels.text.clip import read_clip_text
+from jaxmodels.training.initial_policy import read_clip_text
 from jaxmodels.types import TASK, Feature
 from jaxmodels.weights import blueprint_of
 

@@ -15,7 +15,6 @@ from jaxmodels.policies.lerobot_folder import Sidecar
 from jaxmodels.policies.lerobot_processors import upgrade_config
 from jaxmodels.ranges import Number, Range, is_number, list_numbers, render_table, shorten_value
 from jaxmodels.samplers import FlowSchedule, MaskSchedule, NoiseSchedule
-from jaxmodels.samplers.vq_diffusion import VQSchedule
 from jaxmodels.text import TextConfig
 from jaxmodels.transformer2d import Transformer2DConfig
 from jaxmodels.transformer2d.lora import ALPHA
@@ -75,13 +74,10 @@ def wrong_values(number: Number) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), TextConfig, Transformer2DConfig, NoiseSchedule, FlowSchedule])
+@pytest.mark.parametrize(
+    "config", [*CONFIGS.values(), TextConfig, Transformer2DConfig, NoiseSchedule, FlowSchedule, MaskSchedule]
+)
 def test_every_number_declares_a_range(config: Any) -> None:
-    assert [name for name, number in list_numbers(config).items() if number.range is None] == []
-
-
-@pytest.mark.parametrize("config", [MaskSchedule, VQSchedule])
-def test_every_number_of_a_schedule_of_tokens_declares_a_range(config: Any) -> None:
     assert [name for name, number in list_numbers(config).items() if number.range is None] == []
 
 

@@ -82,7 +82,7 @@ def test_a_batch_may_be_larger_than_the_dataset(dataset):
 
 
 def test_prefetched_batches_are_the_same_and_in_order(dataset):
-    one = loader(dataset, workers=3, ahead=2)
+    one = loader(dataset, workers=3)
     found = list(one.batches(3, 10))
     assert len(found) == 7
     assert all(same(batch, one.at(step)) for step, batch in enumerate(found, 3))
@@ -136,17 +136,18 @@ def test_frames_are_decoded_into_the_cache_once(copy, tmp_path):
     assert len(list((tmp_path / "cache").glob("*.frames"))) == 2
 
 
-def test_what_does_not_fit_the_cache_is_decoded_each_time(dataset, tmp_path):
-    one = loader(dataset, cache=tmp_path, cache_limit=1000)
+def test_what_does_not_fit_the_cache_is_decoded_each_time(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(frame_cache, "LIMIT", 1000)
+    one = loader(dataset, cache=tmp_path)
     assert not one.is_cached
     assert list(tmp_path.glob("*.frames")) == []
     assert same(one.at(0), loader(dataset).at(0))
 
 
-def test_the_frames_that_were_not_used_longest_make_room(written, tmp_path):
-    frames = ROWS * 32 * 48 * 3
+def test_the_frames_that_were_not_used_longest_make_room(written, tmp_path, monkeypatch):
+    monkeypatch.setattr(frame_cache, "LIMIT", 2 * ROWS * 32 * 48 * 3)
     for name in ("v3.0", "v2.1", "v2.1 with pictures"):
-        assert loader(open_dataset(written[name]), cache=tmp_path, cache_limit=2 * frames).is_cached
+        assert loader(open_dataset(written[name]), cache=tmp_path).is_cached
     assert len(list(tmp_path.glob("*.frames"))) == 2
 
 

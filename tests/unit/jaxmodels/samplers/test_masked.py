@@ -47,9 +47,10 @@ def drawn(seed: jax.Array, tokens: jax.Array, t: jax.Array) -> jax.Array:
     return jax.nn.log_softmax(jnp.where((likes < -4).at[:, 0].set(False), -jnp.inf, likes), axis=1)
 
 
+@pytest.mark.parametrize("remasking", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
-def test_whoever_is_taken_back_given_tokens_stay_and_the_masked_class_never_comes_out(temperature: float) -> None:
-    schedule = MaskSchedule(CLASSES, temperature=(temperature, 0.0), class_temperature=temperature, remasking=True)
+def test_known_tokens_stay_and_no_token_stays_masked(temperature: float, remasking: bool) -> None:
+    schedule = MaskSchedule(CLASSES, temperature=(temperature, 0.0), class_temperature=temperature, remasking=remasking)
     given = np.full(SHAPE, CLASSES - 1)
     given[0] = [0, 1, 2, 3, 2, 1]
     given[1, :4] = [3, 3, 0, 0]
@@ -60,6 +61,7 @@ def test_whoever_is_taken_back_given_tokens_stay_and_the_masked_class_never_come
         ids = np.asarray(found.ids)
         assert (ids[is_given] == given[is_given]).all()
         assert (np.asarray(found.log_probability)[is_given] == 0).all()
+        assert np.isfinite(found.log_probability).all()
         seen |= set(ids.ravel().tolist())
     assert seen == set(range(CLASSES - 1))
 

@@ -9,30 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.tree_util import Partial
 
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.samplers import (
     FlowSchedule,
-    Known,
     MaskSchedule,
     NoiseSchedule,
-    VQRow,
-    VQSchedule,
     combine,
-    combine_log,
     ddim,
     ddpm,
     flow_euler,
     flow_heun,
     guide,
     maskgit,
-    posterior,
-    truncate,
-    vq_diffusion,
-    vq_step,
 )
 
 # Another generator than the default one, which takes longer to compile than all else here.
@@ -48,22 +38,18 @@ CONTINUOUS: dict[str, Sample] = {
     "euler": partial(flow_euler, shape=SHAPE, schedule=FlowSchedule()),
     "heun": partial(flow_heun, shape=SHAPE, schedule=FlowSchedule()),
 }
-DISCRETE: dict[str, Sample] = {
-    "maskgit": partial(maskgit, shape=(3, 6), schedule=MaskSchedule(CLASSES)),
-    "vq": partial(vq_diffusion, shape=(3, 6), schedule=VQSchedule(CLASSES)),
-}
-ALL = {**CONTINUOUS, **DISCRETE}
+ALL = {**CONTINUOUS, "maskgit": partial(maskgit, shape=(3, 6), schedule=MaskSchedule(CLASSES))}
 
 
 def output(name: str, result: Any) -> np.ndarray:
-    return np.asarray(result.ids if name in DISCRETE else result)
+    return np.asarray(result.ids if name == "maskgit" else result)
 
 
 class Counter:
     """A predictor over one array that counts how often it is traced."""
 
     def __init__(self, name: str):
-        self.is_discrete = name in DISCRETE
+        self.is_discrete = name == "maskgit"
         self.traces = 0
 
     def __call__(self, weight: jax.Array, x: jax.Array, t: jax.Array, *extra: jax.Array) -> jax.Array:
@@ -94,14 +80,14 @@ def test_the_key_is_the_only_source_of_chance(name: str) -> None:
     assert (one != other).any()
 
 
-@pytest.mark.parametrize("name", ["ddim", "heun", "maskgit", "vq"])
+@pytest.mark.parametrize("name", ["ddim", "heun", "maskgit"])
 def test_a_sampler_may_be_called_inside_somebody_elses_program(name: str) -> None:
     counter = Counter(name)
 
     @jax.jit
     def program(weight: jax.Array, key: jax.Array) -> jax.Array:
         result = ALL[name](lambda x, t: counter(weight, x, t), key=key, steps=4)
-        return result.ids if name in DISCRETE else result
+        return result.ids if name == "maskgit" else result
 
     weight = jnp.asarray(0.1, jnp.float32)
     inside = [program(weight, key) for key in jax.random.split(KEY, 2)]
@@ -119,7 +105,6 @@ def test_what_was_prepared_for_each_step_comes_with_its_timestep(name: str) -> N
         "euler": lambda: schedule.euler_rows(steps).timestep,
         "heun": lambda: schedule.heun_rows(steps).timestep,
         "maskgit": lambda: schedule.rows(steps).timestep,
-        "vq": lambda: schedule.timesteps(steps),
     }
     times = rows[name]()
     counter, nothing = Counter(name), jnp.asarray(0.0, jnp.float32)
@@ -150,7 +135,7 @@ def test_no_steps_are_refused(name: str, steps: int) -> None:
         ALL[name](Partial(Counter(name), 0.0), key=KEY, steps=steps)
 
 
-@pytest.mark.parametrize("name", ["ddim", "ddpm", "vq"])
+@pytest.mark.parametrize("name", ["ddim", "ddpm"])
 def test_more_steps_than_timesteps_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="num_train_timesteps"):
         ALL[name](Partial(Counter(name), 0.0), key=KEY, steps=1001)
@@ -170,73 +155,30 @@ def test_samples_are_float32_whatever_the_model_computes_in(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(CONTINUOUS))
-def test_a_known_sample_comes_back_as_it_is(name: str) -> None:
-    value = np.arange(6, dtype=np.float32).reshape(SHAPE)
-    predict = Partial(Counter(name), jnp.asarray(0.1, jnp.float32))
-    known = Known(jnp.asarray(value), jnp.asarray(True))
-    assert (np.asarray(CONTINUOUS[name](predict, key=KEY, steps=3, known=known)) == value).all()
-    nothing = Known(jnp.asarray(value), jnp.asarray(False))
-    free = CONTINUOUS[name](predict, key=KEY, steps=3)
-    np.testing.assert_allclose(CONTINUOUS[name](predict, key=KEY, steps=3, known=nothing), free, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", list(CONTINUOUS))
-def test_a_start_or_known_part_of_another_shape_is_refused(name: str) -> None:
+def test_start_of_another_shape_is_refused(name: str) -> None:
     predict = Partial(Counter(name), 0.1)
     with pytest.raises(InputError, match=r"start has shape \[3, 2\]; wanted \[2, 3\]"):
         CONTINUOUS[name](predict, key=KEY, steps=3, start=jnp.zeros((3, 2)))
-    with pytest.raises(InputError, match=r"known has shapes \[\[4\], \[\]\]; wanted \[2, 3\]"):
-        CONTINUOUS[name](predict, key=KEY, steps=3, known=Known(jnp.zeros(4), jnp.asarray(True)))
 
 
-def peaked(seed: int, tokens: jax.Array, t: jax.Array) -> jax.Array:
-    """Any opinion at all: certain, impossible (-inf) and even classes side by side, other ones at each step."""
-    key = jax.random.fold_in(key_of(seed), t.astype(jnp.int32))
-    shape = (tokens.shape[0], CLASSES - 1, tokens.shape[1])
-    likes = 50 * jnp.where(jax.random.bernoulli(key, 0.7, shape), jax.random.normal(key, shape, jnp.float32), 0)
-    impossible = jax.random.bernoulli(jax.random.fold_in(key, 1), 0.5, shape).at[:, 0].set(False)
-    return jax.nn.log_softmax(jnp.where(impossible, -jnp.inf, likes), axis=1)
-
-
-@pytest.mark.parametrize(("name", "options"), [("maskgit", {}), ("vq", {}), ("vq", {"truncation": 0.6})])
-def test_the_masked_class_never_comes_out(name: str, options: dict[str, Any]) -> None:
-    seen = set()
-    for seed in range(20):
-        result = DISCRETE[name](Partial(peaked, seed), key=key_of(seed), steps=7, **options)
-        seen |= set(np.asarray(result.ids).ravel().tolist())
-        assert np.isfinite(result.log_probability).all()
-    assert seen == set(range(CLASSES - 1))
-
-
-@pytest.mark.parametrize("name", list(DISCRETE))
-def test_known_tokens_stay_even_when_all_are_known(name: str) -> None:
-    tokens = np.full((3, 6), CLASSES - 1)
-    tokens[0] = [0, 1, 2, 3, 2, 1]
-    tokens[1, :4] = [3, 3, 0, 0]
-    result = DISCRETE[name](Partial(peaked, 5), key=KEY, steps=7, known=tokens)
-    ids, is_known = np.asarray(result.ids), tokens != CLASSES - 1
-    assert (ids[is_known] == tokens[is_known]).all()
-    assert (ids < CLASSES - 1).all()
-    assert (np.asarray(result.log_probability)[is_known] == 0).all()
-
-
-@pytest.mark.parametrize("name", list(DISCRETE))
-def test_log_probabilities_are_those_of_the_model_for_what_was_drawn(name: str) -> None:
+def test_log_probabilities_are_the_models_for_the_drawn_classes() -> None:
     table = jax.nn.log_softmax(jax.random.normal(KEY, (3, CLASSES - 1, 6), jnp.float32), axis=1)
-    result = DISCRETE[name](lambda x, t: table, key=KEY, steps=5)
+    result = ALL["maskgit"](lambda x, t: table, key=KEY, steps=5)
     expected = np.take_along_axis(np.asarray(table), np.asarray(result.ids)[:, None], 1)[:, 0]
     np.testing.assert_allclose(result.log_probability, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", list(DISCRETE))
-def test_known_tokens_that_are_none_are_refused(name: str) -> None:
-    predict = Partial(Counter(name), 0.0)
-    with pytest.raises(InputError, match="known holds 5; wanted classes 0 to 3, or 4 for a token to be sampled"):
-        DISCRETE[name](predict, key=KEY, steps=2, known=np.full((3, 6), 5))
-    with pytest.raises(InputError, match=r"known is int\d+ \[3, 5\]; wanted integers \[3, 6\]"):
-        DISCRETE[name](predict, key=KEY, steps=2, known=np.zeros((3, 5), np.int32))
-    with pytest.raises(InputError, match="known is float32"):
-        DISCRETE[name](predict, key=KEY, steps=2, known=np.zeros((3, 6), np.float32))
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        (np.full((3, 6), 5), "known holds 5; wanted classes 0 to 3, or 4 for a token to be sampled"),
+        (np.zeros((3, 5), np.int32), r"known is int32 \[3, 5\]; wanted integers \[3, 6\]"),
+        (np.zeros((3, 6), np.float32), "known is float32"),
+    ],
+)
+def test_invalid_known_tokens_are_refused(known: np.ndarray, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        ALL["maskgit"](Partial(Counter("maskgit"), 0.0), key=KEY, steps=2, known=known)
 
 
 def test_maskgit_without_chance_keeps_the_surest_tokens_first() -> None:
@@ -263,13 +205,6 @@ def test_guidance_scales_the_difference() -> None:
     assert combine(one, other, 3.0).tolist() == [4.0, -4.0]
 
 
-def test_guided_log_probabilities_sum_to_one_even_with_impossible_classes() -> None:
-    unconditional = jnp.log(jnp.asarray([0.5, 0.5, 0.0, 0.0]))[None, :, None]
-    conditional = jnp.log(jnp.asarray([0.9, 0.1, 0.0, 0.0]))[None, :, None]
-    guided = np.exp(np.asarray(combine_log(unconditional, conditional, 2.0)))[0, :, 0]
-    np.testing.assert_allclose(guided, [0.81 / 0.82, 0.01 / 0.82, 0, 0], rtol=1e-5, atol=1e-30)
-
-
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_a_guided_sampler_goes_further_than_the_condition(scale: float) -> None:
     """Two certain samples, -0.1 without and 0.2 with the condition: scale 1 gives the latter, 4 goes 4 times as far."""
@@ -287,7 +222,7 @@ def test_another_scale_does_not_compile_again() -> None:
     counter = Counter("maskgit")
     table = jnp.asarray(1.0, jnp.float32)
     for scale in (1.0, 2.0, 3.0):
-        predict = guide(Partial(counter, table), scale, log_probabilities=True)
+        predict = guide(Partial(counter, table), scale)
         ids = maskgit(predict, (2, 4), KEY, MaskSchedule(CLASSES), steps=3).ids
         assert ids.shape == (2, 4)
     assert counter.traces == 1
@@ -296,87 +231,6 @@ def test_another_scale_does_not_compile_again() -> None:
 def test_a_guided_predictor_that_forgets_half_is_refused() -> None:
     with pytest.raises(InputError, match="predict gave a batch of 2; wanted 4, twice that of x"):
         flow_euler(guide(lambda x, t: x[:2], 2.0), SHAPE, KEY, FlowSchedule(), steps=2)
-
-
-@given(st.integers(0, 10_000), st.floats(0, 1))
-def test_truncation_keeps_the_likeliest_classes_up_to_its_rate(seed: int, rate: float) -> None:
-    logits = 3 * np.random.default_rng(seed).standard_normal((1, 6, 2)).astype(np.float32)
-    log_probabilities = jax.nn.log_softmax(jnp.asarray(logits), axis=1)
-    cut = np.asarray(truncate(log_probabilities, rate))
-    for token in range(2):
-        p = np.exp(np.asarray(log_probabilities)[0, :, token])
-        kept = np.isfinite(cut[0, :, token])
-        assert kept[p.argmax()]
-        assert p[kept].min() >= p[~kept].max(initial=0)
-        assert p[kept].sum() - p[kept].min() < rate + 1e-5 or kept.sum() == 1
-        assert kept.all() or p[kept].sum() >= rate - 1e-5
-
-
-VQ = {"defaults": VQSchedule(CLASSES), "mixed": VQSchedule(CLASSES, 20, 0.99, 0.01, 0.001, 0.4)}
-
-
-@pytest.mark.parametrize("name", list(VQ))
-@pytest.mark.parametrize("steps", [20, 7, 1])
-def test_the_posterior_leads_back_through_the_forward_process(name: str, steps: int) -> None:
-    """Averaged over what a clean token becomes, the posterior is what that token is at the earlier time."""
-    schedule = VQ[name]
-    rows = schedule.rows(steps)
-
-    def forward(rates: Any, k: int) -> np.ndarray:
-        keep, change, mask = (float(np.exp(np.float64(rate[k]))) for rate in rates)
-        table = np.full((CLASSES, CLASSES), change) + keep * np.eye(CLASSES)
-        table[:, -1], table[-1] = mask, np.eye(CLASSES)[-1]
-        return table  # from, to
-
-    compiled = jax.jit(posterior, static_argnums=0)
-    everything = jnp.arange(CLASSES, dtype=jnp.int32)[None]
-    for k in range(steps):
-        row = jax.tree.map(lambda column, k=k: jnp.asarray(column[k]), rows)
-        whole, before, between = (forward(rates, k) for rates in rows[1:])
-        np.testing.assert_allclose(before @ between, whole, atol=2e-6)
-        np.testing.assert_allclose(whole.sum(1), 1, atol=2e-6)
-        for clean in range(CLASSES - 1):
-            certain = jnp.where(jnp.arange(CLASSES - 1) == clean, 0.0, -70.0)[None, :, None]
-            table = jnp.broadcast_to(certain, (1, CLASSES - 1, CLASSES))
-            back = np.exp(np.asarray(compiled(schedule, table, everything, row)))[0]  # earlier, now
-            np.testing.assert_allclose(back.sum(0), 1, atol=1e-4)
-            np.testing.assert_allclose(back @ whole[clean], before[clean], atol=2e-5)
-
-
-@pytest.mark.parametrize("steps", [20, 1])
-def test_no_chance_makes_the_last_step_draw_the_masked_class(steps: int) -> None:
-    schedule = VQ["mixed"]
-    row = jax.tree.map(lambda column: jnp.asarray(column[-1]), schedule.rows(steps))
-    even = jnp.full((1, CLASSES - 1, 2), -np.log(CLASSES - 1), jnp.float32)
-    gumbel = jnp.zeros((1, CLASSES, 2)).at[:, -1].set(1e6)
-    tokens = jnp.asarray([[CLASSES - 1, 0]], jnp.int32)
-    assert (np.asarray(vq_step(schedule, even, tokens, row, gumbel)) < CLASSES - 1).all()
-
-
-@pytest.mark.parametrize("name", list(VQ))
-def test_tokens_decay_at_the_rates_of_the_schedule(name: str) -> None:
-    schedule, count = VQ[name], 4000
-    times = jnp.asarray([0, schedule.num_train_timesteps // 2, schedule.num_train_timesteps - 1])
-    tokens = jnp.full((3, count), 2, jnp.int32)
-    gumbel = jax.random.gumbel(KEY, (3, CLASSES, count), jnp.float32)
-    noisy = np.asarray(schedule.add_noise(tokens, times, gumbel))
-    rates = schedule.row(times).whole
-    for k in range(3):
-        keep, change, mask = (float(jnp.exp(rate[k])) for rate in rates)
-        for found, wanted in [(2, keep + change), (0, change), (CLASSES - 1, mask)]:
-            assert abs((noisy[k] == found).mean() - wanted) < 4 * (wanted * (1 - wanted) / count) ** 0.5 + 1e-3
-
-
-def test_a_trainer_has_a_posterior_for_each_elements_own_timestep() -> None:
-    schedule = VQ["mixed"]
-    tokens = jnp.asarray([[0, 4, 2], [4, 1, 3]], jnp.int32)
-    table = jax.nn.log_softmax(jax.random.normal(KEY, (2, CLASSES - 1, 3), jnp.float32), axis=1)
-    times = jnp.asarray([3, 17])
-    both = jax.jit(lambda times: posterior(schedule, table, tokens, schedule.row(times)))(times)
-    for b in range(2):
-        alone: VQRow = jax.tree.map(lambda column, b=b: jnp.asarray(column[-1 - int(times[b])]), schedule.rows(20))
-        one = posterior(schedule, table[b : b + 1], tokens[b : b + 1], alone)
-        np.testing.assert_allclose(both[b : b + 1], one, rtol=1e-5)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
@@ -408,11 +262,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: FlowSchedule(shift=0.0), "shift is 0.0; wanted a number above 0"),
     (lambda: MaskSchedule(1), "num_classes is 1"),
     (lambda: MaskSchedule(5, temperature=(-1.0, 0.0)), "temperature is (-1.0, 0.0); wanted two numbers of 0 or more"),
-    (lambda: VQSchedule(1), "num_vec_classes is 1"),
-    (lambda: VQSchedule(5, num_train_timesteps=1), "num_train_timesteps is 1; wanted an integer of 2 or more"),
-    (lambda: VQSchedule(5, alpha_cum_start=0.1, alpha_cum_end=0.9), "wanted alpha to fall and gamma to rise"),
-    (lambda: VQSchedule(5, 10, 0.9, 0.1, 0.1, 0.9), "leave no chance for a token to change its class"),
-    (lambda: VQSchedule(5, 10, 0.9, 0.5, 0.1, 0.9), "leave no chance for a token to change its class"),
 ]
 
 

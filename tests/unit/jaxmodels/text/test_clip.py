@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
-from jaxmodels.text import TextConfig, text_encoder, tokenizer
-from jaxmodels.text.clip import read_clip_text
+from jaxmodels.text import TextConfig, TextEncoder, tokenizer
+from jaxmodels.training.initial_policy import read_clip_text
 from jaxmodels.weights import blueprint
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "clip_text"
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["quick", "exact"])
 def test_what_the_tower_says_is_what_transformers_says(name: str) -> None:
     read = read_clip_text(GOLDEN / name)
-    encode = blueprint(lambda rngs: text_encoder(read.config, rngs=rngs)).assemble(jax.device_put(dict(read.weights)))
+    encode = blueprint(lambda rngs: TextEncoder(read.config, rngs=rngs)).assemble(jax.device_put(dict(read.weights)))
     wanted = CASES[f"{name}.last_hidden_state"]
     found = np.asarray(encode(jnp.asarray(CASES["ids"], jnp.int32), jnp.asarray(CASES["mask"], bool)))
     assert found.shape == wanted.shape

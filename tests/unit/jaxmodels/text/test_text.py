@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxmodels.errors import ConfigError, ObservationError
-from jaxmodels.text import TextConfig, text_encoder, tokenizer
+from jaxmodels.text import TextConfig, TextEncoder, tokenizer
 
 SMALL = TextConfig(length=24, width=16, n_layers=2, n_heads=2, hidden=32)
 
@@ -50,7 +50,7 @@ def test_a_text_that_is_too_long_is_refused_and_not_cut() -> None:
 
 
 def test_what_a_text_says_does_not_depend_on_what_fills_it_up() -> None:
-    encode = text_encoder(SMALL, rngs=nnx.Rngs(0))
+    encode = TextEncoder(SMALL, rngs=nnx.Rngs(0))
     ids, mask = tokenizer(SMALL)(["lift", "lift the red cube"])
     filled = np.where(mask, ids, 7)
     first = np.asarray(encode(jnp.asarray(ids), jnp.asarray(mask)))

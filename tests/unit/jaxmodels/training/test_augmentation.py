@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.training import ImageTransforms, Transform, image_transforms, parse_transforms
+from jaxmodels.training import ImageTransforms, Transform, augmentation, parse_transforms
 from jaxmodels.training.augmentation import augment
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "image_transforms" / "cases.npz"
@@ -22,12 +22,12 @@ def recorded() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "sharpness"])
 def test_colours_and_sharpness_change_as_torchvision_changes_them(name: str, recorded: dict[str, np.ndarray]) -> None:
-    found = jax.jit(getattr(image_transforms, name))(recorded["pictures"], recorded[f"{name}.numbers"])
+    found = jax.jit(getattr(augmentation, name))(recorded["pictures"], recorded[f"{name}.numbers"])
     np.testing.assert_allclose(found, recorded[name], atol=2e-6)
 
 
 def test_pictures_turn_and_shift_as_torchvisions(recorded: dict[str, np.ndarray]) -> None:
-    found = jax.jit(image_transforms.affine)(
+    found = jax.jit(augmentation.affine)(
         recorded["pictures"], recorded["affine.degrees"], recorded["affine.across"], recorded["affine.down"]
     )
     same = np.isclose(found, recorded["affine"], atol=1e-6).all(axis=-1).mean()

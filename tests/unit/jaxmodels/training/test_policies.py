@@ -12,7 +12,6 @@ import jaxmodels
 from jaxmodels.data import Dataset, open_dataset
 from jaxmodels.errors import ConfigError, DatasetError
 from jaxmodels.policies import lerobot_folder, trained_types
-from jaxmodels.text.clip import read_clip_text
 from jaxmodels.training import (
     OptimizerConfig,
     Progress,
@@ -22,6 +21,7 @@ from jaxmodels.training import (
     policy_fields,
     train,
 )
+from jaxmodels.training.initial_policy import read_clip_text
 from jaxmodels.training.train_state import read_instructions
 from tests.unit.jaxmodels.training.conftest import TINY, write_demos
 
