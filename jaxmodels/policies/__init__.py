@@ -1,4 +1,4 @@
-"""Registry of policy types: each folder here is one, by its name and its ``POLICY``."""
+"""Registry of policy types: each is a module or a package here, by its name and its ``POLICY``."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +10,12 @@ from jaxmodels.errors import ConfigError
 from jaxmodels.types import Language
 
 
+def keep_weights(config: Any, weights: Mapping[str, Any], platform: str) -> dict[str, Any]:
+    """Return the weights as they are, for serving programs that run over the weights of the module."""
+    del config, platform
+    return dict(weights)
+
+
 @dataclass(frozen=True)
 class PolicyType:
     """Functions and classes that make up one type of policy.
@@ -19,8 +25,8 @@ class PolicyType:
         model: builds the NNX module from a config, given random keys.
         tensors: the table of LeRobot's tensors for our names of the weights.
         architecture: what programs depend on, out of a config; equal ones share programs.
-        prepare: (config, weights of the module, platform) to weights of the serving program.
         act: serving weights and a normalised observation to a normalised chunk.
+        prepare: (config, weights of the module, platform) to weights of the serving program.
         runs_as_read: whether `prepare` returns the arrays that were read, and folds nothing.
         takes_prefix: whether the observation may hold a plan for `act` to continue.
         read: (config as `architecture` gives it, serving weights, tokens (b, n) int32, mask (b, n) bool) to the
@@ -41,8 +47,8 @@ class PolicyType:
     model: Callable[..., Any]
     tensors: Callable[[Iterable[str]], Any]
     architecture: Callable[[Any], Any]
-    prepare: Callable[..., dict[str, Any]]
     act: Callable[..., Any]
+    prepare: Callable[..., dict[str, Any]] = keep_weights
     runs_as_read: bool = False
     takes_prefix: bool = False
     read: Callable[..., Language] | None = None
@@ -94,17 +100,19 @@ ARCHITECTURE_FILES: Mapping[str, tuple[str, str]] = {
     "pi05": ("architecture", "architecture.json"),
 }
 
+_TRAINED = ("act", "diffusion", "diffusion2d", "tokens2d")
 # Served from checkpoints of LeRobot, and not trained here yet.
 SERVED_ONLY = frozenset({"pi0", "pi05", "smolvla"})
 
 
 def trained_types() -> tuple[str, ...]:
-    """Policy types that can be trained here."""
-    return tuple(name for name in policy_types() if name not in SERVED_ONLY)
+    """Return the policy types that can be trained here."""
+    return _TRAINED
 
 
 def policy_types() -> tuple[str, ...]:
-    return tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py")))
+    """Return the policy types that can be served, sorted."""
+    return tuple(sorted({*_TRAINED, *SERVED_ONLY}))
 
 
 def get_policy_type(name: Any) -> PolicyType:

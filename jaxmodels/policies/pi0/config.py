@@ -1,15 +1,17 @@
-"""Pi0Config: every field of LeRobot's configuration of pi0, and the sizes that LeRobot keeps in its code."""
+"""Config of pi0: every field of LeRobot's, the sizes that LeRobot keeps in its code, and the joints of ALOHA."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies.config import LerobotConfig, dump_fields, read_fields
 from jaxmodels.policies.openpi_configs import OpenpiConfig
-from jaxmodels.policies.pi0.aloha import AlohaJoints
 from jaxmodels.ranges import (
     CHUNK,
     HEADS,
@@ -24,7 +26,7 @@ from jaxmodels.ranges import (
 )
 from jaxmodels.samplers import FlowSchedule
 from jaxmodels.samplers.sampling import STEPS
-from jaxmodels.types import STATE, Feature
+from jaxmodels.types import STATE, Feature, Observation
 
 VARIANTS, DTYPES = ("gemma_300m", "gemma_2b"), ("bfloat16", "float32")
 LEROBOT_VERSIONS = ("0.4", "0.6")
@@ -126,6 +128,58 @@ def _check_names(where: str, kind: type[Any], values: Any) -> Mapping[str, Any]:
     if kind is GemmaSizes and (missing := sorted(known - set(values))):
         raise ConfigError(f"{where}: lacks {', '.join(missing)}")
     return values
+
+
+FLIPS = np.array([1, -1, -1, 1, 1, 1, 1] * 2, np.float32)
+IS_GRIPPER = np.array([*[False] * 6, True] * 2)
+LINEAR = (0.01844, 0.05800)  # metres of ALOHA's measured fingers, closed and open
+ARM, HORN = 0.036, 0.022  # metres of the linkage that moves them
+ANGLES = (0.5476, 1.6296)  # radians of pi0's 0 and 1
+COMMANDS = (-0.6213, 1.4910)  # radians of ALOHA's commanded 0 and 1
+
+
+class AlohaJoints:
+    """Conversion of ALOHA's joints to the joints that pi0 was trained with, and back; arrays of NumPy or JAX.
+
+    Some joints turn the other way there. ALOHA measures how far its fingers are apart and is commanded in radians;
+    pi0 has the angle of the gripper's motor, from closed (0) to open (1).
+
+    Source: openpi/policies/aloha_policy.py (https://github.com/Physical-Intelligence/openpi).
+    """
+
+    @staticmethod
+    def read(observation: Observation) -> Observation:
+        """State and plan of an observation, in the policy's joints."""
+        prefix = observation.prefix
+        if prefix is not None:
+            prefix = prefix._replace(actions=AlohaJoints.read_actions(prefix.actions))
+        return observation._replace(state=AlohaJoints.read_state(observation.state), prefix=prefix)
+
+    @staticmethod
+    def read_state(state: Float[Any, "*b 14"]) -> Float[Any, "*b 14"]:
+        """A measured state in the policy's joints."""
+        module: Any = jnp if isinstance(state, jax.Array) else np
+        fingers = state * (LINEAR[1] - LINEAR[0]) + LINEAR[0]
+        # Of joints that are no grippers nothing is kept: 1 stands for what may not be divided by.
+        fingers = module.where(IS_GRIPPER, fingers, 1.0)
+        sine = (HORN**2 + fingers**2 - ARM**2) / (2 * HORN * fingers)
+        angle = module.arcsin(module.clip(sine, -1.0, 1.0))
+        grippers = (angle - ANGLES[0]) / (ANGLES[1] - ANGLES[0])
+        return module.where(IS_GRIPPER, grippers, state * FLIPS).astype(state.dtype)
+
+    @staticmethod
+    def write_actions(actions: Float[Any, "*b 14"]) -> Float[Any, "*b 14"]:
+        """Actions of the policy as ALOHA is commanded."""
+        module: Any = jnp if isinstance(actions, jax.Array) else np
+        grippers = (actions + ANGLES[0] - COMMANDS[0]) / (COMMANDS[1] - COMMANDS[0])
+        return module.where(IS_GRIPPER, grippers, actions * FLIPS).astype(actions.dtype)
+
+    @staticmethod
+    def read_actions(actions: Float[Any, "*b 14"]) -> Float[Any, "*b 14"]:
+        """Commands of ALOHA as actions of the policy."""
+        module: Any = jnp if isinstance(actions, jax.Array) else np
+        grippers = actions * (COMMANDS[1] - COMMANDS[0]) + COMMANDS[0] - ANGLES[0]
+        return module.where(IS_GRIPPER, grippers, actions * FLIPS).astype(actions.dtype)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxmodels.errors import CheckpointError, ConfigError, JaxModelsError
 from jaxmodels.layers.images import resize_as_pillow
 from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.policies.openpi_configs import CONFIGS, read_openpi_config
-from jaxmodels.policies.pi0.aloha import AlohaJoints
+from jaxmodels.policies.pi0.config import AlohaJoints
 from jaxmodels.policies.pi0.openpi import merge_update
 from jaxmodels.text import PromptTokenizer
 from jaxmodels.types import Language, Observation

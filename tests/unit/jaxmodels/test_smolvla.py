@@ -13,7 +13,7 @@ import pytest
 from jaxmodels.checkpoints.tensor_layouts import their_shapes
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.policies.smolvla import POLICY, SmolVlaConfig
-from jaxmodels.policies.smolvla.serving import read_aloha_actions, read_aloha_state, write_aloha_actions
+from jaxmodels.policies.smolvla.model import read_aloha_actions, read_aloha_state, write_aloha_actions
 from jaxmodels.types import Language, Observation, Prefix
 from jaxmodels.weights import blueprint_of
 
