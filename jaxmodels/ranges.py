@@ -205,15 +205,6 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
-def render_table(configs: Mapping[str, type[Any]]) -> list[str]:
-    """Rows of a Markdown table of all numbers of some configs: name, configs, range."""
-    fields_by_range: dict[tuple[str, str], list[str]] = {}
-    for kind, config in configs.items():
-        for name, number in list_numbers(config).items():
-            fields_by_range.setdefault((name, number.describe()), []).append(kind)
-    return [f"| `{name}` | {', '.join(kinds)} | {words} |" for (name, words), kinds in fields_by_range.items()]
-
-
 def _is_number(value: Any, is_integer: bool) -> bool:
     kinds = (int,) if is_integer else (int, float)
     if not isinstance(value, kinds) or isinstance(value, bool):

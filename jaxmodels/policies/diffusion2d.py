@@ -10,6 +10,7 @@ with training).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, cast
 
 import jax
@@ -83,6 +84,16 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
         "trained_prefix_decay",
     )
 
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            **Transformer2dPolicyConfig.choices,
+            "objective": OBJECTIVES,
+            "prediction_type": PREDICTION_TYPES,
+            "timestep_sampling_strategy": STRATEGIES,
+            "flow_solver": SOLVERS,
+        }
+    )
+
     objective: str = "flow"
     prediction_type: str = "epsilon"
     timestep_sampling_strategy: str = "beta"
@@ -95,13 +106,8 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
     prefix_bound: Annotated[float, POSITIVE] = 5.0
     prefix_through_model: bool = True
 
-    def find_errors(self) -> list[str]:
-        wrong = [
-            *self.describe_unknown("objective", OBJECTIVES),
-            *self.describe_unknown("prediction_type", PREDICTION_TYPES),
-            *self.describe_unknown("timestep_sampling_strategy", STRATEGIES),
-            *self.describe_unknown("flow_solver", SOLVERS),
-        ]
+    def _wrong_numbers(self) -> list[str]:
+        wrong = super()._wrong_numbers()
         if self.num_inference_steps > self.num_train_timesteps:
             wrong.append(f"num_inference_steps is {self.num_inference_steps}; wanted 1 to {self.num_train_timesteps}")
         if not 0 <= self.trained_prefix < self.chunk_size:

@@ -80,8 +80,8 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
     noise_seed: Annotated[int, Range(0, 2**31 - 1)] = 0
     prefix_rate: Annotated[float, SHARE] = 0.2
 
-    def find_errors(self) -> list[str]:
-        wrong = []
+    def _wrong_numbers(self) -> list[str]:
+        wrong = super()._wrong_numbers()
         if self.bins < 2:
             wrong.append(f"bins is {self.bins}; wanted 2 or more")
         if not 0 <= self.neighbours < self.bins:
@@ -94,7 +94,6 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
         return wrong
 
     def architecture(self) -> "Tokens2dConfig":
-        """The config with fields that shape no program at their defaults; policies with equal ones share programs."""
         # Bins are bins, whichever way actions come to lie in [-1, 1].
         return replace(super().architecture(), normalization_mapping=(("ACTION", BOUNDED[0]),))
 

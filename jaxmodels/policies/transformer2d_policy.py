@@ -4,13 +4,12 @@ A new kind is a config (`Transformer2dPolicyConfig`), a model (`Transformer2dPol
 ``loss``, and an `act`; `transformer2d_policy_type` makes the entry of the registry out of them.
 """
 
-import builtins
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import jax.numpy as jnp
 from einops import rearrange
@@ -19,12 +18,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmodels.checkpoints.tensor_layouts import SAME, Tensor
-from jaxmodels.errors import ConfigError, InputError
+from jaxmodels.errors import InputError
 from jaxmodels.layers.embeddings import sinusoidal_2d
 from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.layers.vision import RESNETS, ResNet, SmallCnn, measure_feature_map
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig, read_fields
+from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig
 from jaxmodels.ranges import (
     CHUNK,
     HEADS,
@@ -34,8 +33,6 @@ from jaxmodels.ranges import (
     SHARE_BELOW_ONE,
     WIDTH,
     Range,
-    find_number_errors,
-    shorten_value,
 )
 from jaxmodels.text import text_encoder
 from jaxmodels.text.encoder import TextConfig
@@ -43,7 +40,7 @@ from jaxmodels.transformer2d.attention import Dtypes, to_bias
 from jaxmodels.transformer2d.block import Biases, KeyValues, Modulation
 from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.transformer2d.network import Execution, run_blocks, stack_blocks
-from jaxmodels.types import ENVIRONMENT_STATE, STATE, Feature, Language, Observation
+from jaxmodels.types import Feature, Language, Observation
 from jaxmodels.weights import blueprint_of
 
 SCHEDULERS = ("constant", "cosine")
@@ -76,12 +73,14 @@ class Transformer2dPolicyConfig(PolicyConfig):
         ConfigError: a value makes no sense; all errors together.
     """
 
-    # Fields, or how their names begin, that neither a program nor its weights depend on.
+    advice: ClassVar[str] = "the policy is of a newer version, or of another"
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {"vision_backbone": BACKBONES, "scheduler_name": SCHEDULERS}
+    )
     indifferent: ClassVar[tuple[str, ...]] = (
         "device",
         "pretrained_backbone_weights",
         "dropout",
-        "n_action_steps",
         "do_mask_loss_for_padding",
         "optimizer_",
         "scheduler_",
@@ -116,48 +115,17 @@ class Transformer2dPolicyConfig(PolicyConfig):
     scheduler_name: str = "cosine"
     scheduler_warmup_steps: Annotated[int, Range(0, 10**9)] = 500
 
-    def __post_init__(self) -> None:
-        wrong = find_number_errors(self, integers=True) or [
-            *self._wrong_numbers(),
-            *find_number_errors(self, integers=False),
-            *self.describe_unknown("vision_backbone", BACKBONES),
-            *self.describe_unknown("scheduler_name", SCHEDULERS),
-            *self.wrong_features(),
-            *self.find_errors(),
-        ]
-        if wrong:
-            raise ConfigError(f"{self.type} config: " + "; ".join(wrong))
-
-    def find_errors(self) -> list[str]:
-        """Errors of the fields that a policy type adds; called when all integers are in range."""
-        return []
-
     def _wrong_numbers(self) -> list[str]:
-        wrong = []
-        if self.n_action_steps > self.chunk_size:
-            wrong.append(f"n_action_steps is {self.n_action_steps}, more than chunk_size {self.chunk_size}")
+        wrong = super()._wrong_numbers()
         if self.dim_model % (4 * self.n_heads):
             wrong.append(f"dim_model {self.dim_model} is not a multiple of 4 n_heads ({4 * self.n_heads})")
         return wrong
 
     def wrong_features(self) -> list[str]:
         wrong = super().wrong_features()
-        for kind, name in (("STATE", STATE), ("ENV", ENVIRONMENT_STATE)):
-            names = [feature.name for feature in self.input_features if feature.type == kind]
-            if names not in ([], [name]):
-                wrong.append(f"features of type {kind} are {names}; wanted at most one, {name!r}")
         if not (self.cameras or self.state or self.environment_state):
             wrong.append("input_features has neither an image nor a state; there is nothing to look at")
         return wrong
-
-    def describe_unknown(self, name: str, known: tuple[str, ...]) -> list[str]:
-        """A list with the error of a field whose value has to be one of `known`, or an empty one."""
-        value = getattr(self, name)
-        return [] if value in known else [f"{name} is {shorten_value(value)}; known: {', '.join(known)}"]
-
-    @property
-    def state(self) -> Feature | None:
-        return next((f for f in self.input_features if f.type == "STATE"), None)
 
     @property
     def transformer(self) -> Transformer2DConfig:
@@ -187,21 +155,9 @@ class Transformer2dPolicyConfig(PolicyConfig):
         )
 
     def architecture(self: Config) -> Config:
-        """The config with fields that shape no program at their defaults; policies with equal ones share programs."""
-        defaults = {field.name: field.default for field in fields(self) if field.name.startswith(self.indifferent)}
         # Numbers of a normalisation are weights; of its modes only the actions' says anything, how far these reach.
         modes = tuple((kind, mode) for kind, mode in self.normalization_mapping if kind == "ACTION")
-        return replace(self, **{**defaults, "n_action_steps": 1, "normalization_mapping": modes})
-
-    @classmethod
-    def from_json(cls: builtins.type[Config], values: Mapping[str, Any]) -> Config:
-        """Read a parsed ``config.json``.
-
-        Raises:
-            ConfigError: unknown fields, or values that make no sense.
-        """
-        advice = "the policy is of a newer version, or of another"
-        return cls(**read_fields(cls, values, f"{cls.type} config", advice))
+        return replace(super().architecture(), n_action_steps=1, normalization_mapping=modes)
 
 
 # About as large as the features they are added to, so that two cameras are told apart from the first step.

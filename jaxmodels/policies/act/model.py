@@ -4,7 +4,8 @@ The order of the encoder's tokens is that of the checkpoints: latent, state, env
 feature map, row by row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -26,23 +27,40 @@ from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint
 
 
-class EncoderLayer(nnx.Module):
-    """Encoder layer: self-attention and feed-forward with skip connections; norms before (`pre_norm`) or after each."""
+class ResidualLayer(nnx.Module):
+    """Base of both kinds of layers, with skip connections; norms are before each part (`pre_norm`) or after it."""
 
-    def __init__(self, config: ActConfig, *, rngs: nnx.Rngs):
-        width = config.dim_model
+    def __init__(self, config: ActConfig):
         self.pre_norm = config.pre_norm
         self.rate = config.dropout
-        self.attention = Attention(width, config.n_heads, rate=config.dropout, rngs=rngs)
-        self.feed_forward = FeedForward(
-            width,
-            config.dim_feedforward,
-            LEROBOT_ACTIVATIONS[config.feedforward_activation],
-            rate=config.dropout,
-            rngs=rngs,
-        )
-        self.norm1 = LayerNorm(width)
-        self.norm2 = LayerNorm(width)
+
+    def add_residual(
+        self,
+        compute: Callable[[Float[Array, "b n d"]], Float[Array, "b n d"]],
+        norm: LayerNorm,
+        x: Float[Array, "b n d"],
+        rngs: nnx.Rngs | None,
+    ) -> Float[Array, "b n d"]:
+        """Return `x` plus what `compute` makes of it, with dropout."""
+        x = x + dropout(compute(norm(x) if self.pre_norm else x), self.rate, rngs)
+        return x if self.pre_norm else norm(x)
+
+
+def make_feed_forward(config: ActConfig, rngs: nnx.Rngs) -> FeedForward:
+    """Build the feed-forward part of a layer."""
+    activation = LEROBOT_ACTIVATIONS[config.feedforward_activation]
+    return FeedForward(config.dim_model, config.dim_feedforward, activation, rate=config.dropout, rngs=rngs)
+
+
+class EncoderLayer(ResidualLayer):
+    """Encoder layer: self-attention and feed-forward."""
+
+    def __init__(self, config: ActConfig, *, rngs: nnx.Rngs):
+        super().__init__(config)
+        self.attention = Attention(config.dim_model, config.n_heads, rate=config.dropout, rngs=rngs)
+        self.feed_forward = make_feed_forward(config, rngs)
+        self.norm1 = LayerNorm(config.dim_model)
+        self.norm2 = LayerNorm(config.dim_model)
 
     def __call__(
         self,
@@ -51,18 +69,12 @@ class EncoderLayer(nnx.Module):
         bias: Float[Array, "#b #heads #n n"] | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "b n d"]:
-        skip = x
-        if self.pre_norm:
-            x = self.norm1(x)
-        positioned = x + positions
-        x = skip + dropout(self.attention(positioned, positioned, x, bias, rngs), self.rate, rngs)
-        if not self.pre_norm:
-            x = self.norm1(x)
-        skip = x
-        if self.pre_norm:
-            x = self.norm2(x)
-        x = skip + dropout(self.feed_forward(x, rngs), self.rate, rngs)
-        return x if self.pre_norm else self.norm2(x)
+        def attend(x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+            positioned = x + positions
+            return self.attention(positioned, positioned, x, bias, rngs)
+
+        x = self.add_residual(attend, self.norm1, x, rngs)
+        return self.add_residual(partial(self.feed_forward, rngs=rngs), self.norm2, x, rngs)
 
 
 class Encoder(nnx.Module):
@@ -84,22 +96,15 @@ class Encoder(nnx.Module):
         return x if self.norm is None else self.norm(x)
 
 
-class DecoderLayer(nnx.Module):
+class DecoderLayer(ResidualLayer):
     """Decoder layer: self-attention of the action queries, attention to the encoder's tokens, feed-forward."""
 
     def __init__(self, config: ActConfig, *, rngs: nnx.Rngs):
+        super().__init__(config)
         width = config.dim_model
-        self.pre_norm = config.pre_norm
-        self.rate = config.dropout
         self.self_attention = Attention(width, config.n_heads, rate=config.dropout, rngs=rngs)
         self.cross_attention = Attention(width, config.n_heads, rate=config.dropout, rngs=rngs)
-        self.feed_forward = FeedForward(
-            width,
-            config.dim_feedforward,
-            LEROBOT_ACTIVATIONS[config.feedforward_activation],
-            rate=config.dropout,
-            rngs=rngs,
-        )
+        self.feed_forward = make_feed_forward(config, rngs)
         self.norm1 = LayerNorm(width)
         self.norm2 = LayerNorm(width)
         self.norm3 = LayerNorm(width)
@@ -112,25 +117,16 @@ class DecoderLayer(nnx.Module):
         positions: Float[Array, "#b n d"],
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "b t d"]:
-        skip = x
-        if self.pre_norm:
-            x = self.norm1(x)
-        positioned = x + queries
-        x = skip + dropout(self.self_attention(positioned, positioned, x, rngs=rngs), self.rate, rngs)
-        if not self.pre_norm:
-            x = self.norm1(x)
-        skip = x
-        if self.pre_norm:
-            x = self.norm2(x)
-        attended = self.cross_attention(x + queries, memory + positions, memory, rngs=rngs)
-        x = skip + dropout(attended, self.rate, rngs)
-        if not self.pre_norm:
-            x = self.norm2(x)
-        skip = x
-        if self.pre_norm:
-            x = self.norm3(x)
-        x = skip + dropout(self.feed_forward(x, rngs), self.rate, rngs)
-        return x if self.pre_norm else self.norm3(x)
+        def attend(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+            positioned = x + queries
+            return self.self_attention(positioned, positioned, x, rngs=rngs)
+
+        def attend_memory(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+            return self.cross_attention(x + queries, memory + positions, memory, rngs=rngs)
+
+        x = self.add_residual(attend, self.norm1, x, rngs)
+        x = self.add_residual(attend_memory, self.norm2, x, rngs)
+        return self.add_residual(partial(self.feed_forward, rngs=rngs), self.norm3, x, rngs)
 
 
 class Decoder(nnx.Module):

@@ -16,7 +16,6 @@ from jaxmodels.layers.images import resize_as_pillow, resize_with_padding
 from jaxmodels.policies import Stage
 from jaxmodels.policies.pi0.config import GemmaSizes, Pi0Config
 from jaxmodels.samplers import begin_with, continuing, flow_euler, given
-from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Observation
 from jaxmodels.vlm.decoder import DecoderSizes
 from jaxmodels.vlm.gemma import EPSILON, Expert, PaliGemma, PrefixCache
@@ -208,9 +207,9 @@ def act(
 ) -> Float[Array, "b t a"]:
     """A normalised chunk for a normalised observation; members of a batch do not depend on each other."""
     model = assemble(network, config, weights)
-    prefix = encode(model, observation)
+    prefix = model.encode(observation)
     schedule, steps, action = config.schedule, config.num_inference_steps, config.action.shape[0]
-    key, noise = jax.random.key(config.noise_seed), make_noise(config, observation)
+    key, noise = jax.random.key(config.noise_seed), config.make_noise(observation)
     predict = Partial(denoise, model, prefix, model.embed_state(observation.state))
     plan = observation.prefix
     if plan is not None and config.trained_delay:
@@ -230,18 +229,6 @@ def act(
 def assemble(network: type[PiModel], config: Pi0Config, weights: Mapping[str, Array]) -> PiModel:
     """The network over serving weights."""
     return blueprint_of(network, config).assemble(weights)
-
-
-def make_noise(config: Pi0Config, observation: Observation) -> Float[Array, "b t a"]:
-    """What a chunk is made of: what is given, or the policy's own, the same for each member."""
-    if observation.noise is not None:
-        return observation.noise
-    return draw_for_each(jax.random.key(config.noise_seed), config.noise, observation.state.shape[0])
-
-
-def encode(model: PiModel, observation: Observation, seen: Float[Array, "n m d"] | None = None) -> PrefixCache:
-    """Keys and values of images and words: once per chunk."""
-    return model.encode(observation, seen)
 
 
 def denoise(
@@ -268,7 +255,7 @@ def list_stages(network: type[PiModel] = Pi0Model) -> tuple[Stage, ...]:
     def read(
         config: Pi0Config, weights: Mapping[str, Array], observation: Observation, given: Float[Array, "n m d"]
     ) -> PrefixCache:
-        return encode(assemble(network, config, weights), observation, given)
+        return assemble(network, config, weights).encode(observation, given)
 
     def take_step(
         config: Pi0Config, weights: Mapping[str, Array], observation: Observation, given: PrefixCache
@@ -276,7 +263,7 @@ def list_stages(network: type[PiModel] = Pi0Model) -> tuple[Stage, ...]:
         model = assemble(network, config, weights)
         times = config.schedule.euler_rows(config.num_inference_steps).sigma[:1]
         step = jax.tree.map(lambda rows: rows[0], model.prepare_steps(times))
-        return denoise(model, given, model.embed_state(observation.state), make_noise(config, observation), None, step)
+        return model.denoise(given, model.embed_state(observation.state), config.make_noise(observation), step)
 
     return (
         Stage("vision", look),

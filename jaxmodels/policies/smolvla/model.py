@@ -20,7 +20,6 @@ from jaxmodels.layers.norm import RMSNorm
 from jaxmodels.policies import Stage
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
 from jaxmodels.samplers import begin_with, continuing, flow_euler
-from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Language, Observation
 from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes, decoder_tensor
 from jaxmodels.vlm.siglip import vision_tensor
@@ -185,7 +184,7 @@ def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observ
     model = assemble(config, weights)
     encoded = encode(model, observation)
     schedule, steps, action = config.schedule, config.num_steps, config.action.shape[0]
-    key, noise = jax.random.key(config.noise_seed), make_noise(config, observation)
+    key, noise = jax.random.key(config.noise_seed), config.make_noise(observation)
     predict, plan = Partial(denoise, model, encoded), observation.prefix
     if plan is not None:
         actions = plan.actions
@@ -201,13 +200,6 @@ def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observ
 def assemble(config: SmolVlaConfig, weights: Mapping[str, Array]) -> SmolVlaModel:
     """The network over serving weights."""
     return blueprint_of(SmolVlaModel, config).assemble(weights)
-
-
-def make_noise(config: SmolVlaConfig, observation: Observation) -> Float[Array, "b t a"]:
-    """What a chunk is made of: what is given, or the policy's own, the same for each member."""
-    if observation.noise is not None:
-        return observation.noise
-    return draw_for_each(jax.random.key(config.noise_seed), config.noise, observation.state.shape[0])
 
 
 def encode(model: SmolVlaModel, observation: Observation, images: Sequence[Tokens] | None = None) -> Encoded:
@@ -240,7 +232,7 @@ def _denoise(
 ) -> Float[Array, "b t a"]:
     model = assemble(config, weights)
     step = model.prepare_steps(config.schedule.euler_rows(config.num_steps).sigma[:1])[0]
-    return denoise(model, given, make_noise(config, observation), None, step)
+    return model.denoise(given, config.make_noise(observation), step)
 
 
 STAGES = (
