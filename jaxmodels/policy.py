@@ -379,7 +379,7 @@ class Policy:
             shapes = {
                 name: jax.ShapeDtypeStruct(np.shape(array), self._dtype) for name, array in sorted(serving.items())
             }
-            plan, read = self._kind.architecture(config), self._kind.read
+            plan, read = config.architecture(), self._kind.read
             act, read = partial(self._kind.act, plan), read and partial(read, plan)
             sizes = [None] * len(config.frames) if config.resizes_frames else config.frames
             relative = get_relative_actions(checkpoint.normalization, config.action.shape[0])
@@ -572,7 +572,7 @@ class Policy:
         """
         inputs = self._reader.inputs(1, None)
         zeros = self._make_zeros(inputs)
-        config, plan = self.checkpoint.config, self._kind.architecture(self.checkpoint.config)
+        config, plan = self.checkpoint.config, self.checkpoint.config.architecture()
         if not self._kind.stages:
             return (StageTime("chunk", float(np.median([self.profile() for _ in range(runs)])), 1),)
         programs = self._programs.compile_stages([partial(stage.run, plan) for stage in self._kind.stages], inputs)
@@ -607,7 +607,7 @@ class Policy:
     def fits(self, checkpoint: Checkpoint) -> bool:
         """Whether another checkpoint can run in the programs compiled for this one."""
         mine, other = self.checkpoint.config, checkpoint.config
-        return type(mine) is type(other) and self._kind.architecture(mine) == self._kind.architecture(other)
+        return type(mine) is type(other) and mine.architecture() == other.architecture()
 
     def with_weights(self, checkpoint: Checkpoint, prompt_cut: str | None = None) -> "Policy":
         """A policy with another checkpoint's weights in the same programs: nothing is compiled.
@@ -678,23 +678,20 @@ def load_policy(
     Args:
         path_or_repo: a folder, or a repo id like ``owner/name``.
         revision: branch, tag or commit of a repo.
-        dtype: ``float32`` or ``bfloat16``, which is meant for accelerators and slow on a CPU. None: bfloat16 for
-            policies built on a language model, on an accelerator; else float32.
+        dtype: ``float32`` or ``bfloat16``, which is slow on a CPU. None: bfloat16 on an accelerator for policies that
+            are built on a language model, else float32.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, ``cuda:0+cuda:1`` for a policy too large for one of them;
             JAX's first choice when None.
         like: a policy whose compiled programs are shared when the architecture is the same.
-        on_progress: told ``downloading``, ``reading``, ``ready``.
-        inspect: given the folder, whose files are open, before anything in it is read; raises CheckpointError when it
-            should not be.
-        largest: bytes that the files of a repo may have, asked before they are fetched, or the weights of a folder.
-        roots: folders that a folder's files have to be in, wherever links lead to; anywhere when None. A repo's are in
-            the Hub's cache.
+        on_progress: called with ``downloading``, ``reading``, ``ready``.
+        inspect: called with the folder before anything in it is read; raises CheckpointError to refuse it.
+        largest: most bytes of the files of a repo, checked before they are fetched, or of the weights of a folder.
+        roots: folders that must contain a folder's files after links are followed; any folder when None.
         rename: names of cameras of the policy, and the robot's for them, e.g. ``{"camera1": "front"}``.
-        lerobot: the version of LeRobot, 0.4 or 0.6, whose reading of the same files is meant where the two differ;
-            None for what ``robojax.json`` says, else 0.6.
-        prompt_cut: what is left out of a prompt that is too long and contains the state behind the instruction (pi0.5):
-            ``task``, the end of the instruction, or ``lerobot``, the end of the prompt, and with it joints. Other
-            policies' prompts are cut at the end either way.
+        lerobot: the version of LeRobot, 0.4 or 0.6, that the files are read as; None for that of ``robojax.json``,
+            else 0.6.
+        prompt_cut: which end of a prompt that is too long is cut where the state follows the instruction (pi0.5):
+            ``task``, the instruction's, or ``lerobot``, the prompt's, and with it joints.
 
     Raises:
         HubError: the repo cannot be fetched, or is larger.

@@ -145,13 +145,13 @@ BACKBONES = (*RESNETS, SMALL_CNN)
 
 @dataclass(frozen=True)
 class _OtherFields:
-    """The field that all configs inherit; `PolicyConfig` is no dataclass itself, because it has no fields' defaults."""
+    """The field that all configs inherit; `PolicyConfig` itself is not a dataclass, because it has no defaults."""
 
     other: Mapping[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
 
 
 class PolicyConfig(_OtherFields):
-    """Base class of policy configs: features by LeRobot's names. The dataclass below it adds its fields.
+    """Base class of policy configs: features by LeRobot's names. Subclasses are dataclasses that add fields.
 
     Attributes:
         other: unknown fields of the ``config.json``, all off. They change nothing and are written when the policy is
@@ -178,9 +178,9 @@ class PolicyConfig(_OtherFields):
     # Values of the policy types that have neither; the others declare a field.
     temporal_ensemble_coeff: Any = None
     text_encoder: Any = None
-    # Steps of LeRobot's processors, besides renaming and normalising, that the policy's own arithmetic stands for.
+    # Steps of LeRobot's processors, besides renaming and normalising, that the policy computes itself.
     processor_steps: ClassVar[frozenset[str]] = frozenset()
-    # Whether frames go into the program's `act` at the size in which they arrive; others are stretched to `frames`.
+    # Whether `act` receives frames in their original size; for other policies they are stretched to `frames`.
     resizes_frames: ClassVar[bool] = False
     # Whether a camera may be left out of an observation.
     allows_absent_cameras: ClassVar[bool] = False
@@ -197,17 +197,17 @@ class PolicyConfig(_OtherFields):
 
     @property
     def prompt_reads_state(self) -> bool:
-        """Whether the numbers of the state are part of what is made of an instruction (`format_prompt`)."""
+        """Whether the prompt contains the numbers of the state (`format_prompt`)."""
         return False
 
     @property
     def joint_map(self) -> Any:
-        """Functions from the robot's joints to what the policy was trained with, where they differ (pi0's of ALOHA)."""
+        """Conversion from the robot's joints to those of the training, where they differ (`AlohaJoints`)."""
         return None
 
     @property
     def client_metadata(self) -> Mapping[str, Any]:
-        """What the checkpoint wants clients to be told, JSON."""
+        """JSON that the checkpoint has for its clients."""
         return {}
 
     @property
@@ -250,7 +250,7 @@ class PolicyConfig(_OtherFields):
 
     @property
     def noise(self) -> tuple[int, int] | None:
-        """Shape (t, a) of the noise that a chunk is made of; None where there is none, or nobody may give it."""
+        """Shape (t, a) of the noise that a chunk is made of; None if callers cannot give it."""
         return None
 
     @property

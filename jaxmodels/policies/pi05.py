@@ -151,7 +151,6 @@ POLICY = replace(
     config=Pi05Config.from_json,
     model=Pi05Model,
     tensors=partial(weights.tensors, kind=Pi05Config.type),
-    architecture=Pi05Config.architecture,
     act=partial(act, network=Pi05Model),
     stages=list_stages(Pi05Model),
 )

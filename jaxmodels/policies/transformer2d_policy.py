@@ -301,7 +301,6 @@ def transformer2d_policy_type(
         config=config.from_json,
         model=model,
         tensors=_tensors,
-        architecture=config.architecture,
         act=act,
         takes_prefix=True,
         read=partial(_read, model),

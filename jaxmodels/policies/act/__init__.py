@@ -15,7 +15,6 @@ POLICY = PolicyType(
     config=ActConfig.from_json,
     model=Act,
     tensors=weights.tensors,
-    architecture=ActConfig.architecture,
     prepare=weights.fold,
     act=act,
     parts={"backbone.": "vision", "latent_encoder.": "latent encoder", "": "transformer"},

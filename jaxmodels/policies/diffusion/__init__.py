@@ -14,7 +14,6 @@ POLICY = PolicyType(
     config=DiffusionConfig.from_json,
     model=model.DiffusionPolicyModel,
     tensors=model.tensors,
-    architecture=DiffusionConfig.architecture,
     act=model.act,
     stages=model.STAGES,
     parts={"encoder": "vision", "": "denoiser"},

@@ -12,7 +12,6 @@ POLICY = PolicyType(
     config=Pi0Config.from_json,
     model=Pi0Model,
     tensors=weights.tensors,
-    architecture=Pi0Config.architecture,
     act=act,
     runs_as_read=True,
     takes_prefix=True,

@@ -12,7 +12,6 @@ POLICY = PolicyType(
     config=SmolVlaConfig.from_json,
     model=model.SmolVlaModel,
     tensors=model.tensors,
-    architecture=SmolVlaConfig.architecture,
     act=model.act,
     runs_as_read=True,
     takes_prefix=True,
