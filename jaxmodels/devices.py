@@ -99,6 +99,20 @@ SHARDED_FROM = 1 << 12
 Tree = TypeVar("Tree")
 
 
+def _split_widest(shape: tuple[int, ...], count: int, name: str, smallest: int) -> PartitionSpec | None:
+    """Return the split of an array along its widest axis that `count` divides; None if it stays whole.
+
+    Args:
+        name: of the mesh's axis.
+        smallest: numbers below which an array stays whole.
+    """
+    axes = [axis for axis, size in enumerate(shape) if size % count == 0]
+    if count == 1 or not axes or np.prod(shape) < smallest:
+        return None
+    widest = max(axes, key=lambda axis: shape[axis])
+    return PartitionSpec(*[None] * widest, name)
+
+
 @dataclass(frozen=True)
 class Layout:
     """A mesh of devices for training, of this process and of the others."""
@@ -122,14 +136,8 @@ class Layout:
 
     def parameter_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """Sharding of a parameter: split along its widest axis that the ``fsdp`` devices divide."""
-        count = self.mesh.shape[FSDP]
-        axes = [axis for axis, size in enumerate(shape) if size % count == 0]
-        if count == 1 or not axes or np.prod(shape) < SHARDED_FROM:
-            return self.replicated
-        widest = max(axes, key=lambda axis: shape[axis])
-        return NamedSharding(
-            self.mesh, PartitionSpec(*(FSDP if axis == widest else None for axis in range(widest + 1)))
-        )
+        spec = _split_widest(shape, self.mesh.shape[FSDP], FSDP, SHARDED_FROM)
+        return self.replicated if spec is None else NamedSharding(self.mesh, spec)
 
     def parameter_shardings(self, shapes: Tree) -> Tree:
         """`parameter_sharding` for every leaf of a tree of arrays or shapes."""
@@ -255,14 +263,8 @@ class Placement:
 
     def weight_sharding(self, shape: tuple[int, ...]) -> jax.sharding.Sharding:
         """Sharding of a weight of this shape."""
-        count = len(self.devices)
-        axes = [axis for axis, size in enumerate(shape) if size % count == 0]
-        if count == 1 or not axes or np.prod(shape) < SPLIT_FROM:
-            return self.replicated
-        widest = max(axes, key=lambda axis: shape[axis])
-        return NamedSharding(
-            self._mesh, PartitionSpec(*(AXIS if axis == widest else None for axis in range(len(shape))))
-        )
+        spec = _split_widest(shape, len(self.devices), AXIS, SPLIT_FROM)
+        return self.replicated if spec is None else NamedSharding(self._mesh, spec)
 
     @property
     def _mesh(self) -> Mesh:

@@ -54,13 +54,9 @@ class Demand:
 
 
 def measure_program(jaxpr: Any, platform: str = "cpu") -> Demand:
-    """Measure a traced program without compiling it.
+    """Measure a program that ``jax.jit(...).trace`` returned, for a platform, without compiling it.
 
     The operations of a loop count once for each iteration; a loop of unknown length counts once.
-
-    Args:
-        jaxpr: the program, as ``jax.jit(...).trace(...).jaxpr`` returns it.
-        platform: JAX's name of the platform that the program will be compiled for, e.g. ``cpu``.
     """
     live, operations = _measure(getattr(jaxpr, "jaxpr", jaxpr), {platform, *PLATFORM_NAMES.get(platform, ())})
     return Demand(int(MARGIN * live), operations)
@@ -136,11 +132,7 @@ def check_tables(config: Any) -> None:
 
 
 def check_layers(config: Any, tensors: int, where: str) -> None:
-    """Refuse a file with too few tensors for its config's layers, before these are built.
-
-    Args:
-        tensors: number of the file's tensors.
-        where: name of the file, for the error.
+    """Refuse a file, named `where`, with too few `tensors` for its config's layers, before these are built.
 
     Raises:
         WeightsMismatch: the file has too few tensors.
@@ -191,12 +183,10 @@ def check_loading(needs: Needs, placement: Placement, *, shares_memory: bool) ->
     """Refuse to read the weights of a policy for which there is no room.
 
     Args:
-        needs: of the policy.
-        placement: where it will run.
         shares_memory: whether a program on the CPU runs over the arrays that were read.
 
     Raises:
-        ConfigError: there is too little memory; the text says how much is needed, for what, and how much is free.
+        ConfigError: there is too little memory.
     """
     if placement.platform == "cpu":
         size = needs.host + (0 if shares_memory else needs.weights)
@@ -212,8 +202,6 @@ def check_running(demand: Demand, placement: Placement, what: str) -> None:
     """Refuse to compile a program that has no room, or that no device computes in a time that a robot can wait.
 
     Args:
-        demand: of the traced program.
-        placement: where it will run.
         what: the batch and the frames, for the error.
 
     Raises:
@@ -242,14 +230,16 @@ def check_host(bytes_needed: int, what: str) -> None:
 
 def get_free_device_memory(placement: Placement) -> int | None:
     """Free bytes of the fullest device of a placement; None when devices do not say."""
-    known = [stats for device in placement.devices if (stats := _stats(device)) is not None]
-    return min((stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in known), default=None)
+    known = [device.memory_stats() or {} for device in placement.devices]
+    free = [stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in known if "bytes_limit" in stats]
+    return min(free, default=None)
 
 
 def get_free_host_memory() -> int | None:
     """Bytes that this process can still allocate, by the machine, its control group (a container's limit) and its own
     limits; None when unknown."""
-    limits = [*_machine(), *_list_group_limits(), *_list_process_limits()]
+    limits = [kilobytes << 10 for kilobytes in _find_kilobytes("meminfo", "MemAvailable")]
+    limits += [*_list_group_limits(), *_list_process_limits()]
     return max(min(limits), 0) if limits else None
 
 
@@ -261,14 +251,8 @@ def _compare(needed: int, free: int | None, where: str, what: str) -> None:
         )
 
 
-def _stats(device: Any) -> dict[str, int] | None:
-    stats = device.memory_stats()
-    return stats if stats and "bytes_limit" in stats else None
-
-
-def _machine() -> list[int]:
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(_PROC / "meminfo"), re.MULTILINE)
-    return [int(match[1]) << 10] if match else []
+def _find_kilobytes(file: str, name: str) -> list[int]:
+    return [int(number) for number in re.findall(rf"^{name}:\s+(\d+) kB", _read(_PROC / file), re.MULTILINE)]
 
 
 def _list_group_limits() -> list[int]:
@@ -279,12 +263,8 @@ def _list_group_limits() -> list[int]:
         if number == "0":
             root, limit, used, cache = _GROUPS, "memory.max", "memory.current", "inactive_file"
         elif "memory" in kinds.split(","):
-            root, limit, used, cache = (
-                _GROUPS / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
+            root, cache = _GROUPS / "memory", "total_inactive_file"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         inside = PurePosixPath(path.lstrip("/"))
@@ -298,12 +278,11 @@ def _list_group_limits() -> list[int]:
 
 
 def _list_process_limits() -> list[int]:
-    limits, status = [], _read(_PROC / "self" / "status")
+    limits = []
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most, _ = resource.getrlimit(limit)
-        now = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
-        if most != resource.RLIM_INFINITY and now:
-            limits.append(most - (int(now[1]) << 10))
+        if most != resource.RLIM_INFINITY:
+            limits += [most - (used << 10) for used in _find_kilobytes("self/status", name)]
     return limits
 
 

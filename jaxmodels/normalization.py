@@ -109,14 +109,6 @@ class Normalizer:
             )
         return None
 
-    def get_forward(self, feature: Feature) -> Affine:
-        """The numbers for `Affine.normalize`."""
-        return self._affine(feature, inverse=False)
-
-    def get_backward(self, feature: Feature) -> Affine:
-        """The numbers for `Affine.unnormalize`; MEAN_STD has its epsilon in the forward direction only."""
-        return self._affine(feature, inverse=True)
-
     def get_range(self, feature: Feature) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
         """Smallest and largest value of each number of a feature in the data, whatever the mode."""
         stats = self.stats.get(feature.name, {})
@@ -142,7 +134,14 @@ class Normalizer:
                 found |= {name: tuple(map(float, vector)) for name, vector in zip(names, vectors, strict=True)}
         return found or None
 
-    def _affine(self, feature: Feature, *, inverse: bool) -> Affine:
+    def get_affine(self, feature: Feature, *, inverse: bool = False) -> Affine:
+        """Return the numbers for `Affine.normalize`, or with `inverse` for `Affine.unnormalize`.
+
+        MEAN_STD has its epsilon in the forward direction only.
+
+        Raises:
+            CheckpointError: statistics are missing, misshaped, not finite or reversed.
+        """
         width = feature.shape[0]
         mode = self.get_mode(feature)
         if mode == IDENTITY:
@@ -257,11 +256,8 @@ def check_normalization(
     Raises:
         CheckpointError: statistics are missing, misshaped or not finite.
     """
-    for step, used, convert in (
-        (normalization.inputs, inputs, Normalizer.get_forward),
-        (normalization.outputs, outputs, Normalizer.get_backward),
-    ):
+    for step, used in ((normalization.inputs, inputs), (normalization.outputs, outputs)):
         names = {feature.name for feature in used}
         for feature in (*used, *(known for known in step.features if known.name not in names)):
             if feature.name in names or step.find_gap(feature) is None:
-                convert(step, feature)
+                step.get_affine(feature, inverse=step is normalization.outputs)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -133,7 +133,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-# Texts, and batches of them, that are kept; those that were longest unused go first. A long CLIP text is 0.2 MB.
+# Texts, and batches of texts, that are kept encoded; the least recently used go first. A long CLIP text has 0.2 MB.
 MAX_CACHED_TEXTS = 64
 MAX_CACHED_BATCHES = 32
 # A prompt that has room for fewer tokens of an instruction is cut as LeRobot cuts it.
@@ -196,41 +196,24 @@ class Instructions:
         self._tokenizer = tokenizer
         self._encode = encode
         self._placement = placement
-        self._texts: OrderedDict[str, Language] = OrderedDict()
-        self._batches: OrderedDict[tuple[str, ...], Language] = OrderedDict()
-        self._lock = threading.Lock()
+        self._read = lru_cache(MAX_CACHED_TEXTS)(self._encode_text)
+        self._read_batch = lru_cache(MAX_CACHED_BATCHES)(self._encode_batch)
 
     def __call__(self, texts: tuple[str, ...]) -> Language:
-        """(b, n, d) where the policy runs, for one text per member.
+        """Return (b, n, d) where the policy runs, for one text per member.
 
         Raises:
             ObservationError: a text cannot be read.
         """
-        cached = self._get_cached(self._batches, texts)
-        if cached is not None:
-            return cached
+        return self._read_batch(texts)
+
+    def _encode_batch(self, texts: tuple[str, ...]) -> Language:
         members = [self._read(text) for text in texts]
         together = Language(*(np.concatenate(parts) for parts in zip(*members, strict=True)))
-        language = jax.device_put(together, self._placement.replicated)
-        self._put_cached(self._batches, texts, language, MAX_CACHED_BATCHES)
-        return language
+        return jax.device_put(together, self._placement.replicated)
 
-    def _read(self, text: str) -> Language:
-        language = self._get_cached(self._texts, text)
-        if language is None:
-            language = Language(*map(np.asarray, self._encode(*self._tokenizer([text]))))
-            self._put_cached(self._texts, text, language, MAX_CACHED_TEXTS)
-        return language
-
-    def _get_cached(self, cache: "OrderedDict[Key, Value]", key: Key) -> Value | None:
-        with self._lock:
-            if key in cache:
-                cache.move_to_end(key)
-            return cache.get(key)
-
-    def _put_cached(self, cache: "OrderedDict[Key, Value]", key: Key, value: Value, max_entries: int) -> None:
-        with self._lock:
-            _put_newest(cache, key, value, max_entries)
+    def _encode_text(self, text: str) -> Language:
+        return Language(*map(np.asarray, self._encode(*self._tokenizer([text]))))
 
 
 class Prompts:
@@ -368,8 +351,9 @@ class Policy:
     `compile` may run in one thread while `act` runs in another.
 
     Attributes:
-        commit: what its files are called: the commit of a repo of the Hub; None for a folder, unless whoever loaded it
-            knows a name for its content and says so.
+        checkpoint: content of the policy's folder.
+        commit: the commit of a repo of the Hub; None for a folder, unless the caller sets a name for its content.
+        requirements: what the policy needs from a robot.
     """
 
     def __init__(
@@ -385,7 +369,7 @@ class Policy:
         config: Any = checkpoint.config
         self.commit: str | None = None
         self._prompt_cut = prompt_cut
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._kind = get_policy_type(config.type)
         self._placement = find_placement(device)
         self._dtype = find_dtype(dtype, self._placement.platform, self._kind.accelerator_dtype)
@@ -395,7 +379,7 @@ class Policy:
             shapes = {
                 name: jax.ShapeDtypeStruct(np.shape(array), self._dtype) for name, array in sorted(serving.items())
             }
-            plan, read = self._kind.architecture(config), self._kind.read
+            plan, read = config.architecture(), self._kind.read
             act, read = partial(self._kind.act, plan), read and partial(read, plan)
             sizes = [None] * len(config.frames) if config.resizes_frames else config.frames
             relative = get_relative_actions(checkpoint.normalization, config.action.shape[0])
@@ -417,7 +401,7 @@ class Policy:
         inputs, outputs = checkpoint.normalization.inputs, checkpoint.normalization.outputs
         # With a joint map, the statistics are those of mapped joints, which no robot reports.
         state = config.state if config.joint_map is None else None
-        self._requirements = replace(
+        self.requirements = replace(
             needs,
             action_range=outputs.get_range(config.action),
             state_statistics=None if state is None else inputs.get_statistics(state),
@@ -425,10 +409,6 @@ class Policy:
         )
         self._reader = observations.Reader(checkpoint)
         self._timings: dict[str, float] = {}
-
-    @property
-    def requirements(self) -> Requirements:
-        return self._requirements
 
     @property
     def device(self) -> str:
@@ -442,8 +422,7 @@ class Policy:
     @property
     def prefix_tokens(self) -> int:
         """Tokens of images and words that are computed once per chunk; 0 for a policy without them."""
-        config: Any = self._checkpoint.config
-        return config.prefix_tokens
+        return self.checkpoint.config.prefix_tokens
 
     @property
     def demand(self) -> Demand:
@@ -461,14 +440,9 @@ class Policy:
     def timings(self) -> Mapping[str, float]:
         """Seconds of the last `act` in ``to_device``, ``compute`` and ``to_host``; empty before the first.
 
-        ``to_device`` is handing over what is sent to several devices. To a single one it travels while the program is
-        started, which is part of ``compute``, and on a CPU not at all.
+        A single device receives its inputs while the program starts, which counts as ``compute``.
         """
         return MappingProxyType(self._timings)
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        return self._checkpoint
 
     def act(
         self,
@@ -488,7 +462,7 @@ class Policy:
                 `PROMPT_CUTS`, in place of the policy's own. With `Requirements.observation_steps` above one, arrays
                 have a time axis behind the batch's, oldest first.
             noise: what the chunk is made of, in the model's own shape; None takes the policy's own, always the same.
-                With it another program is compiled.
+                Another program is compiled for it.
             step_noise: what a sampler adds on its way (DDPM: of each step but the last); only beside `noise`.
 
         Raises:
@@ -506,17 +480,13 @@ class Policy:
         return actions
 
     def prepare_task(self, text: str, prompt_cut: str | None = None) -> int:
-        """Encode an instruction ahead of the next `act`; nothing for a policy without language.
-
-        May run in one thread while `act` runs in another.
+        """Encode an instruction before the next `act`, perhaps in another thread; does nothing without language.
 
         Args:
-            text: the instruction.
             prompt_cut: one of `PROMPT_CUTS`; the policy's own when None.
 
         Returns:
-            how many tokens of its prompt are left out, which the policy never reads; `describe_cut` says what that
-            means. Where the prompt contains the state, they are counted for a state in the middle of its range.
+            how many tokens of its prompt the policy never reads (see `describe_cut`), for a state of zeros.
 
         Raises:
             ObservationError: the policy cannot read it.
@@ -528,7 +498,7 @@ class Policy:
             read_prompt_cuts({PROMPT_CUT: [prompt_cut]}, 1)
         if self._instructions is not None:
             self._instructions(texts)
-        return 0 if self._prompts is None else self._prompts.count_cut(text, self._requirements.state, prompt_cut)
+        return 0 if self._prompts is None else self._prompts.count_cut(text, self.requirements.state, prompt_cut)
 
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.get_reader(ids.shape[1])
@@ -575,7 +545,7 @@ class Policy:
         """Compile for frames of these sizes (the policy's own by default) and run once on zeros.
 
         Args:
-            cameras: camera name to (height, width) of the frames that will arrive.
+            cameras: camera name to (height, width) in pixels.
 
         Raises:
             ObservationError: a camera the policy does not have, or one left out.
@@ -602,7 +572,7 @@ class Policy:
         """
         inputs = self._reader.inputs(1, None)
         zeros = self._make_zeros(inputs)
-        config, plan = self._checkpoint.config, self._kind.architecture(self._checkpoint.config)
+        config, plan = self.checkpoint.config, self.checkpoint.config.architecture()
         if not self._kind.stages:
             return (StageTime("chunk", float(np.median([self.profile() for _ in range(runs)])), 1),)
         programs = self._programs.compile_stages([partial(stage.run, plan) for stage in self._kind.stages], inputs)
@@ -621,7 +591,7 @@ class Policy:
     def count_parameters(self) -> dict[str, int]:
         """Numbers in the weights by part of the network, such as ``vision``."""
         counts: dict[str, int] = {}
-        for name, array in self._checkpoint.weights.items():
+        for name, array in self.checkpoint.weights.items():
             part = next(part for start, part in self._kind.parts.items() if name.startswith(start))
             counts[part] = counts.get(part, 0) + int(np.size(array))
         return counts
@@ -629,17 +599,17 @@ class Policy:
     @property
     def lerobot(self) -> str | None:
         """Version of LeRobot whose reading of the files is followed; None where 0.4 and 0.6 read them alike."""
-        return getattr(self._checkpoint.config, "lerobot", None)
+        return getattr(self.checkpoint.config, "lerobot", None)
 
     def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
         return self._programs.has(self._reader.inputs(batch, cameras))
 
     def fits(self, checkpoint: Checkpoint) -> bool:
         """Whether another checkpoint can run in the programs compiled for this one."""
-        mine, other = self._checkpoint.config, checkpoint.config
-        return type(mine) is type(other) and self._kind.architecture(mine) == self._kind.architecture(other)
+        mine, other = self.checkpoint.config, checkpoint.config
+        return type(mine) is type(other) and mine.architecture() == other.architecture()
 
-    def with_weights(self, checkpoint: Checkpoint) -> "Policy":
+    def with_weights(self, checkpoint: Checkpoint, prompt_cut: str | None = None) -> "Policy":
         """A policy with another checkpoint's weights in the same programs: nothing is compiled.
 
         Raises:
@@ -647,10 +617,8 @@ class Policy:
         """
         if not self.fits(checkpoint):
             raise ConfigError("the checkpoint has another architecture; load it as a policy of its own")
-        return self._with_weights(checkpoint, self._prompt_cut)
-
-    def _with_weights(self, checkpoint: Checkpoint, prompt_cut: str) -> "Policy":
-        return Policy(checkpoint, dtype=self.dtype, device=self.device, prompt_cut=prompt_cut, _programs=self._programs)
+        cut = prompt_cut or self._prompt_cut
+        return Policy(checkpoint, dtype=self.dtype, device=self.device, prompt_cut=cut, _programs=self._programs)
 
     def on(self, device: str | None) -> "Policy":
         """This policy on another device; on its own device, one that shares weights and programs.
@@ -662,7 +630,7 @@ class Policy:
             other = copy(self)
             other._timings = {}
             return other
-        other = Policy(self._checkpoint, dtype=self.dtype, device=device, prompt_cut=self._prompt_cut)
+        other = Policy(self.checkpoint, dtype=self.dtype, device=device, prompt_cut=self._prompt_cut)
         other.commit = self.commit
         return other
 
@@ -671,7 +639,7 @@ class Policy:
 
         Tensors that acting does not need (the heads for words of SmolVLA and pi0) are not kept: they are zeros.
         """
-        lerobot_folder.write_checkpoint(Path(path), self._checkpoint)
+        lerobot_folder.write_checkpoint(Path(path), self.checkpoint)
 
 
 def _check_prompt_cut(prompt_cut: str) -> None:
@@ -683,10 +651,10 @@ def _scales(checkpoint: Checkpoint) -> Scales:
     config: Any = checkpoint.config
     inputs, outputs = checkpoint.normalization.inputs, checkpoint.normalization.outputs
     return Scales(
-        images=tuple(inputs.get_forward(feature) for feature in config.cameras),
-        state=None if config.state is None else inputs.get_forward(config.state),
-        environment_state=None if config.environment_state is None else inputs.get_forward(config.environment_state),
-        action=outputs.get_backward(config.action),
+        images=tuple(inputs.get_affine(feature) for feature in config.cameras),
+        state=None if config.state is None else inputs.get_affine(config.state),
+        environment_state=None if config.environment_state is None else inputs.get_affine(config.environment_state),
+        action=outputs.get_affine(config.action, inverse=True),
     )
 
 
@@ -710,23 +678,20 @@ def load_policy(
     Args:
         path_or_repo: a folder, or a repo id like ``owner/name``.
         revision: branch, tag or commit of a repo.
-        dtype: ``float32`` or ``bfloat16``, which is meant for accelerators and slow on a CPU. None: bfloat16 for
-            policies built on a language model, on an accelerator; else float32.
+        dtype: ``float32`` or ``bfloat16``, which is slow on a CPU. None: bfloat16 on an accelerator for policies that
+            are built on a language model, else float32.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, ``cuda:0+cuda:1`` for a policy too large for one of them;
             JAX's first choice when None.
         like: a policy whose compiled programs are shared when the architecture is the same.
-        on_progress: told ``downloading``, ``reading``, ``ready``.
-        inspect: given the folder, whose files are open, before anything in it is read; raises CheckpointError when it
-            should not be.
-        largest: bytes that the files of a repo may have, asked before they are fetched, or the weights of a folder.
-        roots: folders that a folder's files have to be in, wherever links lead to; anywhere when None. A repo's are in
-            the Hub's cache.
+        on_progress: called with ``downloading``, ``reading``, ``ready``.
+        inspect: called with the folder before anything in it is read; raises CheckpointError to refuse it.
+        largest: most bytes of the files of a repo, checked before they are fetched, or of the weights of a folder.
+        roots: folders that must contain a folder's files after links are followed; any folder when None.
         rename: names of cameras of the policy, and the robot's for them, e.g. ``{"camera1": "front"}``.
-        lerobot: the version of LeRobot, 0.4 or 0.6, whose reading of the same files is meant where the two differ;
-            None for what ``robojax.json`` says, else 0.6.
-        prompt_cut: what is left out of a prompt that is too long and contains the state behind the instruction (pi0.5):
-            ``task``, the end of the instruction, or ``lerobot``, the end of the prompt, and with it joints. Other
-            policies' prompts are cut at the end either way.
+        lerobot: the version of LeRobot, 0.4 or 0.6, that the files are read as; None for that of ``robojax.json``,
+            else 0.6.
+        prompt_cut: which end of a prompt that is too long is cut where the state follows the instruction (pi0.5):
+            ``task``, the instruction's, or ``lerobot``, the prompt's, and with it joints.
 
     Raises:
         HubError: the repo cannot be fetched, or is larger.
@@ -756,7 +721,7 @@ def load_policy(
     compute = find_dtype(dtype, where.platform, get_policy_type(config.type).accelerator_dtype)
     same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
     if like is not None and same_place and like.fits(checkpoint):
-        policy = like._with_weights(checkpoint, prompt_cut)
+        policy = like.with_weights(checkpoint, prompt_cut)
     else:
         policy = Policy(checkpoint, dtype=dtype, device=device, prompt_cut=prompt_cut)
     policy.commit = commit

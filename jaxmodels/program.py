@@ -168,16 +168,16 @@ def get_origin(state: Float[Array, "b s"], relative: tuple[bool, ...]) -> Float[
 
 
 class Programs:
-    """Executables of one architecture on one placement, compiled when first asked for.
+    """Executables of one architecture on one placement, compiled on first use.
 
     Args:
         act: serving weights (by name) and a normalised observation to a normalised chunk.
-        weights: shapes of the serving weights by name, in the order in which they come as a tuple.
+        weights: shapes of the serving weights by name, in the order of the flat tuple.
         scales: anything with the tree of the policy's `Scales`.
-        sizes: (height, width) the model wants per camera; None where it takes frames as they arrive.
+        sizes: (height, width) per camera; None for a model that resizes frames itself.
         read: serving weights, tokens (1, n) and their mask to `Language`, for policies that read one.
-        relative: which numbers of an action are relative to the state; None for none.
-        joint_map: of the config, see `PolicyConfig`.
+        relative: which numbers of an action are relative to the state.
+        joint_map: see `PolicyConfig`.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class Number:
         parts: list[Any] = [value]
         if self.count is not None:
             parts = list(value) if isinstance(value, list | tuple) and len(value) == self.count else [None]
-        is_right = all(_is_number(part, self.is_integer) and part in allowed for part in parts)
+        is_right = all(is_number(part, allowed, integer=self.is_integer) for part in parts)
         return None if is_right else f"{name} is {shorten_value(value)}; wanted {self.describe()}"
 
     def describe(self) -> str:
@@ -182,13 +182,14 @@ def is_off(value: Any) -> bool:
 
 def is_number(value: Any, allowed: Range, *, integer: bool = False) -> bool:
     """Whether a value out of a file is a finite number in a range; booleans are not."""
-    return _is_number(value, integer) and value in allowed
+    kinds = (int,) if integer else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        return False
+    return (isinstance(value, int) or math.isfinite(value)) and value in allowed
 
 
 def shorten_value(value: Any) -> str:
     """A value for an error text, never longer than a line."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > MAX_BITS:
-        return f"an integer of {value.bit_length()} bits"
     return _SHORT.repr(value)
 
 
@@ -203,22 +204,6 @@ class _Short(reprlib.Repr):
 
 
 _SHORT = _Short()
-
-
-def render_table(configs: Mapping[str, type[Any]]) -> list[str]:
-    """Rows of a Markdown table of all numbers of some configs: name, configs, range."""
-    fields_by_range: dict[tuple[str, str], list[str]] = {}
-    for kind, config in configs.items():
-        for name, number in list_numbers(config).items():
-            fields_by_range.setdefault((name, number.describe()), []).append(kind)
-    return [f"| `{name}` | {', '.join(kinds)} | {words} |" for (name, words), kinds in fields_by_range.items()]
-
-
-def _is_number(value: Any, is_integer: bool) -> bool:
-    kinds = (int,) if is_integer else (int, float)
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        return False
-    return isinstance(value, int) or math.isfinite(value)
 
 
 def _format_number(number: float | int) -> str:

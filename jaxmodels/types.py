@@ -7,16 +7,14 @@ from typing import Any, NamedTuple
 from jaxmodels.errors import ConfigError
 from jaxmodels.ranges import WIDTH, Range, check_unknown_fields, is_number, shorten_value
 
-# What an observation may hold besides features, for policies that continue a plan (`Requirements.takes_prefix`): the
-# rest of the plan that is being executed, un-normalised and aligned with the observation (b, t, a); how many of its
-# actions will have been executed when the answer comes (b,) int32, which the new chunk must begin with; and how many of
-# them there are (b,) int32, 0 for none: the answer is then that of a policy which was never given a plan.
+# Further inputs of policies that continue a plan (`Requirements.takes_prefix`): the rest of the current plan,
+# un-normalised and aligned with the observation (b, t, a); how many of its actions will have been executed when the
+# answer arrives (b,) int32, with which the new chunk begins; and its length (b,) int32, 0 for no plan.
 PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH = "prefix.actions", "prefix.delay", "prefix.length"
-# And for policies that read language (`Requirements.language`): what to do, in words, one text for each member of the
-# batch. LeRobot's name.
+# LeRobot's name of the instruction, for policies that read language: one text for each member of the batch.
 TASK = "task"
-# Which part of a prompt is left out that is too long for a policy, where the state stands behind the instruction: the
-# end of the instruction, or the end of the prompt as in LeRobot. In an observation: one text for each member.
+# Which end of a prompt that is too long is cut where the state follows the instruction: that of the instruction, or, as
+# in LeRobot, that of the prompt. In an observation: one text for each member.
 PROMPT_CUT = "prompt_cut"
 CUT_TASK, CUT_AS_LEROBOT = "task", "lerobot"
 PROMPT_CUTS = (CUT_TASK, CUT_AS_LEROBOT)
@@ -94,24 +92,22 @@ class Requirements:
         joint_names: names of the action's (and state's) joints in order, when the checkpoint says.
         rate: actions per second the policy was trained at, when the checkpoint says.
         temporal_ensemble_coeff: LeRobot's exponential weight of older predictions; None is off.
-        takes_prefix: whether an observation may hold the rest of the plan that is being executed (`PREFIX_ACTIONS`),
-            which the new chunk then continues: real-time chunking.
-        language: whether an observation must say what to do, in words (`TASK`).
-        observation_steps: observations that the policy looks at together, at its own `rate`, the newest included. From
-            two on, every feature has a time axis behind the batch's, oldest first.
-        controls_joints: whether actions are targets of the joints that the state measures, one for one; else they are
-            velocities or displacements, which only a client without rooms takes that knows them. Never where state and
-            action have different widths.
-        is_positional: whether clients of the checkpoint's own protocol (openpi's) take actions by position, so that a
-            session without rooms needs no names of joints.
-        metadata: what the checkpoint wants clients to be told, JSON; openpi's ``policy_metadata``.
-        action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
-            checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
-        state_statistics: statistics of ``observation.state`` in the training data, as far as the checkpoint has them:
-            ``mean``, ``std``, ``min``, ``max``, ``q01``, ``q99``, one number per joint each, in the robot's units. None
-            without a pair of them. Policies may differ in it, too.
-        prompt_cuts: those of `PROMPT_CUTS` that a loaded policy can apply to an instruction that is too long. None for
-            a prompt without the state; only LeRobot's where the state leaves no room for an instruction.
+        takes_prefix: whether an observation may hold the rest of the current plan (`PREFIX_ACTIONS`), which the new
+            chunk continues: real-time chunking.
+        language: whether an observation must have an instruction (`TASK`).
+        observation_steps: consecutive observations in one input, at the policy's `rate`. With two or more, every
+            feature has a time axis after the batch axis, oldest first.
+        controls_joints: whether actions are targets of the joints that the state measures. Velocities and displacements
+            need a client without rooms that knows them.
+        is_positional: whether clients take actions by position (openpi's protocol), so that a session without rooms
+            needs no names of joints.
+        metadata: JSON that the checkpoint has for its clients; openpi's ``policy_metadata``.
+        action_range: smallest and largest value of each joint in the training data, if the checkpoint has them. Two
+            policies with the same needs may differ in it.
+        state_statistics: statistics of ``observation.state`` in the training data, in the robot's units: ``mean``,
+            ``std``, ``min``, ``max``, ``q01``, ``q99``, one number per joint each; None without a pair of them.
+        prompt_cuts: the `PROMPT_CUTS` that a loaded policy can apply to an instruction that is too long. Empty for a
+            prompt without the state.
     """
 
     policy_type: str

@@ -3,8 +3,8 @@
 Sources: torchvision/models/resnet.py; timm/models/resnet.py (its variants with a deep stem or average pooling before
 the skip's convolution, ``resnet18d`` and the like, are other networks and have other names).
 
-Read are safetensors with torchvision's names, which are timm's too: all of a ResNet but its classifier must be there,
-in the right shapes, and nothing else.
+Files are safetensors with torchvision's names, which timm shares. Exactly the tensors of a ResNet must be there, with
+or without its classifier.
 """
 
 import re
@@ -15,12 +15,12 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from jaxmodels.checkpoints.files import NEVER_USED, find_floats, read_json
+from jaxmodels.checkpoints.files import NEVER_USED, PICKLES, find_floats, read_json
 from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, SAME, Tensor, read_tensors, their_shapes
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.hub import fetch
 from jaxmodels.layers.vision import RESNETS, ResNet
-from jaxmodels.weights import Blueprint, blueprint, check_fit, not_finite
+from jaxmodels.weights import blueprint, check_fit, not_finite
 
 NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "variance": "running_var"}
 
@@ -55,7 +55,6 @@ def backbone_tensor(name: str, *, ours: str = "", theirs: str = "") -> Tensor:
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SAFETENSORS = ".safetensors"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 CLASSIFIER = "fc."
 # torchvision's name of weights -> timm's tag of its copy of them: https://huggingface.co/timm/resnet18.tv_in1k
 TIMM_TAGS = {"IMAGENET1K_V1": "tv_in1k", "IMAGENET1K_V2": "tv2_in1k"}
@@ -141,7 +140,7 @@ def replace_backbone(backbone: Backbone, weights: Mapping[str, Any]) -> dict[str
 
 def _read(path: Path, architecture: str) -> dict[str, np.ndarray]:
     stored = find_floats(path, lambda name: not name.endswith(NEVER_USED) and not name.startswith(CLASSIFIER))
-    shapes = _resnet(architecture).shapes
+    shapes = blueprint(lambda rngs: ResNet(architecture, rngs=rngs)).shapes
     table = tuple(backbone_tensor(name) for name in shapes)
     check_fit(
         {name: tensor.shape for name, tensor in stored.items()},
@@ -153,10 +152,6 @@ def _read(path: Path, architecture: str) -> dict[str, np.ndarray]:
     if wrong := not_finite(weights):
         raise CheckpointError(f"{path.name}: a NaN or an infinity in {', '.join(sorted(wrong))}")
     return weights
-
-
-def _resnet(architecture: str) -> Blueprint[ResNet]:
-    return blueprint(lambda rngs: ResNet(architecture, rngs=rngs))
 
 
 def _only_file(folder: Path) -> Path:

@@ -1,9 +1,9 @@
 """A policy's folder, each of whose files is opened once and proved to be a regular file.
 
-A folder may be a stranger's, and may change while it is read. So nothing is asked of a name twice: whoever proves a
-file and whoever reads it have the same descriptor, and read as many bytes as it had when it was opened. A pipe or a
-device is never waited for, a link may only lead to where the operator allows it, and no file is mapped into memory,
-where one that is cut off meanwhile ends the process (SIGBUS).
+A folder may be hostile, and may change while it is read. So each name is opened once: the check and the reader of a
+file share its descriptor, and read as many bytes as it had when it was opened. Pipes and devices never block, links may
+only lead into allowed folders, and no file is mapped into memory, because a truncated one would end the process
+(SIGBUS).
 """
 
 import os
@@ -25,8 +25,7 @@ JSON_BYTES = 1 << 20  # LeRobot's own files have a few thousand, an index of 170
 TOKENIZER_BYTES = 32 << 20  # CLIP's has two million
 STATE_BYTES = 16 << 20  # statistics of features: a few thousand
 WEIGHT_BYTES = 1 << 40
-# A larger file has a place on the disk for more than a sixteenth of its bytes. One with holes costs nobody anything to
-# make, and whoever reads it as much as a whole one.
+# A larger file must occupy more than a sixteenth of its bytes on the disk, because holes cost nothing to make.
 SPARSE_BYTES = 64 << 20
 SPARSE_PART = 16
 ENTRIES = 10_000  # names in a folder; a policy's has ten
@@ -53,8 +52,7 @@ KNOWN: Mapping[str, int] = {
     "stats.json": JSON_BYTES,
 }
 SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
-# Files of a model that a policy is built on, in folders within the policy's that have the model's name
-# (``google/paligemma-3b-pt-224/tokenizer.json``); so deep, and so many of them.
+# Files of a model that a policy is built on (``google/paligemma-3b-pt-224/tokenizer.json``), and limits of the search.
 OF_MODELS = ("config.json", "tokenizer.json", NORM_STATS)
 MODEL_DEPTH = 3
 MODEL_FILES = 64
@@ -497,12 +495,10 @@ def list_names(folder: Folder) -> Sequence[str]:
 
 
 def check_tree(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """Identity of every file and folder of an Orbax checkpoint, all of which must be regular and no links.
-
-    Orbax opens them by their names: whoever has it read them looks before and after, and nothing may have changed.
+    """Return the identity of every file and folder of an Orbax checkpoint, to compare before and after reading.
 
     Raises:
-        CheckpointError: there is something else among them, or more than a checkpoint has.
+        CheckpointError: one is a link, a pipe or a device, or there are more than a checkpoint has.
     """
     identities: dict[str, tuple[int, ...]] = {}
     try:

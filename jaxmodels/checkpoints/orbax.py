@@ -28,7 +28,7 @@ Tree = TypeVar("Tree")
 
 
 def save(folder: Path, tree: Any) -> None:
-    """Write a tree of arrays to an Orbax checkpoint; the folder appears whole or not at all, and replaces an older one.
+    """Write a tree of arrays to an Orbax checkpoint, as `Writer` does, and wait for it.
 
     Raises:
         OSError: it cannot be written, e.g. because the disk is full.
@@ -113,7 +113,7 @@ def restore_parts(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Read the arrays of another program's checkpoint a few at a time, the largest first, onto the host.
 
-    Orbax has each array twice while it reads it. So whoever keeps them all needs hardly more memory than they have.
+    Orbax holds each array twice while it reads it; in parts, this needs little more memory than the arrays.
 
     Args:
         target: paths in the tree of dictionaries, joined by ``/``, of arrays as `float_shapes` found them.

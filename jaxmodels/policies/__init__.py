@@ -1,4 +1,4 @@
-"""Registry of policy types: each folder here is one, by its name and its ``POLICY``."""
+"""Registry of policy types: each is a module or a package here, by its name and its ``POLICY``."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +10,12 @@ from jaxmodels.errors import ConfigError
 from jaxmodels.types import Language
 
 
+def keep_weights(config: Any, weights: Mapping[str, Any], platform: str) -> dict[str, Any]:
+    """Return the weights as they are, for serving programs that run over the weights of the module."""
+    del config, platform
+    return dict(weights)
+
+
 @dataclass(frozen=True)
 class PolicyType:
     """Functions and classes that make up one type of policy.
@@ -18,31 +24,28 @@ class PolicyType:
         config: reads a parsed ``config.json``, raising `ConfigError`.
         model: builds the NNX module from a config, given random keys.
         tensors: the table of LeRobot's tensors for our names of the weights.
-        architecture: what programs depend on, out of a config; equal ones share programs.
-        prepare: (config, weights of the module, platform) to weights of the serving program.
         act: serving weights and a normalised observation to a normalised chunk.
+        prepare: (config, weights of the module, platform) to weights of the serving program.
         runs_as_read: whether `prepare` returns the arrays that were read, and folds nothing.
         takes_prefix: whether the observation may hold a plan for `act` to continue.
-        read: (config as `architecture` gives it, serving weights, tokens (b, n) int32, mask (b, n) bool) to the
-            `Language` that `act` finds in its observation; None for a kind of policy that reads no language. Whether a
-            policy of the kind does says the `text_encoder` of its config, which every config has, or None.
-        unused: tensors that files may have and that acting does not need, and their shapes, from a config.
-        rename: the table's name of a tensor of a file, where files may have others.
-        tied: names of tensors, and the name of one with the same content that stands for them where they are missing.
-        openpi: how a tree of openpi's own is read, for types that openpi has.
-        small: fields of the config that make a policy which a CPU trains in minutes, and their values.
-        accelerator_dtype: what it computes in on an accelerator, where nobody says. Norms, softmax, the times and the
-            steps of a flow are in float32 whatever it is.
-        stages: parts of `act` that can be compiled and timed apart, in their order; none where it is one part.
-        parts: how names of weights begin, and which part of the network these are of; the first that fits counts.
+        read: (`PolicyConfig.architecture`, serving weights, tokens (b, n) int32, mask (b, n) bool) to the `Language` in
+            the observation of `act`, for policies whose config has a `text_encoder`.
+        unused: tensors of a file that acting does not need, and their shapes, from a config.
+        rename: name of a file's tensor to its name in the table.
+        tied: name of a tensor, and the name of a tensor with the same content that may replace it.
+        openpi: reader of openpi's own trees.
+        small: fields of the config, and their values, of a policy that a CPU trains in minutes.
+        accelerator_dtype: default dtype on an accelerator. Norms, softmax, and the times and steps of a flow are always
+            in float32.
+        stages: parts of `act` that can be compiled and timed separately, in order.
+        parts: prefix of names of weights to part of the network; the first prefix that fits counts.
     """
 
     config: Callable[[dict[str, Any]], Any]
     model: Callable[..., Any]
     tensors: Callable[[Iterable[str]], Any]
-    architecture: Callable[[Any], Any]
-    prepare: Callable[..., dict[str, Any]]
     act: Callable[..., Any]
+    prepare: Callable[..., dict[str, Any]] = keep_weights
     runs_as_read: bool = False
     takes_prefix: bool = False
     read: Callable[..., Language] | None = None
@@ -62,7 +65,7 @@ class Stage:
 
     Attributes:
         name: such as ``vision``.
-        run: (config as `architecture` gives it, serving weights, normalised observation, what the stage before gave or
+        run: (`PolicyConfig.architecture`, serving weights, normalised observation, what the stage before gave or
             None) to what the next one is given; of a sampler, its first step.
         count: how often it runs for one chunk, from a config.
     """
@@ -94,17 +97,19 @@ ARCHITECTURE_FILES: Mapping[str, tuple[str, str]] = {
     "pi05": ("architecture", "architecture.json"),
 }
 
+_TRAINED = ("act", "diffusion", "diffusion2d", "tokens2d")
 # Served from checkpoints of LeRobot, and not trained here yet.
 SERVED_ONLY = frozenset({"pi0", "pi05", "smolvla"})
 
 
 def trained_types() -> tuple[str, ...]:
-    """Policy types that can be trained here."""
-    return tuple(name for name in policy_types() if name not in SERVED_ONLY)
+    """Return the policy types that can be trained here."""
+    return _TRAINED
 
 
 def policy_types() -> tuple[str, ...]:
-    return tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py")))
+    """Return the policy types that can be served, sorted."""
+    return tuple(sorted({*_TRAINED, *SERVED_ONLY}))
 
 
 def get_policy_type(name: Any) -> PolicyType:

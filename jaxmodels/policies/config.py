@@ -1,20 +1,48 @@
 """Reading and checking of the fields that all policy configs share."""
 
+import builtins
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
+import jax
 import numpy as np
+from jaxtyping import Array, Float
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.layers.vision import RESNETS
-from jaxmodels.ranges import Range, check_unknown_fields, find_number_errors, read_number_type, shorten_value
+from jaxmodels.ranges import (
+    CHUNK,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE_BELOW_ONE,
+    WIDTH,
+    Range,
+    check_unknown_fields,
+    find_number_errors,
+    read_number_type,
+    shorten_value,
+)
+from jaxmodels.samplers import FlowSchedule
+from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.text.encoder import TextConfig
-from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, parse_features, wrong_sizes
+from jaxmodels.types import (
+    ACTION,
+    ENVIRONMENT_STATE,
+    MODES,
+    STATE,
+    TYPES,
+    Feature,
+    Observation,
+    dump_features,
+    parse_features,
+    wrong_sizes,
+)
 
-Config = TypeVar("Config", bound="LerobotConfig")
+Config = TypeVar("Config", bound="PolicyConfig")
 FEATURES = ("input_features", "output_features")
+LEROBOT_VERSIONS = ("0.4", "0.6")  # whose reading of the same files can be chosen
 
 OTHER = "other"  # the config's field that holds unknown fields of the file
 
@@ -26,6 +54,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
         "bool | None": (bool, type(None)),
     }
 )
+_NAMES, _INTEGERS, _OPTIONS = tuple[str, ...], tuple[int, ...], tuple[tuple[str, Any], ...] | None
 
 
 def read_fields(cls: type[Any], values: Mapping[str, Any], what: str, advice: str) -> dict[str, Any]:
@@ -63,8 +92,9 @@ def dump_fields(config: Any) -> dict[str, Any]:
     for name in FEATURES:
         values[name] = dump_features(values[name])
     values["normalization_mapping"] = dict(config.normalization_mapping)
-    if values.get("tags") is not None:
-        values["tags"] = list(values["tags"])
+    if values.get("rtc_config") is not None:
+        values["rtc_config"] = dict(values["rtc_config"])
+    values |= {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
     if values.get("text_encoder") is not None:
         values["text_encoder"] = values["text_encoder"].to_json()
     return values | dict(config.other)
@@ -78,10 +108,15 @@ def _read(name: str, declared: Any, value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError("normalization_mapping is no object of type and mode")
         return tuple((str(kind), str(mode)) for kind, mode in value.items())
-    if name == "tags" and value is not None:
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"tags is {shorten_value(value)}; wanted a list of strings, or null")
-        return tuple(str(tag) for tag in value)
+    if value is not None and declared in (_NAMES, _NAMES | None, _INTEGERS):
+        kind, words = (int, "integers") if declared == _INTEGERS else (str, "strings")
+        if not isinstance(value, list | tuple) or not all(isinstance(part, kind) for part in value):
+            raise ConfigError(f"{name} is {shorten_value(value)}; wanted a list of {words}")
+        return tuple(value)
+    if value is not None and declared == _OPTIONS:
+        if not isinstance(value, Mapping) or any(isinstance(part, list | dict) for part in value.values()):
+            raise ConfigError(f"{name} is {shorten_value(value)}; wanted an object of numbers, texts and booleans")
+        return tuple(value.items())
     if name == "text_encoder" and value is not None:
         return TextConfig.from_json(value)
     return _typed(name, declared, value)
@@ -110,13 +145,13 @@ BACKBONES = (*RESNETS, SMALL_CNN)
 
 @dataclass(frozen=True)
 class _OtherFields:
-    """The field that all configs inherit; `PolicyConfig` is no dataclass itself, because it has no fields' defaults."""
+    """The field that all configs inherit; `PolicyConfig` itself is not a dataclass, because it has no defaults."""
 
     other: Mapping[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
 
 
 class PolicyConfig(_OtherFields):
-    """Base class of policy configs: features by LeRobot's names. The dataclass below it adds its fields.
+    """Base class of policy configs: features by LeRobot's names. Subclasses are dataclasses that add fields.
 
     Attributes:
         other: unknown fields of the ``config.json``, all off. They change nothing and are written when the policy is
@@ -131,29 +166,48 @@ class PolicyConfig(_OtherFields):
     chunk_size: Any
     normalization_mapping: tuple[tuple[str, str], ...]
 
+    # Which version's fields are known, for the error about unknown fields.
+    advice: ClassVar[str] = "this reads the fields of LeRobot 0.6.1"
+    # Fields, or how their names begin, that neither a program nor its weights depend on.
+    indifferent: ClassVar[tuple[str, ...]] = ()
+    # Fields that have one of these values.
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    # Types of features of which a policy reads one at most, and its name.
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({"STATE": STATE, "ENV": ENVIRONMENT_STATE})
+    needs_state: ClassVar[bool] = False
     # Values of the policy types that have neither; the others declare a field.
     temporal_ensemble_coeff: Any = None
     text_encoder: Any = None
-    # Steps of LeRobot's processors, besides renaming and normalising, that the policy's own arithmetic stands for.
+    # Steps of LeRobot's processors, besides renaming and normalising, that the policy computes itself.
     processor_steps: ClassVar[frozenset[str]] = frozenset()
-    # Whether frames go into the program's `act` at the size in which they arrive; others are stretched to `frames`.
+    # Whether `act` receives frames in their original size; for other policies they are stretched to `frames`.
     resizes_frames: ClassVar[bool] = False
     # Whether a camera may be left out of an observation.
     allows_absent_cameras: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        wrong = find_number_errors(self, integers=True) or [
+            *self._wrong_choices(),
+            *self._wrong_numbers(),
+            *find_number_errors(self, integers=False),
+            *self.wrong_features(),
+        ]
+        if wrong := wrong or self._wrong_parts():
+            raise ConfigError(f"{self.type} config: " + "; ".join(wrong))
+
     @property
     def prompt_reads_state(self) -> bool:
-        """Whether the numbers of the state are part of what is made of an instruction (`format_prompt`)."""
+        """Whether the prompt contains the numbers of the state (`format_prompt`)."""
         return False
 
     @property
     def joint_map(self) -> Any:
-        """Functions from the robot's joints to what the policy was trained with, where they differ (pi0's of ALOHA)."""
+        """Conversion from the robot's joints to those of the training, where they differ (`AlohaJoints`)."""
         return None
 
     @property
     def client_metadata(self) -> Mapping[str, Any]:
-        """What the checkpoint wants clients to be told, JSON."""
+        """JSON that the checkpoint has for its clients."""
         return {}
 
     @property
@@ -170,6 +224,11 @@ class PolicyConfig(_OtherFields):
     def frames(self) -> tuple[tuple[int, int], ...]:
         """Height and width of each camera's frames as the policy processes them."""
         return tuple((camera.shape[1], camera.shape[2]) for camera in self.cameras)
+
+    @property
+    def state(self) -> Any:
+        """The `Feature` of the robot's state, only under its usual name as in LeRobot; None without one."""
+        return next((f for f in self.input_features if f.type == "STATE" and f.name == STATE), None)
 
     @property
     def environment_state(self) -> Feature | None:
@@ -191,7 +250,7 @@ class PolicyConfig(_OtherFields):
 
     @property
     def noise(self) -> tuple[int, int] | None:
-        """Shape (t, a) of the noise that a chunk is made of; None where there is none, or nobody may give it."""
+        """Shape (t, a) of the noise that a chunk is made of; None if callers cannot give it."""
         return None
 
     @property
@@ -232,6 +291,20 @@ class PolicyConfig(_OtherFields):
         del state
         return task
 
+    def architecture(self: Config) -> Config:
+        """Return the config with every indifferent field at its default: equal ones share programs."""
+        defaults = {entry.name: entry.default for entry in fields(self) if entry.name.startswith(self.indifferent)}
+        return replace(self, **defaults)
+
+    @classmethod
+    def from_json(cls: builtins.type[Config], values: Mapping[str, Any]) -> Config:
+        """Read a parsed ``config.json``.
+
+        Raises:
+            ConfigError: unknown fields, or values that make no sense.
+        """
+        return cls(**read_fields(cls, values, f"{cls.type} config", cls.advice))
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as LeRobot writes them, ``type`` first."""
         return dump_fields(self)
@@ -245,6 +318,22 @@ class PolicyConfig(_OtherFields):
         """Which numbers of an action are relative to the raw state; None for none."""
         return None
 
+    def _wrong_choices(self) -> list[str]:
+        return [
+            f"{name} is {shorten_value(getattr(self, name))}; known: {', '.join(known)}"
+            for name, known in self.choices.items()
+            if getattr(self, name) not in known
+        ]
+
+    def _wrong_numbers(self) -> list[str]:
+        """Errors of fields whose numbers are each in range; each policy type adds its own."""
+        steps, chunk = getattr(self, "n_action_steps", 0), self.chunk_size
+        return [f"n_action_steps is {steps}, more than chunk_size {chunk}"] if steps > chunk else []
+
+    def _wrong_parts(self) -> list[str]:
+        """Errors of what is computed from the fields, once all of them make sense."""
+        return []
+
     def wrong_features(self) -> list[str]:
         """Errors of features that no policy type supports; each type adds its own."""
         wrong = [
@@ -256,6 +345,12 @@ class PolicyConfig(_OtherFields):
         wrong += wrong_sizes(self.input_features, self.output_features)
         if not any(feature.name == ACTION and feature.type == "ACTION" for feature in self.output_features):
             wrong.append(f"output_features has no feature {ACTION!r} of type ACTION")
+        for kind, name in self.names.items():
+            found = [feature.name for feature in self.input_features if feature.type == kind]
+            if found not in ([], [name]):
+                wrong.append(f"features of type {kind} are {found}; wanted at most one, {name!r}")
+        if self.needs_state and self.state is None:
+            wrong.append(f"input_features has no {STATE!r}, which {self.type} always looks at")
         return wrong
 
 
@@ -269,7 +364,6 @@ class LerobotConfig(PolicyConfig):
 
     # LeRobot's policies draw new noise for each chunk; here the same observation has the same answer.
     noise_seed: ClassVar[int] = 0
-    # Fields, or how their names begin, that neither a program nor its weights depend on.
     indifferent: ClassVar[tuple[str, ...]] = (
         *("device", "use_amp", "use_peft", "push_to_hub", "repo_id", "private", "tags", "license"),
         "pretrained_",
@@ -290,20 +384,91 @@ class LerobotConfig(PolicyConfig):
     pretrained_path: str | None = None
     pretrained_revision: str | None = None
 
-    def __post_init__(self) -> None:
-        wrong = find_number_errors(self, integers=True) or [
-            *self._wrong_numbers(),
-            *find_number_errors(self, integers=False),
-            *self.wrong_features(),
-        ]
-        if wrong:
-            raise ConfigError(f"{self.type} config: " + "; ".join(wrong))
+    def _wrong_numbers(self) -> list[str]:
+        wrong = super()._wrong_numbers()
+        if self.n_obs_steps != self.observation_steps:
+            wrong.append(f"n_obs_steps is {self.n_obs_steps}; {self.type} looks at 1 observation")
+        if self.use_peft:
+            wrong.append("use_peft is true; merge the adapter into the weights first")
+        return wrong
+
+
+@dataclass(frozen=True)
+class VlaConfig(LerobotConfig):
+    """What the configs of policies with a vision-language model and a flow over padded actions share."""
+
+    resizes_frames: ClassVar[bool] = True
+    allows_absent_cameras: ClassVar[bool] = True
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({"STATE": STATE})
+    needs_state: ClassVar[bool] = True
+
+    indifferent: ClassVar[tuple[str, ...]] = (
+        *LerobotConfig.indifferent,
+        "freeze_vision_encoder",
+        "train_expert_only",
+        "optimizer_",
+        "scheduler_",
+        "compile_",
+    )
+
+    chunk_size: Annotated[int, Range(1, CHUNK)] = 50
+    n_action_steps: Annotated[int, Range(1, CHUNK)] = 50
+    normalization_mapping: tuple[tuple[str, str], ...] = (
+        ("VISUAL", "IDENTITY"),
+        ("STATE", "MEAN_STD"),
+        ("ACTION", "MEAN_STD"),
+    )
+    max_state_dim: Annotated[int, Range(1, WIDTH)] = 32
+    max_action_dim: Annotated[int, Range(1, WIDTH)] = 32
+    empty_cameras: Annotated[int, Range(0, 64)] = 0
+    tokenizer_max_length: Annotated[int, Range(1, 4096)] = 48
+    min_period: Annotated[float, POSITIVE] = 4e-3
+    max_period: Annotated[float, POSITIVE] = 4.0
+    rtc_config: tuple[tuple[str, Any], ...] | None = None
+    compile_model: bool = False
+    compile_mode: str = "max-autotune"
+    optimizer_betas: Annotated[tuple[float, float], SHARE_BELOW_ONE] = (0.9, 0.95)
+    optimizer_eps: Annotated[float, NOT_NEGATIVE] = 1e-8
+    scheduler_warmup_steps: Annotated[int, Range(0, 10**9)] = 1000
+    scheduler_decay_steps: Annotated[int, Range(0, 10**9)] = 30_000
+    scheduler_decay_lr: Annotated[float, NOT_NEGATIVE] = 2.5e-6
 
     def _wrong_numbers(self) -> list[str]:
-        """Errors of fields whose numbers are each in range; each policy type has its own."""
-        return []
+        wrong = super()._wrong_numbers()
+        if self.min_period >= self.max_period:
+            wrong.append(f"min_period is {self.min_period}; wanted less than max_period {self.max_period}")
+        return wrong
 
-    def architecture(self: Config) -> Config:
-        """The config with every indifferent field at its default: equal ones share programs."""
-        defaults = {entry.name: entry.default for entry in fields(self) if entry.name.startswith(self.indifferent)}
-        return replace(self, **defaults)
+    def wrong_features(self) -> list[str]:
+        wrong = super().wrong_features()
+        if not self.cameras:
+            wrong.append(f"input_features has no image; {self.type} looks at one or more")
+        if wrong:
+            return wrong
+        return [
+            f"the {what} has {feature.shape[0]} numbers; {name} is {getattr(self, name)}, to which it is padded"
+            for what, feature, name in (
+                ("state", self.state, "max_state_dim"),
+                ("action", self.action, "max_action_dim"),
+            )
+            if feature.shape[0] > getattr(self, name)
+        ]
+
+    @property
+    def prompt_length(self) -> int:
+        return self.tokenizer_max_length
+
+    @property
+    def noise(self) -> tuple[int, int]:
+        """Shape of one member's first sample: its actions are padded."""
+        return (self.chunk_size, self.max_action_dim)
+
+    @property
+    def schedule(self) -> FlowSchedule:
+        return FlowSchedule(spacing="uniform")
+
+    def make_noise(self, observation: Observation) -> Float[Array, "b t a"]:
+        """Return the noise of the observation, or the policy's own, which is the same for each member."""
+        if observation.noise is not None:
+            return observation.noise
+        return draw_for_each(jax.random.key(self.noise_seed), self.noise, observation.state.shape[0])

@@ -17,6 +17,7 @@ import numpy as np
 from jaxmodels.checkpoints.files import (
     LFS_POINTER,
     NEVER_USED,
+    PICKLES,
     SHARD,
     WEIGHTS,
     Stored,
@@ -53,7 +54,6 @@ PROCESSORS = (f"{PRE}.json", f"{POST}.json")
 # SmolVLM's special tokens around an image.
 IMAGE_TOKENS = ("<fake_token_around_image>", "<global-img>")
 MAX_ACTION_WIDTH = 256  # values of an action whose range is reported; a session has no more joints
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def verify_files(folder: Folder) -> dict[str, int]:
@@ -93,21 +93,29 @@ def _is_used(tensor: str) -> bool:
     return not tensor.endswith(NEVER_USED)
 
 
-def read_description(folder: Folder) -> dict[str, Any]:
-    """Read a folder without its weights, as JSON: ``config``, ``sidecar``, ``renames``, ``normalization``, ``buffers``.
+def describe_folder(folder: Folder) -> dict[str, Any]:
+    """Read a folder without its weights, as JSON.
 
-    The config has the sizes of the model that the policy is built on, where they are in a file of their own. The
-    normalization has names of statistics and no numbers, and the names of those in ``stats.json`` as ``dataset``. Older
-    policies have no such files but ``buffers``: names of statistics in the weights, None if there are no weights here.
+    Returns:
+        ``config`` with the sizes of the model that the policy is built on, ``sidecar`` and ``renames``.
+        ``normalization`` has names of statistics without numbers, and the names in ``stats.json`` as ``dataset``. Older
+        policies have ``buffers`` instead: names of statistics in the weights; None if there are no weights here.
+        ``action_range``: the smallest and largest values of the actions in the training data; None if no file but the
+        weights has them.
 
     Raises:
-        CheckpointError: a file is missing or malformed.
+        CheckpointError: a file is missing or malformed, or statistics cannot be used.
     """
-    values = read_config(folder)
-    sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
-    normalization, buffers = None, None
+    sidecar = read_sidecar(folder)
+    values = read_config(folder, sidecar)
+    normalization, buffers, action_range = None, None, None
     if any((folder / name).exists() for name in PROCESSORS):
         normalization = read_processors(folder)
+        check_normalization(normalization, (), ())
+        outputs = normalization.outputs
+        smallest = outputs.stats.get("action", {}).get("min", np.zeros(0))
+        if 0 < smallest.size <= MAX_ACTION_WIDTH:
+            action_range = outputs.get_range(Feature("action", "ACTION", (smallest.size,)))
     elif openpi_configs.is_openpi(folder, sidecar):
         openpi = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY])
         normalization = openpi_configs.read_normalization(folder, openpi, sidecar)
@@ -119,6 +127,7 @@ def read_description(folder: Folder) -> dict[str, Any]:
         "renames": {} if normalization is None else dict(normalization.renames),
         "normalization": None if normalization is None else _describe(folder, normalization, values, sidecar),
         "buffers": buffers,
+        "action_range": action_range,
     }
 
 
@@ -136,32 +145,21 @@ def _describe(
     }
 
 
-def describe_folder(folder: Folder) -> dict[str, Any]:
-    """Read what `read_description` reads, and the smallest and largest values of the actions in the training data.
-
-    ``action_range`` is None where no file but the weights has such statistics.
+def read_sidecar(folder: Folder) -> dict[str, Any] | None:
+    """Read ``robojax.json``; None if the folder has no such file.
 
     Raises:
-        CheckpointError: a file is missing or malformed, or statistics cannot be used.
+        CheckpointError: the file is malformed.
     """
-    small, action_range = read_description(folder), None
-    if any((folder / name).exists() for name in PROCESSORS):
-        normalization = read_processors(folder)
-        check_normalization(normalization, (), ())
-        outputs = normalization.outputs
-        smallest = outputs.stats.get("action", {}).get("min", np.zeros(0))
-        if 0 < smallest.size <= MAX_ACTION_WIDTH:
-            action_range = outputs.get_range(Feature("action", "ACTION", (smallest.size,)))
-    return small | {"action_range": action_range}
+    return read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
 
 
-def read_config(folder: Folder) -> dict[str, Any]:
-    """Read ``config.json`` with what other files add to it, as the policy's type reads it.
+def read_config(folder: Folder, sidecar: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Read ``config.json`` with what other files, such as `sidecar`, add to it for the policy's type.
 
     Raises:
         CheckpointError: a file is missing or malformed.
     """
-    sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
     if openpi_configs.is_openpi(folder, sidecar):
         if openpi_configs.KEY not in (sidecar or {}):
             raise CheckpointError(openpi_configs.describe_missing_config(folder.name))

@@ -23,7 +23,6 @@ from jaxmodels.checkpoints.files import (
     Stored,
     find_policy_weights,
     has_policy_weights,
-    read_json,
     write_json,
     write_safetensors,
 )
@@ -33,8 +32,8 @@ from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.memory import check_layers, check_tables
 from jaxmodels.normalization import IDENTITY, Normalization, check_normalization
 from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors, openpi_configs
-from jaxmodels.policies.config import PolicyConfig
-from jaxmodels.policies.integrity import describe_missing_weights, read_config, read_description
+from jaxmodels.policies.config import LEROBOT_VERSIONS, PolicyConfig
+from jaxmodels.policies.integrity import CONFIG, SIDECAR, describe_missing_weights, read_config, read_sidecar
 from jaxmodels.policies.lerobot_processors import (
     NORMALIZATION,
     POST,
@@ -122,10 +121,8 @@ class Checkpoint:
     tokenizer: bytes | None = None
 
 
-CONFIG = "config.json"
-SIDECAR = "robojax.json"
 # Of the sidecar: the version of LeRobot whose reading of the same files is meant, where versions differ.
-LEROBOT, LEROBOT_VERSIONS = "lerobot", ("0.4", "0.6")
+LEROBOT = "lerobot"
 SIDECAR_KEYS = ("rate", "joint_names", NORMALIZATION, lerobot_processors.GROUP, LEROBOT, openpi_configs.KEY)
 READ_BY_VERSION = frozenset({"pi0", "pi05"})
 
@@ -152,18 +149,8 @@ class Description:
         return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
 
 
-def read_policy_description(folder: Folder) -> Description:
-    """Read a policy's folder without its weights (and without statistics that older policies keep in them).
-
-    Raises:
-        ConfigError: the config has unknown fields or values that make no sense.
-        CheckpointError: a file is missing or malformed.
-    """
-    return build_description(read_description(folder))
-
-
 def build_description(small: Mapping[str, Any]) -> Description:
-    """Build the description from what `read_description` read, in this process or another one.
+    """Build the description from what `describe_folder` read, in this process or another one.
 
     Raises:
         ConfigError: the config has unknown fields or values that make no sense.
@@ -178,7 +165,7 @@ def build_description(small: Mapping[str, Any]) -> Description:
 
 
 def check_statistics(small: Mapping[str, Any], config: Any) -> None:
-    """Refuse a policy without the statistics that it needs, from what `read_description` read.
+    """Refuse a policy without the statistics that it needs, from what `describe_folder` read.
 
     Raises:
         CheckpointError: statistics are missing, as of `complete_statistics`.
@@ -252,8 +239,8 @@ def read_checkpoint(
 def _read(
     folder: PolicyFolder, admit: Callable[[Any, int], None], lerobot: str | None, needs_statistics: bool
 ) -> Checkpoint:
-    values = read_config(folder)
-    sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
+    sidecar = read_sidecar(folder)
+    values = read_config(folder, sidecar)
     if lerobot is not None:
         sidecar = {**(sidecar or {}), LEROBOT: lerobot}
     config = read_config_values(values, sidecar)

@@ -1,16 +1,17 @@
-"""Base network of policies on the 2D transformer.
+"""Base config and network of policies on the 2D transformer.
 
 A new kind is a config (`Transformer2dPolicyConfig`), a model (`Transformer2dPolicy`) with a ``transformer`` and a
 ``loss``, and an `act`; `transformer2d_policy_type` makes the entry of the registry out of them.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.typing import DTypeLike
@@ -20,16 +21,144 @@ from jaxmodels.checkpoints.tensor_layouts import SAME, Tensor
 from jaxmodels.errors import InputError
 from jaxmodels.layers.embeddings import sinusoidal_2d
 from jaxmodels.layers.norm import LayerNorm
-from jaxmodels.layers.vision import RESNETS, ResNet, SmallCnn
+from jaxmodels.layers.vision import RESNETS, ResNet, SmallCnn, measure_feature_map
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.config import SMALL_CNN
-from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
+from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig
+from jaxmodels.ranges import (
+    CHUNK,
+    HEADS,
+    LAYERS_STACKED,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE_BELOW_ONE,
+    WIDTH,
+    Range,
+)
 from jaxmodels.text import TextEncoder
+from jaxmodels.text.encoder import TextConfig
 from jaxmodels.transformer2d.attention import Dtypes, to_bias
 from jaxmodels.transformer2d.block import Biases, KeyValues, Modulation
+from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.transformer2d.network import Execution, run_blocks, stack_blocks
-from jaxmodels.types import Language, Observation
+from jaxmodels.types import Feature, Language, Observation
 from jaxmodels.weights import blueprint_of
+
+SCHEDULERS = ("constant", "cosine")
+Config = TypeVar("Config", bound="Transformer2dPolicyConfig")
+
+
+@dataclass(frozen=True)
+class Transformer2dPolicyConfig(PolicyConfig):
+    """Fields that diffusion2d and tokens2d share, with LeRobot's names where LeRobot has them.
+
+    Attributes:
+        input_features: in the order of their tokens.
+        chunk_size: actions that are sampled together.
+        n_action_steps: how many of them are meant to be executed.
+        vision_backbone: one of `BACKBONES`; all cameras share it.
+        pretrained_backbone_weights: where a ResNet's training starts from: a file, a folder or a repo of the Hub.
+        dim_model: width of all tokens.
+        n_encoder_layers: blocks in which what is seen looks at itself, once for each chunk; 0 for none.
+        n_layers: of the transformer over actions.
+        dropout: rate in both, in training.
+        text_encoder: reads instructions; None for a policy that is told nothing.
+        do_mask_loss_for_padding: whether actions beyond the end of a demonstration, where a dataset repeats the last
+            one, are left out of the training. If not, the policy learns to hold still there.
+        optimizer_lr_backbone: of the vision backbone alone.
+        optimizer_betas, optimizer_eps, optimizer_weight_decay: AdamW's.
+        optimizer_grad_clip_norm: largest global norm of a gradient; 0 does not clip.
+        scheduler_name: constant after the warm-up, or falling as a cosine.
+
+    Raises:
+        ConfigError: a value makes no sense; all errors together.
+    """
+
+    advice: ClassVar[str] = "the policy is of a newer version, or of another"
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {"vision_backbone": BACKBONES, "scheduler_name": SCHEDULERS}
+    )
+    indifferent: ClassVar[tuple[str, ...]] = (
+        "device",
+        "pretrained_backbone_weights",
+        "dropout",
+        "do_mask_loss_for_padding",
+        "optimizer_",
+        "scheduler_",
+    )
+
+    input_features: tuple[Feature, ...] = ()
+    output_features: tuple[Feature, ...] = ()
+    normalization_mapping: tuple[tuple[str, str], ...] = (
+        ("VISUAL", "MEAN_STD"),
+        ("STATE", "MIN_MAX"),
+        ("ENV", "MIN_MAX"),
+        ("ACTION", "MIN_MAX"),
+    )
+    device: str | None = None
+    chunk_size: Annotated[int, Range(1, CHUNK)] = 16
+    n_action_steps: Annotated[int, Range(1, CHUNK)] = 8
+    vision_backbone: str = SMALL_CNN
+    pretrained_backbone_weights: str | None = None
+    dim_model: Annotated[int, Range(1, WIDTH)] = 256
+    n_heads: Annotated[int, Range(1, HEADS)] = 8
+    n_encoder_layers: Annotated[int, Range(0, LAYERS_STACKED)] = 2
+    n_layers: Annotated[int, Range(1, LAYERS_STACKED)] = 6
+    dropout: Annotated[float, SHARE_BELOW_ONE] = 0.0
+    text_encoder: TextConfig | None = None
+    do_mask_loss_for_padding: bool = False
+    optimizer_lr: Annotated[float, POSITIVE] = 1e-4
+    optimizer_lr_backbone: Annotated[float, NOT_NEGATIVE] = 1e-4
+    optimizer_betas: Annotated[tuple[float, float], SHARE_BELOW_ONE] = (0.95, 0.999)
+    optimizer_eps: Annotated[float, POSITIVE] = 1e-8
+    optimizer_weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-6
+    optimizer_grad_clip_norm: Annotated[float, NOT_NEGATIVE] = 10.0
+    scheduler_name: str = "cosine"
+    scheduler_warmup_steps: Annotated[int, Range(0, 10**9)] = 500
+
+    def _wrong_numbers(self) -> list[str]:
+        wrong = super()._wrong_numbers()
+        if self.dim_model % (4 * self.n_heads):
+            wrong.append(f"dim_model {self.dim_model} is not a multiple of 4 n_heads ({4 * self.n_heads})")
+        return wrong
+
+    def wrong_features(self) -> list[str]:
+        wrong = super().wrong_features()
+        if not (self.cameras or self.state or self.environment_state):
+            wrong.append("input_features has neither an image nor a state; there is nothing to look at")
+        return wrong
+
+    @property
+    def transformer(self) -> Transformer2DConfig:
+        """Config of the 2D transformer over a chunk; each type has its own."""
+        raise NotImplementedError
+
+    @property
+    def table_numbers(self) -> int:
+        maps = (measure_feature_map(self.vision_backbone, frame) for frame in self.frames)
+        tokens = self.chunk_size + sum(map(math.prod, maps))
+        return super().table_numbers + tokens * self.dim_model
+
+    @property
+    def observation_transformer(self) -> Transformer2DConfig | None:
+        """Config of the transformer blocks over the observation's tokens; None without such blocks."""
+        if not self.n_encoder_layers:
+            return None
+        return Transformer2DConfig(
+            num_attention_heads=self.n_heads,
+            attention_head_dim=self.dim_model // self.n_heads,
+            in_channels=self.dim_model,
+            norm_num_groups=1,
+            num_layers=self.n_encoder_layers,
+            dropout=self.dropout,
+            attention_bias=True,
+            activation_fn="gelu-approximate",
+        )
+
+    def architecture(self: Config) -> Config:
+        # Numbers of a normalisation are weights; of its modes only the actions' says anything, how far these reach.
+        modes = tuple((kind, mode) for kind, mode in self.normalization_mapping if kind == "ACTION")
+        return replace(super().architecture(), n_action_steps=1, normalization_mapping=modes)
+
 
 # About as large as the features they are added to, so that two cameras are told apart from the first step.
 _embedding_init = nnx.initializers.normal(0.5)
@@ -172,8 +301,6 @@ def transformer2d_policy_type(
         config=config.from_json,
         model=model,
         tensors=_tensors,
-        architecture=config.architecture,
-        prepare=_prepare,
         act=act,
         takes_prefix=True,
         read=partial(_read, model),
@@ -190,12 +317,6 @@ def build_model(model: Callable[..., Model], config: Transformer2dPolicyConfig, 
 def _tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
     """LeRobot has no such policy: its file has our names and layouts, under ``model`` as all of LeRobot's."""
     return tuple(Tensor(f"model.{name}", (name,), SAME) for name in names)
-
-
-def _prepare(config: Any, weights: Mapping[str, np.ndarray], platform: str) -> dict[str, np.ndarray]:
-    """The weights as they are."""
-    del config, platform
-    return dict(weights)
 
 
 def _read(

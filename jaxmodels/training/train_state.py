@@ -287,15 +287,15 @@ def put_on_devices(
     statistics = {name: weights.pop(name) for name in programs.plan.running}
     inputs = normalization.inputs
     scales = Scales(
-        images=tuple(inputs.get_forward(camera) for camera in policy.cameras),
-        state=None if policy.state is None else inputs.get_forward(policy.state),
-        environment_state=None if policy.environment_state is None else inputs.get_forward(policy.environment_state),
-        action=normalization.outputs.get_backward(policy.action),
+        images=tuple(inputs.get_affine(camera) for camera in policy.cameras),
+        state=None if policy.state is None else inputs.get_affine(policy.state),
+        environment_state=None if policy.environment_state is None else inputs.get_affine(policy.environment_state),
+        action=normalization.outputs.get_affine(policy.action, inverse=True),
     )
     instructions = read_instructions(policy, dataset.tasks, start.tokenizer)
     if instructions is not None and policy.text_encoder.is_frozen:
         instructions = instructions.read_ahead(programs.plan, {**weights, **parameters}, layout.replicated)
-    others = (scales, inputs.get_forward(policy.action), instructions)
+    others = (scales, inputs.get_affine(policy.action), instructions)
     fixed = Fixed(weights, *jax.tree.map(lambda array: layout.put(array, layout.replicated), others))
     _, (values, _) = programs.loss.eval_shape(parameters, statistics, fixed, batch, jax.random.key(0))
     names = (*values, "gradient_norm", COUNT)

@@ -52,10 +52,10 @@ def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_f
     checkpoint = lerobot_folder.read_checkpoint(golden_folder(name))
     config, inputs = checkpoint.config, checkpoint.normalization.inputs
     scales = Scales(
-        images=tuple(inputs.get_forward(feature) for feature in config.cameras),
-        state=inputs.get_forward(config.state),
-        environment_state=config.environment_state and inputs.get_forward(config.environment_state),
-        action=inputs.get_forward(config.action),
+        images=tuple(inputs.get_affine(feature) for feature in config.cameras),
+        state=inputs.get_affine(config.state),
+        environment_state=config.environment_state and inputs.get_affine(config.environment_state),
+        action=inputs.get_affine(config.action),
     )
     plan = blueprint_of(Act, config)
     sizes = tuple(camera.shape[1:] for camera in config.cameras)

@@ -64,12 +64,12 @@ def test_loss_and_gradients_are_those_of_lerobot(golden_folder) -> None:
     with np.load(LOSSES / "io.npz") as file:
         io = dict(file)
     batch = {name: jnp.asarray(array) for name, array in io.items() if name.startswith("in.0.")}
-    cameras = [(batch[f"in.0.{camera.name}"], camera, inputs.get_forward(camera)) for camera in config.cameras]
+    cameras = [(batch[f"in.0.{camera.name}"], camera, inputs.get_affine(camera)) for camera in config.cameras]
     observation = Observation(
         images=tuple(prepare_pixels(frames, camera.shape[1:], scale, np.float32) for frames, camera, scale in cameras),
-        state=inputs.get_forward(config.state).normalize(batch["in.0.observation.state"]),
+        state=inputs.get_affine(config.state).normalize(batch["in.0.observation.state"]),
     )
-    actions = inputs.get_forward(config.action).normalize(batch["in.0.action"])
+    actions = inputs.get_affine(config.action).normalize(batch["in.0.action"])
     np.testing.assert_allclose(actions, io["mid.0.action_normalized"], atol=1e-6)
     draws = {"noise": batch["in.0.noise"], "timesteps": batch["in.0.timesteps"].astype(jnp.int32)}
 

@@ -6,18 +6,17 @@ Source: lerobot/policies/act (https://github.com/huggingface/lerobot); paper htt
 from types import MappingProxyType
 
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.act import serving, weights
+from jaxmodels.policies.act import weights
 from jaxmodels.policies.act.config import ActConfig
-from jaxmodels.policies.act.model import Act
+from jaxmodels.policies.act.model import Act, act
 from jaxmodels.policies.config import SMALL_CNN
 
 POLICY = PolicyType(
     config=ActConfig.from_json,
     model=Act,
     tensors=weights.tensors,
-    architecture=ActConfig.architecture,
     prepare=weights.fold,
-    act=serving.act,
+    act=act,
     parts={"backbone.": "vision", "latent_encoder.": "latent encoder", "": "transformer"},
     small=MappingProxyType(
         {

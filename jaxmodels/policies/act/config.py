@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
 from jaxmodels.layers.vision import RESNETS, measure_feature_map
-from jaxmodels.policies.config import BACKBONES, LerobotConfig, dump_fields, read_fields
+from jaxmodels.policies.config import BACKBONES, LerobotConfig
 from jaxmodels.ranges import (
     CHUNK,
     HEADS,
@@ -18,7 +19,7 @@ from jaxmodels.ranges import (
     Range,
     shorten_value,
 )
-from jaxmodels.types import ENVIRONMENT_STATE, STATE, Feature
+from jaxmodels.types import ENVIRONMENT_STATE
 
 DEFAULT_NORMALIZATION = (("VISUAL", "MEAN_STD"), ("STATE", "MEAN_STD"), ("ACTION", "MEAN_STD"))
 LAYERS = Range(1, LAYERS_WRITTEN_OUT)
@@ -36,6 +37,11 @@ class ActConfig(LerobotConfig):
     """
 
     type: ClassVar[str] = "act"
+    advice: ClassVar[str] = "this reads the fields of LeRobot 0.4.4"
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {"feedforward_activation": tuple(LEROBOT_ACTIVATIONS)}
+    )
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({"ENV": ENVIRONMENT_STATE})
     indifferent: ClassVar[tuple[str, ...]] = (
         *LerobotConfig.indifferent,
         "n_vae_encoder_layers",
@@ -70,30 +76,19 @@ class ActConfig(LerobotConfig):
     optimizer_lr_backbone: Annotated[float, NOT_NEGATIVE] = 1e-5
 
     def _wrong_numbers(self) -> list[str]:
-        wrong = []
-        if self.n_obs_steps != 1:
-            wrong.append(f"n_obs_steps is {self.n_obs_steps}; ACT looks at 1 step")
-        if self.n_action_steps > self.chunk_size:
-            wrong.append(f"n_action_steps is {self.n_action_steps}, more than chunk_size {self.chunk_size}")
+        wrong = super()._wrong_numbers()
         if self.temporal_ensemble_coeff is not None and self.n_action_steps != 1:
             wrong.append(f"n_action_steps is {self.n_action_steps}; with temporal_ensemble_coeff it must be 1")
         if self.dim_model % self.n_heads:
             wrong.append(f"dim_model {self.dim_model} is not a multiple of n_heads {self.n_heads}")
-        if self.feedforward_activation not in LEROBOT_ACTIVATIONS:
-            known = ", ".join(LEROBOT_ACTIVATIONS)
-            wrong.append(f"feedforward_activation is {shorten_value(self.feedforward_activation)}; known: {known}")
-        elif self.dim_feedforward % LEROBOT_ACTIVATIONS[self.feedforward_activation].inputs:
+        activation = LEROBOT_ACTIVATIONS.get(self.feedforward_activation)
+        if activation is not None and self.dim_feedforward % activation.inputs:
             wrong.append(f"dim_feedforward {self.dim_feedforward} cannot be halved by {self.feedforward_activation}")
-        if self.use_peft:
-            wrong.append("use_peft is true; merge the adapter into the weights first")
         return wrong
 
     def wrong_features(self) -> list[str]:
         wrong = super().wrong_features()
-        environments = [feature.name for feature in self.input_features if feature.type == "ENV"]
-        if environments not in ([], [ENVIRONMENT_STATE]):
-            wrong.append(f"features of type ENV are {environments}; wanted at most one, {ENVIRONMENT_STATE!r}")
-        if not self.cameras and not environments:
+        if not self.cameras and self.environment_state is None:
             wrong.append("input_features has neither an image nor an environment state; ACT needs one of them")
         if self.cameras:
             if self.vision_backbone not in BACKBONES:
@@ -121,29 +116,18 @@ class ActConfig(LerobotConfig):
         numbers += self.chunk_size * (4 * self.n_decoder_layers - 3 + self.use_vae)
         return super().table_numbers + numbers * self.dim_model
 
-    @property
-    def state(self) -> Feature | None:
-        """The feature of the robot's state; as in LeRobot, only under its usual name."""
-        return next((f for f in self.input_features if f.type == "STATE" and f.name == STATE), None)
-
     def architecture(self) -> "ActConfig":
         return replace(super().architecture(), use_vae=False, n_action_steps=1)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ActConfig":
-        """Read a parsed ``config.json``.
-
-        Raises:
-            ConfigError: unknown fields, or values that make no sense.
-        """
         read = dict(values)
         if read.get("replace_final_stride_with_dilation") in (0, 1):  # LeRobot declares this flag as an integer
             read["replace_final_stride_with_dilation"] = bool(read["replace_final_stride_with_dilation"])
-        return cls(**read_fields(cls, read, "act config", "this reads the fields of LeRobot 0.4.4"))
+        return super().from_json(read)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as LeRobot writes them, ``type`` first."""
-        values = dump_fields(self)
+        values = super().to_json()
         if self.pretrained_revision is None:
             del values["pretrained_revision"]  # LeRobot 0.4.4 refuses a file with this field.
         return values

@@ -60,10 +60,9 @@ def fold(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndar
 
 def _image_positions(config: ActConfig) -> list[np.ndarray]:
     tables = []
-    for camera in config.cameras:
-        _, height, width = camera.shape
+    for frame in config.frames:
         rows, columns = vision.measure_feature_map(
-            config.vision_backbone, (height, width), config.replace_final_stride_with_dilation
+            config.vision_backbone, frame, config.replace_final_stride_with_dilation
         )
         tables.append(sinusoidal_2d(rows, columns, config.dim_model).reshape(rows * columns, -1))
     return tables

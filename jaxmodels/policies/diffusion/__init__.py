@@ -6,18 +6,16 @@ Sources: https://arxiv.org/abs/2303.04137; lerobot/policies/diffusion (https://g
 from types import MappingProxyType
 
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.diffusion import serving, weights
+from jaxmodels.policies.diffusion import model
 from jaxmodels.policies.diffusion.config import DiffusionConfig
 from jaxmodels.policies.diffusion.model import DiffusionPolicyModel
 
 POLICY = PolicyType(
     config=DiffusionConfig.from_json,
-    model=DiffusionPolicyModel,
-    tensors=weights.tensors,
-    architecture=DiffusionConfig.architecture,
-    prepare=weights.prepare,
-    act=serving.act,
-    stages=serving.STAGES,
+    model=model.DiffusionPolicyModel,
+    tensors=model.tensors,
+    act=model.act,
+    stages=model.STAGES,
     parts={"encoder": "vision", "": "denoiser"},
     small=MappingProxyType(
         {

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, cast
 
-from jaxmodels.errors import ConfigError
 from jaxmodels.layers.vision import RESNETS
-from jaxmodels.policies.config import LerobotConfig, read_fields
+from jaxmodels.policies.config import LerobotConfig
 from jaxmodels.ranges import (
     CHUNK,
     LAYERS_WRITTEN_OUT,
@@ -14,14 +14,12 @@ from jaxmodels.ranges import (
     SHARE_BELOW_ONE,
     WIDTH,
     Range,
-    find_number_errors,
     is_number,
     shorten_value,
 )
 from jaxmodels.samplers import NoiseSchedule
 from jaxmodels.samplers.diffusion import BETA_SCHEDULES, TIMESTEPS
 from jaxmodels.samplers.sampling import STEPS
-from jaxmodels.types import ENVIRONMENT_STATE, STATE, Feature
 
 NOISE_SCHEDULERS, PREDICTION_TYPES = ("DDPM", "DDIM"), ("epsilon", "sample")
 STEP_GROUPS = 8  # of the norm before the last convolution, whatever n_groups says
@@ -48,6 +46,14 @@ class DiffusionConfig(LerobotConfig):
     """
 
     type: ClassVar[str] = "diffusion"
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            "noise_scheduler_type": NOISE_SCHEDULERS,
+            "prediction_type": PREDICTION_TYPES,
+            "beta_schedule": BETA_SCHEDULES,
+        }
+    )
+    needs_state: ClassVar[bool] = True
     optimizer_type: ClassVar[str] = "adam"  # LeRobot's preset
     indifferent: ClassVar[tuple[str, ...]] = (
         *LerobotConfig.indifferent,
@@ -103,16 +109,6 @@ class DiffusionConfig(LerobotConfig):
     scheduler_name: str = "cosine"
     scheduler_warmup_steps: Annotated[int, Range(0, 10**9)] = 500
 
-    def __post_init__(self) -> None:
-        wrong = [*find_number_errors(self, integers=True), *self._wrong_widths()] or [
-            *self._wrong_numbers(),
-            *find_number_errors(self, integers=False),
-            *self.wrong_features(),
-        ]
-        if wrong:
-            raise ConfigError("diffusion config: " + "; ".join(wrong))
-        self.schedule  # noqa: B018  which says what is wrong with the noise
-
     def _wrong_widths(self) -> list[str]:
         widths, levels = Range(1, WIDTH), Range(1, LAYERS_WRITTEN_OUT // 4)
         is_right = all(is_number(width, widths, integer=True) for width in self.down_dims)
@@ -124,15 +120,10 @@ class DiffusionConfig(LerobotConfig):
         ]
 
     def _wrong_numbers(self) -> list[str]:
-        wrong = [
-            f"{name} is {shorten_value(getattr(self, name))}; known: {', '.join(known)}"
-            for name, known in (
-                ("noise_scheduler_type", NOISE_SCHEDULERS),
-                ("prediction_type", PREDICTION_TYPES),
-                ("beta_schedule", BETA_SCHEDULES),
-            )
-            if getattr(self, name) not in known
-        ]
+        wrong = self._wrong_widths()
+        if wrong:
+            return wrong
+        wrong = super()._wrong_numbers()
         if self.n_action_steps > self.horizon - self.n_obs_steps + 1:
             wrong.append(
                 f"n_action_steps is {self.n_action_steps}; wanted {self.horizon - self.n_obs_steps + 1} at most, "
@@ -153,18 +144,14 @@ class DiffusionConfig(LerobotConfig):
             wrong.append(f"diffusion_step_embed_dim is {self.diffusion_step_embed_dim}; wanted an even number")
         if (self.num_inference_steps or 0) > self.num_train_timesteps:
             wrong.append(f"num_inference_steps is {self.num_inference_steps}; wanted 1 to {self.num_train_timesteps}")
-        if self.use_peft:
-            wrong.append("use_peft is true; merge the adapter into the weights first")
         return wrong
+
+    def _wrong_parts(self) -> list[str]:
+        self.schedule  # noqa: B018  which raises a ConfigError for wrong noise
+        return []
 
     def wrong_features(self) -> list[str]:
         wrong = super().wrong_features()
-        for kind, name in (("STATE", STATE), ("ENV", ENVIRONMENT_STATE)):
-            found = [feature.name for feature in self.input_features if feature.type == kind]
-            if found not in ([], [name]):
-                wrong.append(f"features of type {kind} are {found}; wanted at most one, {name!r}")
-        if self.state is None:
-            wrong.append(f"input_features has no {STATE!r}, which Diffusion Policy always looks at")
         if not self.cameras and self.environment_state is None:
             wrong.append("input_features has neither an image nor an environment state; it needs one of them")
         if self.cameras:
@@ -195,10 +182,6 @@ class DiffusionConfig(LerobotConfig):
     @property
     def action_delta_indices(self) -> range:
         return range(1 - self.n_obs_steps, 1 - self.n_obs_steps + self.horizon)
-
-    @property
-    def state(self) -> Feature | None:
-        return next((f for f in self.input_features if f.type == "STATE"), None)
 
     @property
     def _resized(self) -> tuple[int, int]:
@@ -247,17 +230,3 @@ class DiffusionConfig(LerobotConfig):
 
     def architecture(self) -> "DiffusionConfig":
         return replace(super().architecture(), pretrained_backbone_weights=None)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "DiffusionConfig":
-        """Reads a ``config.json`` that was parsed already.
-
-        Raises:
-            ConfigError: unknown fields, or values that make no sense.
-        """
-        read = dict(values)
-        widths = read.get("down_dims", cls.down_dims)
-        if not isinstance(widths, list | tuple):
-            raise ConfigError(f"diffusion config: down_dims is {shorten_value(widths)}; wanted a list of integers")
-        read["down_dims"] = tuple(widths)
-        return cls(**read_fields(cls, read, "diffusion config", "this reads the fields of LeRobot 0.6.1"))

@@ -1,20 +1,29 @@
 """Diffusion Policy's model: what is seen as one condition, and a U-Net over time that it modulates (FiLM)."""
 
 import math
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax import nnx
+from jax.tree_util import Partial
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxmodels.checkpoints.backbones import backbone_tensor
+from jaxmodels.checkpoints.tensor_layouts import LINEAR, POINTWISE, SAME, TIME_CONVOLUTION, UPSAMPLE, Layout, Tensor
 from jaxmodels.layers.norm import BatchNorm, GroupNorm
 from jaxmodels.layers.vision import ResNet, SpatialSoftmax, measure_feature_map
+from jaxmodels.policies import Stage
 from jaxmodels.policies.diffusion.config import CHANNELS_PER_GROUP, STEP_GROUPS, DiffusionConfig
+from jaxmodels.samplers import ddim, ddpm
+from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Observation
+from jaxmodels.weights import blueprint_of
 
 TEMPERATURE = 10_000
 EVALUATION = 0  # seed of the noise of an evaluation
@@ -312,3 +321,145 @@ def condition_width(config: DiffusionConfig) -> int:
     """Numbers of the condition."""
     vectors = [part.shape[0] for part in (config.state, config.environment_state) if part is not None]
     return config.n_obs_steps * (sum(vectors) + 2 * config.spatial_softmax_num_keypoints * len(config.cameras))
+
+
+def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
+    """A normalised chunk for a normalised observation; each member's depends on nothing but its own."""
+    model = assemble(config, weights)
+    of_steps, of_condition = encode(config, model, observation)
+    schedule, steps = config.schedule, config.steps
+    key, noise, step_noise = jax.random.key(config.noise_seed), observation.noise, observation.step_noise
+    first, each = jax.random.split(key)
+    if noise is None:
+        noise = draw_for_each(first, config.noise, of_condition[0].shape[0])
+    shape = noise.shape
+    predict = Partial(_predict, model.unet, of_condition)
+    options: dict[str, Any] = {"steps": steps, "start": noise, "extras": of_steps}
+    if config.noise_scheduler_type == "DDIM":
+        chunk = ddim(predict, shape, key, schedule, **options)
+    else:
+        if step_noise is None and steps > 1:
+            step_noise = jax.random.normal(each, (steps - 1, 1, *config.noise), jnp.float32)
+        chunk = ddpm(predict, shape, key, schedule, noise=step_noise, **options)
+    start = config.n_obs_steps - 1
+    return chunk[:, start : start + config.n_action_steps]
+
+
+def assemble(config: DiffusionConfig, weights: Mapping[str, Array]) -> DiffusionPolicyModel:
+    """The network over serving weights."""
+    return blueprint_of(DiffusionPolicyModel, config).assemble(weights)
+
+
+def encode(
+    config: DiffusionConfig, model: DiffusionPolicyModel, observation: Observation
+) -> tuple[list[Float[Array, "n _"]], list[Float[Array, "b _"]]]:
+    """What all steps, and what is seen, add in each block of the U-Net: once per chunk."""
+    timesteps = jnp.asarray(config.schedule.timesteps(config.steps))
+    return model.unet.prepare(timesteps, model.condition(observation))
+
+
+def _encode(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: None) -> Any:
+    return encode(config, assemble(config, weights), observation)
+
+
+def _denoise(
+    config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: Any
+) -> Float[Array, "b t a"]:
+    of_steps, of_condition = given
+    x = observation.noise
+    if x is None:
+        x = draw_for_each(jax.random.key(config.noise_seed), config.noise, of_condition[0].shape[0])
+    return _predict(assemble(config, weights).unet, of_condition, x, None, [rows[0] for rows in of_steps])
+
+
+STAGES = (Stage("encode", _encode), Stage("denoise", _denoise, count=lambda config: config.steps))
+
+
+def _predict(
+    unet: UNet,
+    of_condition: list[Float[Array, "b _"]],
+    x: Float[Array, "b t a"],
+    t: Any,
+    of_step: list[Float[Array, " _"]],
+) -> Float[Array, "b t a"]:
+    """What the U-Net answers to a noisy chunk at the step of ``of_step``."""
+    del t  # is in of_step
+    films = [step + condition for step, condition in zip(of_step, of_condition, strict=True)]
+    return unet(x.astype(films[0].dtype), films)
+
+
+# Where a ResNet is a list of its parts, as torch's Sequential names them.
+PARTS = {"conv1": "0", "bn1": "1", "layer1": "4", "layer2": "5", "layer3": "6", "layer4": "7"}
+BLOCKS = {"first": "0", "second": "1", "change": "2"}
+
+
+def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
+    """The table for the weights of one config, given our names of them."""
+    return tuple(_image_encoder(name) if name.startswith("encoder") else _unet(name) for name in names)
+
+
+def _image_encoder(name: str) -> Tensor:
+    """``encoder.`` is shared by all cameras, ``encoders.0.`` the first one's own."""
+    first, _, rest = name.partition(".")
+    ours, theirs = "encoder.", "diffusion.rgb_encoder."
+    if first == "encoders":
+        camera, _, rest = rest.partition(".")
+        ours, theirs = f"encoders.{camera}.", f"diffusion.rgb_encoder.{camera}."
+    part, _, inside = rest.partition(".")
+    match part, inside:
+        case "backbone", _:
+            tensor = backbone_tensor(inside, ours=f"{ours}backbone.")
+            head, _, tail = tensor.theirs.partition(".")
+            return Tensor(f"{theirs}backbone.{PARTS[head]}.{tail}", tensor.ours, tensor.layout)
+        case "pool", "grid":
+            return Tensor(f"{theirs}pool.pos_grid", (name,), SAME)
+        case "pool", "maps.kernel":
+            return Tensor(f"{theirs}pool.nets.weight", (name,), POINTWISE)
+        case "pool", _:
+            return Tensor(f"{theirs}pool.nets.bias", (name,), SAME)
+    return _linear(f"{theirs}out", name)
+
+
+def _unet(name: str) -> Tensor:
+    stack, _, rest = name.removeprefix("unet.").partition(".")
+    match stack:
+        case "step_up" | "step_down":
+            return _linear(f"diffusion.unet.diffusion_step_encoder.{1 if stack == 'step_up' else 3}", name)
+        case "last":
+            return _block("diffusion.unet.final_conv.0", name, rest)
+        case "out":
+            return _convolution("diffusion.unet.final_conv.1", name)
+        case "middle":
+            block, _, rest = rest.partition(".")
+            return _residual(f"diffusion.unet.mid_modules.{block}", name, rest)
+    level, part, rest = rest.split(".", 2)
+    theirs = f"diffusion.unet.{stack}_modules.{level}.{BLOCKS[part]}"
+    if part != "change":
+        return _residual(theirs, name, rest)
+    return _convolution(theirs, name, UPSAMPLE if stack == "up" else TIME_CONVOLUTION)
+
+
+def _residual(theirs: str, name: str, rest: str) -> Tensor:
+    part, _, inside = rest.partition(".")
+    if part == "film":
+        return _linear(f"{theirs}.cond_encoder.1", name)
+    if part == "skip":
+        return _convolution(f"{theirs}.residual_conv", name)
+    return _block(f"{theirs}.conv{1 if part == 'first' else 2}.block", name, inside)
+
+
+def _block(theirs: str, name: str, rest: str) -> Tensor:
+    """A convolution and its group norm."""
+    theirs = theirs if theirs.endswith(".block") else f"{theirs}.block"
+    if rest.startswith("convolution."):
+        return _convolution(f"{theirs}.0", name)
+    return Tensor(f"{theirs}.1.{'weight' if rest == 'norm.scale' else 'bias'}", (name,), SAME)
+
+
+def _convolution(theirs: str, name: str, layout: Layout = TIME_CONVOLUTION) -> Tensor:
+    is_kernel = name.endswith("kernel")
+    return Tensor(f"{theirs}.{'weight' if is_kernel else 'bias'}", (name,), layout if is_kernel else SAME)
+
+
+def _linear(theirs: str, name: str) -> Tensor:
+    return _convolution(theirs, name, LINEAR)

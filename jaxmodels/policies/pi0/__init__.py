@@ -4,17 +4,15 @@ Sources: https://arxiv.org/abs/2410.24164; lerobot/policies/pi0 (https://github.
 """
 
 from jaxmodels.policies import PolicyType, TreeReader
-from jaxmodels.policies.pi0 import openpi, serving, weights
+from jaxmodels.policies.pi0 import openpi, weights
 from jaxmodels.policies.pi0.config import Pi0Config
-from jaxmodels.policies.pi0.model import Pi0Model
+from jaxmodels.policies.pi0.model import Pi0Model, act, list_stages
 
 POLICY = PolicyType(
     config=Pi0Config.from_json,
     model=Pi0Model,
     tensors=weights.tensors,
-    architecture=Pi0Config.architecture,
-    prepare=weights.prepare,
-    act=serving.act,
+    act=act,
     runs_as_read=True,
     takes_prefix=True,
     unused=weights.find_unused,
@@ -22,7 +20,7 @@ POLICY = PolicyType(
     tied=weights.TIED,
     openpi=TreeReader(openpi.complete_config, openpi.read_weights),
     accelerator_dtype="bfloat16",
-    stages=serving.list_stages(),
+    stages=list_stages(),
     parts={"paligemma.vision.": "vision", "paligemma.projector.": "vision", "paligemma.": "language", "": "expert"},
 )
 

@@ -1,33 +1,32 @@
-"""Pi0Config: every field of LeRobot's configuration of pi0, and the sizes that LeRobot keeps in its code."""
+"""Config of pi0: every field of LeRobot's, the sizes that LeRobot keeps in its code, and the joints of ALOHA."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.policies.config import LerobotConfig, dump_fields, read_fields
+from jaxmodels.policies.config import LEROBOT_VERSIONS, VlaConfig
 from jaxmodels.policies.openpi_configs import OpenpiConfig
-from jaxmodels.policies.pi0.aloha import AlohaJoints
 from jaxmodels.ranges import (
-    CHUNK,
     HEADS,
     LAYERS_WRITTEN_OUT,
     NOT_NEGATIVE,
     POSITIVE,
-    SHARE_BELOW_ONE,
     WIDTH,
     Range,
     find_number_errors,
     shorten_value,
 )
-from jaxmodels.samplers import FlowSchedule
 from jaxmodels.samplers.sampling import STEPS
-from jaxmodels.types import STATE, Feature
+from jaxmodels.types import Observation
 
 VARIANTS, DTYPES = ("gemma_300m", "gemma_2b"), ("bfloat16", "float32")
-LEROBOT_VERSIONS = ("0.4", "0.6")
 PROMPT = Range(1, 4096)  # tokens
 TOKENIZER = "google/paligemma-3b-pt-224"
 _LAYERS = Range(1, LAYERS_WRITTEN_OUT)
@@ -128,8 +127,60 @@ def _check_names(where: str, kind: type[Any], values: Any) -> Mapping[str, Any]:
     return values
 
 
+FLIPS = np.array([1, -1, -1, 1, 1, 1, 1] * 2, np.float32)
+IS_GRIPPER = np.array([*[False] * 6, True] * 2)
+LINEAR = (0.01844, 0.05800)  # metres of ALOHA's measured fingers, closed and open
+ARM, HORN = 0.036, 0.022  # metres of the linkage that moves them
+ANGLES = (0.5476, 1.6296)  # radians of pi0's 0 and 1
+COMMANDS = (-0.6213, 1.4910)  # radians of ALOHA's commanded 0 and 1
+
+
+class AlohaJoints:
+    """Conversion of ALOHA's joints to the joints that pi0 was trained with, and back; arrays of NumPy or JAX.
+
+    Some joints turn the other way there. ALOHA measures how far its fingers are apart and is commanded in radians;
+    pi0 has the angle of the gripper's motor, from closed (0) to open (1).
+
+    Source: openpi/policies/aloha_policy.py (https://github.com/Physical-Intelligence/openpi).
+    """
+
+    @staticmethod
+    def read(observation: Observation) -> Observation:
+        """State and plan of an observation, in the policy's joints."""
+        prefix = observation.prefix
+        if prefix is not None:
+            prefix = prefix._replace(actions=AlohaJoints.read_actions(prefix.actions))
+        return observation._replace(state=AlohaJoints.read_state(observation.state), prefix=prefix)
+
+    @staticmethod
+    def read_state(state: Float[Any, "*b 14"]) -> Float[Any, "*b 14"]:
+        """A measured state in the policy's joints."""
+        module: Any = jnp if isinstance(state, jax.Array) else np
+        fingers = state * (LINEAR[1] - LINEAR[0]) + LINEAR[0]
+        # Of joints that are no grippers nothing is kept: 1 stands for what may not be divided by.
+        fingers = module.where(IS_GRIPPER, fingers, 1.0)
+        sine = (HORN**2 + fingers**2 - ARM**2) / (2 * HORN * fingers)
+        angle = module.arcsin(module.clip(sine, -1.0, 1.0))
+        grippers = (angle - ANGLES[0]) / (ANGLES[1] - ANGLES[0])
+        return module.where(IS_GRIPPER, grippers, state * FLIPS).astype(state.dtype)
+
+    @staticmethod
+    def write_actions(actions: Float[Any, "*b 14"]) -> Float[Any, "*b 14"]:
+        """Actions of the policy as ALOHA is commanded."""
+        module: Any = jnp if isinstance(actions, jax.Array) else np
+        grippers = (actions + ANGLES[0] - COMMANDS[0]) / (COMMANDS[1] - COMMANDS[0])
+        return module.where(IS_GRIPPER, grippers, actions * FLIPS).astype(actions.dtype)
+
+    @staticmethod
+    def read_actions(actions: Float[Any, "*b 14"]) -> Float[Any, "*b 14"]:
+        """Commands of ALOHA as actions of the policy."""
+        module: Any = jnp if isinstance(actions, jax.Array) else np
+        grippers = actions * (COMMANDS[1] - COMMANDS[0]) + COMMANDS[0] - ANGLES[0]
+        return module.where(IS_GRIPPER, grippers, actions * FLIPS).astype(actions.dtype)
+
+
 @dataclass(frozen=True)
-class Pi0Config(LerobotConfig):
+class Pi0Config(VlaConfig):
     """LeRobot's `PI0Config`, field by field (lerobot/policies/pi0/configuration_pi0.py, 0.6.1).
 
     Differences: features are tuples, because their order is the order of the tokens; `sizes` and `lerobot` are no
@@ -154,84 +205,49 @@ class Pi0Config(LerobotConfig):
     """
 
     type: ClassVar[str] = "pi0"
-    resizes_frames: ClassVar[bool] = True
-    allows_absent_cameras: ClassVar[bool] = True
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            "paligemma_variant": VARIANTS,
+            "action_expert_variant": VARIANTS,
+            "dtype": DTYPES,
+            "lerobot": LEROBOT_VERSIONS,
+        }
+    )
     processor_steps: ClassVar[frozenset[str]] = frozenset(
         {"tokenizer_processor", "pi0_new_line_processor", "relative_actions_processor", "absolute_actions_processor"}
     )
     indifferent: ClassVar[tuple[str, ...]] = (
-        *LerobotConfig.indifferent,
+        *VlaConfig.indifferent,
         "dtype",
         "time_sampling_",
         "rtc_config",
         "gradient_checkpointing",
-        "compile_",
-        "freeze_vision_encoder",
-        "train_expert_only",
-        "optimizer_",
-        "scheduler_",
     )
 
     paligemma_variant: str = "gemma_2b"
     action_expert_variant: str = "gemma_300m"
     dtype: str = "float32"
-    chunk_size: Annotated[int, Range(1, CHUNK)] = 50
-    n_action_steps: Annotated[int, Range(1, CHUNK)] = 50
-    max_state_dim: Annotated[int, Range(1, WIDTH)] = 32
-    max_action_dim: Annotated[int, Range(1, WIDTH)] = 32
     num_inference_steps: Annotated[int, STEPS] = 10
     time_sampling_beta_alpha: Annotated[float, POSITIVE] = 1.5
     time_sampling_beta_beta: Annotated[float, POSITIVE] = 1.0
     time_sampling_scale: Annotated[float, NOT_NEGATIVE] = 0.999
     time_sampling_offset: Annotated[float, NOT_NEGATIVE] = 0.001
-    min_period: Annotated[float, POSITIVE] = 4e-3
-    max_period: Annotated[float, POSITIVE] = 4.0
     use_relative_actions: bool = False
     relative_exclude_joints: tuple[str, ...] = ("gripper",)
     action_feature_names: tuple[str, ...] | None = None
-    rtc_config: tuple[tuple[str, Any], ...] | None = None
     image_resolution: Annotated[tuple[int, int], _SIDE] = (224, 224)
-    empty_cameras: Annotated[int, Range(0, 64)] = 0
-    tokenizer_max_length: Annotated[int, PROMPT] = 48
-    normalization_mapping: tuple[tuple[str, str], ...] = (
-        ("VISUAL", "IDENTITY"),
-        ("STATE", "MEAN_STD"),
-        ("ACTION", "MEAN_STD"),
-    )
     gradient_checkpointing: bool = False
-    compile_model: bool = False
-    compile_mode: str = "max-autotune"
     freeze_vision_encoder: bool = False
     train_expert_only: bool = False
     optimizer_lr: Annotated[float, NOT_NEGATIVE] = 2.5e-5
-    optimizer_betas: Annotated[tuple[float, float], SHARE_BELOW_ONE] = (0.9, 0.95)
-    optimizer_eps: Annotated[float, NOT_NEGATIVE] = 1e-8
     optimizer_weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01
     optimizer_grad_clip_norm: Annotated[float, NOT_NEGATIVE] = 1.0
-    scheduler_warmup_steps: Annotated[int, Range(0, 10**9)] = 1000
-    scheduler_decay_steps: Annotated[int, Range(0, 10**9)] = 30_000
-    scheduler_decay_lr: Annotated[float, NOT_NEGATIVE] = 2.5e-6
     sizes: PaliGemmaSizes = field(default_factory=PaliGemmaSizes)
     lerobot: str = "0.6"
     openpi: OpenpiConfig | None = None
 
     def _wrong_numbers(self) -> list[str]:
-        wrong = [
-            f"{name} is {shorten_value(getattr(self, name))}; known: {', '.join(known)}"
-            for name, known in (
-                ("paligemma_variant", VARIANTS),
-                ("action_expert_variant", VARIANTS),
-                ("dtype", DTYPES),
-                ("lerobot", LEROBOT_VERSIONS),
-            )
-            if getattr(self, name) not in known
-        ]
-        if self.n_obs_steps != 1:
-            wrong.append(f"n_obs_steps is {self.n_obs_steps}; {self.type} looks at 1 observation")
-        if self.n_action_steps > self.chunk_size:
-            wrong.append(f"n_action_steps is {self.n_action_steps}, more than chunk_size {self.chunk_size}")
-        if self.min_period >= self.max_period:
-            wrong.append(f"min_period is {self.min_period}; wanted less than max_period {self.max_period}")
+        wrong = super()._wrong_numbers()
         if self.image_resolution[0] != self.image_resolution[1]:
             wrong.append(f"image_resolution is {list(self.image_resolution)}; PaliGemma looks at squares")
         elif self.image_resolution[0] < self.sizes.vision.patch_size:
@@ -239,11 +255,9 @@ class Pi0Config(LerobotConfig):
                 f"image_resolution is {list(self.image_resolution)}; wanted {self.sizes.vision.patch_size} or more, "
                 "a patch"
             )
-        if self.use_peft:
-            wrong.append("use_peft is true; merge the adapter into the weights first")
-        return wrong if any("variant" in error for error in wrong) else wrong + self._wrong_sizes()
+        return wrong
 
-    def _wrong_sizes(self) -> list[str]:
+    def _wrong_parts(self) -> list[str]:
         shared = ("depth", "num_heads", "num_kv_heads", "head_dim")
         return [
             f"{name} of {self.paligemma_variant} is {getattr(self.vlm, name)} and of {self.action_expert_variant} "
@@ -255,33 +269,18 @@ class Pi0Config(LerobotConfig):
 
     def wrong_features(self) -> list[str]:
         wrong = super().wrong_features()
-        states = [feature.name for feature in self.input_features if feature.type == "STATE"]
-        if states != [STATE]:
-            wrong.append(f"features of type STATE are {states}; wanted one, {STATE!r}")
         if self.environment_state is not None:
             wrong.append(
                 f"input_features has {self.environment_state.name!r} of type ENV, which {self.type} never reads"
             )
-        if not self.cameras:
-            wrong.append(f"input_features has no image; {self.type} looks at one or more")
         if wrong:
             return wrong
-        for what, width, name in (
-            ("state", self.state.shape[0], "max_state_dim"),
-            ("action", self.action.shape[0], "max_action_dim"),
-        ):
-            if width > getattr(self, name):
-                wrong.append(f"the {what} has {width} numbers; {name} is {getattr(self, name)}, to which it is padded")
         if self.use_relative_actions and self.state.shape[0] < self.action.shape[0]:
             wrong.append(
                 f"use_relative_actions is true, and the state has {self.state.shape[0]} numbers for "
                 f"{self.action.shape[0]} of an action"
             )
         return wrong
-
-    @property
-    def state(self) -> Feature:
-        return next(feature for feature in self.input_features if feature.type == "STATE")
 
     @property
     def vlm(self) -> GemmaSizes:
@@ -308,11 +307,6 @@ class Pi0Config(LerobotConfig):
         return len(self.frames) * self.image_tokens + self.prompt_length
 
     @property
-    def prompt_length(self) -> int:
-        """Tokens that a prompt is cut to."""
-        return self.tokenizer_max_length
-
-    @property
     def tokenizer_name(self) -> str:
         return TOKENIZER
 
@@ -332,15 +326,6 @@ class Pi0Config(LerobotConfig):
     @property
     def joint_map(self) -> Any:
         return AlohaJoints if self.openpi is not None and self.openpi.adapt_to_pi else None
-
-    @property
-    def noise(self) -> tuple[int, int]:
-        """Shape of one member's first sample: its actions are padded."""
-        return (self.chunk_size, self.max_action_dim)
-
-    @property
-    def schedule(self) -> FlowSchedule:
-        return FlowSchedule(spacing="uniform")
 
     @property
     def image_padding(self) -> float:
@@ -373,7 +358,7 @@ class Pi0Config(LerobotConfig):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Pi0Config":
-        """Reads a ``config.json`` that was parsed already.
+        """Read a parsed ``config.json``.
 
         Args:
             values: its fields; besides, ``architecture``: the parsed ``architecture.json``, and ``lerobot`` and
@@ -388,40 +373,18 @@ class Pi0Config(LerobotConfig):
         openpi = read.pop("openpi", None)
         if read.pop("sizes", None) is not None:
             raise ConfigError(f"{what}: unknown fields sizes; they are those of an architecture.json")
-        for name in ("relative_exclude_joints", "action_feature_names"):
-            if read.get(name) is not None:
-                read[name] = _read_names(what, name, read[name])
         if read.get("relative_exclude_joints", ()) is None:
             read["relative_exclude_joints"] = ()
-        if read.get("rtc_config") is not None:
-            read["rtc_config"] = _read_flat(what, "rtc_config", read["rtc_config"])
         sizes = PaliGemmaSizes() if architecture is None else PaliGemmaSizes.from_json(architecture)
         read |= {"sizes": sizes, "lerobot": lerobot, "openpi": openpi}
-        return cls(**read_fields(cls, read, what, "this reads the fields of LeRobot 0.6.1"))
+        return super().from_json(read)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as LeRobot writes them, ``type`` first."""
-        values = dump_fields(self)
+        values = super().to_json()
         del values["sizes"], values["lerobot"], values["openpi"]
-        for name in ("relative_exclude_joints", "action_feature_names", "image_resolution", "optimizer_betas"):
-            values[name] = None if values[name] is None else list(values[name])
-        if self.rtc_config is not None:
-            values["rtc_config"] = dict(self.rtc_config)
         return values
 
 
 def clean_task(task: str) -> str:
     """An instruction as openpi's prompts have it, on one line."""
     return task.strip().replace("_", " ").replace("\n", " ")
-
-
-def _read_names(what: str, name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(part, str) for part in value):
-        raise ConfigError(f"{what}: {name} is {shorten_value(value)}; wanted a list of strings")
-    return tuple(value)
-
-
-def _read_flat(what: str, name: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    if not isinstance(value, Mapping) or any(isinstance(part, list | dict) for part in value.values()):
-        raise ConfigError(f"{what}: {name} is {shorten_value(value)}; wanted an object of numbers, texts and booleans")
-    return tuple(value.items())

@@ -1,21 +1,26 @@
 """The network of pi0, most of it also of pi0.5: PaliGemma sees and reads, an expert denoises a chunk of actions."""
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
 from jaxmodels.errors import ObservationError
 from jaxmodels.layers.embeddings import flow_time_sinusoid
 from jaxmodels.layers.images import resize_as_pillow, resize_with_padding
+from jaxmodels.policies import Stage
 from jaxmodels.policies.pi0.config import GemmaSizes, Pi0Config
+from jaxmodels.samplers import begin_with, continuing, flow_euler, given
 from jaxmodels.types import Observation
 from jaxmodels.vlm.decoder import DecoderSizes
 from jaxmodels.vlm.gemma import EPSILON, Expert, PaliGemma, PrefixCache
 from jaxmodels.vlm.siglip import VisionSizes
+from jaxmodels.weights import blueprint_of
 
 
 def decoder_sizes(sizes: GemmaSizes) -> DecoderSizes:
@@ -191,3 +196,96 @@ def apply_linear(linear: nnx.Linear, x: Float[Array, "... d"]) -> Float[Array, "
     """A linear layer in float32, whatever its weights and its input are in."""
     kernel, bias = read_linear(linear)
     return x.astype(jnp.float32) @ kernel + bias
+
+
+def act(
+    config: Pi0Config,
+    weights: Mapping[str, Array],
+    observation: Observation,
+    *,
+    network: type[PiModel] = Pi0Model,
+) -> Float[Array, "b t a"]:
+    """A normalised chunk for a normalised observation; members of a batch do not depend on each other."""
+    model = assemble(network, config, weights)
+    prefix = model.encode(observation)
+    schedule, steps, action = config.schedule, config.num_inference_steps, config.action.shape[0]
+    key, noise = jax.random.key(config.noise_seed), config.make_noise(observation)
+    predict = Partial(denoise, model, prefix, model.embed_state(observation.state))
+    plan = observation.prefix
+    if plan is not None and config.trained_delay:
+        # Beyond what it was trained to begin with, a policy never saw anything like it.
+        width = config.max_action_dim - plan.actions.shape[-1]
+        padded = jnp.pad(plan.actions.astype(jnp.float32), ((0, 0), (0, 0), (0, width)))
+        begun = plan._replace(actions=padded, delay=jnp.minimum(plan.delay, config.trained_delay))
+        still = jax.tree.map(lambda array: array[0], model.prepare_steps(np.zeros(1, np.float32)))
+        predict = given(Partial(denoise_behind, model, prefix, still), begun, schedule)
+    elif plan is not None:
+        predict = continuing(predict, plan, schedule)
+    extras = model.prepare_steps(schedule.euler_rows(steps).sigma)
+    chunk = flow_euler(predict, noise.shape, key, schedule, steps=steps, extras=extras, start=noise)[..., :action]
+    return chunk if plan is None else begin_with(plan, chunk)
+
+
+def assemble(network: type[PiModel], config: Pi0Config, weights: Mapping[str, Array]) -> PiModel:
+    """The network over serving weights."""
+    return blueprint_of(network, config).assemble(weights)
+
+
+def denoise(
+    model: PiModel,
+    prefix: PrefixCache,
+    state: Float[Array, "b 1 d"] | None,
+    x: Float[Array, "b t a"],
+    t: Any,
+    step: StepInputs,
+) -> Float[Array, "b t a"]:
+    """The velocity of a noisy chunk at one step."""
+    del t  # is in step
+    return model.denoise(prefix, state, x, step)
+
+
+def list_stages(network: type[PiModel] = Pi0Model) -> tuple[Stage, ...]:
+    """Parts of `act` that can be timed apart."""
+
+    def look(
+        config: Pi0Config, weights: Mapping[str, Array], observation: Observation, given: None
+    ) -> Float[Array, "n m d"]:
+        return assemble(network, config, weights).embed_images(observation)
+
+    def read(
+        config: Pi0Config, weights: Mapping[str, Array], observation: Observation, given: Float[Array, "n m d"]
+    ) -> PrefixCache:
+        return assemble(network, config, weights).encode(observation, given)
+
+    def take_step(
+        config: Pi0Config, weights: Mapping[str, Array], observation: Observation, given: PrefixCache
+    ) -> Float[Array, "b t a"]:
+        model = assemble(network, config, weights)
+        times = config.schedule.euler_rows(config.num_inference_steps).sigma[:1]
+        step = jax.tree.map(lambda rows: rows[0], model.prepare_steps(times))
+        return model.denoise(given, model.embed_state(observation.state), config.make_noise(observation), step)
+
+    return (
+        Stage("vision", look),
+        Stage("prefix", read),
+        Stage("denoise", take_step, count=lambda config: config.num_inference_steps),
+    )
+
+
+def denoise_behind(
+    model: PiModel,
+    prefix: PrefixCache,
+    still: StepInputs,
+    x: Float[Array, "b t a"],
+    t: Float[Array, "b t"],
+    step: StepInputs,
+) -> Float[Array, "b t a"]:
+    """The velocity of a chunk some of whose actions are without noise, as pi0.5 may be trained.
+
+    Args:
+        still: what time 0 contributes, which is theirs.
+    """
+    step = jax.tree.map(
+        lambda noisy, clean: jnp.where((t == 0).reshape(*t.shape, *(1,) * noisy.ndim), clean, noisy), step, still
+    )
+    return model.denoise(prefix, None, x, step)

@@ -1,9 +1,6 @@
 """Weights of pi0 and pi0.5: LeRobot's tensor names and layouts."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-import numpy as np
 
 from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Shape, Tensor
 from jaxmodels.policies.pi0.config import Pi0Config
@@ -66,9 +63,3 @@ def find_unused(config: Pi0Config) -> dict[str, Shape]:
         f"{_EXPERT}lm_head.weight": (config.vocabulary, actions),
         f"{_WORDS}norm.weight": (words,),
     }
-
-
-def prepare(config: Any, weights: Mapping[str, np.ndarray], platform: str) -> dict[str, np.ndarray]:
-    """The weights as they are."""
-    del config, platform
-    return dict(weights)

@@ -4,23 +4,21 @@ Sources: https://arxiv.org/abs/2506.01844; lerobot/policies/smolvla (https://git
 """
 
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.smolvla import serving, weights
+from jaxmodels.policies.smolvla import model
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
 from jaxmodels.policies.smolvla.model import SmolVlaModel
 
 POLICY = PolicyType(
     config=SmolVlaConfig.from_json,
-    model=SmolVlaModel,
-    tensors=weights.tensors,
-    architecture=SmolVlaConfig.architecture,
-    prepare=weights.prepare,
-    act=serving.act,
+    model=model.SmolVlaModel,
+    tensors=model.tensors,
+    act=model.act,
     runs_as_read=True,
     takes_prefix=True,
-    unused=weights.find_unused,
-    tied=weights.TIED,
+    unused=model.find_unused,
+    tied=model.TIED,
     accelerator_dtype="bfloat16",
-    stages=serving.STAGES,
+    stages=model.STAGES,
     parts={"vlm.vision.": "vision", "vlm.connector.": "vision", "vlm.": "language", "": "expert"},
 )
 

@@ -2,28 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.policies.config import LerobotConfig, dump_fields, read_fields
+from jaxmodels.policies.config import VlaConfig
 from jaxmodels.ranges import (
-    CHUNK,
     LAYERS_WRITTEN_OUT,
     NOT_NEGATIVE,
     POSITIVE,
-    SHARE_BELOW_ONE,
-    WIDTH,
     Range,
-    find_number_errors,
     is_number,
     shorten_value,
 )
-from jaxmodels.samplers import FlowSchedule
 from jaxmodels.samplers.real_time_chunking import BOUND
 from jaxmodels.samplers.sampling import STEPS
-from jaxmodels.types import STATE, Feature
 from jaxmodels.vlm.decoder import DecoderSizes
 from jaxmodels.vlm.smolvlm import AROUND_IMAGE, BEFORE_IMAGE, SMOLVLM2_500M, VLMS, SmolVlmSizes
 
@@ -49,7 +44,7 @@ class ExpertStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SmolVlaConfig(LerobotConfig):
+class SmolVlaConfig(VlaConfig):
     """LeRobot's `SmolVLAConfig`, field by field (lerobot/policies/smolvla/configuration_smolvla.py, 0.6.1).
 
     Differences: features are tuples, because their order is that of the cameras' tokens.
@@ -68,51 +63,31 @@ class SmolVlaConfig(LerobotConfig):
 
     type: ClassVar[str] = "smolvla"
     processor_steps: ClassVar[frozenset[str]] = frozenset({"tokenizer_processor", "smolvla_new_line_processor"})
-    resizes_frames: ClassVar[bool] = True
-    allows_absent_cameras: ClassVar[bool] = True
-    # Padding of the prefix
-    # (`prefix_length`, `pad_language_to`) is seen by nobody.
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {"attention_mode": MODES, "pad_language_to": PADDINGS}
+    )
+    # Nothing attends to the padding of the prefix (`prefix_length`, `pad_language_to`).
     indifferent: ClassVar[tuple[str, ...]] = (
-        *LerobotConfig.indifferent,
+        *VlaConfig.indifferent,
         "tokenizer_max_length",
-        "freeze_vision_encoder",
         "train_",
-        "optimizer_",
-        "scheduler_",
         "vlm_model_name",
         "load_vlm_weights",
         "prefix_length",
         "pad_language_to",
-        "compile_",
     )
 
-    chunk_size: Annotated[int, Range(1, CHUNK)] = 50
-    n_action_steps: Annotated[int, Range(1, CHUNK)] = 50
-    normalization_mapping: tuple[tuple[str, str], ...] = (
-        ("VISUAL", "IDENTITY"),
-        ("STATE", "MEAN_STD"),
-        ("ACTION", "MEAN_STD"),
-    )
-    max_state_dim: Annotated[int, Range(1, WIDTH)] = 32
-    max_action_dim: Annotated[int, Range(1, WIDTH)] = 32
     resize_imgs_with_padding: Annotated[tuple[int, int] | None, Range(1, 8192)] = (512, 512)
-    empty_cameras: Annotated[int, Range(0, 64)] = 0
     adapt_to_pi_aloha: bool = False
     use_delta_joint_actions_aloha: bool = False
-    tokenizer_max_length: Annotated[int, Range(1, 4096)] = 48
     num_steps: Annotated[int, STEPS] = 10
     use_cache: bool = True
     freeze_vision_encoder: bool = True
     train_expert_only: bool = True
     train_state_proj: bool = True
     optimizer_lr: Annotated[float, NOT_NEGATIVE] = 1e-4
-    optimizer_betas: Annotated[tuple[float, float], SHARE_BELOW_ONE] = (0.9, 0.95)
-    optimizer_eps: Annotated[float, NOT_NEGATIVE] = 1e-8
     optimizer_weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-10
     optimizer_grad_clip_norm: Annotated[float, NOT_NEGATIVE] = 10.0
-    scheduler_warmup_steps: Annotated[int, Range(0, 10**9)] = 1000
-    scheduler_decay_steps: Annotated[int, Range(0, 10**9)] = 30_000
-    scheduler_decay_lr: Annotated[float, NOT_NEGATIVE] = 2.5e-6
     vlm_model_name: str = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
     load_vlm_weights: bool = False
     add_image_special_tokens: bool = False
@@ -123,48 +98,26 @@ class SmolVlaConfig(LerobotConfig):
     num_vlm_layers: Annotated[int, _LAYERS] = 16
     self_attn_every_n_layers: Annotated[int, _LAYERS] = 2
     expert_width_multiplier: Annotated[float, Range(0, 16, above=True)] = 0.75
-    min_period: Annotated[float, POSITIVE] = 4e-3
-    max_period: Annotated[float, POSITIVE] = 4.0
-    rtc_config: tuple[tuple[str, Any], ...] | None = None
-    compile_model: bool = False
-    compile_mode: str = "max-autotune"
     vlm: SmolVlmSizes = SMOLVLM2_500M
 
-    def __post_init__(self) -> None:
-        wrong = find_number_errors(self, integers=True) or [
-            *find_number_errors(self, integers=False),
-            *self._wrong_values(),
-            *self.wrong_features(),
-        ]
-        # What follows is computed of values that make sense.
-        wrong = wrong or [*self._wrong_layers(), *self._wrong_images()]
-        if wrong:
-            raise ConfigError("smolvla config: " + "; ".join(wrong))
-
-    def _wrong_values(self) -> list[str]:
-        wrong = [
-            f"{name} is {shorten_value(getattr(self, name))}; known: {', '.join(known)}"
-            for name, known in (("attention_mode", MODES), ("pad_language_to", PADDINGS))
-            if getattr(self, name) not in known
-        ]
-        if self.n_obs_steps != 1:
-            wrong.append(f"n_obs_steps is {self.n_obs_steps}; SmolVLA looks at 1 observation")
-        if self.n_action_steps > self.chunk_size:
-            wrong.append(f"n_action_steps is {self.n_action_steps}; wanted {self.chunk_size} at most, chunk_size")
-        if self.min_period >= self.max_period:
-            wrong.append(f"min_period is {self.min_period}; wanted less than max_period {self.max_period}")
+    def _wrong_numbers(self) -> list[str]:
+        wrong = super()._wrong_numbers()
+        weight = dict(self.rtc_config or ()).get("max_guidance_weight")
+        if weight is not None and not is_number(weight, POSITIVE):
+            wrong.append(f"max_guidance_weight is {shorten_value(weight)}; wanted a number above 0")
         if self.use_delta_joint_actions_aloha:
             wrong.append("use_delta_joint_actions_aloha is true, which LeRobot does not support either")
         if not self.use_cache:
             wrong.append("use_cache is false, with which LeRobot predicts nothing; wanted true")
-        if self.use_peft:
-            wrong.append("use_peft is true; merge the adapter into the weights first")
         if self.add_image_special_tokens and None in (self.vlm.around_image, self.vlm.before_image):
             wrong.append(
                 f"add_image_special_tokens is true, and nobody says which tokens {AROUND_IMAGE} and {BEFORE_IMAGE} "
                 f"are; copy the model's {TOKENIZER_FILE} to {self.vlm_model_name}/{TOKENIZER_FILE} in the folder"
             )
         return wrong
+
+    def _wrong_parts(self) -> list[str]:
+        return [*self._wrong_layers(), *self._wrong_images()]
 
     def _wrong_layers(self) -> list[str]:
         wrong, layers, count = [], self.vlm_layers, self.expert_layers
@@ -206,27 +159,14 @@ class SmolVlaConfig(LerobotConfig):
 
     def wrong_features(self) -> list[str]:
         wrong = super().wrong_features()
-        states = [feature.name for feature in self.input_features if feature.type == "STATE"]
-        if states != [STATE]:
-            wrong.append(f"features of type STATE are {states}; wanted one, {STATE!r}")
-        if not self.cameras:
-            wrong.append("input_features has no image; SmolVLA looks at one or more")
+        aloha = ALOHA_JOINTS if self.adapt_to_pi_aloha else 0
         if wrong:
             return wrong
-        aloha = ALOHA_JOINTS if self.adapt_to_pi_aloha else 0
-        for what, count, name in (
-            ("state", self.state.shape[0], "max_state_dim"),
-            ("action", self.action.shape[0], "max_action_dim"),
-        ):
-            if count > getattr(self, name):
-                wrong.append(f"the {what} has {count} numbers; {name} is {getattr(self, name)}, to which it is padded")
-            if count < aloha:
-                wrong.append(f"adapt_to_pi_aloha is true, and the {what} has {count} numbers; wanted {aloha} or more")
-        return wrong
-
-    @property
-    def state(self) -> Feature:
-        return next(feature for feature in self.input_features if feature.type == "STATE")
+        return [
+            f"adapt_to_pi_aloha is true, and the {what} has {feature.shape[0]} numbers; wanted {aloha} or more"
+            for what, feature in (("state", self.state), ("action", self.action))
+            if feature.shape[0] < aloha
+        ]
 
     @property
     def environment_state(self) -> None:
@@ -283,10 +223,6 @@ class SmolVlaConfig(LerobotConfig):
         return images + special + self.prompt_length + 1
 
     @property
-    def prompt_length(self) -> int:
-        return self.tokenizer_max_length
-
-    @property
     def tokenizer_name(self) -> str:
         return self.vlm_model_name
 
@@ -296,22 +232,13 @@ class SmolVlaConfig(LerobotConfig):
         return task if task.endswith("\n") else f"{task}\n"
 
     @property
-    def noise(self) -> tuple[int, int]:
-        """Shape of one member's first sample: its actions are padded."""
-        return (self.chunk_size, self.max_action_dim)
-
-    @property
-    def schedule(self) -> FlowSchedule:
-        return FlowSchedule(spacing="uniform")
-
-    @property
     def prefix_bound(self) -> float:
         """The most that a plan may pull, see `jaxmodels.samplers.continuing`."""
         return dict(self.rtc_config or ()).get("max_guidance_weight") or BOUND
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SmolVlaConfig":
-        """Reads a ``config.json`` that was parsed already.
+        """Read a parsed ``config.json``.
 
         Args:
             values: its fields; besides, ``vlm``: the parsed ``config.json`` of the vision-language model, and
@@ -320,7 +247,6 @@ class SmolVlaConfig(LerobotConfig):
         Raises:
             ConfigError: unknown fields, values that make no sense, or a model that is not known.
         """
-        what = "smolvla config"
         read = dict(values)
         file, tokens = read.pop("vlm", None), read.pop("vlm_tokens", None)
         name = read.get("vlm_model_name", cls.vlm_model_name)
@@ -330,25 +256,14 @@ class SmolVlaConfig(LerobotConfig):
             read["vlm"] = VLMS[name]
         else:
             raise ConfigError(
-                f"{what}: vlm_model_name is {shorten_value(name)}, whose sizes are not known; known: "
+                f"smolvla config: vlm_model_name is {shorten_value(name)}, whose sizes are not known; known: "
                 f"{', '.join(VLMS)}. Copy the model's config.json to {str(name)[:90]}/config.json in the folder"
             )
-        rtc = read.get("rtc_config")
-        if rtc is not None:
-            if not isinstance(rtc, Mapping) or any(isinstance(part, list | dict) for part in rtc.values()):
-                raise ConfigError(f"{what}: rtc_config is {shorten_value(rtc)}; wanted an object of numbers and texts")
-            weight = rtc.get("max_guidance_weight")
-            if weight is not None and not is_number(weight, POSITIVE):
-                raise ConfigError(f"{what}: max_guidance_weight is {shorten_value(weight)}; wanted a number above 0")
-            read["rtc_config"] = tuple(rtc.items())
-        return cls(**read_fields(cls, read, what, "this reads the fields of LeRobot 0.6.1"))
+        return super().from_json(read)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as LeRobot writes them, ``type`` first."""
-        values = dump_fields(self)
+        values = super().to_json()
         del values["vlm"]
-        if self.rtc_config is not None:
-            values["rtc_config"] = dict(self.rtc_config)
         return values
 
     def dump_architecture(self) -> dict[str, Any]:

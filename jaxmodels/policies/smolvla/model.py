@@ -1,24 +1,30 @@
 """SmolVLA's network: images, words and state as keys and values, and an action expert that looks at them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.tree_util import Partial
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Shape, Tensor
 from jaxmodels.errors import InputError
 from jaxmodels.layers.embeddings import flow_time_sinusoid
 from jaxmodels.layers.grouped_attention import KeyValues, compute_rotation, mask_after_prefix, pad_keys, pad_mask
 from jaxmodels.layers.images import resize_with_padding
 from jaxmodels.layers.norm import RMSNorm
+from jaxmodels.policies import Stage
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
+from jaxmodels.samplers import begin_with, continuing, flow_euler
 from jaxmodels.types import Language, Observation
-from jaxmodels.vlm.decoder import DecoderLayer
+from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes, decoder_tensor
+from jaxmodels.vlm.siglip import vision_tensor
 from jaxmodels.vlm.smolvlm import SmolVlm, Tokens
+from jaxmodels.weights import blueprint_of
 
 
 class Encoded(NamedTuple):
@@ -171,3 +177,181 @@ class SmolVlaModel(nnx.Module):
         kernel, bias = self.action_out.kernel, self.action_out.bias
         assert bias is not None  # nnx.Linear's default
         return self.norm(tokens).astype(jnp.float32) @ kernel[...].astype(jnp.float32) + bias[...].astype(jnp.float32)
+
+
+def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
+    """A normalised chunk for a normalised observation; members of a batch do not depend on each other."""
+    model = assemble(config, weights)
+    encoded = encode(model, observation)
+    schedule, steps, action = config.schedule, config.num_steps, config.action.shape[0]
+    key, noise = jax.random.key(config.noise_seed), config.make_noise(observation)
+    predict, plan = Partial(denoise, model, encoded), observation.prefix
+    if plan is not None:
+        actions = plan.actions
+        inside = plan._replace(actions=write_aloha_actions(actions) if config.adapt_to_pi_aloha else actions)
+        predict = continuing(predict, inside, schedule, bound=config.prefix_bound)
+    extras = model.prepare_steps(schedule.euler_rows(steps).sigma)
+    chunk = flow_euler(predict, noise.shape, key, schedule, steps=steps, extras=extras, start=noise)[..., :action]
+    if config.adapt_to_pi_aloha:
+        chunk = read_aloha_actions(chunk)
+    return chunk if plan is None else begin_with(plan, chunk)
+
+
+def assemble(config: SmolVlaConfig, weights: Mapping[str, Array]) -> SmolVlaModel:
+    """The network over serving weights."""
+    return blueprint_of(SmolVlaModel, config).assemble(weights)
+
+
+def encode(model: SmolVlaModel, observation: Observation, images: Sequence[Tokens] | None = None) -> Encoded:
+    """What the action expert looks at: once per chunk."""
+    if model.config.adapt_to_pi_aloha:
+        observation = observation._replace(state=read_aloha_state(observation.state))
+    return model.encode(observation, images)
+
+
+def denoise(
+    model: SmolVlaModel, encoded: Encoded, x: Float[Array, "b t a"], t: Any, step: Float[Array, " d"]
+) -> Float[Array, "b t a"]:
+    """The velocity of a noisy chunk at one step."""
+    del t  # is in step
+    return model.denoise(encoded, x, step)
+
+
+def _look(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: None) -> list[Tokens]:
+    return assemble(config, weights).embed_images(observation)
+
+
+def _read(
+    config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: Sequence[Tokens]
+) -> Encoded:
+    return encode(assemble(config, weights), observation, given)
+
+
+def _denoise(
+    config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: Encoded
+) -> Float[Array, "b t a"]:
+    model = assemble(config, weights)
+    step = model.prepare_steps(config.schedule.euler_rows(config.num_steps).sigma[:1])[0]
+    return model.denoise(given, config.make_noise(observation), step)
+
+
+STAGES = (
+    Stage("vision", _look),
+    Stage("prefix", _read),
+    Stage("denoise", _denoise, count=lambda config: config.num_steps),
+)
+
+
+# ALOHA's joints, as LeRobot's policy sees them (`adapt_to_pi_aloha`): some are turned round, and grippers are angles
+# instead of how far they are open. Constants: lerobot/policies/smolvla/modeling_smolvla.py.
+FLIPPED, GRIPPERS = (1, 2, 8, 9), (6, 13)
+_OPENING = (0.01844, 0.058)
+_ANGLE = (0.4, 1.5)
+_JOINT = (-0.6213, 1.4910)
+_ARM, _HORN = 0.036, 0.022  # of the gripper's linkage
+
+
+def _flip(width: int) -> Float[np.ndarray, " {width}"]:
+    return np.where(np.isin(np.arange(width), FLIPPED), np.float32(-1), np.float32(1))
+
+
+def _is_gripper(width: int) -> np.ndarray:
+    return np.isin(np.arange(width), GRIPPERS)
+
+
+def read_aloha_state(state: Float[Array, "b s"]) -> Float[Array, "b s"]:
+    """A state as the network wants it."""
+    flipped = state * _flip(state.shape[-1])
+    opening = flipped * (_OPENING[1] - _OPENING[0]) + _OPENING[0]
+    opening = jnp.where(_is_gripper(state.shape[-1]), opening, _OPENING[1])  # of the others there is no angle
+    angle = jnp.arcsin(jnp.clip((_HORN**2 + opening**2 - _ARM**2) / (2 * _HORN * opening), -1, 1))
+    return jnp.where(_is_gripper(state.shape[-1]), (angle - _ANGLE[0]) / (_ANGLE[1] - _ANGLE[0]), flipped)
+
+
+def read_aloha_actions(actions: Float[Array, "b t a"]) -> Float[Array, "b t a"]:
+    """Actions of the network as ALOHA's."""
+    flipped = actions * _flip(actions.shape[-1])
+    angle = flipped * (_ANGLE[1] - _ANGLE[0]) + _ANGLE[0]
+    return jnp.where(_is_gripper(actions.shape[-1]), (angle - _JOINT[0]) / (_JOINT[1] - _JOINT[0]), flipped)
+
+
+def write_aloha_actions(actions: Float[Array, "b t a"]) -> Float[Array, "b t a"]:
+    """Actions of ALOHA as the network's: the way back."""
+    joint = actions * (_JOINT[1] - _JOINT[0]) + _JOINT[0]
+    angle = (joint - _ANGLE[0]) / (_ANGLE[1] - _ANGLE[0])
+    return jnp.where(_is_gripper(actions.shape[-1]), angle, actions) * _flip(actions.shape[-1])
+
+
+_BOTH = "model.vlm_with_expert."
+_VLM, _EXPERT = f"{_BOTH}vlm.model.", f"{_BOTH}lm_expert."
+_TEXT = f"{_VLM}text_model."
+EMBEDDING, HEAD = f"{_TEXT}embed_tokens.weight", f"{_BOTH}vlm.lm_head.weight"
+# A file may have the embedding of words only as the head, whose weight it then is.
+TIED = {EMBEDDING: HEAD}
+_LINEARS = {
+    "state_in": "model.state_proj",
+    "action_in": "model.action_in_proj",
+    "action_out": "model.action_out_proj",
+    "time_in": "model.action_time_mlp_in",
+    "time_out": "model.action_time_mlp_out",
+    "vlm.connector": f"{_VLM}connector.modality_projection.proj",
+}
+
+
+def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
+    """The table for the weights of one config, given our names of them."""
+    names = tuple(names)
+    last = sum(name.startswith("vlm.layers.") and name.endswith("attention.key.weight") for name in names)
+    return tuple(_tensor(name, last) for name in names)
+
+
+def _tensor(name: str, last: int) -> Tensor:
+    """``last``: number of the language model's last layer."""
+    match name.split(".", 3):
+        case ["vlm", "vision", *_]:
+            return vision_tensor(name.removeprefix("vlm.vision."), ours="vlm.vision.", theirs=f"{_VLM}vision_model.")
+        case ["vlm", "embedding"]:
+            return Tensor(EMBEDDING, (name,), SAME)
+        case ["vlm", "layers", number, inside]:
+            return decoder_tensor(inside, ours=f"vlm.layers.{number}.", theirs=f"{_TEXT}layers.{number}.")
+        case ["vlm", "last", *_]:
+            return decoder_tensor(name.removeprefix("vlm.last."), ours="vlm.last.", theirs=f"{_TEXT}layers.{last}.")
+        case ["layers", number, *_]:
+            ours = f"layers.{number}."
+            return decoder_tensor(name.removeprefix(ours), ours=ours, theirs=f"{_EXPERT}{ours}")
+        case ["norm", _]:
+            return Tensor(f"{_EXPERT}norm.weight", (name,), SAME)
+    module, _, kind = name.rpartition(".")
+    is_kernel = kind == "kernel"
+    return Tensor(f"{_LINEARS[module]}.{'weight' if is_kernel else 'bias'}", (name,), LINEAR if is_kernel else SAME)
+
+
+def find_unused(config: SmolVlaConfig) -> dict[str, Shape]:
+    """Tensors of LeRobot's files that no action depends on, and their shapes.
+
+    The head and the last norm of the language model; of its last layer that the action expert looks at, all but keys
+    and values; and the layers behind that one.
+    """
+    text, last = config.vlm.text, config.expert_steps[-1].vlm_layer
+    unused: dict[str, Shape] = {HEAD: (config.vocabulary, text.width), f"{_TEXT}norm.weight": (text.width,)}
+    for number in range(last, config.vlm_layers):
+        for name, shape in _list_shapes(text).items():
+            if number > last or name not in ("input_layernorm", "self_attn.k_proj", "self_attn.v_proj"):
+                unused[f"{_TEXT}layers.{number}.{name}.weight"] = shape
+    return unused
+
+
+def _list_shapes(text: DecoderSizes) -> dict[str, Shape]:
+    """Tensors of one layer of the language model."""
+    inner, keys, width, hidden = text.heads * text.head_width, text.kv_heads * text.head_width, text.width, text.hidden
+    return {
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+        "self_attn.q_proj": (inner, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, inner),
+        "mlp.gate_proj": (hidden, width),
+        "mlp.up_proj": (hidden, width),
+        "mlp.down_proj": (width, hidden),
+    }

@@ -37,7 +37,7 @@ def test_the_order_of_cameras_is_the_order_in_the_file() -> None:
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"n_action_steps": 7}, "more than chunk_size 6"),
         ({"temporal_ensemble_coeff": 0.01}, "it must be 1"),
-        ({"n_obs_steps": 2}, "looks at 1 step"),
+        ({"n_obs_steps": 2}, "act looks at 1 observation"),
         ({"feedforward_activation": "tanh"}, "known: relu, gelu, glu"),
         ({"feedforward_activation": "glu", "dim_feedforward": 25}, "cannot be halved"),
         ({"vision_backbone": "vit"}, "known: resnet18"),

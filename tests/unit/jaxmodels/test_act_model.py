@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from jaxmodels.layers.vision import measure_feature_map
-from jaxmodels.policies.act import Act, ActConfig, serving
-from jaxmodels.policies.act.serving import act
+from jaxmodels.policies.act import Act, ActConfig, model
+from jaxmodels.policies.act.model import act
 from jaxmodels.policies.act.weights import fold
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.types import Feature, Observation
@@ -73,7 +73,7 @@ VARIANTS = {
 def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of, monkeypatch) -> None:
     config = small(**VARIANTS[name])
     if name == "three_large":
-        monkeypatch.setattr(serving, "STACKED_PIXELS", 0)
+        monkeypatch.setattr(model, "STACKED_PIXELS", 0)
     if name == "odd_sizes":
         config = resized(config, (72, 41), (33, 64))
     checkpoint = checkpoint_of(config)

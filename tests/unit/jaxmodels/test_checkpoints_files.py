@@ -36,7 +36,7 @@ from jaxmodels.checkpoints.files import (
 )
 from jaxmodels.checkpoints.folder import PolicyFolder
 from jaxmodels.errors import CheckpointError, HubError, WeightsMismatch
-from jaxmodels.policies import get_policy_type, lerobot_folder
+from jaxmodels.policies import get_policy_type, integrity, lerobot_folder
 
 # Of two arrays that cannot be read, the second is told to Orbax's event loop, which the first has closed; Python
 # reports that on stderr whenever it comes, perhaps in the test after.
@@ -370,7 +370,7 @@ def test_weights_that_do_not_fit_the_config_are_refused_before_any_is_in_memory(
     with pytest.raises(CheckpointError, match="longer than"):
         PolicyFolder(policy)
     kind = get_policy_type("act")
-    config = lerobot_folder.read_policy_description(policy).config
+    config = lerobot_folder.build_description(integrity.describe_folder(policy)).config
     with pytest.raises(WeightsMismatch, match="unused: huge"):
         lerobot_folder._read_tensors(policy, kind, config, lambda config, parameters: None)
 

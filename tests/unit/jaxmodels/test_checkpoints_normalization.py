@@ -62,16 +62,18 @@ def test_every_mode_has_lerobots_formula(mode: str) -> None:
     normalizer = Normalizer((VECTOR,), (("STATE", mode),), {VECTOR.name: STATISTICS})
     x = vector(0.3, 0.0, 100.2)
     np.testing.assert_allclose(
-        normalizer.get_forward(VECTOR).normalize(x), by_hand(mode, x.astype(float), inverse=False), rtol=1e-4
+        normalizer.get_affine(VECTOR).normalize(x), by_hand(mode, x.astype(float), inverse=False), rtol=1e-4
     )
     np.testing.assert_allclose(
-        normalizer.get_backward(VECTOR).unnormalize(x), by_hand(mode, x.astype(float), inverse=True), rtol=1e-6
+        normalizer.get_affine(VECTOR, inverse=True).unnormalize(x),
+        by_hand(mode, x.astype(float), inverse=True),
+        rtol=1e-6,
     )
 
 
 def test_a_joint_that_never_moved_is_minus_one_and_not_infinite() -> None:
     normalizer = Normalizer((VECTOR,), (("STATE", "MIN_MAX"),), {VECTOR.name: STATISTICS})
-    assert normalizer.get_forward(VECTOR).normalize(vector(0, 0, 100))[1] == -1.0
+    assert normalizer.get_affine(VECTOR).normalize(vector(0, 0, 100))[1] == -1.0
 
 
 @given(
@@ -81,7 +83,7 @@ def test_a_joint_that_never_moved_is_minus_one_and_not_infinite() -> None:
 def test_unnormalising_undoes_normalising(values: list[float], mode: str) -> None:
     normalizer = Normalizer((VECTOR,), (("STATE", mode),), {VECTOR.name: STATISTICS})
     x = vector(*values)
-    back = normalizer.get_backward(VECTOR).unnormalize(normalizer.get_forward(VECTOR).normalize(x))
+    back = normalizer.get_affine(VECTOR, inverse=True).unnormalize(normalizer.get_affine(VECTOR).normalize(x))
     # LeRobot adds its epsilon to a standard deviation on the way in only; the rest is rounding.
     lost = np.abs(x - STATISTICS["mean"]) * 1e-8 / STATISTICS["std"] if mode == "MEAN_STD" else 0.0
     assert (np.abs(back - x) <= lost + 6e-5).all()
@@ -311,7 +313,9 @@ def test_an_older_policy_is_saved_with_processor_files(folder: Path, tmp_path: P
     back = lerobot_folder.read_checkpoint(tmp_path / "saved").normalization
     for feature in checkpoint.config.output_features:
         for before, after in zip(
-            checkpoint.normalization.outputs.get_backward(feature), back.outputs.get_backward(feature), strict=True
+            checkpoint.normalization.outputs.get_affine(feature, inverse=True),
+            back.outputs.get_affine(feature, inverse=True),
+            strict=True,
         ):
             np.testing.assert_array_equal(before, after)
 
@@ -463,7 +467,7 @@ def test_a_step_without_features_is_refused_by_all_families(name: str, family, c
     assert 'robojax.json has "normalization": "identity"; not normalized' in caplog.text
     assert "action" in caplog.text
     assert set(FAMILIES[name]) <= checkpoint.normalization.inputs.unnormalized
-    scale = checkpoint.normalization.outputs.get_backward(checkpoint.config.action)
+    scale = checkpoint.normalization.outputs.get_affine(checkpoint.config.action, inverse=True)
     assert (scale.offset == 0).all()
     assert (scale.scale == 1).all()
     assert jaxmodels.read_requirements(folder).action == checkpoint.config.action.shape[0]
@@ -505,7 +509,9 @@ def test_a_postprocessor_needs_statistics_and_no_features(folder: Path) -> None:
     expected = lerobot_folder.read_checkpoint(folder)
     edit_normalizers(folder, lambda step: step["config"].update(features={}), POST)
     actual = lerobot_folder.read_checkpoint(folder)
-    before, after = (one.normalization.outputs.get_backward(one.config.action) for one in (expected, actual))
+    before, after = (
+        one.normalization.outputs.get_affine(one.config.action, inverse=True) for one in (expected, actual)
+    )
     np.testing.assert_array_equal(before.scale, after.scale)
 
 
@@ -590,7 +596,7 @@ def test_a_step_without_features_takes_the_robots_statistics(source: str, folder
     actual = lerobot_folder.read_checkpoint(folder)
     state = actual.config.state
     for before, after in zip(
-        expected.normalization.inputs.get_forward(state), actual.normalization.inputs.get_forward(state), strict=True
+        expected.normalization.inputs.get_affine(state), actual.normalization.inputs.get_affine(state), strict=True
     ):
         np.testing.assert_array_equal(before, after)
     lerobot_folder.write_checkpoint(folder.with_name("saved"), actual)

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 from jax.tree_util import Partial
 
-from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig, serving
-from jaxmodels.policies.diffusion2d.model import add_training_noise, predict, prepare_modulations
+from jaxmodels.policies.diffusion2d import (
+    Diffusion2d,
+    Diffusion2dConfig,
+    act,
+    add_training_noise,
+    predict,
+    prepare_modulations,
+)
 from jaxmodels.samplers import Example, FlowSchedule, flow_euler
 from jaxmodels.types import Observation, Prefix
 from jaxmodels.weights import blueprint_of
@@ -61,7 +67,7 @@ def test_samples_are_distributed_as_the_demonstrations(toy) -> None:
 
 def test_a_plan_is_continued_on_its_side_by_a_policy_that_was_trained_to(toy) -> None:
     weights, _ = toy
-    run = jax.jit(partial(serving.act, CONFIG))
+    run = jax.jit(partial(act, CONFIG))
     actions = side_plan()
     observation = Observation(state=np.full((4, 1), 0.3, np.float32))
     alone = run(weights, observation)

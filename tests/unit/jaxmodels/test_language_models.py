@@ -158,7 +158,7 @@ def scales_of(checkpoint: lerobot_folder.Checkpoint) -> tuple[Affine, Affine]:
     """Of actions and state."""
     config: Any = checkpoint.config
     normalization = checkpoint.normalization
-    return normalization.outputs.get_backward(config.action), normalization.inputs.get_forward(config.state)
+    return normalization.outputs.get_affine(config.action, inverse=True), normalization.inputs.get_affine(config.state)
 
 
 def test_statistics_by_dataset_are_refused_until_somebody_says_whose(folder, golden_folder) -> None:

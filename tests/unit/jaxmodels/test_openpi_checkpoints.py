@@ -15,7 +15,7 @@ from jaxmodels.errors import CheckpointError, ConfigError, JaxModelsError
 from jaxmodels.layers.images import resize_as_pillow
 from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.policies.openpi_configs import CONFIGS, read_openpi_config
-from jaxmodels.policies.pi0.aloha import AlohaJoints
+from jaxmodels.policies.pi0.config import AlohaJoints
 from jaxmodels.policies.pi0.openpi import merge_update
 from jaxmodels.text import PromptTokenizer
 from jaxmodels.types import Language, Observation
@@ -253,7 +253,7 @@ def test_trees_of_either_format_are_read_whole_and_saved_as_lerobots_files(
     for part in ("inputs", "outputs"):
         mine, theirs = (getattr(found.checkpoint.normalization, part) for found in (saved, policy))
         for feature in mine.features:
-            pairs = zip(mine.get_backward(feature), theirs.get_backward(feature), strict=True)
+            pairs = zip(mine.get_affine(feature, inverse=True), theirs.get_affine(feature, inverse=True), strict=True)
             assert all(np.array_equal(*pair) for pair in pairs)
     assert saved.fits(policy.checkpoint)
 

@@ -89,7 +89,7 @@ def test_compiling_makes_the_program_that_reads_too(policy, monkeypatch) -> None
     assert policy.is_compiled()
     monkeypatch.setattr(
         policy._programs,
-        "_lower_and_compile",
+        "_compile",
         lambda *arguments: pytest.fail("something was compiled while a robot waits"),
     )
     policy.act(seen("never seen before"))

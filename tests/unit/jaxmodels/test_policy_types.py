@@ -160,16 +160,16 @@ def test_all_complaints_about_a_config_come_at_once(kind: str) -> None:
 
 @every_type
 def test_how_a_policy_was_trained_makes_no_other_program(kind: str) -> None:
-    config, architecture = CONFIGS[kind], get_policy_type(kind).architecture
+    config = CONFIGS[kind]
     trained = {
         "act": {"kl_weight": 1.0, "latent_dim": 8},
         "diffusion2d": {"timestep_sampling_strategy": "uniform", "scheduler_name": "constant"},
         "tokens2d": {"label_smoothing": 2.0, "prefix_rate": 0.0},
     }[kind]
     other = dataclasses.replace(config, optimizer_lr=1.0, dropout=0.2, n_action_steps=2, **trained)
-    assert architecture(other) == architecture(config)
+    assert other.architecture() == config.architecture()
     built = {"act": {"n_encoder_layers": 1}, "diffusion2d": {"trained_prefix": 2}, "tokens2d": {"bins": 16}}[kind]
-    assert architecture(dataclasses.replace(config, **built)) != architecture(config)
+    assert dataclasses.replace(config, **built).architecture() != config.architecture()
 
 
 @every_type

@@ -3,6 +3,7 @@
 import json
 import math
 import tracemalloc
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from jaxmodels.errors import CheckpointError, ConfigError
 from jaxmodels.policies import get_policy_type, policy_types
 from jaxmodels.policies.lerobot_folder import Sidecar
 from jaxmodels.policies.lerobot_processors import upgrade_config
-from jaxmodels.ranges import Number, Range, is_number, list_numbers, render_table, shorten_value
+from jaxmodels.ranges import Number, Range, is_number, list_numbers, shorten_value
 from jaxmodels.samplers import FlowSchedule, MaskSchedule, NoiseSchedule
 from jaxmodels.text import TextConfig
 from jaxmodels.transformer2d import Transformer2DConfig
@@ -216,6 +217,15 @@ def test_ends_belong_to_a_range_unless_it_says_otherwise() -> None:
     closed, open_ = Range(0, 2), Range(0, 2, above=True, below=True)
     assert (0 in closed, 2 in closed, 0 in open_, 2 in open_, 1 in open_) == (True, True, False, False, True)
     assert math.nan not in closed
+
+
+def render_table(configs: Mapping[str, type[Any]]) -> list[str]:
+    """Rows of a Markdown table of all numbers of some configs: name, configs, range."""
+    fields_by_range: dict[tuple[str, str], list[str]] = {}
+    for kind, config in configs.items():
+        for name, number in list_numbers(config).items():
+            fields_by_range.setdefault((name, number.describe()), []).append(kind)
+    return [f"| `{name}` | {', '.join(kinds)} | {words} |" for (name, words), kinds in fields_by_range.items()]
 
 
 def test_the_docs_state_every_range() -> None:

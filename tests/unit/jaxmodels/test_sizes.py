@@ -61,7 +61,7 @@ def programs_of(config: Any) -> Programs:
     parts: tuple[Any, ...] = (config.state, config.environment_state, config.action)
     images: Any = tuple(map(plain, config.cameras))
     vectors: Any = tuple(map(plain, parts))
-    act = partial(kind.act, kind.architecture(config))
+    act = partial(kind.act, config.architecture())
     return Programs(act, shapes, Scales(images, *vectors), config.frames, jnp.float32, find_placement("cpu"))
 
 

@@ -13,7 +13,7 @@ import pytest
 from jaxmodels.checkpoints.tensor_layouts import their_shapes
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.policies.smolvla import POLICY, SmolVlaConfig
-from jaxmodels.policies.smolvla.serving import read_aloha_actions, read_aloha_state, write_aloha_actions
+from jaxmodels.policies.smolvla.model import read_aloha_actions, read_aloha_state, write_aloha_actions
 from jaxmodels.types import Language, Observation, Prefix
 from jaxmodels.weights import blueprint_of
 
@@ -59,8 +59,8 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"n_obs_steps": 2}, "n_obs_steps is 2; SmolVLA looks at 1 observation"),
-        ({"n_action_steps": 11}, "n_action_steps is 11; wanted 10 at most"),
+        ({"n_obs_steps": 2}, "n_obs_steps is 2; smolvla looks at 1 observation"),
+        ({"n_action_steps": 11}, "n_action_steps is 11, more than chunk_size 10"),
         ({"attention_mode": "cross"}, "attention_mode is 'cross'; known: cross_attn, self_attn"),
         ({"pad_language_to": "shortest"}, "pad_language_to is 'shortest'; known: longest, max_length"),
         ({"min_period": 4.0}, "min_period is 4.0; wanted less than max_period 4.0"),
@@ -79,7 +79,7 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
         ({"max_action_dim": 5}, "the action has 6 numbers; max_action_dim is 5"),
         ({"adapt_to_pi_aloha": True}, "the state has 6 numbers; wanted 14 or more"),
         ({"input_features": features(state=("STATE", [6]))}, "input_features has no image"),
-        ({"input_features": features(image=("VISUAL", [3, 64, 64]))}, r"features of type STATE are \[\]"),
+        ({"input_features": features(image=("VISUAL", [3, 64, 64]))}, "has no 'observation.state'"),
         ({"add_image_special_tokens": True, "vlm_tokens": {}}, "copy the model's tokenizer.json to vlm/tokenizer.json"),
         ({"add_image_special_tokens": True, "vlm_tokens": TOKENS | {"<global-img>": 352}}, "has a token 352"),
         ({"rtc_config": 3}, "rtc_config is 3; wanted an object"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmodels.policies.tokens2d.model import (
+from jaxmodels.policies.tokens2d import (
     compute_expectation,
     draw_even_shares,
     get_bin_centres,

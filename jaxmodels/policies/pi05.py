@@ -1,12 +1,23 @@
-"""Pi05Config: every field of LeRobot's configuration of pi0.5, and its prompt, which says the state."""
+"""pi0.5, as LeRobot and openpi define it: pi0 with the time in its norms and the state in its prompt.
 
-from dataclasses import dataclass, fields
+Sources: https://arxiv.org/abs/2504.16054; lerobot/policies/pi05 (https://github.com/huggingface/lerobot, 0.6.1).
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
+import jax
 import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
 
+from jaxmodels.policies import pi0
+from jaxmodels.policies.pi0 import weights
 from jaxmodels.policies.pi0.config import PROMPT, Pi0Config, clean_task
+from jaxmodels.policies.pi0.model import PiModel, StepInputs, act, apply_linear, decoder_sizes, list_stages
 from jaxmodels.ranges import CHUNK, Range
+from jaxmodels.vlm.gemma import AdaptiveExpert, PrefixCache
 
 BINS = np.linspace(-1, 1, 257)[:-1]  # where each of 256 numbers for a normalised state begins
 MEMORIES = ("use_visual_memory", "use_proprioceptive_memory")
@@ -100,3 +111,46 @@ class Pi05Config(Pi0Config):
             state = np.pad(state, (0, self.max_state_dim - len(state)))
         numbers = " ".join(str(number) for number in np.digitize(state, BINS) - 1)
         return f"Task: {clean_task(task)}, State: {numbers};\nAction: "
+
+
+class Pi05Model(PiModel):
+    """pi0.5: the expert is told the time by its norms, and the state by the prompt.
+
+    Source: https://arxiv.org/abs/2504.16054; openpi/models/pi0.py.
+    """
+
+    has_state_token = False
+
+    def __init__(self, config: Pi05Config, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        width = config.expert.width
+        self.expert = AdaptiveExpert(decoder_sizes(config.expert), rngs=rngs)
+        self.time_in = nnx.Linear(width, width, rngs=rngs)
+        self.time_out = nnx.Linear(width, width, rngs=rngs)
+
+    def prepare_steps(self, times: Float[np.ndarray, " s"]) -> StepInputs:
+        hidden = jax.nn.silu(apply_linear(self.time_in, self.embed_times(times)))
+        condition = jax.nn.silu(apply_linear(self.time_out, hidden))
+        return StepInputs(None, self.expert.modulate(condition.astype(self.expert.norm.dense.kernel.dtype)))
+
+    def embed_state(self, state: Float[Array, "b s"]) -> None:
+        del state
+
+    def denoise(
+        self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Float[Array, "b t a"], step: StepInputs
+    ) -> Float[Array, "b t a"]:
+        del state
+        assert step.modulations is not None
+        actions = apply_linear(self.action_in, x)
+        starts = np.arange(x.shape[1]) < 1
+        return apply_linear(self.action_out, self.expert(actions, prefix, starts, step.modulations))
+
+
+POLICY = replace(
+    pi0.POLICY,
+    config=Pi05Config.from_json,
+    model=Pi05Model,
+    tensors=partial(weights.tensors, kind=Pi05Config.type),
+    act=partial(act, network=Pi05Model),
+    stages=list_stages(Pi05Model),
+)

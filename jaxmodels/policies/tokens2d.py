@@ -1,4 +1,4 @@
-"""tokens2d's network: observation tokens, and a 2D transformer over a partly masked chunk.
+"""tokens2d: action chunks as tokens, decoded by confidence on the 2D transformer.
 
 Classes that are neighbours are numbers that are neighbours. Training says so (`spread_targets`), and a distribution
 over classes tells a number more finely than its class does (`compute_expectation`).
@@ -6,9 +6,14 @@ over classes tells a number more finely than its class does (`compute_expectatio
 Each number of an action is a pixel. The transformer adds an embedding of the row to one of the column, on a square, of
 which it uses the first rows: the longer of chunk and action lies along them, so that one embedding is of the time and
 the other of the joint, and no pixel is wasted.
+
+Sources: https://arxiv.org/abs/2202.04200 (masked prediction and decoding by confidence),
+https://arxiv.org/abs/2508.20072 (the same for actions), https://arxiv.org/abs/2403.03950 (bins with a spread).
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +21,107 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.scipy.stats import norm
+from jax.tree_util import Partial
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxmodels.policies.tokens2d.config import Tokens2dConfig
-from jaxmodels.policies.transformer2d_policy import Transformer2dPolicy
-from jaxmodels.samplers import MaskSchedule
+from jaxmodels.policies.transformer2d_policy import (
+    Transformer2dPolicy,
+    Transformer2dPolicyConfig,
+    build_model,
+    transformer2d_policy_type,
+)
+from jaxmodels.ranges import NOT_NEGATIVE, SHARE, Range
+from jaxmodels.samplers import MaskSchedule, begin_with, maskgit
 from jaxmodels.samplers.maskgit import ranks
+from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.transformer2d import Conditioning, Transformer2DModel
 from jaxmodels.transformer2d.block import KeyValues
+from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.types import Observation
+
+BOUNDED = ("MIN_MAX", "QUANTILES")
+MAX_BINS = 65_536
+
+
+@dataclass(frozen=True)
+class Tokens2dConfig(Transformer2dPolicyConfig):
+    """Config of a policy that decodes a chunk of masked action tokens with a 2D transformer over cameras and joints.
+
+    Attributes:
+        bins: classes of each number of an action, of equal width over [-1, 1]. Actions must be normalised to that
+            range, by MIN_MAX or by QUANTILES, which clips the outermost hundredths: more precise where data have
+            outliers, but what is done rarely (closing a gripper to the end) must not be among them.
+        label_smoothing: how far, in bins, the right answer spreads over its neighbours in training
+            (`spread_targets`); 0 for the one bin.
+        neighbours: bins on either side of the one chosen, over which the number that comes out is the mean; 0 for the
+            bin's centre.
+        num_inference_steps: passes of the decoder.
+        remasking: whether a pass may take back tokens of earlier ones that were chosen with less confidence.
+        temperature: 0 takes the likeliest tokens, the surest first. Above, tokens are drawn as the model says (at 1),
+            and so is, to begin with, their order.
+        noise_seed: of that draw: always the same one, so that the same observation has the same answer, whenever it
+            comes and with whomever it shares a batch.
+        prefix_rate: share of the chunks in training whose first actions are given, as those of a plan are when it is
+            continued.
+
+    Further attributes, and errors, as of `Transformer2dPolicyConfig`.
+    """
+
+    type: ClassVar[str] = "tokens2d"
+    indifferent: ClassVar[tuple[str, ...]] = (*Transformer2dPolicyConfig.indifferent, "label_smoothing", "prefix_rate")
+
+    bins: Annotated[int, Range(1, MAX_BINS)] = 256
+    label_smoothing: Annotated[float, NOT_NEGATIVE] = 0.75
+    neighbours: Annotated[int, Range(0, MAX_BINS)] = 8
+    num_inference_steps: Annotated[int, STEPS] = 8
+    remasking: bool = True
+    temperature: Annotated[float, NOT_NEGATIVE] = 0.0
+    noise_seed: Annotated[int, Range(0, 2**31 - 1)] = 0
+    prefix_rate: Annotated[float, SHARE] = 0.2
+
+    def _wrong_numbers(self) -> list[str]:
+        wrong = super()._wrong_numbers()
+        if self.bins < 2:
+            wrong.append(f"bins is {self.bins}; wanted 2 or more")
+        if not 0 <= self.neighbours < self.bins:
+            wrong.append(f"neighbours is {self.neighbours}; wanted 0 to {self.bins - 1}, less than bins")
+        mode = dict(self.normalization_mapping).get("ACTION")
+        if mode not in BOUNDED:
+            wrong.append(
+                f"normalization_mapping has ACTION: {mode}; bins lie in [-1, 1], wanted one of {', '.join(BOUNDED)}"
+            )
+        return wrong
+
+    def architecture(self) -> "Tokens2dConfig":
+        # Bins are bins, whichever way actions come to lie in [-1, 1].
+        return replace(super().architecture(), normalization_mapping=(("ACTION", BOUNDED[0]),))
+
+    @property
+    def transformer(self) -> Transformer2DConfig:
+        """Config of the 2D transformer, in which each number of a chunk is a pixel."""
+        return Transformer2DConfig(
+            num_attention_heads=self.n_heads,
+            attention_head_dim=self.dim_model // self.n_heads,
+            num_layers=self.n_layers,
+            dropout=self.dropout,
+            cross_attention_dim=self.dim_model,
+            attention_bias=True,
+            sample_size=max(self.chunk_size, self.action.shape[0]),
+            num_vector_embeds=self.bins + 1,
+            activation_fn="geglu-approximate",
+        )
+
+    @property
+    def schedule(self) -> MaskSchedule:
+        """Mask schedule of training and decoding."""
+        return MaskSchedule(
+            num_classes=self.bins + 1,
+            temperature=(self.temperature, 0.0),
+            class_temperature=self.temperature,
+            remasking=self.remasking,
+            begins_with_one=True,
+        )
 
 
 def get_bin_centres(bins: int) -> Float[np.ndarray, " {bins}"]:
@@ -203,3 +299,55 @@ def from_pixels(pixels: Array, steps: int) -> Array:
     """Arrange latent pixels (b, n) as a chunk (b, t, a)."""
     width = pixels.shape[1] // steps
     return rearrange(pixels, "b (a t) -> b t a" if steps >= width else "b (t a) -> b t a", t=steps)
+
+
+class Decoded(NamedTuple):
+    """A decoded chunk and its confidence.
+
+    Attributes:
+        actions: normalised, in [-1, 1] but where a plan was begun with.
+        confidence: the probability that the model gave to each number and its neighbours when it chose it; 1 for what
+            was planned.
+        ids: the tokens, never the masked one.
+    """
+
+    actions: Float[Array, "b t a"]
+    confidence: Float[Array, "b t a"]
+    ids: Int[Array, "b t a"]
+
+
+def act(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
+    """Decode a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
+    return decode(config, weights, observation).actions
+
+
+def decode(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Observation) -> Decoded:
+    """Decode a chunk as `act` does, together with its tokens and confidences."""
+    model = build_model(Tokens2d, config, weights)
+    context = model.encode_observation(observation)
+    batch = jax.tree.leaves(observation)[0].shape[0]
+    shape = (batch, config.chunk_size, config.action.shape[0])
+    known, prefix = None, observation.prefix
+    if prefix is not None:
+        planned = quantise(prefix.actions.astype(jnp.float32), config.bins)
+        past = jnp.arange(shape[1])[None] < jnp.minimum(prefix.delay, prefix.length)[:, None]
+        known = to_pixels(jnp.where(past[..., None], planned, config.schedule.mask))
+    decoded = maskgit(
+        Partial(predict, model.transformer, context),
+        (batch, shape[1] * shape[2]),
+        jax.random.key(config.noise_seed),
+        config.schedule,
+        steps=config.num_inference_steps,
+        known=known,
+        alike=True,
+        distributions=True,
+    )
+    assert decoded.distribution is not None
+    values, confidence = compute_expectation(decoded.distribution, decoded.ids, config.neighbours)
+    confidence = jnp.minimum(confidence, 1)  # of known tokens there is no distribution: all its logarithms are 0
+    values, confidence, ids = (from_pixels(array, shape[1]) for array in (values, confidence, decoded.ids))
+    return Decoded(values if prefix is None else begin_with(prefix, values), confidence, ids)
+
+
+# Its `small` has about 1.4 M parameters with one 96x96 camera.
+POLICY = transformer2d_policy_type(Tokens2dConfig, Tokens2d, act)
