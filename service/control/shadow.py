@@ -17,7 +17,9 @@ from service.stats import Recent
 
 logger = logging.getLogger(__name__)
 
-OBSERVATION = "observation."  # begins the names of features
+# Beginnings of the names of features, and of images.
+OBSERVATION = "observation."
+IMAGES = "observation.images."
 
 
 class ShadowRefused(PolicyError):
@@ -92,7 +94,7 @@ class Shadow:
 
     async def _compare(self, observation: Mapping[str, np.ndarray], chunk: np.ndarray) -> None:
         try:
-            sizes = _frame_sizes(observation)
+            sizes = frame_sizes(observation)
             if not self._served.is_compiled(sizes):
                 await self._compile(sizes)
                 return  # the observation is too old by now
@@ -204,10 +206,7 @@ def _explain_mismatch(shadow: Requirements, first: Requirements, names: tuple[st
     return "it does not fit: " + "; ".join(wrong) if wrong else None
 
 
-def _frame_sizes(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
-    prefix = "observation.images."
-    return {
-        name.removeprefix(prefix): (value.shape[-3], value.shape[-2])
-        for name, value in observation.items()
-        if name.startswith(prefix)
-    }
+def frame_sizes(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
+    """Return camera name to (height, width) of an observation's images."""
+    images = {name.removeprefix(IMAGES): array for name, array in observation.items() if name.startswith(IMAGES)}
+    return {camera: (image.shape[-3], image.shape[-2]) for camera, image in images.items()}

@@ -35,7 +35,7 @@ class InterruptedSession(BaseSession):
         super().__init__(record.new, latch, record.claim)
         self.record = record
         self.rooms = record.rooms()
-        self.policies = PolicySlots(record.new, engine, load, self._require_robot_io)
+        self.policies = PolicySlots(record.new, engine, load, self.require_robot_io)
         self.progress = Progress(record.new.policy_path, engine.durations)
         self.progress.report("interrupted")
         self._lifecycle.stage = Stage.INTERRUPTED
@@ -93,7 +93,7 @@ class InterruptedSession(BaseSession):
         """Raise MoveRefused: there is nothing to observe."""
         raise self.make_refusal()
 
-    def _require_robot_io(self) -> RobotIO:
+    def require_robot_io(self) -> RobotIO:
         raise self.make_refusal()
 
     def make_refusal(self) -> MoveRefused:

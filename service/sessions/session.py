@@ -106,7 +106,7 @@ class Session(BaseSession):
         super().__init__(new, latch, claim)
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.stops = 0
-        self.policies = PolicySlots(new, engine, load, self._require_robot_io, self._follow_policy)
+        self.policies = PolicySlots(new, engine, load, self.require_robot_io, self._follow_policy)
         self._admission: Mapping[str, object] = {}
         self._observers = SessionObservers()
         self._event_source: RobotIO | None = None  # also while its rooms are joined
@@ -173,11 +173,11 @@ class Session(BaseSession):
             InvalidRequest: this policy cannot do that; nothing has changed.
             MoveRefused: it runs no policy.
         """
-        robot_io, cut = self._require_robot_io(), None
+        robot_io, cut = self.require_robot_io(), None
         if "language_instruction" in changes:
             new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
             cut = await prepare_instruction(robot_io.runner.loaded, new.language_instruction, new.prompt_cut)
-            robot_io = self._require_robot_io()  # it may have ended meanwhile
+            robot_io = self.require_robot_io()  # it may have ended meanwhile
         if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
             changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
         new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
@@ -200,16 +200,16 @@ class Session(BaseSession):
         """
         if instruction == self.new.language_instruction:
             return
-        loaded = self._require_robot_io().runner.loaded
+        loaded = self.require_robot_io().runner.loaded
         cut = await prepare_instruction(loaded, instruction, self.new.prompt_cut)
-        robot_io = self._require_robot_io()
+        robot_io = self.require_robot_io()
         robot_io.instruct(instruction)
         robot_io.runner.tokens_cut = cut
         self.new = replace(self.new, language_instruction=instruction)
 
     def describe_overlap(self) -> dict[str, object]:
         """Return how it joins chunks and when it asks for them; JSON-ready."""
-        return describe_overlap(self._require_robot_io())
+        return describe_overlap(self.require_robot_io())
 
     def emergency_stop(self, reason: str) -> None:
         """Stop the robot where it is, and latch that until somebody resets it."""
@@ -298,7 +298,7 @@ class Session(BaseSession):
             await robot_io.wait_for_events()
             self._current_lifecycle()
 
-    def _require_robot_io(self) -> RobotIO:
+    def require_robot_io(self) -> RobotIO:
         """Return its live parts, for a caller that changes what it runs.
 
         Raises:

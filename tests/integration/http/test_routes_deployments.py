@@ -87,7 +87,7 @@ async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncItera
 @pytest.fixture(autouse=True)
 def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("service.rollout.webhooks.FOLDER_POLL_INTERVAL", 0.05)
-    look_at = webhooks._scan_followed
+    look_at = webhooks._read_file_states
     LOOKS.clear()
 
     def looked_at(folder: str) -> object:
@@ -95,7 +95,7 @@ def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         LOOKS.append(folder)
         return found
 
-    monkeypatch.setattr(webhooks, "_scan_followed", looked_at)
+    monkeypatch.setattr(webhooks, "_read_file_states", looked_at)
     # What a busy machine misses takes no policy back here; tests/integration/rollout/test_rollout.py has that.
     monkeypatch.setattr(
         "service.rollout.webhooks.ProbationSettings", partial(ProbationSettings, missed=1e3, starvations=1000)
