@@ -86,11 +86,11 @@ def _choose_action_steps(requirements: Requirements, new: NewSession, overlap: A
 def make_limits(
     table: JointTable, requirements: Requirements, new: NewSession, settings: SessionSettings
 ) -> MotionLimits:
-    """Return how far and how fast the joints of a session may be commanded.
+    """Return the motion limits of a session.
 
     Raises:
-        InvalidRequest: the request names a joint that is not there, the limits contradict each other, or the actions
-            cannot be limited, because they are no targets of the joints that are measured.
+        InvalidRequest: the request names an unknown joint, the limits contradict each other, or the actions cannot be
+            limited, because they are not targets of the measured joints.
     """
     if new.max_relative_target is not None and not requirements.controls_joints:
         raise InvalidRequest(
@@ -110,20 +110,11 @@ def make_limits(
 
 def find_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     """List everything of a request that does not fit this policy; joint names are checked by ``configure_control``."""
-    return [
-        *_type_mismatches(requirements, new),
-        *_camera_mismatches(requirements, new),
-        *_width_mismatches(requirements, new),
-    ]
-
-
-def _type_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
-    if new.policy_type == requirements.policy_type:
-        return []
-    return [
-        f"it is of type {requirements.policy_type!r}, the request says {new.policy_type!r}; "
-        f"send policy_type {requirements.policy_type!r}"
-    ]
+    mismatches = [*_camera_mismatches(requirements, new), *_width_mismatches(requirements, new)]
+    if new.policy_type == (expected := requirements.policy_type):
+        return mismatches
+    text = f"it is of type {expected!r}, the request says {new.policy_type!r}; send policy_type {expected!r}"
+    return [text, *mismatches]
 
 
 def _camera_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
@@ -177,16 +168,13 @@ def reserve_rate(
     degrade: bool,
     read_sizes: ReadFrameSizes,
 ) -> ControlConfig:
-    """Reserve inferences for a session, and return its control settings, slowed down where it allows that.
-
-    A chunk is asked for every ``action_steps`` actions; with ``degrade`` more of them are done of each chunk, as many
-    as it takes.
+    """Reserve inferences for a session; return its control settings, with more ``action_steps`` if ``degrade`` is set.
 
     Args:
-        read_sizes: sizes of the frames that come, which the promise follows.
+        read_sizes: returns the sizes of the frames that the session receives.
 
     Raises:
-        Overloaded: there is no time for it; with the figure.
+        Overloaded: the engine has no time for it.
     """
     per_second = config.action_rate / config.action_steps
     admission = engine.check_admission(loaded, per_second, read_sizes=read_sizes, holder=holder)
@@ -219,13 +207,13 @@ INSTRUCTION_FIELD = ("body", "language_instruction")
 
 
 async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None, prompt_cut: str) -> int:
-    """Let the policy encode an instruction outside of the loop and the device's thread: no chunk has to wait for that.
+    """Let the policy encode an instruction in a thread, so that no chunk waits for it.
 
     Returns:
-        how many tokens of its prompt the policy does not read.
+        The number of tokens of its prompt that the policy does not read.
 
     Raises:
-        InvalidRequest: it wants one, or cannot read this one.
+        InvalidRequest: the policy requires an instruction, or cannot read this one.
     """
     if (why := check_instruction(loaded.requirements, instruction)) is not None:
         raise InvalidRequest(why, INSTRUCTION_FIELD)

@@ -78,28 +78,23 @@ def reused_rooms(before: SessionRecord, now: SessionRecord) -> tuple[str, ...]:
     old, new = before.new, now.new
     if (old.transport_server_url, old.workspace_id) != (new.transport_server_url, new.workspace_id):
         return ()
-    return tuple(room for room in now.rooms().ids if room in before.made)
+    return tuple(room for room in new.rooms().ids if room in before.made)
 
 
 def make_orphan(record: SessionRecord) -> Orphan | None:
-    """Return the rooms that this server made for a session, which are to be removed; None when it made none."""
+    """Return the rooms that this server made for a session, to be removed; None when it made none."""
     if not record.made:
         return None
-    cameras = set(record.rooms().cameras.values())
+    rooms = record.new.rooms()
+    cameras = set(rooms.cameras.values())
     return Orphan(
         id=uuid4().hex,
         url=record.new.transport_server_url,
-        workspace_id=record.rooms().workspace_id,
+        workspace_id=rooms.workspace_id,
         rooms=record.made,
         cameras=tuple(room for room in record.made if room in cameras),
         claim=record.claim,
     )
-
-
-def make_orphan_of_unused(before: SessionRecord, now: SessionRecord) -> Orphan | None:
-    """Return the rooms of a replaced session that the new one does not use; None when there are none."""
-    used = reused_rooms(before, now)
-    return make_orphan(replace(before, made=tuple(room for room in before.made if room not in used)))
 
 
 logger = logging.getLogger(__name__)
@@ -143,15 +138,13 @@ class SessionJournal:
         return list(listed)
 
     def begin(self, record: SessionRecord, before: SessionRecord | None) -> tuple[RecordWriter, Orphan | None]:
-        """Begin the record of a session, in place of an earlier one or of none.
-
-        Returns:
-            What keeps its record, and the rooms of the one before that it does not use.
-        """
-        # In one transaction with the record that takes the place of the one that knew of these rooms.
-        orphan = None if before is None else make_orphan_of_unused(before, record)
+        """Begin the record of a session; return its writer, and the rooms of ``before`` that it does not use."""
+        orphan = None
+        if before is not None:
+            used = reused_rooms(before, record)
+            orphan = make_orphan(replace(before, made=tuple(room for room in before.made if room not in used)))
         if orphan is not None:
-            self._records.add_orphan(orphan)
+            self._records.add_orphan(orphan)  # in one transaction with the new record
         writer = self._writers[record.new.session_id] = RecordWriter(self._records, record)
         return writer, orphan
 
@@ -247,10 +240,9 @@ MAX_TRIES = 5
 
 
 class OrphanCleaner:
-    """Removes orphaned rooms in the background; what it cannot remove is tried at the next start.
+    """Removes empty rooms of deleted or replaced sessions in the background; failures are tried at the next start.
 
-    Only rooms of sessions that are to be gone (deleted, or replaced by one with other rooms) come here. Those of an
-    interrupted one stay: its robot may wait in them for the restart. And a room that anybody is in is left alone.
+    Rooms of an interrupted session stay, because its robot may wait in them for the restart.
     """
 
     def __init__(self, transport: Transport, records: SessionRecords):

@@ -13,7 +13,6 @@ from service.errors import NotKept
 from service.sessions.base_session import new_claim
 from service.sessions.request import NewSession
 from service.stage import Stage
-from service.transport.link import Rooms
 
 # Ids that are remembered, at most.
 MAX_LATCHES = 10_000
@@ -27,22 +26,21 @@ class Latch:
     owner: str | None
 
 
-# Of one record; a record of a newer one is listed and can be deleted, and what it says is never dropped or guessed.
+# Version of a record. Records of a newer version are listed and can be deleted; their unknown fields are kept.
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session as it is written down. Times are seconds since 1970, for showing only.
+    """A session in the database. Times are seconds since 1970, for display only.
 
     Attributes:
-        new: what was asked for, with the workspace that its rooms are in.
-        stage, reason: where it stood and why.
-        is_ready: whether it ever was, so that somebody was told that it is there.
-        made: ids of its rooms that this server made, or was about to make.
-        is_shut_down: whether its server ended in order after that.
-        claim: by which the server of its rooms knows what the session itself sends, and whose they are.
-        more, wishes: what a newer version wrote, of the record and of what was asked for.
+        new: the request, with the workspace of its rooms.
+        is_ready: whether the session was ready once, so that a client knows it.
+        made: ids of the rooms that this server made, or was about to make.
+        is_shut_down: whether its server ended in order.
+        claim: secret by which the server of its rooms recognizes the session.
+        more, wishes: unknown fields of the record, and of the request, that a newer version wrote.
     """
 
     new: NewSession
@@ -60,12 +58,8 @@ class SessionRecord:
 
     @property
     def is_newer(self) -> bool:
-        """Whether a newer version wrote it, with something that this one does not know."""
+        """Whether a newer version wrote it, with unknown content."""
         return self.version > VERSION or bool(self.wishes)
-
-    def rooms(self) -> Rooms:
-        """Return its rooms, whoever made them; none for a session of a direct client."""
-        return self.new.rooms()
 
     def as_json(self) -> str:
         """Return the record as JSON text."""
@@ -76,10 +70,10 @@ class SessionRecord:
 
 
 def from_json(text: str) -> SessionRecord:
-    """Parse a record that ``as_json`` wrote, of whatever version.
+    """Parse a record that ``as_json`` of any version wrote.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a record.
     """
     try:
         document = json.loads(text)
@@ -150,16 +144,16 @@ class Database(Protocol):
 
 
 class SessionRecords:
-    """The session records of one server. Without a database nothing outlives the process, and latches only a deletion.
+    """The session records of one server. Without a database, records and latches end with the process.
 
-    What is noted is written by the next transaction, and those that wait meanwhile share the one after that: a hundred
-    sessions that are stopped at once are one commit. What cannot be written stays noted and is tried again.
+    Changes that arrive during a transaction share the next one. Changes that cannot be written are kept and tried
+    again.
 
     Attributes:
-        interrupted: what the server before left, oldest first.
-        orphans: rooms that it did not get rid of.
-        latches: by session id; they outlive their sessions.
-        ended: sessions that went, until the database that several servers share has been told.
+        interrupted: sessions that an earlier process left, oldest first.
+        orphans: rooms that an earlier process did not remove.
+        latches: emergency stops by session id; they outlive their sessions.
+        ended: time of the end by session id, until the shared database has received it.
         trouble: why nothing can be written now, or None.
     """
 
@@ -169,11 +163,8 @@ class SessionRecords:
         """Read all records.
 
         Args:
-            write_errors: what the database raises when it cannot write.
-            is_shared: whether other servers are told of all that happens, so that ends have to be remembered.
-
-        Raises:
-            broken: it cannot be read.
+            write_errors: error of the database when it cannot write.
+            is_shared: whether ended sessions are remembered for other servers.
         """
         self.interrupted: Sequence[SessionRecord] = ()
         self.orphans: Sequence[Orphan] = ()

@@ -1,7 +1,7 @@
 """Authority over the robots of this server's rooms: who may command one, checked before a command leaves.
 
-The guard brings every command of a policy inside its limits long before this; what is wrong here is wrong because
-something else failed, so nothing is brought inside any more: it does not leave, is counted, and is logged.
+The guard has already limited every command of a policy. A command that is outside of the limits here is the result of
+another failure, so that it is refused, counted and logged.
 """
 
 import logging
@@ -27,9 +27,8 @@ ROBOT_TAKEN = "robot_taken"
 class RoomAuthority:
     """Finds the commander of every output room; called by the room table.
 
-    A room is a session's by its name and workspace, from when the session is listed until it is gone: while its policy
-    loads, while its link is being made again, while it is stopped, and while it is interrupted, as its server ended.
-    Its latch closes the room beyond that, until somebody resets it.
+    A room belongs to a session by its name and workspace as long as the session is listed, in every stage. A latched
+    emergency stop closes the room until its reset, even if the session is gone.
     """
 
     def __init__(self, sessions: Callable[[], Sessions | None]):
@@ -51,7 +50,7 @@ class RoomAuthority:
         new = session.new
         if new.workspace_id != place.workspace or new.is_direct or _has_other_owner(owner, new.owner):
             return None
-        # One that failed before it was in its rooms never commanded anybody.
+        # A session that failed before it joined its rooms never commanded the robot.
         if session.stage is Stage.ERROR and session.robot_io is None and session.latch is None:
             return None
         return SessionCommander(session, self._log_rarely)

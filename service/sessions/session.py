@@ -70,15 +70,10 @@ logger = logging.getLogger(__name__)
 
 
 class Session(BaseSession):
-    """One robot's running session.
+    """One robot's running session. `robot_io` is None before its rooms are joined.
 
     Attributes:
-        progress: what it is doing while it initializes.
-        rooms: its rooms, or None before they are made and after they are left.
-        policies: those it holds.
-        stops: how often somebody stopped it. Whoever controls its robot from outside has to begin anew after each.
-
-    Further attributes as of `BaseSession`; `robot_io` is None before the rooms are joined.
+        stops: how often it was stopped; a client that controls the robot itself starts again after each stop.
     """
 
     def __init__(
@@ -98,10 +93,10 @@ class Session(BaseSession):
         """Create the session and begin to load its policy.
 
         Args:
-            leases: of all sessions of this process: no other one may command the same robot.
-            made: knows which rooms are this server's from before, and records those it makes now.
-            latch: an emergency stop of this id that nobody has reset yet: it is stopped when it is ready.
-            claim: what it says to the server of its rooms; a new one when None.
+            leases: leases of all sessions of this process; only one session commands a robot.
+            made: records the rooms that this server makes.
+            latch: text of an emergency stop of this id that has not been reset; the session starts stopped.
+            claim: secret for the server of its rooms; None for a new one.
         """
         super().__init__(new, latch, claim)
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
@@ -163,11 +158,10 @@ class Session(BaseSession):
         self._move(Move.STOP)
 
     async def adjust(self, changes: Mapping[str, object]) -> None:
-        """Change how chunks are joined or requested, the instruction, or whether any unit is accepted.
+        """Change fields of the session's request.
 
         Args:
-            changes: fields of the session's request: overlap, temporal_ensemble_coeff, ask_ahead, action_steps,
-                language_instruction, accept_units.
+            changes: name to value of fields in `service.sessions.request.ADJUSTABLE`.
 
         Raises:
             InvalidRequest: this policy cannot do that; nothing has changed.
@@ -192,7 +186,7 @@ class Session(BaseSession):
         logger.info("session %s: overlap %s, %d actions of a chunk", self.id, config.overlap.name, config.action_steps)
 
     async def instruct(self, instruction: str) -> None:
-        """Change the instruction from the next chunk on, as whoever controls the robot says.
+        """Change the instruction from the next chunk on.
 
         Raises:
             InvalidRequest: the policy cannot read it; nothing has changed.
@@ -208,7 +202,7 @@ class Session(BaseSession):
         self.new = replace(self.new, language_instruction=instruction)
 
     def describe_overlap(self) -> dict[str, object]:
-        """Return how it joins chunks and when it asks for them; JSON-ready."""
+        """Return how it joins chunks and when it requests them; JSON-ready."""
         return describe_overlap(self.require_robot_io())
 
     def emergency_stop(self, reason: str) -> None:
@@ -219,12 +213,12 @@ class Session(BaseSession):
         self._apply_event(ControlEvent(Move.EMERGENCY_STOP, reason))
 
     def reset(self) -> None:
-        """Reset the latch of an emergency stop; nothing moves by it."""
+        """Reset the latch of an emergency stop; the robot stays stopped."""
         self._current_lifecycle().move(Move.RESET)
         self._announce_latch()
 
     def _announce_latch(self) -> None:
-        """Announce the latch in the room of the commands, also to those who join while it lasts."""
+        """Announce the latch in the room of the commands."""
         if self.robot_io is not None:
             self.robot_io.announce_latch(self.latch)
 

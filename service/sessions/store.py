@@ -37,10 +37,10 @@ MAX_INTERRUPTED = 4
 
 
 class Sessions:
-    """All sessions of one process. It owns the engine and the records from here on: ``close`` ends them too.
+    """All sessions of one process. It owns the engine and the records: ``close`` ends them too.
 
-    Whatever is asked of it is on the disk before it returns, robots are stopped before that is waited for. When it
-    cannot be written, no session is made, and everything else is done and said by ``caveat``.
+    A method returns when its change is on the disk; robots are stopped before. If the disk fails, no session is made,
+    and all other changes take effect with a warning (``get_warning``).
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Sessions:
         check_request: CheckRequest | None = None,
         records: SessionRecords | None = None,
     ):
-        """List sessions that an earlier process left as interrupted.
+        """List sessions of an earlier process as interrupted.
 
         Args:
-            publish: hears of every session what ``service.sessions.session.EVENTS`` lists, and when one is gone.
-            check_request: refuses what this server never does (``service.sessions.request``), before anything is done.
-            records: nothing outlives the process without.
+            publish: receives the events of ``service.sessions.session.EVENTS``, and ``session.deleted``.
+            check_request: refuses requests that this server does not allow.
+            records: records of sessions; None keeps them in memory.
         """
         self.engine = engine
         engine.has_running_robot = self.has_running_robot
@@ -83,18 +83,18 @@ class Sessions:
         return InterruptedSession(record, self.engine, self._load, self._journal.describe_latch(record.new), failure)
 
     async def create(self, new: NewSession) -> Session:
-        """Make a session and wait until it is ready; it takes the place of a failed or interrupted one of its owner.
+        """Make a session and wait until it is ready; it replaces a failed or interrupted session of its owner.
 
-        Cancelling this only ends the waiting: the session goes on and is listed.
+        Cancellation only ends the waiting.
 
         Raises:
             InvalidRequest: a field cannot be used.
             SessionExists: the id is taken.
-            RoomsTaken: one of its rooms would be another session's, too.
+            RoomsTaken: another session uses one of its rooms.
             TooManySessions: there are as many as the settings allow.
-            NotKept: it cannot be written down; no room was made.
+            NotKept: its record cannot be written; no room was made.
             PolicyError: the policy cannot be loaded or does not fit; no room was made.
-            TransportError: the rooms cannot be made or joined; those made were removed.
+            TransportError: the rooms cannot be made or joined.
         """
         self.settings.check(new)
         if self._check_request is not None:
@@ -116,7 +116,7 @@ class Sessions:
         of_before = () if before is None else reused_rooms(before.record, record)
         self._sessions.pop(new.session_id, None)
         self._forget_old_failures()
-        return await self._start_session(replace(record, made=record.rooms().ids if is_ours else of_before), before)
+        return await self._start_session(replace(record, made=record.new.rooms().ids if is_ours else of_before), before)
 
     async def _restart_interrupted(self, before: InterruptedSession) -> Session:
         before.check_restart()
@@ -138,11 +138,11 @@ class Sessions:
             raise TooManySessions(f"{living} sessions, and no more are allowed; delete one first")
 
     def _check_rooms(self, new: NewSession) -> None:
-        """Refuse a session with a room of another session: both policies would look through one camera.
+        """Refuse a session with a room of another session, because both policies would use one camera.
 
-        Room ids join two names with a hyphen, which both names may contain: ``arm-left`` with ``wrist``, ``arm`` with
-        ``left-wrist``. The URL is not compared, because one transport server may have several names. Nothing awaits
-        between this and the new session's place in the list, so of two requests at once the second is refused.
+        Room ids join two names with a hyphen, which both names may contain. The URL is not compared, because one
+        transport server may have several names. No await follows before the new session is listed, so that the second
+        of two simultaneous requests is refused.
         """
         paths = new.room_paths()
         for other in self._sessions.values():
