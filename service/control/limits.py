@@ -269,34 +269,30 @@ def _read_text(path: Path) -> str:
 
 _ROUNDING = 1e-6
 
-# Ranges per second that a joint may be commanded when nobody says how fast it is: what it limits is jumps, never normal
-# motion. The demo's policy asks for 0.4 at most (its jaw: 1.8, more than 2.5 at a seam of two chunks); the servos of an
-# SO-100 reach about 1.25.
-DEFAULT_VELOCITY = 4.0
-# A range that is only what a policy's data happened to cover is often a small part of the joint's own.
-DEFAULT_DATA_VELOCITY = 5.0
-# How far a policy may go beyond its data: of that joint's span, and of the widest joint's, for one that hardly moved.
+# Largest speed in ranges per second of a joint without a known speed. It limits jumps, not normal motion: the demo's
+# policy reaches 0.4 (its jaw 1.8, and 2.5 between chunks), the servos of an SO-100 about 1.25. The range of a policy's
+# data is often a small part of the joint's range, so that its factor is larger.
+DEFAULT_VELOCITY, DEFAULT_DATA_VELOCITY = 4.0, 5.0
+# How far a policy may go beyond its data, as a part of the joint's span, and at least of the widest joint's span.
 DATA_MARGIN, MIN_DATA_MARGIN = 0.25, 0.05
-# What a refusing guard still brings in: networks end a little beyond the range that they were trained in.
+# Part of the range by which an action may overshoot before a refusing guard refuses it; it is clamped.
 REFUSAL_SLACK = 0.05
 
 
 @dataclass(frozen=True)
 class MotionLimits:
-    """Motion limits of one session; arrays are (a,) float64 in the joint's own unit and seconds, infinite where nobody
-    knows.
+    """Motion limits of one session; arrays are (a,) float64 in the joint's unit and seconds, infinite where unknown.
 
     Attributes:
         names: wire names of the joints.
         low, high: position.
         step: largest change of a command from one tick to the next, LeRobot's ``max_relative_target``.
         velocity, acceleration, jerk: largest first, second and third derivative of the commanded positions.
-        mode: whether what leaves them is brought inside, or refused whole.
-        origin: joint to where its limits came from, the most trusted first; ``none`` where nobody says anything.
+        mode: whether a chunk outside of the limits is clamped, or refused.
+        origin: joint to the sources of its limits, the most trusted first; ``none`` without a source.
         unmatched: joints of the limits file that the session does not have.
-        believable: (2, a) the lowest and highest value that a working policy may ask for, inside the limits or not.
-            Further out than a joint's own range is wide, the policy is broken, or counts in another unit: going to the
-            end of the range at limited speed would be no answer to that. None where no range is known.
+        believable: (2, a) lowest and highest value of a working policy, one range beyond the joint's own range. A
+            chunk outside of it is refused in every mode: the policy is broken, or uses another unit.
     """
 
     names: tuple[str, ...]
@@ -406,10 +402,11 @@ def _combine_limits(
     joint: Joint,
     requested: float | None,
     setting: float | None,
-    filed: tuple[FileLimits, str] | None,
+    filed: FileLimits | None,
     data: tuple[float, float] | None,
 ) -> tuple[tuple[float, ...], list[str]]:
-    limits, file = filed or (FileLimits(), "")
+    limits = filed or FileLimits()
+    file = limits.origin
     steps = {"request": requested, "settings": setting, file: limits.step}
     given = {source: step for source, step in steps.items() if step is not None}
     step = min(given.values(), default=math.inf)
@@ -474,10 +471,8 @@ def _check_step(step: float | None, what: str) -> None:
         raise InvalidRequest(f"{what}: found {step}; wanted a finite number above 0", ("body", "max_relative_target"))
 
 
-def _match_file(
-    file: LimitsFile | None, joints: Sequence[Joint]
-) -> tuple[list[tuple[FileLimits, str] | None], list[str]]:
-    matched: list[tuple[FileLimits, str] | None] = [None] * len(joints)
+def _match_file(file: LimitsFile | None, joints: Sequence[Joint]) -> tuple[list[FileLimits | None], list[str]]:
+    matched: list[FileLimits | None] = [None] * len(joints)
     unmatched = []
     for name, limits in (file.joints if file else {}).items():
         index = _find_joint(name, joints)
@@ -485,11 +480,11 @@ def _match_file(
             unmatched.append(name)
             continue
         if matched[index] is not None:
-            assert file is not None
             raise InvalidRequest(
-                f"limits file {file.name!r}: joint {joints[index].name!r} is there twice, under two names; wanted once"
+                f"limits file {limits.origin!r}: joint {joints[index].name!r} is there twice, under two names; "
+                "wanted once"
             )
-        matched[index] = (limits, limits.origin)
+        matched[index] = limits
     return matched, sorted(unmatched)
 
 
