@@ -27,10 +27,8 @@ class RecordingEntry:
     Attributes:
         session_id: None when the file cannot be read.
         at: when it began, seconds since 1970.
-        state: how it ended, see ``service.recording.recorder``; ``interrupted`` when its server was killed,
-            ``unreadable``.
+        state: final state of its ``Recorder``, ``interrupted`` (its server was killed), or ``unreadable``.
         has_dataset: whether the folder of the same name is a finished dataset.
-        owner: whose key made the session.
     """
 
     name: str
