@@ -3,14 +3,16 @@
 import json
 import platform
 import secrets
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from sanic import Sanic
 
+import jaxmodels
 from hooks.addresses import describe_danger, unwrap_ipv4
 from hooks.database import Database
 from hooks.errors import StoreError
@@ -24,13 +26,14 @@ from service.api.pages import build_live_blueprint
 from service.api.websockets import build_streams_blueprint
 from service.auth.caller import Role
 from service.auth.guard import create_guard
+from service.control.limits import read_limits
 from service.dashboard.live import Live
-from service.engine_source import create_engine_source
+from service.engine_source import EngineSource, create_engine_source
 from service.http.bodies import install_errors
 from service.http.limits import CreateLimiter, Rates
 from service.http.origins import Origins, is_loopback
 from service.inference.engine import LoadPolicy
-from service.inference.model_server import LoadModel
+from service.inference.model_server import LoadModel, ModelServer
 from service.inference.policy_sources import (
     PolicyReader,
     ReadRequirements,
@@ -38,20 +41,24 @@ from service.inference.policy_sources import (
     make_model_loader,
     make_requirements_reader,
 )
-from service.lifespan import hold_robots_first, import_jax_early, register_lifespan
-from service.logging import RecentLogs
+from service.inference.progress import LoadDurations
+from service.logging import RecentLogs, capture_logs
 from service.loop_watchdog import LoopWatchdog
+from service.processes import pause_garbage_collection
+from service.recording.recordings import Recordings
 from service.reloading_file import FileUnusable
 from service.rollout.webhooks import Webhooks
 from service.sessions.records import SCHEMA, SessionRecords
-from service.sessions.request import RequestRules
+from service.sessions.request import CheckRequest, RequestRules
 from service.sessions.room_authority import RoomAuthority
+from service.sessions.store import Sessions, SessionSettings
 from service.setting_types import SettingsError
 from service.settings import Settings
 from service.shared_sessions import SharedDatabase
 from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
 from service.streaming.direct_transport import TransportByUrl
+from service.threads import call_in_thread
 from service.transport.address import AddressRules, Destinations
 from service.transport.client.room_keys import RoomKeys
 from service.transport.client.rooms_link import RoomsTransport
@@ -173,7 +180,6 @@ def create_app(
         load_model=load_model or make_model_loader(settings.policies),
         webhooks=webhooks,
         check_request=RequestRules(context.source_rules, destinations).check,
-        records=lambda: _open_records(settings.webhooks.state, is_shared=settings.cluster.database is not None),
     )
     # After the sessions: what is delivered again at the start may be about them.
     for blueprint in webhooks.build_blueprints():
@@ -233,10 +239,101 @@ def _build_documents(max_rate: float, max_cameras: int) -> Mapping[str, bytes]:
 
 
 @contextmanager
-def _open_records(state: str | None, *, is_shared: bool) -> Iterator[SessionRecords]:
-    folder = state_folder(state)
+def _open_records(settings: Settings) -> Iterator[SessionRecords]:
+    folder, is_shared = state_folder(settings.webhooks.state), settings.cluster.database is not None
     if folder is None:
         yield SessionRecords(is_shared=is_shared)
         return
     with lock_state_folder(folder):
         yield SessionRecords(Database(folder / "sessions.sqlite3", SCHEMA), StoreError, is_shared=is_shared)
+
+
+def session_settings(settings: Settings) -> SessionSettings:
+    """Return the settings of all sessions; raises LimitsError if the file of limits cannot be used."""
+    path = settings.safety.limits
+    file = None if path is None else read_limits(path)
+    return SessionSettings(settings.limits, settings.control, settings.safety, file)
+
+
+def register_lifespan(
+    app: App,
+    *,
+    source: EngineSource,
+    shared: SharedDatabase,
+    transport: Transport,
+    load: LoadPolicy,
+    load_model: LoadModel,
+    webhooks: Webhooks,
+    check_request: CheckRequest,
+) -> None:
+    """Register the listeners that open everything when the app starts, and close it in the opposite order."""
+    settings = app.ctx.settings
+    session_limits = session_settings(settings)
+    opened = AsyncExitStack()
+
+    @app.before_server_start
+    async def open_all(app: App) -> None:
+        opened.enter_context(capture_logs(app.ctx.logs))
+        app.ctx.started_at = time.monotonic()
+        folder = state_folder(settings.webhooks.state)
+        durations = None if folder is None else folder / "durations.json"
+        engine = await opened.enter_async_context(
+            source.open(LoadDurations(durations, app.ctx.metrics.record_preparation))
+        )
+        app.ctx.recordings = Recordings(
+            settings.recording, settings.webhooks.state, lambda session_id: app.ctx.sessions.get(session_id)
+        )
+        try:
+            app.ctx.sessions = Sessions(
+                transport=transport,
+                load=load,
+                engine=engine,
+                settings=session_limits,
+                publish=app.ctx.stream_clients.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.publish)),
+                check_request=shared.wrap_check(check_request),
+                records=opened.enter_context(_open_records(settings)),
+            )
+            await opened.enter_async_context(shared.open(lambda: app.ctx.sessions))
+            app.ctx.models = ModelServer(
+                engine,
+                settings.models,
+                answer_deadline=settings.limits.answer_deadline,
+                has_running_robot=app.ctx.sessions.has_running_robot,
+            )
+            await opened.enter_async_context(webhooks.open_publishing())
+            # Updates are closed first, so that none begins while the sessions end.
+            opened.push_async_callback(app.ctx.recordings.close)
+            opened.push_async_callback(app.ctx.sessions.close)
+            opened.push_async_callback(app.ctx.models.close)
+            app.ctx.updates = await opened.enter_async_context(webhooks.open_updates(app.ctx.sessions))
+            # A model that cannot be loaded stops the start.
+            for name, (path, revision) in settings.models.models.items():
+                await app.ctx.models.load(name, path, revision, load_model)
+        except BaseException:
+            await opened.aclose()
+            raise
+
+    @app.before_server_stop
+    async def close_all(app: App) -> None:
+        # Sanic does not cancel tasks: robots are held, and rooms are left here.
+        await opened.aclose()
+
+
+def hold_robots_first(app: App) -> None:
+    """Hold all robots before anything else is closed. Call it last: Sanic runs stop listeners in reverse."""
+
+    @app.before_server_stop
+    async def hold(app: App) -> None:
+        app.ctx.sessions.begin_close()
+
+
+def import_jax_early(app: App) -> None:
+    """Import JAX in a thread once the server answers; it takes seconds, and the first session waits less."""
+
+    @app.after_server_start
+    async def begin(app: App) -> None:
+        def load() -> None:
+            with pause_garbage_collection():
+                _ = jaxmodels.load_policy
+
+        app.ctx.jax_import = call_in_thread(load, "import-jax", niceness=5)
