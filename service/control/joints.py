@@ -14,7 +14,7 @@ from service.transport.link import JointValue
 # Policies compute in float32, so a value has to be finite in float32 too.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NUMBERS = (int, float, np.integer, np.floating)
-# A joint that is so much of its range outside of it is more likely reported in degrees, or in a motor's steps.
+# A joint that is further outside of its range than this share of it is probably reported in another unit.
 OUT_OF_RANGE_SHARE = 0.1
 # A joint that holds things, by whatever name: gripper.pos, Jaw, left_gripper, panda_finger_joint1.
 _GRIPPER = re.compile("gripper|jaw|finger", re.IGNORECASE)
@@ -80,8 +80,8 @@ class JointTable:
 
     Attributes:
         names: wire names.
-        ranges: lowest and highest values, (a,) float32 each; infinite for joints of which nobody knows.
-        grippers: (a,) bool: which joints hold things.
+        ranges: lowest and highest values, (a,) float32 each; infinite if unknown.
+        grippers: (a,) bool: which joints are grippers.
     """
 
     def __init__(self, joints: Sequence[Joint]):
@@ -172,13 +172,12 @@ def create_joint_table(
 ) -> JointTable:
     """Create the joint table of a policy with actions of this width.
 
-    Names come from the checkpoint, else from the request. Joints of an SO-100 get its wire names and ranges whichever
-    way they are written (``shoulder_pan``, ``shoulder_pan.pos``, ``main_shoulder_pan``, ``Rotation``); others are
-    unbounded unless ``ranges`` names them.
+    Names come from the checkpoint, else from the request. Joints of an SO-100 in any spelling (``shoulder_pan``,
+    ``shoulder_pan.pos``, ``main_shoulder_pan``, ``Rotation``) get its wire names and ranges; other joints are unbounded
+    unless ``ranges`` names them.
 
     Args:
-        is_positional: whether no joint is looked up by its name. Then actions without names are ``action_1``,
-            ``action_2``, ..., and their ranges are not known.
+        is_positional: whether unnamed joints are allowed, as ``action_1``, ``action_2``, ..., without ranges.
 
     Raises:
         InvalidRequest: the requested names do not fit the policy, or nothing names its joints.
@@ -228,9 +227,7 @@ def _to_wire_name(name: str) -> str:
 
 
 def strip_feature_name(name: str) -> str:
-    """Strip LeRobot's additions from a joint's name: ``shoulder_pan.pos``, in its older datasets
-    ``main_shoulder_pan``.
-    """
+    """Strip LeRobot's additions from a joint's name: ``shoulder_pan.pos``, ``main_shoulder_pan`` (older datasets)."""
     return name.removesuffix(".pos").removeprefix("main_")
 
 

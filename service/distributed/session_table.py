@@ -1,8 +1,7 @@
-"""Table of all servers' sessions in PostgreSQL: owner, heartbeat, latch, and what an adoption needs.
+"""Table of all servers' sessions in PostgreSQL: owner, heartbeat, latch, and the data for an adoption.
 
-Each server is the one source of what its sessions do, keeps them on its own disk, and writes them here again and again;
-only whose an id is, is decided here. Every function is one transaction; rows are locked in one order, servers before
-sessions, so that no two wait for each other.
+Each server keeps its sessions on its own disk and publishes them here; this table only decides who owns an id. Every
+function is one transaction. Servers are locked before sessions, so that there are no deadlocks.
 """
 
 import json
@@ -18,16 +17,14 @@ from service.sessions.request import NewSession, describe_shared_room
 
 logger = logging.getLogger(__name__)
 
-# Seconds without a heartbeat of a server after which its sessions are interrupted; after which an id that was claimed,
-# and that its server does not publish, is free again; after which a server that left no session is forgotten. All on
-# the database's clock.
+# Seconds, on the database's clock, without a heartbeat until a server's sessions are interrupted; until a claimed but
+# unpublished id is free again; until a server without sessions is forgotten.
 LEASE = 3.0
 CLAIM_TIMEOUT = 10.0
 FORGET_AFTER = 3600.0
 
 PREFIX = "robojax_"
-# One text for all of a session that is not searched by: texts as JSON has them, for clients name things as they like,
-# and PostgreSQL keeps no NUL.
+# Columns that are not searched hold JSON, because PostgreSQL keeps no NUL.
 SCHEMA = (
     """
 CREATE TABLE robojax_fronts (

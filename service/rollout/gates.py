@@ -20,9 +20,9 @@ class Verdict:
     """Result of checking a policy.
 
     Attributes:
-        reason: None when nothing speaks against it, else a stable code, e.g. ``not_finite``.
+        reason: stable code of a failure (``not_finite``), or None.
         text: for people.
-        figures: what was measured, JSON-ready.
+        figures: measurements, JSON-ready.
     """
 
     reason: str | None = None
@@ -35,9 +35,9 @@ class GateLimits:
     """Limits of the gates.
 
     Attributes:
-        difference: how far an action may be from what the running policy would do, as a part of its joint's range.
-        margin: how far an action may be outside its joint's range (where it would be clamped), likewise.
-        slow: how much of the time that a chunk is executed in an inference may take.
+        difference: largest difference from the running policy's action, as a part of the joint's range.
+        margin: how far an action may be outside its joint's range, as a part of it.
+        slow: part of a chunk's execution time that an inference may take.
     """
 
     difference: float = 0.25
@@ -51,11 +51,11 @@ class Trial:
 
     Attributes:
         chunks: (t, a) each.
-        references: what the running policy answered to the same observations; None where that is not known.
-        seconds: how long each inference took.
-        executed: actions of a chunk that are done before the next one takes over.
-        budget: seconds in which those are done.
-        usual: seconds that the running policy's inferences take, or None.
+        references: the running policy's chunks for the same observations, or None.
+        seconds: duration of each inference.
+        executed: actions of a chunk that are executed before the next one takes over.
+        budget: seconds for their execution.
+        usual: seconds of the running policy's inferences, or None.
     """
 
     chunks: Sequence[np.ndarray]

@@ -101,16 +101,12 @@ logger = logging.getLogger(__name__)
 
 
 class SharedSessions(Protocol):
-    """Interface of the database in which servers publish their sessions (`service.distributed.peers`).
-
-    Attributes:
-        trouble: why it cannot be told anything now, or None.
-    """
+    """Shared database of sessions (`service.distributed.peers`); ``trouble`` is why it is unavailable, or None."""
 
     trouble: str | None
 
     async def publish(self) -> None:
-        """Return when all changes until now are published, or cannot be; never raises."""
+        """Publish all changes, or fail without an error."""
         ...
 
 
@@ -118,8 +114,8 @@ class SessionJournal:
     """Journal of all sessions; only `try_flush` waits, for the disk and the shared database.
 
     Attributes:
-        shared: other servers, to which changes are published before they are acknowledged; None without such servers.
-        is_closing: whether the server is about to end, so that waits for the disk are short.
+        shared: receives changes before they are acknowledged; None without other servers.
+        is_closing: whether the server ends, so that waits for the disk are short.
     """
 
     def __init__(self, records: SessionRecords):
@@ -205,11 +201,11 @@ class SessionJournal:
             writer.update(session)
 
     def describe_latch(self, new: NewSession) -> str | None:
-        """Return the text of an emergency stop that waits for its reset, as the session's owner may read it."""
+        """Return the text of a latched emergency stop of this id; another owner's text is not shown."""
         latch = self._records.latches.get(new.session_id)
         if latch is None or latch.owner == new.owner:
             return latch.reason if latch else None
-        return "an emergency stop of a session of this id"  # whose it was, and why, is not this one's business
+        return "an emergency stop of a session of this id"
 
     def get_warning(self) -> Mapping[str, str]:
         """Return the warning that answers carry while something is not written down; empty when all is."""

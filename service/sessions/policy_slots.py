@@ -16,12 +16,7 @@ from service.sessions.request import NewSession
 
 @dataclass(frozen=True)
 class HeldPolicy:
-    """A policy that a session keeps in memory.
-
-    Attributes:
-        commit: what its files are called, or None when nobody knows.
-        stack: gives it back to the engine when closed.
-    """
+    """A policy in memory, its commit (None if unknown), and the stack that returns it to the engine when closed."""
 
     loaded: LoadedPolicy
     commit: str | None
@@ -29,12 +24,7 @@ class HeldPolicy:
 
 
 class PolicySlots:
-    """Up to three policies with the same requirements, and the swaps between them.
-
-    Attributes:
-        running, previous, staged: None where there is none.
-        changes: how often another one took over.
-    """
+    """Up to three policies with the same requirements, and the swaps between them; ``changes`` counts the swaps."""
 
     def __init__(
         self,
@@ -47,8 +37,8 @@ class PolicySlots:
         """Start with empty slots.
 
         Args:
-            robot_io: gives what controls the robot; raises MoveRefused while the session runs no policy.
-            on_swap: told of each that takes over from another.
+            robot_io: returns the session's robot; raises MoveRefused while the session runs no policy.
+            on_swap: called with each policy that takes over from another.
         """
         self.running: HeldPolicy | None = None
         self.previous: HeldPolicy | None = None
@@ -220,11 +210,7 @@ class PolicySlots:
 
 
 class RenameRefused(PolicyError):
-    """A session's names of cameras do not fit its policy.
-
-    Attributes:
-        loc: where they stand in the request.
-    """
+    """A session's names of cameras do not fit its policy; ``loc`` is their place in the request."""
 
     loc = ("body", "rename")
 

@@ -115,13 +115,13 @@ RETRY_DELAY = 1.0
 
 @dataclass(frozen=True)
 class Orphan:
-    """Rooms of a deleted session, until they are known to be removed.
+    """Rooms of a deleted session, until they are removed.
 
     Attributes:
-        rooms: their ids; video rooms and joint rooms have no id in common.
-        cameras: which of them are video rooms.
-        tries: starts of a server that did not get rid of them.
-        claim: by which the server of the rooms knows whose they are (see `SessionRecord`).
+        rooms: ids of all its rooms.
+        cameras: ids of its video rooms.
+        tries: number of failed removals.
+        claim: see `SessionRecord`.
     """
 
     id: str
@@ -134,9 +134,7 @@ class Orphan:
 
 
 class Database(Protocol):
-    """Interface of a database that runs transactions on its own thread; each is on the disk when ``run`` returns, or
-    undone.
-    """
+    """Database that runs transactions on its own thread; each is on the disk when ``run`` returns, or undone."""
 
     def run_blocking(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
     async def run(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
@@ -225,11 +223,7 @@ class SessionRecords:
         self._note("orphans", orphan.id, None)
 
     async def flush(self, timeout: float = WRITE_TIMEOUT) -> None:
-        """Wait until all changes until now are on the disk, for at most ``timeout`` seconds.
-
-        Raises:
-            NotKept: it is not, and why. It is still tried.
-        """
+        """Wait until all changes are on the disk, for at most ``timeout`` seconds; else raise NotKept."""
         if self._database is None or self._written_count == self._noted_count:
             return
         written = asyncio.get_running_loop().create_future()
