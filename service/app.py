@@ -66,32 +66,17 @@ from service.transport.link import Transport
 from service.transport.server.app import TransportSettings, add_transport
 
 
-def create_destinations(app: App, rules: AddressRules) -> Destinations:
-    """Create the rules for which transport servers sessions may be sent to, from `transport_hosts`.
-
-    Raises:
-        SettingsError: one that is named cannot be meant.
-    """
+def _create_destinations(app: App) -> Destinations:
+    """Create the rules of `transport_hosts`; raises SettingsError if one of them cannot be used."""
+    rules = AddressRules(describe_danger, unwrap_ipv4, resolve_host, PinnedResolver)
     try:
         return Destinations(app.ctx.settings.transport.transport_hosts, rules, lambda: app.config.get("OWN_PORT"))
     except ValueError as error:
         raise SettingsError(f"transport_hosts: {error}") from error
 
 
-def create_rooms_transport(app: App, destinations: Destinations | None) -> RoomsTransport:
-    """Create the transport that reaches rooms over the RobotHub wire.
-
-    Raises:
-        SettingsError: the file of keys for other transport servers cannot be used.
-    """
-    return RoomsTransport(
-        ice_servers=app.ctx.settings.transport.ice_servers,
-        destinations=destinations,
-        credentials=_create_room_keys(app),
-    )
-
-
-def _create_room_keys(app: App) -> RoomKeys:
+def _create_rooms_transport(app: App, destinations: Destinations | None) -> RoomsTransport:
+    """Create the transport over the RobotHub wire; raises SettingsError if the file of room keys cannot be used."""
     settings, named = app.ctx.settings, app.ctx.settings.access.transport_key_file
     keys = RoomKeys(
         app.ctx.guard.admissions.own,
@@ -104,7 +89,8 @@ def _create_room_keys(app: App) -> RoomKeys:
         keys.check()
     except FileUnusable as error:
         raise SettingsError(f"transport_key_file: {error}") from error
-    return keys
+    ice_servers = settings.transport.ice_servers
+    return RoomsTransport(ice_servers=ice_servers, destinations=destinations, credentials=keys)
 
 
 def read_versions() -> dict[str, str]:
@@ -141,10 +127,9 @@ def create_app(
     """Create the Sanic app with all routes; nothing runs before it is served.
 
     Args:
-        transport: how sessions reach their rooms; the RobotHub wire when None.
-        load: how policies are loaded; from folders and the Hub with JAX when None.
-        load_model: how the models of the settings are loaded; likewise when None.
-        read_requirements: how it is found out what a policy needs before it is loaded; likewise when None.
+        transport: connects sessions to their rooms; None for the RobotHub wire.
+        load, load_model: load policies, and the models of the settings; None for folders and the Hub with JAX.
+        read_requirements: reads the requirements of a policy before it is loaded; None for the same.
     """
     settings = settings or Settings()
     rooms = TransportSettings(origins=settings.server.origins, is_odd=settings.transport.transport_oddities)
@@ -169,13 +154,15 @@ def create_app(
     if webhooks.registry is not None:
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
         app.blueprint(webhooks.registry.blueprint())
-    rules = AddressRules(describe_danger, unwrap_ipv4, resolve_host, PinnedResolver)
-    destinations = None if transport else create_destinations(app, rules)
+    destinations = None if transport else _create_destinations(app)
+    rooms_transport = transport or _create_rooms_transport(app, destinations)
     register_lifespan(
         app,
         source=source,
         shared=shared,
-        transport=TransportByUrl(context.stream_clients.direct, transport or create_rooms_transport(app, destinations)),
+        transport=TransportByUrl(
+            context.stream_clients.direct, transport or _create_rooms_transport(app, destinations)
+        ),
         load=context.source_rules.guard_loader(webhooks.identify_commits(load or source.load)),
         load_model=load_model or make_model_loader(settings.policies),
         webhooks=webhooks,
@@ -293,7 +280,7 @@ def register_lifespan(
                 check_request=shared.wrap_check(check_request),
                 records=opened.enter_context(_open_records(settings)),
             )
-            await opened.enter_async_context(shared.open(lambda: app.ctx.sessions))
+            await opened.enter_async_context(shared.open(app.ctx.sessions))
             app.ctx.models = ModelServer(
                 engine,
                 settings.models,

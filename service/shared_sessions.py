@@ -1,8 +1,8 @@
 """Sessions shared by servers of one `--database`: claims, redirects, adoption, tied to the app."""
 
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from yarl import URL
 
@@ -50,17 +50,17 @@ class SharedDatabase:
 
         return check_and_claim
 
-    def open(self, sessions: Callable[[], Sessions]) -> AbstractAsyncContextManager[None]:
-        """Show these sessions to the other servers until the context ends, after their robots are held.
+    @asynccontextmanager
+    async def open(self, sessions: Sessions) -> AsyncIterator[None]:
+        """Publish these sessions to the other servers until the context ends, after their robots are held.
 
         Raises:
             NoDatabase: the database cannot be used, or does not answer.
             FrontNameTaken: another server has the name of this one.
         """
-        return self._open(sessions()) if self.is_configured else nullcontext()
-
-    @asynccontextmanager
-    async def _open(self, sessions: Sessions) -> AsyncIterator[None]:
+        if not self.is_configured:
+            yield
+            return
         from service.distributed import session_table
         from service.distributed.peers import START_TIMEOUT, PeerSessions
         from service.distributed.postgres import DatabaseUnavailable, DatabaseUnusable, Postgres

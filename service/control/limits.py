@@ -28,11 +28,11 @@ class LimitsError(ValueError):
 
 @dataclass(frozen=True)
 class FileLimits:
-    """Limits that a file gives for one joint, in the joint's unit on the wire and seconds; None where it gives none.
+    """Limits of one joint in a file, in the joint's unit on the wire and seconds; None where it gives none.
 
     Attributes:
         origin: name of the file.
-        is_unscaled_urdf: whether its range is a URDF's, as it stands there.
+        is_unscaled_urdf: whether the range is a URDF's without a scale.
     """
 
     low: float | None = None
@@ -45,19 +45,8 @@ class FileLimits:
     is_unscaled_urdf: bool = False
 
 
-@dataclass(frozen=True)
-class LimitsFile:
-    """Content of a limits file.
-
-    Attributes:
-        name: of the file, without its folder.
-        joints: joint name to what it says of it.
-    """
-
-    name: str
-    joints: Mapping[str, FileLimits] = field(default_factory=dict)
-
-
+# Content of a limits file: joint name to its limits.
+LimitsFile = Mapping[str, FileLimits]
 _LIMIT_KEYS = tuple(each.name for each in fields(FileLimits) if each.name not in ("origin", "is_unscaled_urdf"))
 _URDF_KEYS = ("urdf", "scale", "offset")
 
@@ -193,7 +182,7 @@ def _check_file(path: Path, joints: Mapping[str, FileLimits], wrong: list[str]) 
         wrong.append("found no joint; wanted [joints.NAME] tables with low, high, step, velocity, acceleration or jerk")
     if wrong:
         raise LimitsError(f"limits file {path.name!r}: " + "; ".join(wrong))
-    return LimitsFile(path.name, dict(joints))
+    return dict(joints)
 
 
 def _read_urdf(path: Path) -> dict[str, dict[str, float]]:
@@ -327,12 +316,12 @@ class MotionLimits:
 
     @property
     def unlimited(self) -> list[str]:
-        """Joints whose position or whose speed nobody limits."""
+        """Joints without a limit of position, or of speed."""
         open_ended = ~(np.isfinite(self.high - self.low) & np.isfinite(np.minimum(self.step, self.velocity)))
         return [name for name, is_open in zip(self.names, open_ended, strict=True) if is_open]
 
     def as_json(self) -> dict[str, dict[str, object]]:
-        """Return joint to its limits, JSON-ready: None where nobody knows."""
+        """Return joint to its limits, JSON-ready; None if unknown."""
         kinds = ("low", "high", "step", "velocity", "acceleration", "jerk")
         columns = {kind: getattr(self, kind).tolist() for kind in kinds}
         limits: dict[str, dict[str, object]] = {}
@@ -353,9 +342,10 @@ def create_motion_limits(
     """Combine all limits of a session.
 
     Args:
-        file: the settings' file of limits, read.
-        requested: ``max_relative_target`` of the request, for all joints or by name; none goes above the settings'.
-        action_range: smallest and largest value (a,) of each joint in the data that the policy was trained on.
+        file: content of the settings' file of limits.
+        requested: ``max_relative_target`` of the request, for all joints or by name; the smaller of it and the settings
+            applies.
+        action_range: smallest and largest value (a,) of each joint in the policy's training data.
 
     Raises:
         InvalidRequest: a name that is no joint of the session, or sources that contradict each other.
@@ -474,7 +464,7 @@ def _check_step(step: float | None, what: str) -> None:
 def _match_file(file: LimitsFile | None, joints: Sequence[Joint]) -> tuple[list[FileLimits | None], list[str]]:
     matched: list[FileLimits | None] = [None] * len(joints)
     unmatched = []
-    for name, limits in (file.joints if file else {}).items():
+    for name, limits in (file or {}).items():
         index = _find_joint(name, joints)
         if index is None:
             unmatched.append(name)

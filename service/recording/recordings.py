@@ -33,10 +33,8 @@ INSTALL = "pip install -e '.[recording]'"
 Notify = Callable[[str, dict[str, object]], None]
 CanSee = Callable[[str | None], bool]
 DISK_STUCK = "the disk does not take what was recorded before; look at it, or restart the server"
-NOT_RECORDING: Mapping[str, object] = {
-    **{"state": OFF, "file": None, "seconds": 0.0, "bytes": 0, "dropped": 0},
-    "reason": None,
-}
+_FIGURES: Mapping[str, object] = {"file": None, "seconds": 0.0, "bytes": 0, "dropped": 0, "reason": None}
+NOT_RECORDING: Mapping[str, object] = {"state": OFF, **_FIGURES}
 # Largest number of ended recordings that a hanging disk keeps open, each with a thread and its unwritten frames.
 MAX_UNFINISHED = 8
 # Seconds to close a recording when the server ends.
