@@ -160,9 +160,7 @@ def create_app(
         app,
         source=source,
         shared=shared,
-        transport=TransportByUrl(
-            context.stream_clients.direct, transport or _create_rooms_transport(app, destinations)
-        ),
+        transport=TransportByUrl(context.stream_clients.direct, rooms_transport),
         load=context.source_rules.guard_loader(webhooks.identify_commits(load or source.load)),
         load_model=load_model or make_model_loader(settings.policies),
         webhooks=webhooks,
