@@ -157,8 +157,8 @@ def choose_aggregation(
     """Choose how chunks of this policy are joined.
 
     Args:
-        name: one of ``AGGREGATIONS``; when None, as the checkpoint says, else the default.
-        coefficient: of ``ensemble``; when None the checkpoint's, else ACT's own.
+        name: a key of ``AGGREGATIONS``; None for the checkpoint's, else the default.
+        coefficient: of ``ensemble``; None for the checkpoint's, else ACT's.
         action_rate: actions per second.
 
     Raises:

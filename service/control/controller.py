@@ -229,7 +229,7 @@ class Controller:
     # Ticks.
 
     def tick(self, now: float) -> TickResult:
-        """Do the newest tick that is due; older ones that nobody woke up for are skipped and counted."""
+        """Do the newest due tick; skip and count older ones."""
         due = None if self.is_idle else self.clock.take(now)
         if due is None:
             return TickResult()
@@ -237,7 +237,7 @@ class Controller:
         self.missed_ticks += due.missed
         self.ticks += 1
         if due.missed * self.period > self.config.control.starved_after:
-            self._hold_state.ramp = None  # the arm came to rest meanwhile: there is nothing to slow down any more
+            self._hold_state.ramp = None  # the arm came to rest meanwhile
         events = self._check_input(now) if self.is_running else ()
         if not self.is_running:  # it was halted, or the watchdog stopped it just now
             return TickResult(self._hold_command(), None, events)
@@ -439,17 +439,17 @@ class Controller:
             return TickResult(failure=failure)
         text = f"{text} ({self._failures} times in a row)"
         if code == "policy_invalid":
-            # What a policy should not want is unsafe, and stops the robot until somebody resets it.
+            # Invalid actions are unsafe, and latch the stop.
             return self.fail(f"{code}: {text}", now, move=Move.EMERGENCY_STOP, failure=failure)
         return self.fail(text, now, failure=failure)
 
     # What happens to a session.
 
     def adjust(self, config: ControlConfig) -> None:
-        """Join chunks in another way, or ask for them at other moments, from the next chunk on.
+        """Join chunks in another way, or request them at other times, from the next chunk on.
 
         Raises:
-            ValueError: it has another rate, chunk or width, which is another control.
+            ValueError: fields other than ``ADJUSTABLE`` differ.
         """
         if replace(config, **{name: getattr(self.config, name) for name in ADJUSTABLE}) != self.config:
             raise ValueError(f"only {', '.join(ADJUSTABLE)} can be adjusted")
@@ -462,7 +462,7 @@ class Controller:
         )
 
     def begin(self, now: float) -> None:
-        """Start, or start anew: the first tick is now, and nothing of an earlier motion is left."""
+        """Start or restart: the first tick is now, and nothing of an earlier motion is left."""
         self.clock.begin(now)
         self.watchdog.begin(now)
         self._flush()
@@ -509,14 +509,14 @@ class Controller:
         return self.fail(str(stop), now, move=Move.EMERGENCY_STOP)
 
     def take_link_event(self, event: LinkEvent, now: float, *, carries_joints: bool) -> TickResult:
-        """Follow a change of the link; ``carries_joints`` says that the joints come in by the room of the event."""
+        """Follow a change of the link; ``carries_joints`` says whether the event's room carries the joints."""
         if isinstance(event, BadInput):
             self.buffer.refuse_joints(event.reasons)
             return self.take_bad_input(event.reasons, now)
         if isinstance(event, RobotLeft):
             self.buffer.distrust_joints()
             self.watchdog.forget_frozen_joints()
-            # Its program may have let the motors go, and a jaw that somebody opened meanwhile must not snap shut.
+            # Its program may have released the motors, and a jaw that a person opened must not snap shut.
             self.release_grip()
             if event.is_replaced:
                 # At once: the next robot may come before the next tick.
@@ -546,7 +546,7 @@ class Controller:
         return "; ".join(f"room {room!r} is lost: {reason}" for room, reason in lost) or None
 
     def _forget_robot(self) -> None:
-        """Another robot may come: nothing of this one's motion, plan or hold is for it."""
+        """Forget motion, plan and hold, because another robot may join."""
         self._flush()
         self._history.clear()
         self.buffer.history.clear()

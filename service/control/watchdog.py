@@ -17,11 +17,10 @@ from service.control.units import StateUnits
 POINTS = 32
 # Codes of a frozen source, and of joints in another unit.
 CAMERA_FROZEN, JOINTS_FROZEN, JOINTS_UNITS = "camera_frozen", "joints_frozen", "joints_units"
-# Shares of a joint's range. A command that changes by less than this is no clear motion: policies dither by 1 % around
-# a goal, and a position servo under load may not follow 2 %.
+# Share of a joint's range that a command must change by for a clear motion: policies dither by 1 % around a goal, and a
+# position servo under load may not follow 2 %.
 CLEAR_MOTION = 0.03
-# A joint that changes by less than this did not move: 0.2 of -100..100, 4 steps of a servo's encoder. Real encoders of
-# an arm at rest flicker by one.
+# Largest change of a resting joint: 0.2 of -100..100, 4 steps of a servo's encoder. Real encoders flicker by one.
 NOISE = 0.001
 # Share of the commanded motion that a joint has to show to count as following it. Radians in place of degrees or
 # percent show 1.6 to 2.2 % of it; joints that follow late or against a load show most of it.
@@ -34,8 +33,8 @@ UNKNOWN_RANGE = 2.0
 UNITS_AFTER = 1.0
 # Seconds between two comparisons of the joints with their commands, at most.
 COMPARE_INTERVAL = 0.1
-# Seconds without a tick after which a robot is held, however long its frames may last: from here on the event loop
-# counts as blocked, and a robot that receives nothing for 0.5 s holds itself.
+# Seconds without a tick after which a robot is held. The event loop counts as blocked after the same time, and a robot
+# without commands holds itself after 0.5 s.
 STALL = 0.25
 # Seconds in which bad joint values are counted.
 BAD_INPUT_WINDOW = 1.0

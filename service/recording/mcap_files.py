@@ -86,11 +86,7 @@ class McapSource:
     """
 
     def __init__(self, path: Path):
-        """Open the file and read its header.
-
-        Raises:
-            RecordingError: it cannot be read, or is no recording of a session.
-        """
+        """Open the file and read its header; raises RecordingError if it is not a recording of a session."""
         self.path = path
         self.header = read_header(path)
         self.outcome = read_outcome(path)
@@ -117,10 +113,10 @@ class McapSource:
                 yield at, str(content.get("name", "")), str(content.get("message", ""))
 
     def messages(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield topic, nanoseconds since 1970 and content of every message, in the order in which things happened.
+        """Yield topic, nanoseconds since 1970 and content of every message, in order of time.
 
         Raises:
-            RecordingError: it cannot be opened, or holds more than is allowed.
+            RecordingError: it cannot be opened, or exceeds the limits of this module.
         """
         topics: dict[int, str] = {}
         self.damage = None
@@ -134,10 +130,9 @@ class McapSource:
                         if isinstance(content, dict):
                             yield topics[record.channel_id], record.log_time, content
             except EndOfFile:
-                # A killed server leaves such a file; a file with its end has lost something in the middle.
-                self.damage = (
-                    None if self.outcome.state == INTERRUPTED else self._describe_damage(file, "it ends there")
-                )
+                # A killed server leaves such a file. A file with an outcome is damaged in the middle.
+                if self.outcome.state != INTERRUPTED:
+                    self.damage = self._describe_damage(file, "it ends there")
             except OSError as error:
                 self.damage = self._describe_damage(file, error.strerror or type(error).__name__)
             except _READ_ERRORS as error:

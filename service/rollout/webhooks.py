@@ -1,4 +1,4 @@
-"""Webhook receiver and registry of this server, tied to deployments."""
+"""Webhook receiver and registry of this server, and its deployments."""
 
 import asyncio
 import logging
@@ -251,7 +251,7 @@ class Webhooks:
             raise HubError(str(error)) from error
 
     async def _watch_folders(self, sessions: Sessions, deployments: Deployments) -> None:
-        """Watch the policy folders that sessions follow, and look at one again when something in it has changed."""
+        """Check the policy folders that sessions follow, and deploy a folder whose files changed."""
         seen: dict[str, object] = {}
         while True:
             followed = {_expand(one.new.policy_path) for one in sessions.list() if one.new.auto_update != "off"}

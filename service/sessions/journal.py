@@ -18,7 +18,7 @@ from service.transport.link import Transport
 
 
 class RecordWriter:
-    """Writes the record of one session as it changes. Nothing here waits for the disk but ``add``."""
+    """Writes the record of one session as it changes; only ``add`` waits for the disk."""
 
     def __init__(self, records: SessionRecords, record: SessionRecord):
         self.record = record
@@ -31,17 +31,17 @@ class RecordWriter:
         return room in self.record.made
 
     async def add(self, room: str) -> None:
-        """Record a room before it is made: after a kill the next process has to know whose it is."""
+        """Record a room before it is made, for the case that the process is killed."""
         if room not in self.record.made and not self._is_handed_over:
             self.record = replace(self.record, made=(*self.record.made, room))
             if not self._is_dropped:
                 self._records.put(self.record)
-        # Rooms that are made again when a link comes back must not wait for a disk to be repaired.
+        # A returning link must not wait for the repair of a disk.
         with suppress(NotKept):
             await self._records.flush()
 
     def update(self, session: Session) -> None:
-        """Write the session's stage. One that failed before it was ready is dropped: nobody was promised it."""
+        """Write the session's stage. A session that failed before it was ready is dropped."""
         if self._is_dropped or session.stage is Stage.DELETED:
             return
         is_ready = self.record.is_ready or session.stage not in (Stage.INITIALIZING, Stage.ERROR)
@@ -54,7 +54,7 @@ class RecordWriter:
         self._records.put(self.record)
 
     def mark_shut_down(self) -> None:
-        """Mark the end of the server in order. A session that never was ready is dropped: its maker gets an error."""
+        """Mark an orderly end of the server. A session that never was ready is dropped."""
         if not self.record.is_ready:
             self.drop()
         elif not self._is_dropped:
@@ -231,7 +231,7 @@ class SessionJournal:
 # Seconds for the rooms of one session.
 REMOVAL_TIMEOUT = 10.0
 MAX_CONCURRENT_REMOVALS = 4
-# Starts of a server, or deletions, after which rooms are left to whoever keeps the transport server.
+# Failed removals after which rooms are left behind.
 MAX_TRIES = 5
 
 

@@ -20,7 +20,7 @@ MAX_LATCHES = 10_000
 
 @dataclass(frozen=True)
 class Latch:
-    """An emergency stop of a session id that nobody has reset yet, and the owner of its session."""
+    """A latched emergency stop of a session id, and the owner of its session."""
 
     reason: str
     owner: str | None
@@ -194,7 +194,7 @@ class SessionRecords:
             self._note("ended", session_id, (self.ended[session_id],))
 
     def forget_end(self, session_id: str) -> None:
-        """Forget an ended session: other servers know of it, or there is a session of this id again."""
+        """Forget an ended session, because it was published, or there is a session of this id again."""
         if self.ended.pop(session_id, None) is not None:
             self._note("ended", session_id, None)
 
@@ -273,7 +273,7 @@ class SessionRecords:
                 self._pending = {**batch, **self._pending}
                 if self.trouble is None:
                     logger.error("what happens to sessions is not written down: %s", error)
-                # Where the file is is this machine's own business.
+                # Clients must not see the file's path.
                 why = str(error.__cause__) if isinstance(error.__cause__, sqlite3.Error) else "its log says why"
                 self.trouble = f"the server cannot write its state folder ({why})"
                 self._resolve_waiting(
@@ -319,7 +319,7 @@ def _read_all(
         try:
             sessions.append(from_json(row["record"]))
         except ValueError as error:
-            # It stays where it is: whoever wrote it can still read it.
+            # The record stays in the database for a newer version.
             logger.error("session %s is not listed: %s", row["id"], error)
     latches = {
         row["id"]: Latch(row["reason"], row["owner"])

@@ -95,8 +95,9 @@ class SessionCommander:
         return CommandRefused(ROBOT_TAKEN, f"only session {session.id!r} may command the robot of this room{latched}")
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
-        """Return why a command of the session itself must not leave, or None: while it moves, it must be finite and
-        in range, and else keep the measured pose.
+        """Return why a command of the session is refused, or None.
+
+        A moving session's command must be finite and in range; any other command must keep the measured pose.
         """
         if not self.is_moving:
             return None if self._is_hold(joints) else self._refuse(*self._refusal_while_still())
@@ -143,7 +144,7 @@ class SessionCommander:
     def _is_returning(
         self, name: str, value: float, known: tuple[float, float], delivered: Mapping[str, float]
     ) -> bool:
-        """Return whether a joint outside of its range is brought back: not further out than it was, or was sent."""
+        """Return whether a joint outside of its range is led back: not further out than it was measured or sent."""
         robot_io = self._session.robot_io
         assert robot_io is not None
         place = robot_io.table.names.index(name)
@@ -165,7 +166,7 @@ class SessionCommander:
 
 
 class LatchedCommander:
-    """Commander of a room whose session is gone while its emergency stop is latched: it refuses everybody."""
+    """Commander of a room without a session whose emergency stop is latched: it refuses every command."""
 
     is_moving = False
 
@@ -186,10 +187,10 @@ class LatchedCommander:
         )
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
-        """Return the error for every command; none gets so far."""
+        """Return the error for every command."""
         return self.refuse_stranger()
 
 
 def _has_other_owner(room: str | None, session: str | None) -> bool:
-    """Return whether a room belongs to somebody else than a session; None is nobody, and whoever sees all."""
+    """Return whether a room and a session have different owners; None stands for any owner."""
     return room is not None and session is not None and room != session

@@ -4,20 +4,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
 
 from service.control.aggregation import ENSEMBLE
 from service.control.config import ControlConfig
 from service.control.controller import ControlEvent, Controller
-from service.control.joints import JointTable
 from service.control.lease import Leases, find_robot
 from service.control.observation_buffer import ObservationBuffer, ObservationHistory
 from service.control.observers import SessionObserver, SessionObservers
 from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
-from service.control.shadow import Shadow, load_shadow
+from service.control.shadow import load_shadow
 from service.control.units import create_units
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.inference.engine import Engine, FrameSizes, LoadedPolicy, LoadPolicy
@@ -133,11 +132,7 @@ class Session(BaseSession):
     # What may be asked of it.
 
     async def ready(self) -> None:
-        """Wait until it is ready or has failed. Cancelling this does not end the session.
-
-        Raises:
-            ServiceError: why it failed.
-        """
+        """Wait until it is ready, or raise the ServiceError of its failure. Cancellation does not end the session."""
         await self._ready_or_failed.wait()
         if self._error is not None:
             raise self._error
@@ -206,7 +201,7 @@ class Session(BaseSession):
         return describe_overlap(self.require_robot_io())
 
     def emergency_stop(self, reason: str) -> None:
-        """Stop the robot where it is, and latch that until somebody resets it."""
+        """Stop the robot where it is, and latch that until a reset."""
         self._current_lifecycle().check(Move.EMERGENCY_STOP)
         if self.robot_io is not None:
             self.robot_io.emergency_stop()
@@ -264,7 +259,7 @@ class Session(BaseSession):
             self.robot_io.halt()
 
     def _current_lifecycle(self) -> Lifecycle:
-        """Return its lifecycle after all events of the robot so far: nobody sees or moves an older stage."""
+        """Return its lifecycle after all events of the robot so far."""
         if self._event_source is not None:
             for event in self._event_source.take_events():
                 self._apply_event(event)
@@ -293,11 +288,7 @@ class Session(BaseSession):
             self._current_lifecycle()
 
     def require_robot_io(self) -> RobotIO:
-        """Return its live parts, for a caller that changes what it runs.
-
-        Raises:
-            MoveRefused: it runs no policy.
-        """
+        """Return the controlled robot, or raise MoveRefused if the session runs no policy."""
         if self.robot_io is None or self.is_closed or not self._current_lifecycle().is_loaded:
             then = "wait until it is ready" if self.stage is Stage.INITIALIZING else "delete it and create it again"
             raise MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy; {then}")
@@ -306,7 +297,7 @@ class Session(BaseSession):
     # Its life.
 
     async def _run(self) -> None:
-        # Not the request that made it: that one is answered soon, and this goes on for long.
+        # The session outlives the request that made it.
         bind_log_context(session=self.id, request=None)
         try:
             await self._load_and_control()
@@ -331,7 +322,16 @@ class Session(BaseSession):
             cut = await prepare_instruction(loaded, new.language_instruction, new.prompt_cut)
             config = self._reserve_rate(loaded, asked)
             limits = make_limits(table, loaded.requirements, new, self._settings)
-            async with self._load_shadow(loaded, table) as shadow:
+            async with load_shadow(
+                new.shadow_policy_path,
+                new.shadow_revision,
+                loaded.requirements,
+                table.names,
+                engine=self._engine,
+                load=self._load,
+                notify=lambda stage: self.progress.report("loading the shadow policy"),
+                rename=new.rename,
+            ) as shadow:
                 buffer = ObservationBuffer(
                     new.camera_names,
                     table,
@@ -397,18 +397,6 @@ class Session(BaseSession):
         sizes = self.robot_io.buffer.sizes
         return sizes if len(sizes) == len(self.new.camera_names) else None
 
-    def _load_shadow(self, loaded: LoadedPolicy, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
-        return load_shadow(
-            self.new.shadow_policy_path,
-            self.new.shadow_revision,
-            loaded.requirements,
-            table.names,
-            engine=self._engine,
-            load=self._load,
-            notify=lambda stage: self.progress.report("loading the shadow policy"),
-            rename=self.new.rename,
-        )
-
     async def _control_robot(self, robot_io: RobotIO, link: Link) -> None:
         controlling = asyncio.create_task(robot_io.run(link), name=f"control {self.id}")
         following = asyncio.create_task(self._apply_events(robot_io), name=f"follow {self.id}")
@@ -451,7 +439,7 @@ class Session(BaseSession):
             await asyncio.sleep(max(left, timeout / 20))
 
     def _expire(self, reason: str) -> None:
-        # A direct session that was never started only answers acts, and its client may pause as long as it likes.
+        # The client of a direct session that was never started may pause for any time.
         if self.new.is_direct and self.stage is Stage.READY:
             return
         if self._current_lifecycle().is_allowed(Move.EXPIRED):
@@ -471,6 +459,6 @@ class Session(BaseSession):
             try:
                 self._publish(*event)
             except Exception:
-                # Whoever stops several robots must reach the others too.
+                # Not raised, because a stop of several robots must reach all of them.
                 logger.exception("session %s: notifying of %s failed", self.id, event[0])
         return stage

@@ -32,7 +32,7 @@ __all__ = ["AnySession", "CheckRequest", "NewSession", "Session", "SessionSettin
 logger = logging.getLogger(__name__)
 
 AnySession: TypeAlias = Session | InterruptedSession
-# Interrupted ones that nobody restarts or deletes, per session that the settings allow; the oldest are forgotten.
+# Largest number of interrupted sessions, as a multiple of ``max_sessions``; the oldest are forgotten.
 MAX_INTERRUPTED = 4
 
 
@@ -109,7 +109,7 @@ class Sessions:
         self._check_rooms(new)
         before = existing if isinstance(existing, InterruptedSession) else None
         is_ours = new.workspace_id is None
-        # Named here, so that whoever comes after a kill knows where its rooms are.
+        # Chosen before the rooms are made, so that the next process can find them after a kill.
         record = SessionRecord(replace(new, workspace_id=str(uuid4())) if is_ours else new)
         if existing is not None:
             record = replace(record, claim=existing.claim)  # its rooms elsewhere may still know it by that
@@ -211,23 +211,14 @@ class Sessions:
             self._journal.drop(session_id)
 
     def get(self, session_id: str) -> AnySession:
-        """Return the session of this id.
-
-        Raises:
-            UnknownSession: there is none.
-        """
+        """Return the session of this id, or raise UnknownSession."""
         session = self._sessions.get(session_id)
         if session is None or session.stage is Stage.DELETED:
             raise UnknownSession(f"Session {session_id} not found")
         return session
 
     def get_live(self, session_id: str) -> Session:
-        """Return the session of this id, which has a policy and rooms.
-
-        Raises:
-            UnknownSession: there is none.
-            MoveRefused: it is interrupted.
-        """
+        """Return the session of this id, or raise UnknownSession, or MoveRefused if it is interrupted."""
         session = self.get(session_id)
         if isinstance(session, InterruptedSession):
             raise session.make_refusal()
@@ -272,7 +263,7 @@ class Sessions:
         return await self._write_record(session)
 
     async def restart(self, session_id: str) -> AnySession:
-        """Restart a session. An interrupted one loads its policy and joins its rooms, and then waits for its start."""
+        """Restart a session. An interrupted session loads its policy, joins its rooms and waits for its start."""
         session = self.get(session_id)
         if isinstance(session, InterruptedSession):
             return await self._restart_interrupted(session)
@@ -280,7 +271,7 @@ class Sessions:
         return await self._write_record(session)
 
     async def adjust(self, session_id: str, changes: Mapping[str, object]) -> Session:
-        """Change how a session's chunks are joined or asked for, from the next chunk on; see ``Session.adjust``."""
+        """Change fields of a session's request; see ``Session.adjust``."""
         session = self.get_live(session_id)
         await session.adjust(changes)
         await self._write_record(session)
@@ -294,11 +285,7 @@ class Sessions:
         return await self._write_record(session)
 
     async def clear_latch(self, session_id: str, sees: Callable[[str | None], bool]) -> bool:
-        """Reset the latch of an id whose session is gone; False when there is no latch, or a session.
-
-        Args:
-            sees: whether the caller may see what belongs to this owner.
-        """
+        """Reset the latch of an id without a session if the caller ``sees`` its owner; return whether there was one."""
         latch = self._records.latches.get(session_id)
         if latch is None or not sees(latch.owner) or any(session.id == session_id for session in self.list()):
             return False
@@ -307,10 +294,7 @@ class Sessions:
         return True
 
     async def delete(self, session_id: str) -> None:
-        """Stop a session's robot, leave and remove its rooms. Cancelling this only ends the waiting.
-
-        The latch of an emergency stop stays with the id.
-        """
+        """Stop a session's robot, leave and remove its rooms; a latched emergency stop stays with the id."""
         session = self.get(session_id)
         session.begin_close()
         orphan = self._journal.delete(session)
@@ -323,7 +307,7 @@ class Sessions:
         self._journal.shared = shared
 
     def list_ended(self) -> Mapping[str, Latch | None]:
-        """Return the ended sessions that other servers do not know of yet, with the emergency stop of their id."""
+        """Return the ended sessions that are not published yet, with the emergency stop of their id."""
         return {session_id: self._records.latches.get(session_id) for session_id in self._records.ended}
 
     def forget_ends(self, session_ids: Iterable[str]) -> None:
@@ -332,14 +316,14 @@ class Sessions:
             self._records.forget_end(session_id)
 
     def get_record(self, session_id: str) -> SessionRecord | None:
-        """Return a session's record; None when it is not written down, or not yet promised to anybody."""
+        """Return a session's record; None if there is none, or the session was never ready."""
         session = self._sessions.get(session_id)
         if isinstance(session, InterruptedSession):
             return session.record
         return self._journal.get_record(session_id)
 
     def get_latch(self, session_id: str) -> Latch | None:
-        """Return the emergency stop of this id that nobody has reset, also when its session is gone."""
+        """Return the latched emergency stop of this id, with or without a session."""
         return self._records.latches.get(session_id)
 
     def sync_latch(self, session_id: str, latch: Latch | None) -> None:
@@ -350,11 +334,7 @@ class Sessions:
             self._records.set_latch(session_id, latch)
 
     async def adopt(self, record: SessionRecord, latch: str | None) -> AnySession:
-        """List a session of another server, which ended, as interrupted here.
-
-        Raises:
-            SessionExists: there is one of its id.
-        """
+        """List a session of an ended server as interrupted here, or raise SessionExists."""
         if record.new.session_id in self._sessions:
             raise SessionExists(f"session {record.new.session_id!r} exists already")
         self._journal.adopt(record, latch)
@@ -373,7 +353,7 @@ class Sessions:
 
     async def emergency_stop(self, reason: str, session_id: str | None = None) -> "list[str]":
         """Latch an emergency stop on one session, or on all of them; returns their ids."""
-        # Those that are being deleted, too: the latch is their successors'.
+        # Including sessions that are being deleted, because the latch also holds for their successors.
         stopped = list(self._sessions.values()) if session_id is None else [self.get(session_id)]
         for session in stopped:
             session.emergency_stop(reason)
@@ -402,7 +382,7 @@ class Sessions:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # Looked at here: whoever asked for it may be gone, and what became of it says the session.
+        # The exception is retrieved here, because the caller may be gone.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(task)
 
@@ -428,10 +408,7 @@ class Sessions:
             session.begin_close()
 
     async def close(self) -> None:
-        """Stop every robot at once, then leave all rooms and close the engine; takes less than 5 s.
-
-        Sessions that nobody deleted are interrupted ones of the next start.
-        """
+        """Stop every robot at once, then leave all rooms and close the engine; takes less than 5 s."""
         self.begin_close()
         self._journal.mark_shut_down()
         await asyncio.gather(*(self._finish(session) for session in self._closing))
