@@ -170,8 +170,9 @@ def create_app(
     for blueprint in webhooks.build_blueprints():
         app.blueprint(blueprint)
     if load is None and settings.cluster.engine == "here":
-        import_jax_early(app)
-    hold_robots_first(app)
+        app.after_server_start(_import_jax)
+    # Registered last and so run first, because Sanic runs stop listeners in reverse.
+    app.before_server_stop(_hold_robots)
     return app
 
 
@@ -304,21 +305,16 @@ def register_lifespan(
         await opened.aclose()
 
 
-def hold_robots_first(app: App) -> None:
-    """Hold all robots before anything else is closed. Call it last: Sanic runs stop listeners in reverse."""
-
-    @app.before_server_stop
-    async def hold(app: App) -> None:
-        app.ctx.sessions.begin_close()
+async def _hold_robots(app: App) -> None:
+    """Hold all robots, before anything else is closed."""
+    app.ctx.sessions.begin_close()
 
 
-def import_jax_early(app: App) -> None:
-    """Import JAX in a thread once the server answers; it takes seconds, and the first session waits less."""
+async def _import_jax(app: App) -> None:
+    """Import JAX in a thread once the server answers, because it takes seconds, and the first session waits less."""
 
-    @app.after_server_start
-    async def begin(app: App) -> None:
-        def load() -> None:
-            with pause_garbage_collection():
-                _ = jaxmodels.load_policy
+    def load() -> None:
+        with pause_garbage_collection():
+            _ = jaxmodels.load_policy
 
-        app.ctx.jax_import = call_in_thread(load, "import-jax", niceness=5)
+    app.ctx.jax_import = call_in_thread(load, "import-jax", niceness=5)

@@ -87,8 +87,9 @@ def watch_server(server: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # a service manager signals all processes of the service
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    process = _open_pidfd(server)
-    if process is not None:
+    process = None  # a file descriptor, which is safe against reuse of the process number
+    with contextlib.suppress(AttributeError, OSError):
+        process = os.pidfd_open(server)
         poll.register(process, select.POLLIN)
     written, caught_at, limit, is_asked_again = b"", 0.0, None, False
     while True:
@@ -112,14 +113,6 @@ def watch_server(server: int) -> None:
                 why += ", and it was asked again"
             _kill_server(server, process, why, time.monotonic() - caught_at, written)
             return
-
-
-def _open_pidfd(process: int) -> int | None:
-    """Return a file descriptor of a process, safe against reuse of its number; None where there is no such thing."""
-    try:
-        return os.pidfd_open(process)
-    except (AttributeError, OSError):
-        return None
 
 
 def _kill_server(server: int, process: int | None, why: str, after: float, written: bytes) -> None:

@@ -151,14 +151,11 @@ def parse_message(raw: str | bytes) -> ViewSession | DrawnAck | StopAll:
         case {"type": "look", "session": None | str() as session}:
             return ViewSession(session, message.get("pictures") is True)
         case {"type": "stop"}:
-            # Nothing that is wrong with the rest may keep the robots moving.
+            # An error in the other fields must not keep the robots moving.
             number, reason = message.get("number"), message.get("reason")
-            return StopAll(number if type(number) is int else 0, _to_text(reason) or "asked for on the page")
+            text = sanitize_text(reason) if isinstance(reason, str) else ""
+            return StopAll(number if type(number) is int else 0, text or "asked for on the page")
     raise BadMessage("wanted an object of type look, seen or stop")
-
-
-def _to_text(text: object) -> str:
-    return sanitize_text(text) if isinstance(text, str) else ""
 
 
 logger = logging.getLogger(__name__)

@@ -48,11 +48,8 @@ STOP_TIMEOUT = 2.0
 Liveness = Literal["ended", "answers", "silent", "unreachable", "elsewhere"]
 
 
-class PeerLost(ServiceError):
+class PeerLost(ServiceError, status=502, code="front_lost"):
     """The server that a session is on does not answer."""
-
-    status = 502
-    code = "front_lost"
 
 
 async def probe_liveness(front: Peer, machine: str) -> Liveness:

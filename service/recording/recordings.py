@@ -185,8 +185,11 @@ class Recordings:
             self._close_recorder(session_id, "the session was deleted")
             self._enabled.discard(session_id)
             return
-        session = self._find_session(session_id)
-        if session is None:
+        try:
+            session = self._get_session(session_id)
+        except UnknownSession:
+            return
+        if not isinstance(session, Session):
             return
         if event == "session.created":
             self._recorders.pop(session_id, None)
@@ -282,13 +285,6 @@ class Recordings:
     def _find_recorder(self, session_id: str) -> Recorder | None:
         recorder = self._recorders.get(session_id)
         return recorder if recorder is not None and recorder.state == ON and not recorder.is_closing else None
-
-    def _find_session(self, session_id: str) -> Session | None:
-        try:
-            session = self._get_session(session_id)
-        except UnknownSession:
-            return None
-        return session if isinstance(session, Session) else None
 
     async def close(self) -> None:
         """End all recordings; datasets that are not ready by now are left to ``robojax recordings export``."""

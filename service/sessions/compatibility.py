@@ -24,13 +24,12 @@ def configure_control(
 ) -> tuple[JointTable, ControlConfig]:
     """Return the joints and the control settings of a session with this policy.
 
-    The tick rate is the request's, else the policy's own, else the default. Actions keep the rate that the
-    policy was trained at when the checkpoint says so: asking for more ticks makes motion smoother, not faster.
+    The tick rate is the request's, else the policy's, else the default. Actions keep the rate of the policy's training
+    if the checkpoint has it: more ticks make a motion smoother, not faster.
 
     Raises:
         PolicyError: the policy does not fit; lists every reason.
-        InvalidRequest: joint names are missing or do not fit, the chunks cannot be joined or requested like that, or
-            the policy needs an instruction.
+        InvalidRequest: a field of the request does not fit the policy.
     """
     mismatches = find_mismatches(requirements, new)
     if mismatches:
@@ -47,7 +46,11 @@ def configure_control(
     )
     rate = min(new.rate or requirements.rate or settings.control.rate, settings.control.max_rate)
     action_rate = requirements.rate or rate
-    overlap = _choose_overlap(requirements, new, action_rate)
+    try:
+        overlap = choose_aggregation(requirements, new.overlap, new.temporal_ensemble_coeff, action_rate=action_rate)
+    except ValueError as error:
+        name = "overlap" if new.temporal_ensemble_coeff is None else "temporal_ensemble_coeff"
+        raise InvalidRequest(str(error), ("body", name)) from None
     config = ControlConfig(
         rate=rate,
         action_rate=action_rate,
@@ -61,14 +64,6 @@ def configure_control(
         safety=settings.safety,
     )
     return table, config
-
-
-def _choose_overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Aggregation:
-    try:
-        return choose_aggregation(requirements, new.overlap, new.temporal_ensemble_coeff, action_rate=action_rate)
-    except ValueError as error:
-        name = "overlap" if new.temporal_ensemble_coeff is None else "temporal_ensemble_coeff"
-        raise InvalidRequest(str(error), ("body", name)) from None
 
 
 def _choose_action_steps(requirements: Requirements, new: NewSession, overlap: Aggregation) -> int:
@@ -193,14 +188,6 @@ def reserve_rate(
         config = replace(config, action_steps=int(steps))
     engine.reserve(holder, loaded, config.action_rate / config.action_steps, read_sizes)
     return config
-
-
-def describe_rate(requested: ControlConfig, granted: ControlConfig) -> dict[str, object]:
-    """Return how often a session's policy is asked, and whether that is less than it requested; JSON-ready."""
-    return {
-        "inferences_per_second": round(granted.action_rate / granted.action_steps, 3),
-        "is_degraded": granted.action_steps > requested.action_steps,
-    }
 
 
 INSTRUCTION_FIELD = ("body", "language_instruction")

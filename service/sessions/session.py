@@ -23,13 +23,7 @@ from service.inference.engine import Engine, FrameSizes, LoadedPolicy, LoadPolic
 from service.inference.progress import Progress
 from service.logging import bind_log_context
 from service.sessions.base_session import BaseSession, describe_overlap
-from service.sessions.compatibility import (
-    configure_control,
-    describe_rate,
-    make_limits,
-    prepare_instruction,
-    reserve_rate,
-)
+from service.sessions.compatibility import configure_control, make_limits, prepare_instruction, reserve_rate
 from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Lifecycle, Move, Stage
@@ -387,7 +381,10 @@ class Session(BaseSession):
 
     def _reserve_rate(self, loaded: LoadedPolicy, asked: ControlConfig) -> ControlConfig:
         config = reserve_rate(self._engine, self, loaded, asked, degrade=self.new.degrade, read_sizes=self._frame_sizes)
-        self._admission = describe_rate(asked, config)
+        self._admission = {
+            "inferences_per_second": round(config.action_rate / config.action_steps, 3),
+            "is_degraded": config.action_steps > asked.action_steps,
+        }
         return config
 
     def _frame_sizes(self) -> FrameSizes | None:

@@ -18,7 +18,6 @@ from service.errors import (
     UnknownSession,
 )
 from service.inference.engine import Engine, LoadPolicy
-from service.sessions.base_session import SessionStatus
 from service.sessions.interrupted import InterruptedSession
 from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, SharedSessions, reused_rooms
 from service.sessions.records import Latch, Orphan, SessionRecord, SessionRecords
@@ -26,8 +25,6 @@ from service.sessions.request import CheckRequest, NewSession, SessionSettings, 
 from service.sessions.session import PublishEvent, Session
 from service.stage import MOVING, Stage
 from service.transport.link import Transport
-
-__all__ = ["AnySession", "CheckRequest", "NewSession", "Session", "SessionSettings", "SessionStatus", "Sessions"]
 
 logger = logging.getLogger(__name__)
 
