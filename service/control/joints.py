@@ -16,7 +16,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NUMBERS = (int, float, np.integer, np.floating)
 # A joint that is further outside of its range than this share of it is probably reported in another unit.
 OUT_OF_RANGE_SHARE = 0.1
-# A joint that holds things, by whatever name: gripper.pos, Jaw, left_gripper, panda_finger_joint1.
+# Names of grippers: gripper.pos, Jaw, left_gripper, panda_finger_joint1.
 _GRIPPER = re.compile("gripper|jaw|finger", re.IGNORECASE)
 
 
@@ -40,11 +40,6 @@ class Joint:
     def __post_init__(self) -> None:
         if not self.low < self.high:
             raise ValueError(f"joint {self.name!r}: range {self.low}..{self.high} is empty; low must be below high")
-
-    @property
-    def is_gripper(self) -> bool:
-        """Whether the joint holds things, by its name."""
-        return _GRIPPER.search(self.name) is not None
 
 
 # The order of LeRobot's SO-100 and SO-101 arms, normalised units.
@@ -96,7 +91,7 @@ class JointTable:
         self.names = tuple(joint.name for joint in self.joints)
         low, high = [joint.low for joint in self.joints], [joint.high for joint in self.joints]
         self.ranges = np.array(low, np.float32), np.array(high, np.float32)
-        self.grippers = np.array([joint.is_gripper for joint in self.joints], bool)
+        self.grippers = np.array([bool(_GRIPPER.search(joint.name)) for joint in self.joints], bool)
         self._indices = tuple(joint.index for joint in self.joints)
 
     def __len__(self) -> int:
@@ -194,7 +189,13 @@ def create_joint_table(
             )
     names = checkpoint or requested
     if names is None and not is_positional:
-        raise InvalidRequest(describe_missing_names(width), JOINT_NAMES)
+        example = ", ".join(f'"{joint.alias}"' for joint in SO100)
+        raise InvalidRequest(
+            f"joint_names is missing: the checkpoint does not name the joints of its actions; send {width} "
+            f"name{'s' if width > 1 else ''} in the order of the policy's actions, e.g. for an SO-101 [{example}]; or "
+            'write them as "joint_names" into robojax.json in the policy\'s folder',
+            JOINT_NAMES,
+        )
     if names is None:
         return JointTable([Joint(f"action_{index + 1}", index) for index in range(width)])
     known = [_SO100_BY_NAME.get(strip_feature_name(name)) for name in names]
@@ -203,16 +204,6 @@ def create_joint_table(
     limits = ranges or {}
     return JointTable(
         [Joint(name, index, *limits.get(name, (-math.inf, math.inf))) for index, name in enumerate(names)]
-    )
-
-
-def describe_missing_names(width: int) -> str:
-    """Error text for a policy whose checkpoint does not say which joint each number of an action moves."""
-    example = ", ".join(f'"{joint.alias}"' for joint in SO100)
-    return (
-        f"joint_names is missing: the checkpoint does not name the joints of its actions; send {width} "
-        f"name{'s' if width > 1 else ''} in the order of the policy's actions, e.g. for an SO-101 [{example}]; or "
-        'write them as "joint_names" into robojax.json in the policy\'s folder'
     )
 
 

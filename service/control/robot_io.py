@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 import numpy as np
 
 from service.control.chunk_scheduler import COMPILING, PolicyRequest
-from service.control.config import ControlConfig
 from service.control.controller import ControlEvent, Controller, TickResult
 from service.control.joints import JointTable
 from service.control.observers import SessionObservers, Tick
@@ -268,10 +267,6 @@ class RobotIO:
     async def wait_for_events(self) -> None:
         """Wait until ``take_events`` has something to give."""
         await self._has_events.wait()
-
-    def adjust(self, config: ControlConfig) -> None:
-        """Join chunks, or ask for them, in another way from the next chunk on."""
-        self.controller.adjust(config)
 
     def instruct(self, instruction: str | None) -> None:
         """Give the policy another instruction.

@@ -266,7 +266,7 @@ class Live:
             known = self._details[session.id] = (now, session, BinaryPart({"kind": "detail"}, text.encode()))
         return known[0], known[2]
 
-    def open_view(self, session: AnySession, caller: Caller) -> LiveView:
+    def open_view(self, session: AnySession) -> LiveView:
         """Open the view of this session, which its viewers share."""
         view = self._views.get(session.id)
         if view is None or view.session is not session:
@@ -377,7 +377,7 @@ class Viewer:
         """View another session, or none."""
         if self._view is not None:
             self._live.release_view(self._view)
-        self._view = None if session is None else self._live.open_view(session, self.caller)
+        self._view = None if session is None else self._live.open_view(session)
         self._sent_ticks = self._sent_plan = 0
         self._detail_at = 0.0
         self._sent_pictures = {}

@@ -60,10 +60,6 @@ class RecordingLibrary:
         path = self.folder / f"{name}{SUFFIX}"
         return path if path.is_file() and not path.is_symlink() else None
 
-    def dataset_folder(self, name: str) -> Path:
-        """Return where the dataset of this recording is, or would be."""
-        return self.folder / name
-
     def list_entries(self) -> list[RecordingEntry]:
         """List all recordings, newest first. Reads the head and the end of each file: not on the event loop."""
         paths = [path for path in self.folder.glob(f"*{SUFFIX}") if self.find_file(path.stem) is not None]
@@ -73,7 +69,7 @@ class RecordingLibrary:
     def read_entry(self, path: Path) -> RecordingEntry | None:
         """Describe one recording; None when it is gone."""
         name = path.stem
-        has_dataset = (self.dataset_folder(name) / DATASET_FILE).is_file()
+        has_dataset = (self.folder / name / DATASET_FILE).is_file()
         try:
             size = path.stat().st_size
         except OSError:
@@ -100,7 +96,7 @@ class RecordingLibrary:
         if path is None:
             return False
         path.unlink()
-        folder = self.dataset_folder(name)
+        folder = self.folder / name
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
         for unfinished in self.folder.glob(f"{name}.*.partial"):
@@ -120,18 +116,13 @@ def open_source(path: Path) -> StepSource:
     return DatasetSource(path) if path.is_dir() else McapSource(path)
 
 
-def lower_to_idle() -> None:
-    """Lower this process to idle priority."""
+def main(file: str, folder: str) -> int:
+    """Run ``python -m service.recording.library FILE FOLDER``; returns 0 when the dataset is there."""
+    # An orderly exit removes the unfinished folder.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.nice(19)
-
-
-def main(file: str, folder: str) -> int:
-    """Run ``python -m service.recording.library FILE FOLDER``; returns 0 when the dataset is there."""
-    # The folder that is not finished is removed on the way out.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    lower_to_idle()
     try:
         source = open_source(Path(file))
         write_dataset(Path(folder), source.info, source.steps())

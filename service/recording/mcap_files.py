@@ -100,7 +100,6 @@ class McapSource:
             cameras=subject.cameras,
             robot_type=subject.robot_type,
             task=subject.task,
-            policy=subject.policy_path,
             length=self.outcome.ticks,
             is_whole=self.outcome.state != INTERRUPTED,
         )

@@ -41,14 +41,6 @@ MAX_UNFINISHED = 8
 CLOSE_TIMEOUT = 2.0
 
 
-def recordings_folder(settings: RecordingSettings, state: str | None) -> Path | None:
-    """Return the folder of recordings, or None: the server keeps nothing."""
-    if settings.recordings is not None:
-        return Path(settings.recordings).expanduser()
-    folder = state_folder(state)
-    return None if folder is None else folder / "recordings"
-
-
 class Recordings:
     """Recordings of one server's sessions, started by events of ``wrap_notify``. The event loop waits for no disk."""
 
@@ -64,7 +56,10 @@ class Recordings:
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_export = asyncio.Semaphore(1)
         self._is_closing = False
-        folder = recordings_folder(settings, state)
+        if settings.recordings is not None:
+            folder = Path(settings.recordings).expanduser()
+        elif (folder := state_folder(state)) is not None:
+            folder /= "recordings"
         self._refusal: str | None = None
         if folder is None:
             self._refusal = (
@@ -263,7 +258,7 @@ class Recordings:
 
     async def _make_dataset(self, name: str) -> None:
         async with self._one_export:
-            path, folder = self._library.folder / f"{name}.mcap", self._library.dataset_folder(name)
+            path, folder = self._library.folder / f"{name}.mcap", self._library.folder / name
             self._dataset_states[name] = "making"
             command = (sys.executable, "-m", "service.recording.library", str(path), str(folder))
             try:

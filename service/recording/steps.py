@@ -79,7 +79,6 @@ class SourceInfo:
         low, high: (a,) ranges, infinite if unknown.
         robot_type: LeRobot's name of the robot, or None.
         task: instruction at the beginning.
-        policy: policy that moved the robot, or None.
         length: approximate number of steps, or None.
         is_whole: False when the file was cut off.
     """
@@ -92,7 +91,6 @@ class SourceInfo:
     cameras: tuple[str, ...]
     robot_type: str | None = None
     task: str = ""
-    policy: str | None = None
     length: int | None = None
     is_whole: bool = True
 

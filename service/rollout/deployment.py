@@ -335,7 +335,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeploymentQueue:
-    """Runs one deployment at a time."""
+    """Runs one deployment at a time, under its ``lock``."""
 
     def __init__(
         self,
@@ -350,14 +350,9 @@ class DeploymentQueue:
         self._settings = settings
         self._state = state
         self._journal = journal
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
         self._current: Deployment | None = None
         self._target: Target | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether no deployment is under way."""
-        return not self._lock.locked()
 
     def get_preparing(self, target: Target) -> Deployment | None:
         """Return the running deployment of a ref if it affects no robot yet, else None."""
@@ -372,7 +367,7 @@ class DeploymentQueue:
 
     async def deploy(self, record: Record, reason: DeployReason) -> None:
         """Run one deployment to its end."""
-        async with self._lock:
+        async with self.lock:
             try:
                 await self._deploy(record, reason)
             except DeploymentEnded as ended:

@@ -100,7 +100,7 @@ class Deployments:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is held, waiting or going on."""
-        return self._trigger_queue.is_empty and self._queue.is_free and not (self._waiting or self._tasks)
+        return self._trigger_queue.is_empty and not (self._queue.lock.locked() or self._waiting or self._tasks)
 
     def handle_delivery(self, payload: WebhookPayload, delivery_id: str | None) -> Interpretation:
         """Trigger checks of the refs that a webhook delivery names, from any thread, without waiting."""

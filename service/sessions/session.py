@@ -166,7 +166,7 @@ class Session(BaseSession):
         new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
         self._settings.check(new)
         _, asked = configure_control(robot_io.runner.loaded.requirements, new, self._settings)
-        robot_io.adjust(config := self._reserve_rate(robot_io.runner.loaded, asked))
+        robot_io.controller.adjust(config := self._reserve_rate(robot_io.runner.loaded, asked))
         self.new = new
         self._set_units(robot_io, robot_io.runner.loaded)
         robot_io.instruct(new.language_instruction)
