@@ -119,9 +119,9 @@ class PictureSettings:
     """Size, quality and rate of pictures.
 
     Attributes:
-        width: pixels; wider frames are made smaller.
-        quality: JPEG's, of 100.
-        period: the least seconds from one picture of a session to the next.
+        width: largest width in pixels.
+        quality: of JPEG, up to 100.
+        period: seconds between two pictures of a session.
         share: part of one core that all pictures together may take.
     """
 

@@ -60,10 +60,9 @@ class Peer:
     """One server of the database.
 
     Attributes:
-        url: where other servers, and clients that are sent on, reach it.
-        machine: whose loopback address its own is.
-        life: of all processes that ever run under this name, which one it is.
-        is_alive: whether its heartbeat is not over.
+        url: address for other servers, and for redirected clients.
+        machine: id of the machine of its loopback address.
+        life: id of its process.
         has_ended: whether it ended in order, with all robots held.
     """
 
@@ -80,10 +79,10 @@ class Entry:
     """One session of the table.
 
     Attributes:
-        front: the server that it is on.
-        owner: whose it is; None where no key is required.
-        record: as its server wrote it down last (`SessionRecord.as_json`); nothing until it is ready.
-        status: what its server published last, the fields of SessionStatusResponse.
+        front: name of its server.
+        owner: None where no key is required.
+        record: its newest `SessionRecord.as_json`; empty until it is ready.
+        status: its newest published status, the fields of SessionStatusResponse.
         latch: the reason of an emergency stop that has not been reset.
         rooms: workspace and id of each room that the session is in, or returns to.
     """

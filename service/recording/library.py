@@ -106,11 +106,7 @@ class RecordingLibrary:
 
 
 def open_source(path: Path) -> StepSource:
-    """Open a recording (.mcap) or a LeRobotDataset folder, v3.0 or v2.1.
-
-    Raises:
-        RecordingError: it is neither, or cannot be read.
-    """
+    """Open a recording (.mcap) or a LeRobotDataset folder, v3.0 or v2.1; raises RecordingError if it cannot be read."""
     if not path.exists():
         raise RecordingError(f"{path} is not there; `robojax recordings list` shows those of a server")
     return DatasetSource(path) if path.is_dir() else McapSource(path)

@@ -87,11 +87,7 @@ class Deployments:
         return [*itertools.islice(found, limit)]
 
     def get(self, id: str) -> Record:
-        """Return one record.
-
-        Raises:
-            UnknownDeployment: no deployment has this id, or its record is no longer kept.
-        """
+        """Return one record, or raise UnknownDeployment if it does not exist or is no longer kept."""
         record = self._journal.get(id)
         if record is None:
             raise UnknownDeployment(f"deployment {id[:80]!r} not found; GET /deployments lists them")
@@ -158,7 +154,7 @@ class Deployments:
         return _raise_error(record)
 
     async def begin_deployment(self, session_id: str, revision: str | None, *, force: bool = False) -> Record:
-        """Begin what `deploy` waits for, and return its record; raises `UpdateFailed` for an unknown session."""
+        """Begin a deployment and return its record; raises `UpdateFailed` for an unknown session."""
         one = self._get_session(session_id)
         record = Record(one.repo, revision or one.ref, "request", sessions=[session_id])
         self._queue.supersede(session_id, "request", "somebody asked for another one")
@@ -167,7 +163,7 @@ class Deployments:
         return record
 
     async def rollback(self, session_id: str) -> Record:
-        """Roll a session back to its previous policy at once; the commit that ran is quarantined.
+        """Roll a session back to its previous policy at once, and quarantine the commit that ran.
 
         Raises:
             UpdateFailed: there is no such session, or it has no previous policy.

@@ -137,11 +137,10 @@ def _control_stats(robot_io: RobotIO, session: "BaseSession", now: float) -> dic
 def describe_overlap(robot_io: RobotIO) -> dict[str, object]:
     """Return how a session joins chunks and when it asks for them, as it is in force; JSON-ready."""
     config = robot_io.controller.config
+    overlap = config.overlap
     return {
-        "overlap": config.overlap.name,
-        "temporal_ensemble_coeff": config.overlap.coefficient
-        if isinstance(config.overlap, EnsembleAggregation)
-        else None,
+        "overlap": overlap.name,
+        "temporal_ensemble_coeff": overlap.coefficient if isinstance(overlap, EnsembleAggregation) else None,
         "ask_ahead": config.ask_ahead,
         "action_steps": config.action_steps,
     }

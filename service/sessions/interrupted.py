@@ -1,9 +1,7 @@
 """Interrupted sessions, whose process ended: they can be restarted, reset or deleted."""
 
-from collections.abc import Callable
 from datetime import UTC, datetime
 
-from service.control.observers import SessionObserver
 from service.control.robot_io import RobotIO
 from service.errors import MoveRefused
 from service.inference.engine import Engine, LoadPolicy
@@ -82,10 +80,6 @@ class InterruptedSession(BaseSession):
     def begin_close(self) -> None:
         """Mark it as deleted."""
         self._lifecycle.move(Move.DELETE)
-
-    def attach(self, observer: SessionObserver) -> Callable[[], None]:
-        """Raise MoveRefused: there is nothing to observe."""
-        raise self.make_refusal()
 
     def require_robot_io(self) -> RobotIO:
         raise self.make_refusal()

@@ -92,9 +92,8 @@ def _split_known(document: Mapping[str, Any], kind: type[Any]) -> tuple[dict[str
     missing = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
     if absent := missing - set(document) - {"new"}:
         raise ValueError(f"no {', '.join(sorted(absent))}")
-    return {name: document[name] for name in document if name in names}, {
-        n: document[n] for n in document if n not in names
-    }
+    known = {name: value for name, value in document.items() if name in names}
+    return known, {name: value for name, value in document.items() if name not in names}
 
 
 logger = logging.getLogger(__name__)
