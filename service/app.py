@@ -3,14 +3,16 @@
 import json
 import platform
 import secrets
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from sanic import Sanic
 
+import jaxmodels
 from hooks.addresses import describe_danger, unwrap_ipv4
 from hooks.database import Database
 from hooks.errors import StoreError
@@ -24,13 +26,14 @@ from service.api.pages import build_live_blueprint
 from service.api.websockets import build_streams_blueprint
 from service.auth.caller import Role
 from service.auth.guard import create_guard
+from service.control.limits import read_limits
 from service.dashboard.live import Live
-from service.engine_source import create_engine_source
+from service.engine_source import EngineSource, create_engine_source
 from service.http.bodies import install_errors
 from service.http.limits import CreateLimiter, Rates
 from service.http.origins import Origins, is_loopback
 from service.inference.loaded_policy import LoadPolicy
-from service.inference.model_server import LoadModel
+from service.inference.model_server import LoadModel, ModelServer
 from service.inference.policy_sources import (
     PolicyReader,
     ReadRequirements,
@@ -38,20 +41,24 @@ from service.inference.policy_sources import (
     make_model_loader,
     make_requirements_reader,
 )
-from service.lifespan import hold_robots_first, import_jax_early, register_lifespan
-from service.logging import RecentLogs
+from service.inference.progress import LoadDurations
+from service.logging import RecentLogs, capture_logs
 from service.loop_watchdog import LoopWatchdog
+from service.processes import pause_garbage_collection
+from service.recording.recordings import Recordings
 from service.reloading_file import FileUnusable
 from service.rollout.webhooks import Webhooks
 from service.sessions.records import SCHEMA, SessionRecords
-from service.sessions.request import RequestRules
+from service.sessions.request import CheckRequest, RequestRules
 from service.sessions.room_authority import RoomAuthority
+from service.sessions.store import Sessions, SessionSettings
 from service.setting_types import SettingsError
 from service.settings import Settings
 from service.shared_sessions import SharedDatabase
 from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
 from service.streaming.direct_transport import TransportByUrl
+from service.threads import call_in_thread
 from service.transport.address import AddressRules, Destinations
 from service.transport.client.room_keys import RoomKeys
 from service.transport.client.rooms_link import RoomsTransport
@@ -59,32 +66,17 @@ from service.transport.link import Transport
 from service.transport.server.app import TransportSettings, add_transport
 
 
-def create_destinations(app: App, rules: AddressRules) -> Destinations:
-    """Create the rules for which transport servers sessions may be sent to, from `transport_hosts`.
-
-    Raises:
-        SettingsError: one that is named cannot be meant.
-    """
+def _create_destinations(app: App) -> Destinations:
+    """Create the rules of `transport_hosts`; raises SettingsError if one of them cannot be used."""
+    rules = AddressRules(describe_danger, unwrap_ipv4, resolve_host, PinnedResolver)
     try:
         return Destinations(app.ctx.settings.transport.transport_hosts, rules, lambda: app.config.get("OWN_PORT"))
     except ValueError as error:
         raise SettingsError(f"transport_hosts: {error}") from error
 
 
-def create_rooms_transport(app: App, destinations: Destinations | None) -> RoomsTransport:
-    """Create the transport that reaches rooms over the RobotHub wire.
-
-    Raises:
-        SettingsError: the file of keys for other transport servers cannot be used.
-    """
-    return RoomsTransport(
-        ice_servers=app.ctx.settings.transport.ice_servers,
-        destinations=destinations,
-        keys=_create_room_keys(app),
-    )
-
-
-def _create_room_keys(app: App) -> RoomKeys:
+def _create_rooms_transport(app: App, destinations: Destinations | None) -> RoomsTransport:
+    """Create the transport over the RobotHub wire; raises SettingsError if the file of room keys cannot be used."""
     settings, named = app.ctx.settings, app.ctx.settings.access.transport_key_file
     keys = RoomKeys(
         app.ctx.guard.admissions.own,
@@ -97,7 +89,8 @@ def _create_room_keys(app: App) -> RoomKeys:
         keys.check()
     except FileUnusable as error:
         raise SettingsError(f"transport_key_file: {error}") from error
-    return keys
+    ice_servers = settings.transport.ice_servers
+    return RoomsTransport(ice_servers=ice_servers, destinations=destinations, keys=keys)
 
 
 def read_versions() -> dict[str, str]:
@@ -134,10 +127,9 @@ def create_app(
     """Create the Sanic app with all routes; nothing runs before it is served.
 
     Args:
-        transport: how sessions reach their rooms; the RobotHub wire when None.
-        load: how policies are loaded; from folders and the Hub with JAX when None.
-        load_model: how the models of the settings are loaded; likewise when None.
-        read_requirements: how it is found out what a policy needs before it is loaded; likewise when None.
+        transport: connects sessions to their rooms; None for the RobotHub wire.
+        load, load_model: load policies, and the models of the settings; None for folders and the Hub with JAX.
+        read_requirements: reads the requirements of a policy before it is loaded; None for the same.
     """
     settings = settings or Settings()
     rooms = TransportSettings(origins=settings.server.origins)
@@ -162,25 +154,25 @@ def create_app(
     if webhooks.registry is not None:
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
         app.blueprint(webhooks.registry.blueprint())
-    rules = AddressRules(describe_danger, unwrap_ipv4, resolve_host, PinnedResolver)
-    destinations = None if transport else create_destinations(app, rules)
+    destinations = None if transport else _create_destinations(app)
+    rooms_transport = transport or _create_rooms_transport(app, destinations)
     register_lifespan(
         app,
         source=source,
         shared=shared,
-        transport=TransportByUrl(context.stream_clients.direct, transport or create_rooms_transport(app, destinations)),
+        transport=TransportByUrl(context.stream_clients.direct, rooms_transport),
         load=context.source_rules.guard_loader(webhooks.identify_commits(load or source.load)),
         load_model=load_model or make_model_loader(settings.policies),
         webhooks=webhooks,
         check_request=RequestRules(context.source_rules, destinations).check,
-        records=lambda: _open_records(settings.webhooks.state, is_shared=settings.cluster.database is not None),
     )
     # After the sessions: what is delivered again at the start may be about them.
     for blueprint in webhooks.build_blueprints():
         app.blueprint(blueprint)
     if load is None and settings.cluster.engine == "here":
-        import_jax_early(app)
-    hold_robots_first(app)
+        app.after_server_start(_import_jax)
+    # Registered last and so run first, because Sanic runs stop listeners in reverse.
+    app.before_server_stop(_hold_robots)
     return app
 
 
@@ -233,10 +225,96 @@ def _build_documents(max_rate: float, max_cameras: int) -> Mapping[str, bytes]:
 
 
 @contextmanager
-def _open_records(state: str | None, *, is_shared: bool) -> Iterator[SessionRecords]:
-    folder = state_folder(state)
+def _open_records(settings: Settings) -> Iterator[SessionRecords]:
+    folder, is_shared = state_folder(settings.webhooks.state), settings.cluster.database is not None
     if folder is None:
         yield SessionRecords(is_shared=is_shared)
         return
     with lock_state_folder(folder):
         yield SessionRecords(Database(folder / "sessions.sqlite3", SCHEMA), StoreError, is_shared=is_shared)
+
+
+def session_settings(settings: Settings) -> SessionSettings:
+    """Return the settings of all sessions; raises LimitsError if the file of limits cannot be used."""
+    path = settings.safety.limits
+    file = None if path is None else read_limits(path)
+    return SessionSettings(settings.limits, settings.control, settings.safety, file)
+
+
+def register_lifespan(
+    app: App,
+    *,
+    source: EngineSource,
+    shared: SharedDatabase,
+    transport: Transport,
+    load: LoadPolicy,
+    load_model: LoadModel,
+    webhooks: Webhooks,
+    check_request: CheckRequest,
+) -> None:
+    """Register the listeners that open everything when the app starts, and close it in the opposite order."""
+    settings = app.ctx.settings
+    session_limits = session_settings(settings)
+    opened = AsyncExitStack()
+
+    @app.before_server_start
+    async def open_all(app: App) -> None:
+        opened.enter_context(capture_logs(app.ctx.logs))
+        app.ctx.started_at = time.monotonic()
+        folder = state_folder(settings.webhooks.state)
+        durations = None if folder is None else folder / "durations.json"
+        engine = await opened.enter_async_context(
+            source.open(LoadDurations(durations, app.ctx.metrics.record_preparation))
+        )
+        app.ctx.recordings = Recordings(
+            settings.recording, settings.webhooks.state, lambda session_id: app.ctx.sessions.get(session_id)
+        )
+        try:
+            app.ctx.sessions = Sessions(
+                transport=transport,
+                load=load,
+                engine=engine,
+                settings=session_limits,
+                publish=app.ctx.stream_clients.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.publish)),
+                check_request=shared.wrap_check(check_request),
+                records=opened.enter_context(_open_records(settings)),
+            )
+            await opened.enter_async_context(shared.open(app.ctx.sessions))
+            app.ctx.models = ModelServer(
+                engine,
+                settings.models,
+                answer_deadline=settings.limits.answer_deadline,
+                has_running_robot=app.ctx.sessions.has_running_robot,
+            )
+            await opened.enter_async_context(webhooks.open_publishing())
+            # Updates are closed first, so that none begins while the sessions end.
+            opened.push_async_callback(app.ctx.recordings.close)
+            opened.push_async_callback(app.ctx.sessions.close)
+            opened.push_async_callback(app.ctx.models.close)
+            app.ctx.updates = await opened.enter_async_context(webhooks.open_updates(app.ctx.sessions))
+            # A model that cannot be loaded stops the start.
+            for name, (path, revision) in settings.models.models.items():
+                await app.ctx.models.load(name, path, revision, load_model)
+        except BaseException:
+            await opened.aclose()
+            raise
+
+    @app.before_server_stop
+    async def close_all(app: App) -> None:
+        # Sanic does not cancel tasks: robots are held, and rooms are left here.
+        await opened.aclose()
+
+
+async def _hold_robots(app: App) -> None:
+    """Hold all robots, before anything else is closed."""
+    app.ctx.sessions.begin_close()
+
+
+async def _import_jax(app: App) -> None:
+    """Import JAX in a thread once the server answers, because it takes seconds, and the first session waits less."""
+
+    def load() -> None:
+        with pause_garbage_collection():
+            _ = jaxmodels.load_policy
+
+    app.ctx.jax_import = call_in_thread(load, "import-jax", niceness=5)

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 
 class OwnEngine:
-    """Engine source whose devices are those of this machine."""
+    """Engine source with the devices of this machine."""
 
     def __init__(self, policies: PolicySettings, first_device: Callable[[], str | None]):
-        """Choose how policies are loaded; nothing is started yet."""
         self._policies = policies
         self.load: LoadPolicy = make_policy_loader(policies, first_device)
 
@@ -37,26 +36,21 @@ class OwnEngine:
         Raises:
             NoDevice: the machine does not have a device of the settings.
         """
-        policies = self._policies
+        policies, devices = self._policies, ()
+        if policies.devices:
+            named = partial(jaxmodels.name_devices, policies.devices, together=policies.placement == "shard")
+            try:
+                devices = await call_in_thread(named, "import-jax")  # JAX is imported before the server answers
+            except JaxModelsError as error:
+                raise NoDevice(f"devices: {error}") from error
         yield Engine(
             stuck_after=policies.stuck_after,
             durations=durations,
             batch_sizes=policies.engine_batch_sizes,
-            devices=await _name_devices(policies),
+            devices=devices,
             max_load=policies.engine_load,
             load_timeout=policies.load_timeout,
         )
-
-
-async def _name_devices(policies: PolicySettings) -> tuple[str, ...]:
-    """Return the devices of the settings by name. When any are named, JAX is imported before the server answers."""
-    if not policies.devices:
-        return ()
-    named = partial(jaxmodels.name_devices, policies.devices, together=policies.placement == "shard")
-    try:
-        return await call_in_thread(named, "import-jax")
-    except JaxModelsError as error:
-        raise NoDevice(f"devices: {error}") from error
 
 
 EngineSource: TypeAlias = "OwnEngine | ClusterEngine"

@@ -1,7 +1,6 @@
 """Watchdog of the event loop: a thread that logs and counts when the loop is blocked.
 
-Every robot's control loop, every link and every request wait for one event loop. What blocks it is a fault of ours, and
-what moved meanwhile was held by its own side.
+All control loops, links and requests share one event loop, so that a block is always a bug.
 """
 
 import asyncio
@@ -15,9 +14,9 @@ from types import FrameType
 
 BLOCKED_AFTER = 0.25  # seconds without a heartbeat; robots that move are held after as long (service.control.watchdog)
 HEARTBEAT_INTERVAL = 0.05  # between heartbeats of the event loop
-CHECK_INTERVAL = 0.1  # between looks of the thread
-# Where neither the loop nor the thread ran, the share of that time in which this process computed: from this on,
-# something kept the interpreter's lock (on a machine where it gets a tenth of a core, too); below, it stood still.
+CHECK_INTERVAL = 0.1  # between checks of the thread
+# If neither the loop nor the thread ran, but the process computed for at least this share of the time, something kept
+# the interpreter's lock; below it, the process was paused.
 BUSY_SHARE = 0.1
 MAX_FRAMES = 10  # of a stack that are logged, innermost first
 
@@ -41,9 +40,8 @@ class LoopWatchdog:
     """Watchdog of the event loop that it is started on.
 
     Attributes:
-        blocked: times that the loop did nothing for longer than ``BLOCKED_AFTER`` while its process ran.
-        paused: the same where the whole process stood still (SIGSTOP, a suspended machine, no processor for it), and
-            nothing of it blocked the loop.
+        blocked: stalls of the loop longer than ``BLOCKED_AFTER`` while its process ran.
+        paused: stalls of the whole process (SIGSTOP, a suspended machine, no processor for it).
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class LoopWatchdog:
         clock: Callable[[], float] = time.monotonic,
         computed: Callable[[], float] = time.process_time,
     ) -> None:
-        """Create a watchdog; ``computed`` gives the processor seconds that all threads of the process have had."""
+        """Create a watchdog; ``computed`` returns the processor seconds of the whole process."""
         self.blocked, self.paused = Stalls(), Stalls()
         self._clock, self._computed = clock, computed
         self._stopped = threading.Event()
@@ -91,7 +89,7 @@ class LoopWatchdog:
         self._beat_at, self._computed_at_beat = now, computed
         if gap <= BLOCKED_AFTER:
             return
-        # The thread looks ten times a second: when it did not either, the process stood still or was kept from it.
+        # If the thread did not run either, the process was paused, or its lock was kept.
         has_run = self._missed == before or now - self._checked_at <= BLOCKED_AFTER or busy >= BUSY_SHARE * gap
         blocked = now - max(before, self._resumed_at) if has_run else 0.0
         if blocked > BLOCKED_AFTER:

@@ -114,10 +114,9 @@ if __name__ == "__main__":
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Keep the garbage collector off during imports; it never visits later what exists at the end.
+    """Pause the garbage collector during imports, and exclude all present objects from later collections.
 
-    A start makes a million objects and drops hardly any, and looking for garbage among them takes a fifth of its time:
-    1.6 s of processor time instead of 2.0 until JAX is imported, at the same size of the process.
+    The import of JAX takes 1.6 s of processor time with this, and 2.0 s without.
     """
     was_enabled = gc.isenabled()
     gc.disable()

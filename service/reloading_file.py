@@ -9,10 +9,8 @@ from typing import Generic, TypeVar
 
 Content = TypeVar("Content")
 
-# The clock of a file system ticks every few milliseconds: a file this young may change once more within one tick.
+# A younger file may change again without a new time stamp.
 SETTLE_NS = 100_000_000
-
-
 # Bytes of a file of keys or secrets: five thousand keys, read in 5 ms.
 MAX_BYTES = 1 << 20
 
@@ -25,11 +23,11 @@ class ReloadingFile(Generic[Content]):
     """File whose content is parsed again whenever the file has changed.
 
     Args:
-        parse: makes the content of the file's bytes; raises FileUnusable, without the path.
+        parse: parses the file's bytes; raises FileUnusable, without the path.
         forbidden: bits of the file's mode that make it unusable.
 
     Attributes:
-        last: what was in it when it could be used; None before that, and when there is no file any more.
+        last: the newest usable content; None before that, and when the file is removed.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], Content], forbidden: int):
@@ -79,10 +77,10 @@ class ReloadingFile(Generic[Content]):
 
 
 def read_regular_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Read a regular file, without blocking: opening a pipe that nobody writes to would never return.
+    """Read a regular file, without waiting for the writer of a pipe.
 
     Raises:
-        FileUnusable: it is something else, or larger than a file of its kind may be; without the path.
+        FileUnusable: it is not a regular file, or too large; without the path.
         OSError: it cannot be opened or read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -75,28 +75,23 @@ def _amounts(value: object) -> object:
     return {name.strip(): amount.strip() for name, _, amount in pairs}
 
 
-def _engine(value: str) -> str:
-    if not re.fullmatch(r"here|ray-local|ray-auto|ray://[^/@\s]+:\d+", value):
-        raise ValueError("here, ray-local, ray-auto or ray://HOST:PORT")
-    return value
+def _matching(pattern: str, wanted: str) -> AfterValidator:
+    """Return a validator of a text; its error does not show the value, which may hold a password."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(wanted)
+        return value
+
+    return AfterValidator(check)
 
 
-def _database(value: str) -> str:
-    # What was found is not told again: it may hold a password.
-    if not re.fullmatch(r"postgres(ql)?://\S+", value):
-        raise ValueError("postgresql://USER@HOST:PORT/NAME")
-    return value
-
-
-def _address(value: str) -> str:
-    if not re.fullmatch(r"https?://[^/@\s]+", value):
-        raise ValueError("http://HOST:PORT or https://HOST:PORT, without a path")
-    return value
-
-
-Where = Annotated[str, AfterValidator(_engine)]
-DatabaseUrl = Annotated[str, AfterValidator(_database)]
-Address = Annotated[str, AfterValidator(_address)]
+Where = Annotated[
+    str,
+    _matching(r"here|ray-local|ray-auto|ray://[^/@\s]+:\d+", "here, ray-local, ray-auto or ray://HOST:PORT"),
+]
+DatabaseUrl = Annotated[str, _matching(r"postgres(ql)?://\S+", "postgresql://USER@HOST:PORT/NAME")]
+Address = Annotated[str, _matching(r"https?://[^/@\s]+", "http://HOST:PORT or https://HOST:PORT, without a path")]
 Amounts = Annotated[Mapping[str, Annotated[FiniteFloat, Field(gt=0)]], BeforeValidator(_amounts)]
 Sources = Annotated[Mapping[str, tuple[str, str | None]], BeforeValidator(_sources)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
@@ -139,8 +134,8 @@ def conflict(values: Mapping[str, object], wanted: str, found: str | None = None
     """Make the error of settings that contradict each other, for validators to raise.
 
     Args:
-        values: of the settings that a person has to change, by name.
-        found: what they say; their values when None.
+        values: name to value of the settings to change.
+        found: text instead of their values.
     """
     shown = (f"{value:g}" if isinstance(value, float) else str(value) for value in values.values())
     return PydanticCustomError(

@@ -1,8 +1,8 @@
 """Sessions shared by servers of one `--database`: claims, redirects, adoption, tied to the app."""
 
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from yarl import URL
 
@@ -13,19 +13,18 @@ from service.sessions.request import CheckRequest, NewSession
 from service.sessions.store import Sessions
 from service.setting_types import SettingsError
 
-# Any address that is not of this machine: nothing is sent there, but which way it would go says which address is ours.
+# Any address outside of this machine. Nothing is sent; the route to it shows this machine's own address.
 _OUTSIDE_ADDRESS = ("192.0.2.1", 9)
 
 
 class SharedDatabase:
-    """Database of the sessions of several servers, if one is configured; redirects requests for sessions of others.
+    """Shared database of sessions, if one is configured; redirects requests for sessions of other servers.
 
     Raises:
         SettingsError: its driver is not installed.
     """
 
     def __init__(self, app: App):
-        """Install the redirects; nothing is connected yet."""
         self._app = app
         self.is_configured = app.ctx.settings.cluster.database is not None
         if not self.is_configured:
@@ -40,7 +39,7 @@ class SharedDatabase:
         self._redirects.install(app)
 
     def wrap_check(self, check: CheckRequest) -> CheckRequest:
-        """Return the check of new sessions with one addition: the session's id is claimed among all servers."""
+        """Return a check of new sessions that also claims the session's id among all servers."""
         if not self.is_configured:
             return check
 
@@ -51,17 +50,17 @@ class SharedDatabase:
 
         return check_and_claim
 
-    def open(self, sessions: Callable[[], Sessions]) -> AbstractAsyncContextManager[None]:
-        """Show these sessions to the other servers until the context ends, after their robots are held.
+    @asynccontextmanager
+    async def open(self, sessions: Sessions) -> AsyncIterator[None]:
+        """Publish these sessions to the other servers until the context ends, after their robots are held.
 
         Raises:
             NoDatabase: the database cannot be used, or does not answer.
             FrontNameTaken: another server has the name of this one.
         """
-        return self._open(sessions()) if self.is_configured else nullcontext()
-
-    @asynccontextmanager
-    async def _open(self, sessions: Sessions) -> AsyncIterator[None]:
+        if not self.is_configured:
+            yield
+            return
         from service.distributed import session_table
         from service.distributed.peers import START_TIMEOUT, PeerSessions
         from service.distributed.postgres import DatabaseUnavailable, DatabaseUnusable, Postgres

@@ -1,8 +1,7 @@
-"""Process beside a server that ends it when its event loop does not react to SIGTERM, SIGINT or SIGHUP.
+"""Guard process that kills a server whose event loop does not react to SIGTERM, SIGINT or SIGHUP.
 
-Neither the event loop nor a thread of the server can do that while something in C keeps the interpreter's lock. A
-signal is caught even then: inside of its C handler ``faulthandler``, which needs no lock, writes the stack of the main
-thread, which runs the event loop, into a pipe, and this process reads it. It imports the standard library alone.
+While C code keeps the interpreter's lock, no code of the server can run. ``faulthandler`` needs no lock: at a signal
+it writes the stack of the main thread into a pipe, which this process reads. It imports only the standard library.
 """
 
 import contextlib
@@ -16,15 +15,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-# Seconds from the first signal until the event loop has to have begun the end, and until the end has to be over.
+# Seconds from the first signal until the event loop must react, and until the server must have ended.
 REACTION_TIMEOUT = 2.0
 END_TIMEOUT = 8.0
-# Seconds that an event loop which runs may take to hear of a signal. Where a terminal is closed, SIGHUP comes twice at
-# once; only what did not react to the first of two signals is ended by the second.
+# The same for a second signal without a reaction to the first. A closing terminal sends SIGHUP twice at once.
 ACKNOWLEDGE_TIMEOUT = 0.3
 CLOSE_TIMEOUT = 0.5  # seconds that an orderly end waits for the guard
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# What faulthandler writes first at each signal; what the event loop writes when it has heard of one.
+# First line that faulthandler writes at a signal, and the byte that the event loop writes when it handles one.
 _CAUGHT = b"Stack (most recent call first)"
 _ACKNOWLEDGED = b"\0"
 _PIPE_BYTES = 4096  # bytes that a pipe takes whole, or not at all
@@ -34,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class SignalGuard:
-    """The server's side of the guard: starts the process beside it and tells it about signals over a pipe."""
+    """The server's side: starts the guard process and reports signals to it over a pipe."""
 
     def __init__(self) -> None:
         self._pipe: int | None = None
@@ -64,7 +62,7 @@ class SignalGuard:
             faulthandler.register(number, writing, all_threads=False, chain=True)  # and then as before
 
     def acknowledge(self) -> None:
-        """Tell the guard that the event loop has seen a signal; the loop handles the next one in another way."""
+        """Report that the event loop handles a signal; the guard ignores further signals."""
         if self._pipe is None:
             return
         for number in self._signals:
@@ -79,27 +77,24 @@ class SignalGuard:
             os.close(self._pipe)
             self._pipe = None
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # where nobody looks after orphans, it would stay
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLOSE_TIMEOUT)
 
 
 def watch_server(server: int) -> None:
     """Run the guard: wait for the server to end, and kill it when it is late."""
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # whoever ends all processes of a service ends the server with them
+        signal.signal(number, signal.SIG_IGN)  # a service manager signals all processes of the service
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    process = _open_pidfd(server)
-    if process is not None:
+    process = None  # a file descriptor, which is safe against reuse of the process number
+    with contextlib.suppress(AttributeError, OSError):
+        process = os.pidfd_open(server)
         poll.register(process, select.POLLIN)
-    written, caught_at, limit = b"", 0.0, None
+    written, caught_at, limit, is_asked_again = b"", 0.0, None, False
     while True:
-        # A second signal ends at once what did not react to the first.
-        is_asked_again = limit == REACTION_TIMEOUT and written.count(_CAUGHT) > 1
-        left = (
-            None if limit is None else caught_at + (ACKNOWLEDGE_TIMEOUT if is_asked_again else limit) - time.monotonic()
-        )
-        ready = dict(poll.poll(None if left is None else max(0.0, left) * 1e3))
+        deadline = None if limit is None else caught_at + (ACKNOWLEDGE_TIMEOUT if is_asked_again else limit)
+        ready = dict(poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3))
         if (process is not None and process in ready) or os.getppid() != server:
             return
         if ready:
@@ -118,14 +113,6 @@ def watch_server(server: int) -> None:
                 why += ", and it was asked again"
             _kill_server(server, process, why, time.monotonic() - caught_at, written)
             return
-
-
-def _open_pidfd(process: int) -> int | None:
-    """Return a file descriptor of a process, safe against reuse of its number; None where there is no such thing."""
-    try:
-        return os.pidfd_open(process)
-    except (AttributeError, OSError):
-        return None
 
 
 def _kill_server(server: int, process: int | None, why: str, after: float, written: bytes) -> None:

@@ -25,33 +25,28 @@ def state_folder(state: str | None) -> Path | None:
 
 @contextmanager
 def lock_state_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a state folder, which only one server may use; it ends with the process at the latest.
+    """Hold the lock of a state folder, which only one server may use.
 
     Raises:
-        StateTaken: another one works on it, or it cannot be made.
+        StateTaken: another server uses it, or it cannot be made.
     """
     lock = FileLock(folder / "server.lock", mode=0o600, blocking=False, thread_local=False, fallback_to_soft=False)
+    name = f"state folder {str(folder)!r}"
     try:
         held = lock.acquire()
     except Timeout:
         raise StateTaken(
-            f"state folder {str(folder)!r}: another server works on it; end that one, or give this one a folder of "
-            "its own"
+            f"{name}: another server works on it; end that one, or give this one a folder of its own"
         ) from None
     except OSError as error:
-        raise StateTaken(
-            f"state folder {str(folder)!r}: its server.lock cannot be made ({error.strerror}); name another one with "
-            "--state"
-        ) from error
+        why = f"its server.lock cannot be made ({error.strerror}); name another one with --state"
+        raise StateTaken(f"{name}: {why}") from error
     with held:
         yield
 
 
 def default_state(port: int) -> str:
-    """Return the default state folder of a server on this port: two servers of one machine have two ports.
-
-    A server on any free port has nothing to come back to.
-    """
+    """Return the default state folder of a server on this port; a server on any free port (0) has none."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return str(Path(base).expanduser() / "robojax" / str(port)) if port else OFF
 

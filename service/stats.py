@@ -30,7 +30,7 @@ class Recent:
 
     @property
     def histogram(self) -> Sequence[int]:
-        """Number of all samples up to each of ``BOUNDS`` (and above the one before); those above all come last."""
+        """Number of samples between neighboring ``BOUNDS``, and at the end above the last bound."""
         return tuple(self._histogram)
 
     @property
@@ -51,8 +51,7 @@ class Recent:
     def upper_estimate(self) -> float | None:
         """Return an upper estimate of the next sample, or None before the first.
 
-        The ninth of ten of the newest 16, so that one that stands out counts little and what is over is soon forgotten;
-        but when it jumps, two of the newest three are believed at once.
+        It is the 90th percentile of the newest 16, or the median of the newest 3 if that is larger.
         """
         if not self.count:
             return None
@@ -76,8 +75,7 @@ class Recent:
         return {f"p{percent:g}": round(value * 1e3, 3) for percent, value in zip(percents, values, strict=True)}
 
     def _percentiles(self, *percents: float) -> Sequence[float]:
-        # All of 64 sessions in one answer, between two ticks: numpy's own percentile takes five times as long, and of
-        # sessions that do not move nothing has changed since the answer before.
+        # An answer has percentiles of all sessions, between two ticks: numpy's percentile takes five times as long.
         if self._cached[:2] != (self.count, percents):
             ordered = np.sort(self.samples)
             positions = [(len(ordered) - 1) * percent / 100 for percent in percents]

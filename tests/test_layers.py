@@ -35,7 +35,7 @@ LAYERS = {
         "errors reloading_file stage stats setting_types loop_watchdog signal_guard"
         " < logging state threads processes < http < auth < inference transport < control < sessions"
         " < recording streaming rollout dashboard < distributed < settings < api doctor shared_sessions"
-        " < engine_source < lifespan < app"
+        " < engine_source < app"
     ),
     "hooks": ("errors threads < payload signatures database addresses < queue < registry < client receiver < server"),
     "jaxmodels": (

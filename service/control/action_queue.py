@@ -16,12 +16,10 @@ _REMEMBERED = 2048
 class ActionQueue:
     """The plan of one robot: action i of a chunk is due at ``observed_at + i * period``.
 
-    While a robot rests it executes nothing, so that time is not taken from a chunk: the first tick after a rest takes
-    the first action, and the plan is timed from that tick.
+    After a rest, the first tick takes the first action, and the plan is timed from that tick.
 
-    A tick takes the action due nearest to it, so an action is at most half a period early; an action that is more than
-    a period late is never given out. When ticks come at another rate than actions, a tick takes the point on the line
-    between the two actions around it: the motion keeps the speed it was trained with.
+    A tick takes the nearest action: at most half a period early, and never more than a period late. If ticks have
+    another rate than actions, a tick takes the point on the line between the two actions around it.
 
     Attributes:
         period: seconds from one action to the next.
@@ -50,16 +48,16 @@ class ActionQueue:
         self.left = 0
 
     def set_aggregation(self, aggregation: Aggregation) -> None:
-        """Join chunks in another way from the next one on; what is left counts as one prediction then."""
+        """Join chunks in another way from the next one on; the rest of the plan counts as one prediction then."""
         self.aggregation = aggregation
         self._counts = np.ones(len(self._chunk), np.int64)
 
     def remaining(self, observed_at: float, length: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return what is left of the plan from ``observed_at`` on, interpolated to the moments of a new chunk.
+        """Return the rest of the plan from ``observed_at`` on, interpolated to the moments of a new chunk.
 
         Returns:
-            the first index of such a chunk that something is planned for, the actions (n, a) from there on, and of how
-            many predictions (n,) each of them is made. n is 0 when nothing is left of the plan.
+            The first index of such a chunk for which there is a plan, the planned actions (n, a) from there on, and the
+            number of predictions (n,) in each of them. n is 0 when nothing is left of the plan.
         """
         if not self.left:
             return 0, self._chunk[:0], self._counts[:0]

@@ -31,12 +31,12 @@ class Aggregation(Protocol):
 
     @property
     def lasting_actions(self) -> int:
-        """How many actions of a plan still count after the next chunk has taken over, at most."""
+        """Largest number of actions of a plan that still count after the next chunk has taken over."""
         ...
 
     @property
     def sends_plan(self) -> bool:
-        """Whether the policy gets what is left of the plan as an input, and begins its chunk with what will be over."""
+        """Whether the rest of the plan is an input of the policy."""
         ...
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray | float:
@@ -102,11 +102,9 @@ class EnsembleAggregation:
 
 @dataclass(frozen=True)
 class CrossfadeAggregation:
-    """Crossfade from the plan into the new chunk: the first actions weigh little, after ``steps`` of them it is all
-    new.
+    """Crossfade from the plan into the new chunk over ``steps`` actions, or over the rest of a shorter plan.
 
-    Where less is left of the plan, it leads over as fast as that lasts. Real-time chunking with ``sends_plan``: the
-    chunk begins with what will be over, and what follows differs the less from the plan, the nearer it is.
+    ``sends_plan`` makes it real-time chunking, in which the policy continues the plan.
     """
 
     steps: int
@@ -159,8 +157,8 @@ def choose_aggregation(
     """Choose how chunks of this policy are joined.
 
     Args:
-        name: one of ``AGGREGATIONS``; when None, as the checkpoint says, else the default.
-        coefficient: of ``ensemble``; when None the checkpoint's, else ACT's own.
+        name: a key of ``AGGREGATIONS``; None for the checkpoint's, else the default.
+        coefficient: of ``ensemble``; None for the checkpoint's, else ACT's.
         action_rate: actions per second.
 
     Raises:

@@ -13,10 +13,9 @@ from service.control.config import ControlConfig
 from service.control.observation_buffer import ObservationHistory, Snapshot
 from service.stats import Recent, Tally
 
-# Codes of answers without a chunk: a program is being compiled, so the request was not carried out; the inference did
-# not return, and its thread was replaced.
+# Codes of answers without a chunk: a program is being compiled; the inference did not return.
 COMPILING, STUCK = "compiling", "stuck"
-# Whether an answer came when the plan was to be taken over, give or take one action.
+# When an answer arrived, against the planned moment and one action around it.
 EARLY, ON_TIME, LATE = "early", "on_time", "late"
 
 
@@ -25,8 +24,7 @@ class PolicyRequest:
     """One request to the policy for a chunk.
 
     Attributes:
-        snapshot: what the robot sees and feels, and for policies that continue a plan what is left of it.
-        requested_at: monotonic time of the request.
+        requested_at: monotonic time.
         due: when the plan runs dry, monotonic; None when there is no plan.
         motion: number of the motion it belongs to; answers to an earlier motion are dropped.
     """
@@ -41,11 +39,10 @@ class PolicyAnswer(NamedTuple):
     """Result of a request to the policy.
 
     Attributes:
-        request: the one that is answered.
-        chunk: (1, t, a) actions as the policy gave them, not yet checked; None when there are none.
-        error: code and text of why there are none: ``compiling``, ``stuck``, or any other failure.
-        fade: set for the first chunk of another policy: how many actions lead over from the plan of the one before.
-        inputs: what the policy was run on, for its runner.
+        chunk: (1, t, a) unchecked actions, or None.
+        error: code and text of why there is no chunk: ``compiling``, ``stuck``, or any other failure.
+        fade: for the first chunk of another policy, the number of actions blended with the old plan.
+        inputs: inputs of the policy, for its runner.
     """
 
     request: PolicyRequest
@@ -59,15 +56,13 @@ class ChunkScheduler:
     """Decides when a policy is asked; at most one request is in flight.
 
     Attributes:
-        config: as it is now.
-        ahead: seconds before it is needed that a chunk is asked for: as configured, else as long as answers take.
+        ahead: seconds between a request and the need for its chunk: as configured, else as long as answers take.
         in_flight: the request that has no answer yet, or None.
-        discarded: answers that came back after a hold or a stop and were thrown away.
-        latency: seconds from asking to answer, on the event loop's side.
-        delays: actions that were over of each of the newest chunks when it came, as ``delay`` counts them.
-        delay: actions given out between what the newest chunk was seen and the chunk; None before one that followed
-            another. Time in which nothing was done, as while a program is compiled, is no delay.
-        timing: how many answers came early, on time and late, against ``action_steps`` of the chunk before.
+        discarded: answers that were dropped because of a hold or a stop.
+        latency: seconds from request to answer, on the event loop.
+        delay: actions executed between the newest chunk's frames and its arrival; None before the second chunk.
+        delays: the same of the newest chunks.
+        timing: number of answers that were early, on time and late, against ``action_steps`` of the chunk before.
     """
 
     def __init__(self, config: ControlConfig):
@@ -89,7 +84,7 @@ class ChunkScheduler:
     def next_request(
         self, snapshot: Snapshot, history: ObservationHistory, queue: ActionQueue, now: float
     ) -> PolicyRequest | None:
-        """Ask for a chunk that follows this snapshot and what is left of the plan; None while it is not time for it."""
+        """Return a request for a chunk that follows this snapshot and the plan; None while it is not time for it."""
         if self.in_flight is not None:
             return None
         delay = self.ahead / queue.period
@@ -128,10 +123,7 @@ class ChunkScheduler:
         self.in_flight = None
 
     def close(self, answer: PolicyAnswer, queue: ActionQueue, now: float) -> bool:
-        """Note that the request in flight was answered; False when the answer is of an earlier motion.
-
-        A chunk also says how long answers take. It is yet to be joined with the plan in this queue.
-        """
+        """Note that the request in flight was answered; return False when the answer is of an earlier motion."""
         request = answer.request
         if request is not self.in_flight:
             return False

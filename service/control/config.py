@@ -108,14 +108,13 @@ class ControlConfig:
 
     Attributes:
         rate: ticks per second.
-        action_rate: actions per second that the policy's chunks are meant for.
-        action_steps: actions of a chunk to do before the next one takes over.
+        action_rate: actions per second of the policy's chunks.
+        action_steps: actions of a chunk to execute before the next one takes over.
         chunk: steps of one chunk.
         width: values of one action.
-        overlap: how a new chunk joins what is left of the plan.
-        ask_ahead: seconds before it is needed that a chunk is asked for; None: as long as answers are measured to take.
-        samples: how many of the newest samples percentiles are taken of.
-        control, safety: the settings of all sessions.
+        overlap: how a new chunk joins the rest of the plan.
+        ask_ahead: seconds between the request of a chunk and the need for it; None for the measured latency.
+        samples: number of newest samples that percentiles are computed from.
     """
 
     rate: float

@@ -29,26 +29,21 @@ CHOKED = "link_choked"
 
 
 class ControlEvent(NamedTuple):
-    """Something that happened to a robot by itself, which its session has to follow.
-
-    Attributes:
-        move: what it is in the session's table of stages.
-        reason: for people.
-    """
+    """Event of a robot that its session has to follow: a move in the table of stages, with a reason for people."""
 
     move: Move
     reason: str | None
 
 
 class TickResult(NamedTuple):
-    """What a tick decided: what is to be sent, asked and reported.
+    """Decision of a tick.
 
     Attributes:
         command: (a,) to be sent.
         request: for the policy.
         events: for the session.
         is_accepted: whether the answer's chunk is planned now.
-        failure: code and text of why the answer was of no use, or None.
+        failure: code and text of why the answer was unusable, or None.
     """
 
     command: np.ndarray | None = None
@@ -59,12 +54,12 @@ class TickResult(NamedTuple):
 
 
 class DueTick(NamedTuple):
-    """A tick that is to be done.
+    """A tick that is due.
 
     Attributes:
         deadline: when it was due.
-        missed: how many before it nobody woke up for.
-        late: seconds from the deadline of the tick that should have come next.
+        missed: number of skipped ticks before it.
+        late: seconds since the deadline of the first tick that was not done.
     """
 
     deadline: float
@@ -81,7 +76,7 @@ class TickClock:
         self._index = -1
 
     def begin(self, now: float, *, is_done: bool = False) -> None:
-        """Begin the grid anew: a tick is due now, and then every period. ``is_done`` says that this one is over."""
+        """Restart the grid: a tick is due now (unless ``is_done``), and then every period."""
         self._anchor, self._index = now, 0 if is_done else -1
 
     def next_deadline(self, now: float) -> float:
@@ -90,7 +85,7 @@ class TickClock:
         return self._anchor + max(self._index + 1, newest) * self.period
 
     def take(self, now: float) -> DueTick | None:
-        """The newest tick that is due, or None when it was done already; older ones are passed over."""
+        """Return the newest tick that is due and skip older ones; None when it was done already."""
         index = math.floor((now - self._anchor) / self.period + _EARLY_TOLERANCE)
         if index <= self._index:
             return None
@@ -103,13 +98,7 @@ class TickClock:
 
 @dataclass(frozen=True)
 class Hold:
-    """Reason for which the robot is held.
-
-    Attributes:
-        code: stable, e.g. ``camera_stale``.
-        text: for people.
-        since: monotonic time.
-    """
+    """Reason for a hold: a stable code (``camera_stale``), a text for people, and since when (monotonic)."""
 
     code: str
     text: str
@@ -119,20 +108,20 @@ class Hold:
 # A stop that the link does not take is sent again, at most so many times as often as a hold is repeated.
 STOP_RETRIES = 25
 
-# Holds that end when the policy gives a usable chunk; all others end when what they name is back.
+# Holds that end with a usable chunk; all other holds end when their cause is gone.
 OF_POLICY = frozenset({"policy_invalid", "policy_failed", "policy_late", "starved"})
-# Holds that say that the policy is too slow; one may give way to another while the robot stands all the time.
+# Holds because the policy is too slow.
 TOO_SLOW = frozenset({"inference_slow", "action_stale", "policy_late", "starved"})
 
 
 class HoldState:
-    """Whether and why one robot is held, and what is still to be sent for it.
+    """Hold of one robot.
 
     Attributes:
         hold: why it is held, or None while it may move.
-        counts: how often each reason held it.
+        counts: number of holds by reason.
         repeats_left: how often the measured pose is still to be sent.
-        ramp: slows the robot down before that, or None.
+        ramp: slows the robot down first, or None.
     """
 
     def __init__(self, repeats: int):
@@ -144,9 +133,8 @@ class HoldState:
         self.ramp: Ramp | None = None
 
     def enter(self, reason: NotReady, now: float, *, is_moving: bool, ramp: Ramp | None = None) -> None:
-        """Hold the robot for this reason; the first one decides how, later ones only say why."""
+        """Hold the robot for this reason; only the first reason begins the repeats and the ramp."""
         if self.hold is None and is_moving:
-            # Of a robot that does not move, a hold that is not over yet goes on: its reason may come and go.
             self.repeats_left, self.ramp = self._repeats, ramp
         if self.hold is None or self.hold.code != reason.code:
             self.counts.add(reason.code)
@@ -172,31 +160,27 @@ class HoldState:
 
 
 class Controller:
-    """Decides for one robot. Every method takes the time and returns what is to be done; none sleeps, sends or infers.
+    """Decides for one robot. Every method takes the time and returns a decision; none sleeps, sends or infers.
 
-    Every chunk passes the guard before its first action can be sent, and every command of a motion passes it again.
-    What the policy wanted is kept beside what the guard made of it, for whoever judges the policy.
+    Every chunk passes the guard before its first action is sent, and every command of a motion passes it again.
 
     Attributes:
-        config, period: as it is now; seconds from tick to tick.
+        period: seconds from tick to tick.
         clock: grid of the ticks, from ``begin`` on.
-        buffer, scheduler, guard, watchdog: its parts.
-        queue: actions that are planned; each of them twice, side by side: as the guard lets it pass, and as the policy
-            wanted it.
-        is_running: between ``begin`` and ``halt``.
+        queue: planned actions (2 a,): as the guard lets them pass, then as the policy wanted them.
+        is_running: whether the robot was started and not halted.
         refused_since: when the link refused the first of the newest commands; None when it took the last one.
-        command: the last command given out (a,), or None.
+        command: the newest command (a,), or None.
         lost_rooms: rooms whose connection is lost, with the reason.
-        is_blind: whether the robot cannot be seen, felt or reached for so long that its session is degraded.
-        starvations: how often the queue ran dry in the middle of a motion.
-        missed_ticks: ticks that were skipped because a wake-up came too late for them.
-        ticks, chunks: how many there were.
+        is_blind: whether the robot cannot be observed or reached for so long that its session is degraded.
+        starvations: how often the queue ran dry during a motion.
+        missed_ticks: ticks that were skipped because of a late wake-up.
+        ticks, chunks: their numbers.
         rejected: chunks refused because they were not finite, not of the right shape, or outside the limits.
-        largest_step: (a,) the largest change that the policy wanted of each joint from one tick to the next since it
-            was last set to zeros, before the guard. After a pause, of what was commanded and where the robot is the
-            nearer one counts.
+        largest_step: (a,) the largest change of each joint from tick to tick that the policy wanted since the last
+            reset, before the guard. After a pause, the nearer of the command and the pose counts.
         lateness: seconds from a tick's deadline to its run.
-        late_by_chunk: how many actions of each of the newest chunks were over when it came.
+        late_by_chunk: number of actions of each of the newest chunks that were over on arrival.
     """
 
     def __init__(
@@ -245,7 +229,7 @@ class Controller:
     # Ticks.
 
     def tick(self, now: float) -> TickResult:
-        """Do the newest tick that is due; older ones that nobody woke up for are skipped and counted."""
+        """Do the newest due tick; skip and count older ones."""
         due = None if self.is_idle else self.clock.take(now)
         if due is None:
             return TickResult()
@@ -253,7 +237,7 @@ class Controller:
         self.missed_ticks += due.missed
         self.ticks += 1
         if due.missed * self.period > self.config.control.starved_after:
-            self._hold_state.ramp = None  # the arm came to rest meanwhile: there is nothing to slow down any more
+            self._hold_state.ramp = None  # the arm came to rest meanwhile
         events = self._check_input(now) if self.is_running else ()
         if not self.is_running:  # it was halted, or the watchdog stopped it just now
             return TickResult(self._hold_command(), None, events)
@@ -401,10 +385,7 @@ class Controller:
         return TickResult(is_accepted=True)
 
     def _count_executed(self, request: PolicyRequest) -> int | None:
-        """Return how many actions a robot that rests executed since the frames of a request; None while it moves.
-
-        A robot that rests while the policy computes must not skip the actions of that time.
-        """
+        """Return how many actions a resting robot executed since the frames of a request; None while it moves."""
         if request.due is None:
             return 0  # The plan was empty at the request, so the robot executed nothing since.
         return None if self._is_moving else self.queue.count_taken_since(request.snapshot.observed_at)
@@ -458,17 +439,17 @@ class Controller:
             return TickResult(failure=failure)
         text = f"{text} ({self._failures} times in a row)"
         if code == "policy_invalid":
-            # What a policy should not want is unsafe, and stops the robot until somebody resets it.
+            # Invalid actions are unsafe, and latch the stop.
             return self.fail(f"{code}: {text}", now, move=Move.EMERGENCY_STOP, failure=failure)
         return self.fail(text, now, failure=failure)
 
     # What happens to a session.
 
     def adjust(self, config: ControlConfig) -> None:
-        """Join chunks in another way, or ask for them at other moments, from the next chunk on.
+        """Join chunks in another way, or request them at other times, from the next chunk on.
 
         Raises:
-            ValueError: it has another rate, chunk or width, which is another control.
+            ValueError: fields other than ``ADJUSTABLE`` differ.
         """
         if replace(config, **{name: getattr(self.config, name) for name in ADJUSTABLE}) != self.config:
             raise ValueError(f"only {', '.join(ADJUSTABLE)} can be adjusted")
@@ -481,7 +462,7 @@ class Controller:
         )
 
     def begin(self, now: float) -> None:
-        """Start, or start anew: the first tick is now, and nothing of an earlier motion is left."""
+        """Start or restart: the first tick is now, and nothing of an earlier motion is left."""
         self.clock.begin(now)
         self.watchdog.begin(now)
         self._flush()
@@ -496,10 +477,10 @@ class Controller:
         self.is_running = True
 
     def halt(self, now: float, *, always_hold: bool = False) -> TickResult:
-        """Stop. The command is to be sent at once; the ticks that follow repeat the hold.
+        """Stop. The command is to be sent at once; the next ticks repeat the hold.
 
-        A robot that was never commanded is sent no hold, unless ``always_hold``. One that stands, and of which
-        nobody knows where it is now, is sent nothing: where it was may be far away.
+        A robot without any command so far gets no hold, unless ``always_hold``. A resting robot with an outdated pose
+        gets none either, because the old pose may be far away.
         """
         self._begin_halt(now, always_hold=always_hold)
         return TickResult(self._hold_command())
@@ -528,14 +509,14 @@ class Controller:
         return self.fail(str(stop), now, move=Move.EMERGENCY_STOP)
 
     def take_link_event(self, event: LinkEvent, now: float, *, carries_joints: bool) -> TickResult:
-        """Follow a change of the link; ``carries_joints`` says that the joints come in by the room of the event."""
+        """Follow a change of the link; ``carries_joints`` says whether the event's room carries the joints."""
         if isinstance(event, BadInput):
             self.buffer.refuse_joints(event.reasons)
             return self.take_bad_input(event.reasons, now)
         if isinstance(event, RobotLeft):
             self.buffer.distrust_joints()
             self.watchdog.forget_frozen_joints()
-            # Its program may have let the motors go, and a jaw that somebody opened meanwhile must not snap shut.
+            # Its program may have released the motors, and a jaw that a person opened must not snap shut.
             self.release_grip()
             if event.is_replaced:
                 # At once: the next robot may come before the next tick.
@@ -565,7 +546,7 @@ class Controller:
         return "; ".join(f"room {room!r} is lost: {reason}" for room, reason in lost) or None
 
     def _forget_robot(self) -> None:
-        """Another robot may come: nothing of this one's motion, plan or hold is for it."""
+        """Forget motion, plan and hold, because another robot may join."""
         self._flush()
         self._history.clear()
         self.buffer.history.clear()
@@ -574,7 +555,7 @@ class Controller:
         self.command = None
 
     def release_grip(self) -> None:
-        """Hold grippers where they are measured from now on, no more where they were sent, as after a stop."""
+        """Hold grippers at their measured position from now on, not at their command."""
         self._keeps_grip = False
 
     def obstruct(self, code: str, text: str) -> None:
@@ -586,7 +567,7 @@ class Controller:
         self._obstacles.pop(code, None)
 
     def request_soon(self) -> None:
-        """Ask for another chunk at the next tick, and drop the one in flight; what is planned is done until then."""
+        """Request another chunk at the next tick, and drop the one in flight; the plan goes on until then."""
         self.scheduler.request_soon()
         self._failures = 0
 
@@ -614,7 +595,7 @@ class Controller:
 
     @property
     def is_waiting_for_policy(self) -> bool:
-        """Whether the robot stands because the policy is too slow; not while one answers for the first time."""
+        """Whether the robot is held because the policy is too slow."""
         return self.is_running and self.hold is not None and self.hold.code in TOO_SLOW
 
     # Holding.
@@ -652,10 +633,9 @@ class Controller:
         return pose
 
     def _keep_grip(self, pose: np.ndarray) -> np.ndarray:
-        """Return where a robot stays that is held at this measured pose (a,), and where its next motion begins.
+        """Return the pose (a,) at which a robot is held, and at which its next motion begins.
 
-        A gripper that holds something is not where it was sent, and presses by the difference: sent to where it is
-        measured, it presses no more, and what it holds falls.
+        A gripper keeps its command: at its measured position it would no longer press, and drop the object.
         """
         if not self._keeps_grip or self.command is None:
             return pose

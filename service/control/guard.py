@@ -1,8 +1,7 @@
-"""Guard: judges whole chunks and limits every command, by the motion that the commands before them make.
+"""Guard: judges whole chunks and limits every command, by the motion of the earlier commands.
 
-Finite, of the right shape and not far outside of every range is no matter of mode: else it is refused. The rest
-(position, step, velocity, acceleration, jerk, and the seam to what was commanded before) is brought inside or refused,
-as the limits say.
+A chunk of another shape, with values that are not finite or far outside of every range is refused in every mode. Other
+violations (position, step, velocity, acceleration, jerk, seam) are clamped or refused, as the mode of the limits says.
 """
 
 from collections import deque
@@ -21,9 +20,8 @@ UNLIMITED = 1e30
 class ChunkClamp:
     """Clamps chunks to limits per action.
 
-    Position, step and velocity always hold in what comes out. Acceleration holds as long as the motion before left
-    room for it: a joint is slowed down in time to come to rest at the end of its range. Jerk is brought as near as
-    those before it let it.
+    The result always keeps position, step and velocity. It keeps acceleration if the earlier motion leaves room to
+    brake before the end of the range, and jerk as far as the other limits allow.
     """
 
     def __init__(
@@ -97,14 +95,13 @@ _FLOAT32_MAX = np.finfo(np.float32).max  # what is sent is float32
 
 @dataclass(frozen=True)
 class Motion:
-    """Motion that a chunk follows.
+    """Motion that a chunk follows; each array is (a,), of the commands, in units and seconds.
 
     Attributes:
-        position: (a,) the last command; the measured pose when the robot stands.
-        velocity: (a,) per second, of the commands.
-        acceleration: (a,) per second squared, of the commands; None when it is unknown.
+        position: the newest command; the measured pose when the robot stands.
+        acceleration: None when it is unknown.
         is_at_rest: whether nothing was commanded since a start or a hold.
-        pose: (a,) the measured pose, which may be outside of the limits; None where it equals ``position``.
+        pose: the measured pose, which may be outside of the limits; None where it equals ``position``.
     """
 
     position: np.ndarray
@@ -190,13 +187,12 @@ class CommandHistory(deque[np.ndarray]):
 
 @dataclass(frozen=True)
 class ChunkVerdict:
-    """Result of judging a chunk: its actions inside the limits, or why it is refused.
+    """Result of judging a chunk.
 
     Attributes:
-        actions: (t, a) float32, inside the limits; the chunk itself when it was inside. None when it is refused.
-        reason: stable code of why it is refused, or None.
-        text: for people.
-        clamped: reasons for which something of it was brought inside.
+        actions: (t, a) float32 inside the limits, or None when the chunk is refused.
+        reason, text: stable code of why it is refused, and a text for people.
+        clamped: reasons for which actions were clamped.
     """
 
     actions: np.ndarray | None
@@ -209,16 +205,13 @@ class Guard:
     """Guard of one robot: judges whole chunks and limits every command.
 
     Attributes:
-        limits: what it holds commands to.
-        clamped: chunks that were brought inside, by reason; ``tick`` counts single commands.
-        refused: chunks that were refused whole, by reason.
-        joints: joint to how many chunks were brought inside because of it.
+        clamped: number of clamped chunks by reason; ``tick`` counts single commands.
+        refused: number of refused chunks by reason.
+        joints: joint to the number of chunks that were clamped because of it.
     """
 
     def __init__(self, limits: MotionLimits, *, rate: float, action_rate: float, chunk: int):
-        """Create the guard for chunks (chunk, a) of ``action_rate`` actions a second, and ``rate`` commands a
-        second.
-        """
+        """Create the guard for chunks (chunk, a) of ``action_rate`` actions, and ``rate`` commands per second."""
         self.limits = limits
         self.clamped, self.refused, self.joints = Tally(), Tally(), Tally()
         self._shape = (1, chunk, len(limits.names))
@@ -257,9 +250,7 @@ class Guard:
         self._limits_as_json = limits.as_json()
 
     def check_shape(self, answer: object) -> tuple[str, str] | None:
-        """Return code and text of why a policy's answer is no chunk: (1, t, a) believable floats; None when it is
-        one.
-        """
+        """Return code and text of why a policy's answer is not a chunk (1, t, a) of believable floats, else None."""
         reason = text = None
         if not isinstance(answer, np.ndarray):
             reason, text = "shape", f"the policy returned a {type(answer).__name__}, wanted an array {self._shape}"
@@ -324,8 +315,7 @@ class Guard:
     def limit(self, action: np.ndarray, before: np.ndarray) -> np.ndarray:
         """Limit the command (a,) of one tick after the command ``before``.
 
-        A joint outside of its range is led back step by step, or slower if the action is on the way back: ``judge``
-        leads it back as smoothly as its limits say.
+        A joint outside of its range is led back step by step, or slower if the action is on the way back.
         """
         change = action - before
         np.abs(change, out=change)
@@ -414,10 +404,10 @@ class Guard:
     def _find_refusable(
         self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray], first: int
     ) -> dict[str, np.ndarray]:
-        """Return the violations that refuse a chunk: neither a small overshoot, nor the way of a robot at rest to
-        where the chunk begins, nor due to a joint that is measured outside of its range.
+        """Return the violations that refuse a chunk, including actions that are over.
 
-        All actions of a chunk are judged, including actions that are over, because they show how good the policy is.
+        Excused are a small overshoot, the way of a resting robot to the first action, and joints that are measured
+        outside of their range.
         """
         pose = before.position if before.pose is None else before.pose
         low = np.minimum(self._clamping.low, pose) - self._slack

@@ -14,9 +14,9 @@ from service.transport.link import JointValue
 # Policies compute in float32, so a value has to be finite in float32 too.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NUMBERS = (int, float, np.integer, np.floating)
-# A joint that is so much of its range outside of it is more likely reported in degrees, or in a motor's steps.
+# A joint that is further outside of its range than this share of it is probably reported in another unit.
 OUT_OF_RANGE_SHARE = 0.1
-# A joint that holds things, by whatever name: gripper.pos, Jaw, left_gripper, panda_finger_joint1.
+# Names of grippers: gripper.pos, Jaw, left_gripper, panda_finger_joint1.
 _GRIPPER = re.compile("gripper|jaw|finger", re.IGNORECASE)
 
 
@@ -40,11 +40,6 @@ class Joint:
     def __post_init__(self) -> None:
         if not self.low < self.high:
             raise ValueError(f"joint {self.name!r}: range {self.low}..{self.high} is empty; low must be below high")
-
-    @property
-    def is_gripper(self) -> bool:
-        """Whether the joint holds things, by its name."""
-        return _GRIPPER.search(self.name) is not None
 
 
 # The order of LeRobot's SO-100 and SO-101 arms, normalised units.
@@ -80,8 +75,8 @@ class JointTable:
 
     Attributes:
         names: wire names.
-        ranges: lowest and highest values, (a,) float32 each; infinite for joints of which nobody knows.
-        grippers: (a,) bool: which joints hold things.
+        ranges: lowest and highest values, (a,) float32 each; infinite if unknown.
+        grippers: (a,) bool: which joints are grippers.
     """
 
     def __init__(self, joints: Sequence[Joint]):
@@ -96,7 +91,7 @@ class JointTable:
         self.names = tuple(joint.name for joint in self.joints)
         low, high = [joint.low for joint in self.joints], [joint.high for joint in self.joints]
         self.ranges = np.array(low, np.float32), np.array(high, np.float32)
-        self.grippers = np.array([joint.is_gripper for joint in self.joints], bool)
+        self.grippers = np.array([bool(_GRIPPER.search(joint.name)) for joint in self.joints], bool)
         self._indices = tuple(joint.index for joint in self.joints)
 
     def __len__(self) -> int:
@@ -172,13 +167,12 @@ def create_joint_table(
 ) -> JointTable:
     """Create the joint table of a policy with actions of this width.
 
-    Names come from the checkpoint, else from the request. Joints of an SO-100 get its wire names and ranges whichever
-    way they are written (``shoulder_pan``, ``shoulder_pan.pos``, ``main_shoulder_pan``, ``Rotation``); others are
-    unbounded unless ``ranges`` names them.
+    Names come from the checkpoint, else from the request. Joints of an SO-100 in any spelling (``shoulder_pan``,
+    ``shoulder_pan.pos``, ``main_shoulder_pan``, ``Rotation``) get its wire names and ranges; other joints are unbounded
+    unless ``ranges`` names them.
 
     Args:
-        is_positional: whether no joint is looked up by its name. Then actions without names are ``action_1``,
-            ``action_2``, ..., and their ranges are not known.
+        is_positional: whether unnamed joints are allowed, as ``action_1``, ``action_2``, ..., without ranges.
 
     Raises:
         InvalidRequest: the requested names do not fit the policy, or nothing names its joints.
@@ -195,7 +189,13 @@ def create_joint_table(
             )
     names = checkpoint or requested
     if names is None and not is_positional:
-        raise InvalidRequest(describe_missing_names(width), JOINT_NAMES)
+        example = ", ".join(f'"{joint.alias}"' for joint in SO100)
+        raise InvalidRequest(
+            f"joint_names is missing: the checkpoint does not name the joints of its actions; send {width} "
+            f"name{'s' if width > 1 else ''} in the order of the policy's actions, e.g. for an SO-101 [{example}]; or "
+            'write them as "joint_names" into robojax.json in the policy\'s folder',
+            JOINT_NAMES,
+        )
     if names is None:
         return JointTable([Joint(f"action_{index + 1}", index) for index in range(width)])
     known = [_SO100_BY_NAME.get(strip_feature_name(name)) for name in names]
@@ -204,16 +204,6 @@ def create_joint_table(
     limits = ranges or {}
     return JointTable(
         [Joint(name, index, *limits.get(name, (-math.inf, math.inf))) for index, name in enumerate(names)]
-    )
-
-
-def describe_missing_names(width: int) -> str:
-    """Error text for a policy whose checkpoint does not say which joint each number of an action moves."""
-    example = ", ".join(f'"{joint.alias}"' for joint in SO100)
-    return (
-        f"joint_names is missing: the checkpoint does not name the joints of its actions; send {width} "
-        f"name{'s' if width > 1 else ''} in the order of the policy's actions, e.g. for an SO-101 [{example}]; or "
-        'write them as "joint_names" into robojax.json in the policy\'s folder'
     )
 
 
@@ -228,9 +218,7 @@ def _to_wire_name(name: str) -> str:
 
 
 def strip_feature_name(name: str) -> str:
-    """Strip LeRobot's additions from a joint's name: ``shoulder_pan.pos``, in its older datasets
-    ``main_shoulder_pan``.
-    """
+    """Strip LeRobot's additions from a joint's name: ``shoulder_pan.pos``, ``main_shoulder_pan`` (older datasets)."""
     return name.removesuffix(".pos").removeprefix("main_")
 
 

@@ -20,13 +20,7 @@ class LeaseHolder(Protocol):
 
 @dataclass(frozen=True)
 class RobotAddress:
-    """Address of a robot: the room it takes its commands from, written in one way however it was asked for.
-
-    Attributes:
-        server: scheme, host, port and path of the transport server.
-        workspace: as asked for.
-        room: the output room.
-    """
+    """Address of a robot: the normalized transport server (host, port and path), workspace and output room."""
 
     server: str
     workspace: str
@@ -36,8 +30,7 @@ class RobotAddress:
 def find_robot(url: str, workspace: str, room: str) -> RobotAddress:
     """Return the address of the robot behind a room of a transport server.
 
-    ``/api`` at the end is left out, as servers of this kind answer at both; all names of this machine are one. An
-    address that is none of the wire's own (a double's, in tests) stands for itself.
+    ``/api`` at the end is dropped, and all names of this machine are equal. Other kinds of addresses are not changed.
     """
     try:
         base = Address.parse(url).base
@@ -59,12 +52,12 @@ class Leases:
         self._holders: dict[RobotAddress, LeaseHolder] = {}
 
     def take(self, robot: RobotAddress, holder: LeaseHolder) -> None:
-        """Lease a robot to a session, and to nobody else, until it is released.
+        """Lease a robot to one session until it is released.
 
-        One of the same id takes it over: the one before was deleted, and its link hangs and cannot send.
+        A session of the same id takes it over, because its predecessor was deleted and cannot send any more.
 
         Raises:
-            RobotTaken: another session does.
+            RobotTaken: another session has it.
         """
         before = self._holders.get(robot)
         if before is not None and before.id != holder.id:

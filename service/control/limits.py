@@ -28,11 +28,11 @@ class LimitsError(ValueError):
 
 @dataclass(frozen=True)
 class FileLimits:
-    """Limits that a file gives for one joint, in the joint's unit on the wire and seconds; None where it gives none.
+    """Limits of one joint in a file, in the joint's unit on the wire and seconds; None where it gives none.
 
     Attributes:
         origin: name of the file.
-        is_unscaled_urdf: whether its range is a URDF's, as it stands there.
+        is_unscaled_urdf: whether the range is a URDF's without a scale.
     """
 
     low: float | None = None
@@ -45,19 +45,8 @@ class FileLimits:
     is_unscaled_urdf: bool = False
 
 
-@dataclass(frozen=True)
-class LimitsFile:
-    """Content of a limits file.
-
-    Attributes:
-        name: of the file, without its folder.
-        joints: joint name to what it says of it.
-    """
-
-    name: str
-    joints: Mapping[str, FileLimits] = field(default_factory=dict)
-
-
+# Content of a limits file: joint name to its limits.
+LimitsFile = Mapping[str, FileLimits]
 _LIMIT_KEYS = tuple(each.name for each in fields(FileLimits) if each.name not in ("origin", "is_unscaled_urdf"))
 _URDF_KEYS = ("urdf", "scale", "offset")
 
@@ -193,7 +182,7 @@ def _check_file(path: Path, joints: Mapping[str, FileLimits], wrong: list[str]) 
         wrong.append("found no joint; wanted [joints.NAME] tables with low, high, step, velocity, acceleration or jerk")
     if wrong:
         raise LimitsError(f"limits file {path.name!r}: " + "; ".join(wrong))
-    return LimitsFile(path.name, dict(joints))
+    return dict(joints)
 
 
 def _read_urdf(path: Path) -> dict[str, dict[str, float]]:
@@ -269,34 +258,30 @@ def _read_text(path: Path) -> str:
 
 _ROUNDING = 1e-6
 
-# Ranges per second that a joint may be commanded when nobody says how fast it is: what it limits is jumps, never normal
-# motion. The demo's policy asks for 0.4 at most (its jaw: 1.8, more than 2.5 at a seam of two chunks); the servos of an
-# SO-100 reach about 1.25.
-DEFAULT_VELOCITY = 4.0
-# A range that is only what a policy's data happened to cover is often a small part of the joint's own.
-DEFAULT_DATA_VELOCITY = 5.0
-# How far a policy may go beyond its data: of that joint's span, and of the widest joint's, for one that hardly moved.
+# Largest speed in ranges per second of a joint without a known speed. It limits jumps, not normal motion: the demo's
+# policy reaches 0.4 (its jaw 1.8, and 2.5 between chunks), the servos of an SO-100 about 1.25. The range of a policy's
+# data is often a small part of the joint's range, so that its factor is larger.
+DEFAULT_VELOCITY, DEFAULT_DATA_VELOCITY = 4.0, 5.0
+# How far a policy may go beyond its data, as a part of the joint's span, and at least of the widest joint's span.
 DATA_MARGIN, MIN_DATA_MARGIN = 0.25, 0.05
-# What a refusing guard still brings in: networks end a little beyond the range that they were trained in.
+# Part of the range by which an action may overshoot before a refusing guard refuses it; it is clamped.
 REFUSAL_SLACK = 0.05
 
 
 @dataclass(frozen=True)
 class MotionLimits:
-    """Motion limits of one session; arrays are (a,) float64 in the joint's own unit and seconds, infinite where nobody
-    knows.
+    """Motion limits of one session; arrays are (a,) float64 in the joint's unit and seconds, infinite where unknown.
 
     Attributes:
         names: wire names of the joints.
         low, high: position.
         step: largest change of a command from one tick to the next, LeRobot's ``max_relative_target``.
         velocity, acceleration, jerk: largest first, second and third derivative of the commanded positions.
-        mode: whether what leaves them is brought inside, or refused whole.
-        origin: joint to where its limits came from, the most trusted first; ``none`` where nobody says anything.
+        mode: whether a chunk outside of the limits is clamped, or refused.
+        origin: joint to the sources of its limits, the most trusted first; ``none`` without a source.
         unmatched: joints of the limits file that the session does not have.
-        believable: (2, a) the lowest and highest value that a working policy may ask for, inside the limits or not.
-            Further out than a joint's own range is wide, the policy is broken, or counts in another unit: going to the
-            end of the range at limited speed would be no answer to that. None where no range is known.
+        believable: (2, a) lowest and highest value of a working policy, one range beyond the joint's own range. A
+            chunk outside of it is refused in every mode: the policy is broken, or uses another unit.
     """
 
     names: tuple[str, ...]
@@ -331,12 +316,12 @@ class MotionLimits:
 
     @property
     def unlimited(self) -> list[str]:
-        """Joints whose position or whose speed nobody limits."""
+        """Joints without a limit of position, or of speed."""
         open_ended = ~(np.isfinite(self.high - self.low) & np.isfinite(np.minimum(self.step, self.velocity)))
         return [name for name, is_open in zip(self.names, open_ended, strict=True) if is_open]
 
     def as_json(self) -> dict[str, dict[str, object]]:
-        """Return joint to its limits, JSON-ready: None where nobody knows."""
+        """Return joint to its limits, JSON-ready; None if unknown."""
         kinds = ("low", "high", "step", "velocity", "acceleration", "jerk")
         columns = {kind: getattr(self, kind).tolist() for kind in kinds}
         limits: dict[str, dict[str, object]] = {}
@@ -357,9 +342,10 @@ def create_motion_limits(
     """Combine all limits of a session.
 
     Args:
-        file: the settings' file of limits, read.
-        requested: ``max_relative_target`` of the request, for all joints or by name; none goes above the settings'.
-        action_range: smallest and largest value (a,) of each joint in the data that the policy was trained on.
+        file: content of the settings' file of limits.
+        requested: ``max_relative_target`` of the request, for all joints or by name; the smaller of it and the settings
+            applies.
+        action_range: smallest and largest value (a,) of each joint in the policy's training data.
 
     Raises:
         InvalidRequest: a name that is no joint of the session, or sources that contradict each other.
@@ -406,10 +392,11 @@ def _combine_limits(
     joint: Joint,
     requested: float | None,
     setting: float | None,
-    filed: tuple[FileLimits, str] | None,
+    filed: FileLimits | None,
     data: tuple[float, float] | None,
 ) -> tuple[tuple[float, ...], list[str]]:
-    limits, file = filed or (FileLimits(), "")
+    limits = filed or FileLimits()
+    file = limits.origin
     steps = {"request": requested, "settings": setting, file: limits.step}
     given = {source: step for source, step in steps.items() if step is not None}
     step = min(given.values(), default=math.inf)
@@ -474,22 +461,20 @@ def _check_step(step: float | None, what: str) -> None:
         raise InvalidRequest(f"{what}: found {step}; wanted a finite number above 0", ("body", "max_relative_target"))
 
 
-def _match_file(
-    file: LimitsFile | None, joints: Sequence[Joint]
-) -> tuple[list[tuple[FileLimits, str] | None], list[str]]:
-    matched: list[tuple[FileLimits, str] | None] = [None] * len(joints)
+def _match_file(file: LimitsFile | None, joints: Sequence[Joint]) -> tuple[list[FileLimits | None], list[str]]:
+    matched: list[FileLimits | None] = [None] * len(joints)
     unmatched = []
-    for name, limits in (file.joints if file else {}).items():
+    for name, limits in (file or {}).items():
         index = _find_joint(name, joints)
         if index is None:
             unmatched.append(name)
             continue
         if matched[index] is not None:
-            assert file is not None
             raise InvalidRequest(
-                f"limits file {file.name!r}: joint {joints[index].name!r} is there twice, under two names; wanted once"
+                f"limits file {limits.origin!r}: joint {joints[index].name!r} is there twice, under two names; "
+                "wanted once"
             )
-        matched[index] = (limits, limits.origin)
+        matched[index] = limits
     return matched, sorted(unmatched)
 
 

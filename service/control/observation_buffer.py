@@ -23,16 +23,15 @@ class NotReady:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Frames and joints of one moment, as a policy is asked with them.
+    """Frames and joints of one moment, as input of a policy.
 
     Attributes:
         frames: camera to picture, uint8 (h, w, 3).
         joints: (a,) float32, in the order of the joint table.
         observed_at: when the oldest of the newest frames was seen.
         sizes: camera to (height, width).
-        prefix: what is left of the plan, for a policy that continues it, as ``jaxmodels.types.PREFIX_ACTIONS`` says.
-        past: frames and joints of the moments before, oldest first, for a policy that looks at several
-            (``Requirements.observation_steps``): one less than it looks at.
+        prefix: the rest of the plan, for a policy that continues it (``jaxmodels.types.PREFIX_ACTIONS``).
+        past: frames and joints of the ``Requirements.observation_steps - 1`` moments before, oldest first.
     """
 
     frames: Mapping[str, np.ndarray]
@@ -43,10 +42,7 @@ class Snapshot:
     past: Sequence[tuple[Mapping[str, np.ndarray], np.ndarray]] = ()
 
     def observation(self) -> dict[str, np.ndarray]:
-        """LeRobot feature names to arrays with a leading batch axis of 1; with a past an axis of time follows.
-
-        Without one nothing is copied but the joints.
-        """
+        """Return LeRobot feature names to arrays with a batch axis of 1, and with a past an axis of time after it."""
         features = {"observation.state": self.joints[None].copy()}
         for camera, frame in self.frames.items():
             features[f"observation.images.{camera}"] = frame[None]
@@ -64,14 +60,13 @@ RECENT_POSES = 1.0
 
 
 class ObservationHistory:
-    """Past observations of a robot, for policies that look at several observations at once.
+    """Past observations of a robot, for policies that read several observations at once.
 
-    A policy was trained with observations at its own rate, and a robot's ticks may be more or fewer: one moment of each
-    tick is kept, and those nearest to one period of the policy before now, two and so on are given. Where none is near
-    (at the start, after a hold) the next newer one stands in for it, as LeRobot does at the start.
+    One observation per tick is kept. ``before`` selects the nearest ones at the policy's own period; where none is near
+    (at the start, after a hold), the next newer observation replaces it, as in LeRobot.
 
     Args:
-        steps: observations that the policy looks at, the newest included.
+        steps: number of observations that the policy reads, including the newest.
         period: seconds between them.
     """
 
@@ -110,22 +105,21 @@ def _is_alike(frames: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]
 class ObservationBuffer:
     """Newest frame of each camera and newest joint values of one robot.
 
-    A joint update is a delta: a robot that stands still is silent, so joints never become stale by
-    themselves. Frames do.
+    Frames become stale. Joints do not, because a robot that stands still sends no update.
 
     Attributes:
-        dropped: input that was not usable, by reason.
+        dropped: unusable input, by reason.
         frames: rate of usable frames per camera.
         joint_updates: rate of joint updates with at least one usable value.
-        odd: joints whose newest value is far outside their range, with that value.
-        last_input_at: when anything usable last came in, or None.
-        sizes: (height, width) of each camera's newest frame, if it sent any; another object when it changes.
+        odd: joint name to its newest value, if that is far outside the joint's range.
+        last_input_at: when usable input last arrived, or None.
+        sizes: (height, width) of each camera's newest frame; replaced by another object when a size changes.
         observed_at: when each camera's newest frame was seen, None before the first.
-        pose: (a,) the last measured pose, which nobody changes any more; None while a joint was never seen.
+        pose: (a,) the newest measured pose, never changed in place; None while a joint is unknown.
         is_pose_current: whether every joint is known and trusted.
-        history: what was there before, for policies that look at it.
+        history: earlier observations, for policies that read them.
         units: of the pose; None if the policy's unit is unknown.
-        units_mismatch: why the pose is in another unit than the policy's; None if it may be in the same.
+        units_mismatch: why the pose is in another unit than the policy's, or None.
     """
 
     def __init__(
@@ -163,7 +157,7 @@ class ObservationBuffer:
         self._past: deque[tuple[float, np.ndarray]] = deque(maxlen=256)
 
     def put_frame(self, camera: str, image: np.ndarray, observed_at: float) -> bool:
-        """Keep a frame, uint8 (h, w, 3), RGB; False when it is not usable, which is counted by reason."""
+        """Keep a frame, uint8 (h, w, 3), RGB; count and return False if it is not usable."""
         newest = self.observed_at.get(camera)
         reason = None
         if camera not in self.frames:
@@ -186,11 +180,7 @@ class ObservationBuffer:
         return True
 
     def put_joints(self, values: Mapping[str, object], observed_at: float) -> Mapping[str, int]:
-        """Merge a partial update by name; what is not usable is dropped and counted, the last value stays.
-
-        Returns:
-            how many values were not usable, by reason.
-        """
+        """Merge a partial update by name; return the number of unusable values, which are dropped, by reason."""
         update = self.joints.read_update(values)
         if update.dropped:
             self.refuse_joints(update.dropped)
@@ -254,13 +244,6 @@ class ObservationBuffer:
         return {
             name: round(float(value), 4) if known else None
             for name, value, known in zip(self.joints.names, self._values, self._is_known, strict=True)
-        }
-
-    def frame_ages(self, now: float) -> dict[str, float | None]:
-        """Seconds since each camera's newest frame was seen, None before the first."""
-        return {
-            camera: None if observed_at is None else now - observed_at
-            for camera, observed_at in self.observed_at.items()
         }
 
     def not_ready(self, now: float) -> NotReady | None:

@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tick:
-    """One tick of the control loop, or the moment of a stop.
+    """One tick of the control loop, or a stop.
 
     Attributes:
         at: monotonic time.
-        command: (a,) float32, what was given out, or None when nothing was.
-        is_sent: whether the link took it (never in a dry run).
-        pose: (a,) the measured pose, or None while a joint was never seen.
+        command: (a,) float32, or None without a command.
+        is_sent: whether the link took the command (never in a dry run).
+        pose: (a,) the measured pose, or None while a joint is unknown.
         hold: stable code of why the robot is held, or None while it may move.
     """
 
@@ -46,10 +46,10 @@ class SessionObserver(Protocol):
 
 
 class SessionObservers:
-    """All observers of one session; one that raises is detached, the robot's control goes on.
+    """All observers of one session. An observer that raises is detached, and the control goes on.
 
     Attributes:
-        attached: those of now.
+        attached: the current observers; the tuple is replaced, so that it may change during a notification.
     """
 
     def __init__(self) -> None:
@@ -57,31 +57,28 @@ class SessionObservers:
 
     def attach(self, observer: SessionObserver) -> Callable[[], None]:
         """Attach an observer; the returned function detaches it, and may be called twice."""
-        # A new tuple each time: one may be attached or detached while the others are being notified.
         self.attached = (*self.attached, observer)
         return lambda: self._detach(observer)
 
     def notify_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Notify all observers of a frame."""
-        for observer in self.attached:
-            self._notify(observer, lambda observer=observer: observer.on_frame(camera, image, observed_at))
+        self._notify("on_frame", camera, image, observed_at)
 
     def notify_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
         """Notify all observers of a chunk."""
-        for observer in self.attached:
-            self._notify(observer, lambda observer=observer: observer.on_chunk(chunk, observed_at, at))
+        self._notify("on_chunk", chunk, observed_at, at)
 
     def notify_tick(self, tick: Tick) -> None:
         """Notify all observers of a tick."""
-        for observer in self.attached:
-            self._notify(observer, lambda observer=observer: observer.on_tick(tick))
+        self._notify("on_tick", tick)
 
-    def _notify(self, observer: SessionObserver, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception:
-            logger.exception("observer %s failed and is detached", type(observer).__name__)
-            self._detach(observer)
+    def _notify(self, method: str, *arguments: object) -> None:
+        for observer in self.attached:
+            try:
+                getattr(observer, method)(*arguments)
+            except Exception:
+                logger.exception("observer %s failed and is detached", type(observer).__name__)
+                self._detach(observer)
 
     def _detach(self, observer: SessionObserver) -> None:
         self.attached = tuple(other for other in self.attached if other is not observer)

@@ -58,13 +58,13 @@ class PolicyRunner:
         loaded: the policy; it changes between two requests, see ``take_over``.
         shadow: a second policy that gets the same observations, or None.
         seconds: time spent in each stage of the newest inferences.
-        errors: inferences that failed.
+        errors: number of failed inferences.
         frame_age: age of the oldest frame at each request, in seconds.
-        instruction: of a policy that reads language, from the next request on.
-        followed: the instruction that the newest chunk follows; what the next one will before there is one.
-        prompt_cut: which part of a prompt is left out that is too long, see ``jaxmodels.types.PROMPT_CUTS``.
-        tokens_cut: of the instruction's prompt that the policy does not read.
-        recent: newest observations, each with the chunk that the policy answered.
+        instruction: instruction from the next request on.
+        followed: instruction of the newest chunk, or of the next one before the first.
+        prompt_cut: see ``jaxmodels.types.PROMPT_CUTS``.
+        tokens_cut: number of tokens of the prompt that the policy does not read.
+        recent: newest observations, each with the policy's chunk.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PolicyRunner:
         instruction: str | None = None,
         prompt_cut: str = CUT_TASK,
     ):
-        """``samples``: how many of the newest figures percentiles are taken of."""
+        """Create it; ``samples`` is the number of newest figures that percentiles are computed from."""
         self.followed = instruction
         self.prompt_cut = prompt_cut
         self.tokens_cut = 0
@@ -129,17 +129,16 @@ class PolicyRunner:
         return PolicyAnswer(request, result.chunk, fade=fade, inputs=inputs)
 
     def follow_up(self, answer: PolicyAnswer, outcome: TickResult) -> None:
-        """Pass on whether the controller accepted an answer: to a policy on probation, a shadow, a recording."""
+        """Report whether the controller accepted an answer to the probation, the shadow and the recording."""
         inputs = answer.inputs
-        # A request to the policy before counts neither for nor against the one that runs now.
+        # An answer of the previous policy does not count.
         if not isinstance(inputs, _Inputs) or inputs.loaded is not self.loaded:
             return
         if outcome.failure is not None and self._first_failure is not None and not self._first_failure.done():
             self._first_failure.set_result(outcome.failure)
         if outcome.is_accepted and isinstance(answer.chunk, np.ndarray):
-            # Only now: an answer of an earlier motion is dropped, and its fade with it.
+            # Only an accepted answer ends the fade, and can be compared with other policies.
             self._fading = None
-            # Only accepted answers: others may not be finite, and cannot be compared.
             self.recent.append((inputs.observation, answer.chunk))
             self.followed = inputs.instruction
             if self.shadow is not None:
@@ -157,12 +156,12 @@ class PolicyRunner:
     # Other policies.
 
     def take_over(self, loaded: LoadedPolicy, fade: int = 0, *, at_once: bool = False) -> asyncio.Future[None]:
-        """Run another policy from the next request on; done when it does. The plan of the old one goes on until then.
+        """Run another policy from the next request on; the returned future is done then.
 
         Args:
-            loaded: its requirements are those of the one before, and it is compiled for the frames that come.
-            fade: how many of its first actions lead over from the plan of the one before.
-            at_once: it takes over now, without waiting for a request.
+            loaded: a policy with the same requirements, compiled for the frames that arrive.
+            fade: number of its first actions that are blended with the old plan.
+            at_once: whether it takes over now, without waiting for a request.
         """
         self.cancel_take_over()
         successor = _Successor(loaded, fade, asyncio.get_running_loop().create_future())
@@ -188,7 +187,7 @@ class PolicyRunner:
         successor.done.set_result(None)
 
     def begin_probation(self) -> asyncio.Future[tuple[str, str]]:
-        """Code and text of the first request that the policy fails from now on, or whose answer is refused."""
+        """Return a future of the code and text of the policy's first failure or refused answer."""
         self._first_failure = asyncio.get_running_loop().create_future()
         return self._first_failure
 
@@ -201,7 +200,7 @@ class PolicyRunner:
     # Compiling.
 
     async def prepare(self, sizes: FrameSizes) -> None:
-        """Compile for frames of these sizes; or wait for the end of a compile that was begun before.
+        """Compile for frames of these sizes, or wait for the end of a running compilation.
 
         Raises:
             PolicyFailed: it cannot be compiled for them.

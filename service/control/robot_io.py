@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 import numpy as np
 
 from service.control.chunk_scheduler import COMPILING, PolicyRequest
-from service.control.config import ControlConfig
 from service.control.controller import ControlEvent, Controller, TickResult
 from service.control.joints import JointTable
 from service.control.observers import SessionObservers, Tick
@@ -29,20 +28,15 @@ ROBOT_LATCHED = "robot_latched"
 
 
 class RobotIO:
-    """Input and output of one robot: the only part around its controller that sleeps, sends and starts tasks. It is a
-    link's inbox.
+    """Input and output of one robot: sleeps, sends and starts tasks for its controller. It is the inbox of a link.
 
-    Whoever made it reads what happened to the robot with ``take_events``; nobody is called back.
+    The session reads events of the robot with ``take_events``.
 
     Attributes:
-        table: joints of the robot.
-        controller, runner: what decides, and what runs the policy.
-        buffer: newest frames and joint values.
-        commands_sent, commands_refused: what the link took, and what it did not.
-        commands_withheld: what a dry run would have sent.
+        commands_sent, commands_refused: number of commands that the link took, and did not take.
+        commands_withheld: number of commands of a dry run.
         is_dry: whether nothing is sent.
         broken: fails when the link raises, which ends the session.
-        observers: of frames, chunks and ticks.
         is_held: whether a hold reached the link since the robot was halted.
         robot_latch: reason of the emergency stop that the robot's own program still holds, or None.
     """
@@ -135,7 +129,7 @@ class RobotIO:
             self.apply(self.controller.take_bad_input(unusable, observed_at))
 
     def on_event(self, event: LinkEvent) -> None:
-        """Take an event of the link: a change, an emergency stop, unusable input, or the robot's own latch."""
+        """Take an event of the link."""
         if isinstance(event, EmergencyStop):
             self.emergency_stop()
             reason = f"{sanitize_text(event.reason) or 'no reason given'} (from {sanitize_text(event.source)})"
@@ -159,13 +153,11 @@ class RobotIO:
     # What goes out.
 
     def apply(self, result: TickResult, *, is_tick: bool = False, is_overtaken: bool = False) -> None:
-        """Do what the controller decided: send, ask the policy, keep events for the session. Never raises.
-
-        Every command to the robot, a hold too, passes here.
+        """Apply a decision of the controller. Every command to the robot passes here. Never raises.
 
         Args:
-            is_tick: this is a tick of the grid, or the moment of a stop.
-            is_overtaken: the process stood still while this was decided; the command is not for now any more.
+            is_tick: whether this is a tick, or a stop.
+            is_overtaken: whether the command is outdated, because the process paused during the decision.
         """
         is_sent = False
         if result.command is not None:
@@ -181,7 +173,7 @@ class RobotIO:
                     self.is_held = not self.controller.is_running
                     self._last_command = joints
             except Exception as error:
-                # Whoever stops several robots must reach the others too; this one's session ends by it.
+                # Not raised, because a stop of several robots must reach all of them; this session ends.
                 if not self.broken.done():
                     self.broken.set_exception(error)
             is_news = not is_sent or self.controller.refused_since is not None
@@ -250,13 +242,12 @@ class RobotIO:
         self.wake()
 
     def emergency_stop(self) -> None:
-        """Stop the robot and hold it where it is, also one that stands.
+        """Stop the robot and hold it where it is, even if it stands.
 
-        One that is latched and was sent a hold is sent none again: whoever may report a pose and press stop would
-        move it there.
+        A latched robot gets no second hold: a client could move it by reporting a pose and pressing stop.
         """
         if not (self._is_latched and self.is_held):
-            # Before its rooms are joined nothing can be sent, and no hold is kept for later.
+            # Without a link, no hold is kept for later.
             self.halt(always_hold=self._link is not None)
         self._is_latched = True
 
@@ -267,9 +258,7 @@ class RobotIO:
             self._link.latch(reason)
 
     def take_events(self) -> Iterator[ControlEvent]:
-        """Take what happened to the robot by itself since the last call, oldest first; the robot has been stopped
-        for it.
-        """
+        """Yield the robot's events since the last call, oldest first; the robot is already stopped for them."""
         self._has_events.clear()
         while self._events:
             yield self._events.popleft()
@@ -278,16 +267,11 @@ class RobotIO:
         """Wait until ``take_events`` has something to give."""
         await self._has_events.wait()
 
-    def adjust(self, config: ControlConfig) -> None:
-        """Join chunks, or ask for them, in another way from the next chunk on."""
-        self.controller.adjust(config)
-
     def instruct(self, instruction: str | None) -> None:
         """Give the policy another instruction.
 
-        A moving robot gets a chunk for it as soon as possible: the policy is asked at the next tick, and an answer to
-        the old instruction is dropped. The robot executes the old plan until the new chunk joins it. The same
-        instruction changes nothing.
+        For a moving robot the policy is asked at the next tick, and an answer to the old instruction is dropped. The
+        robot executes the old plan until the new chunk joins it.
         """
         if instruction == self.runner.instruction:
             return
@@ -299,11 +283,7 @@ class RobotIO:
             self.controller.scheduler.request_soon()
 
     def take_over(self, loaded: LoadedPolicy, fade: int = 0, *, at_once: bool = False) -> asyncio.Future[None]:
-        """Run another policy from the next chunk on; see ``PolicyRunner.take_over``.
-
-        Args:
-            at_once: the next chunk is asked for at the next tick, and what the old policy was asked is not done.
-        """
+        """Run another policy from the next chunk on, with ``at_once`` from the next tick on."""
         done = self.runner.take_over(loaded, fade, at_once=at_once or not self.controller.is_running)
         if at_once:
             self.controller.request_soon()

@@ -17,7 +17,9 @@ from service.stats import Recent
 
 logger = logging.getLogger(__name__)
 
-OBSERVATION = "observation."  # begins the names of features
+# Beginnings of the names of features, and of images.
+OBSERVATION = "observation."
+IMAGES = "observation.images."
 
 
 class ShadowRefused(PolicyError):
@@ -31,11 +33,11 @@ class ShadowRefused(PolicyError):
 
 
 class Shadow:
-    """Shadow policy of one session. Whatever goes wrong with it is in its figures and nowhere else.
+    """Shadow policy of one session. Its errors only show in its figures.
 
     Attributes:
-        compared, skipped, errors: observations that it answered, that came while it was busy, and that it failed at.
-        last_error: why it failed last, or why it takes no part; None when all is well.
+        compared, skipped, errors: numbers of answered observations, of observations while it was busy, and of failures.
+        last_error: its last failure, or why it is not used; None without one.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Shadow:
         self._task: asyncio.Task[None] | None = None
 
     def compare(self, observation: Mapping[str, np.ndarray], chunk: np.ndarray) -> None:
-        """Compare the first policy's answer (1, t, a) with the shadow's; left out while the shadow is still busy."""
+        """Compare the first policy's answer (1, t, a) with the shadow's; skip this while the shadow is busy."""
         if self._is_off:
             return
         if self._task is not None and not self._task.done():
@@ -92,7 +94,7 @@ class Shadow:
 
     async def _compare(self, observation: Mapping[str, np.ndarray], chunk: np.ndarray) -> None:
         try:
-            sizes = _frame_sizes(observation)
+            sizes = frame_sizes(observation)
             if not self._served.is_compiled(sizes):
                 await self._compile(sizes)
                 return  # the observation is too old by now
@@ -152,10 +154,10 @@ async def load_shadow(
     notify: Callable[[str], None],
     rename: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Shadow | None]:
-    """Load the shadow policy of this path and revision; None where there is no path.
+    """Load the shadow policy of this path and revision, or yield None without a path.
 
     Args:
-        rename: the first policy's names of cameras, and the robot's; a shadow may have the robot's already.
+        rename: the first policy's names of cameras to the robot's; a shadow may have the robot's names.
 
     Raises:
         ShadowRefused: it cannot be loaded.
@@ -204,10 +206,7 @@ def _explain_mismatch(shadow: Requirements, first: Requirements, names: tuple[st
     return "it does not fit: " + "; ".join(wrong) if wrong else None
 
 
-def _frame_sizes(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
-    prefix = "observation.images."
-    return {
-        name.removeprefix(prefix): (value.shape[-3], value.shape[-2])
-        for name, value in observation.items()
-        if name.startswith(prefix)
-    }
+def frame_sizes(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
+    """Return camera name to (height, width) of an observation's images."""
+    images = {name.removeprefix(IMAGES): array for name, array in observation.items() if name.startswith(IMAGES)}
+    return {camera: (image.shape[-3], image.shape[-2]) for camera, image in images.items()}

@@ -94,11 +94,7 @@ class StateUnits:
         )
 
     def check(self, state: np.ndarray) -> None:
-        """Refuse a state of a request.
-
-        Raises:
-            UnitsDiffer: as ``find_mismatch`` finds it.
-        """
+        """Raise UnitsDiffer for a state of a request in which ``find_mismatch`` finds a mismatch."""
         if (text := self.find_mismatch(state)) is not None:
             raise UnitsDiffer(text)
 

@@ -17,11 +17,10 @@ from service.control.units import StateUnits
 POINTS = 32
 # Codes of a frozen source, and of joints in another unit.
 CAMERA_FROZEN, JOINTS_FROZEN, JOINTS_UNITS = "camera_frozen", "joints_frozen", "joints_units"
-# Shares of a joint's range. A command that changes by less than this is no clear motion: policies dither by 1 % around
-# a goal, and a position servo under load may not follow 2 %.
+# Share of a joint's range that a command must change by for a clear motion: policies dither by 1 % around a goal, and a
+# position servo under load may not follow 2 %.
 CLEAR_MOTION = 0.03
-# A joint that changes by less than this did not move: 0.2 of -100..100, 4 steps of a servo's encoder. Real encoders of
-# an arm at rest flicker by one.
+# Largest change of a resting joint: 0.2 of -100..100, 4 steps of a servo's encoder. Real encoders flicker by one.
 NOISE = 0.001
 # Share of the commanded motion that a joint has to show to count as following it. Radians in place of degrees or
 # percent show 1.6 to 2.2 % of it; joints that follow late or against a load show most of it.
@@ -34,8 +33,8 @@ UNKNOWN_RANGE = 2.0
 UNITS_AFTER = 1.0
 # Seconds between two comparisons of the joints with their commands, at most.
 COMPARE_INTERVAL = 0.1
-# Seconds without a tick after which a robot is held, however long its frames may last: from here on the event loop
-# counts as blocked, and a robot that receives nothing for 0.5 s holds itself.
+# Seconds without a tick after which a robot is held. The event loop counts as blocked after the same time, and a robot
+# without commands holds itself after 0.5 s.
 STALL = 0.25
 # Seconds in which bad joint values are counted.
 BAD_INPUT_WINDOW = 1.0
@@ -56,14 +55,13 @@ class Stop:
 
 @dataclass(frozen=True)
 class InputTimes:
-    """Ages and gaps of one robot's input at one tick; times are monotonic.
+    """One robot's input at one tick; times are monotonic.
 
     Attributes:
         observed_at: when each camera's newest frame was seen, None before the first.
-        lost_rooms: names of rooms that are down.
         is_pose_current: whether every joint is known and trusted.
-        plan_observed_at: when the frames of the queued actions were seen, or None when there are none.
-        requested_at: when the inference that runs was asked for, or None.
+        plan_observed_at: when the frames of the queued actions were seen, or None without actions.
+        requested_at: when the running inference was requested, or None.
         pose: (a,) measured, or None while a joint is unknown.
         command: (a,) the newest command of the motion, or None while the robot does not move.
         units: of the pose.
@@ -81,11 +79,11 @@ class InputTimes:
 
 @dataclass(frozen=True)
 class WatchdogReport:
-    """Result of one check: what the watchdog demands.
+    """Result of one check.
 
     Attributes:
-        holds: code to text of what forbids motion at this tick.
-        blind: why the robot cannot be seen, felt or reached for ``degraded_after`` already, or None.
+        holds: code to text of each reason to hold the robot at this tick.
+        blind: why the robot could not be observed or reached for ``degraded_after`` seconds, or None.
         stop: why it has to be stopped for good, or None.
     """
 
@@ -98,12 +96,11 @@ class Watchdog:
     """Checks the input of one moving robot at every tick; takes the time, reads no clock.
 
     Attributes:
-        degraded_after: seconds without seeing or reaching the robot after which its session is degraded.
-        stop_after: such seconds after which it is stopped until a person resets it.
+        degraded_after: seconds without input or link after which the session is degraded.
+        stop_after: such seconds after which the robot is stopped until a person resets it.
         slow_after: seconds after which an inference is slow.
         frozen: cameras that show the same picture for too long.
-        joints: compares the measured joints with their commands; None if nothing is known of them, or no command is
-            sent (a dry run).
+        joints: compares the measured joints with their commands; None in a dry run.
     """
 
     def __init__(
@@ -119,12 +116,11 @@ class Watchdog:
         """Watch one robot; times in seconds.
 
         Args:
-            frame_age: a frame older than this holds the robot, and so does a pause of this process, from ``STALL`` on.
-                Where that is long, the steps after it, ``degraded_after`` and ``stop_after``, move away from it.
-            executed: that the actions done of a chunk take.
-            covered: that all actions of a chunk take.
-            period: from one check to the next.
-            joints: what is known of its joints.
+            frame_age: largest age of a frame, and of a pause of this process (at most ``STALL``), without a hold. A
+                large value also raises ``degraded_after`` and ``stop_after``.
+            executed: duration of the executed actions of a chunk.
+            covered: duration of all actions of a chunk.
+            period: time from one check to the next.
         """
         self.joints = joints
         stretch = max(1.0, 2 * frame_age / safety.degraded_after)
@@ -140,8 +136,8 @@ class Watchdog:
         self._bad: deque[tuple[float, int]] = deque()
 
     def set_chunk_time(self, *, executed: float, covered: float) -> None:
-        """Set how many seconds of each chunk are done from now on, and how many it covers."""
-        # An answer that comes while its chunk still covers the present is of use, however slow it was.
+        """Set the duration of the executed actions and of all actions of each chunk from now on."""
+        # A slow answer is still usable while its chunk covers the present.
         self.slow_after = max(self._safety.slow_inference * executed, covered)
 
     def begin(self, now: float) -> None:
@@ -154,10 +150,7 @@ class Watchdog:
             self.joints.begin()
 
     def forget_frozen_joints(self) -> None:
-        """Forget that the joints of a robot that left were frozen: the next program may report where they are.
-
-        Joints in another unit are not forgotten, because the same program would report the same unit again.
-        """
+        """Forget frozen joints of a robot that left. Joints in another unit stay, because a program keeps its unit."""
         if self.joints is not None and self.joints.fault is not None and self.joints.fault.code == JOINTS_FROZEN:
             self.joints.begin()
 
@@ -268,10 +261,9 @@ class Watchdog:
         return WatchdogReport(holds, blind, stop)
 
     def _is_paused(self, now: float, times: InputTimes) -> bool:
-        """Whether the pause of this process is still a reason to hold the robot.
+        """Return whether a pause of this process still holds the robot: until each camera sent a frame since.
 
-        The plan from before the pause is not for a robot that went on without it, and frames from the pause arrive one
-        by one. So a pause is one hold, until each camera had a frame since. A camera without a frame soon is stale.
+        The plan from before the pause is outdated, and frames from the pause arrive one by one.
         """
         is_seen = all(
             observed_at is not None and observed_at >= self._resumed_at for observed_at in times.observed_at.values()

@@ -28,10 +28,10 @@ _HISTOGRAM_BINS = np.array((0.0, *HISTOGRAM_EDGES, np.inf))
 
 
 def summarize_session(session: AnySession) -> dict[str, Any]:
-    """Summarize one session for the list. Cheap: no percentile is computed for a session that runs.
+    """Summarize one session for the list, without percentiles.
 
-    ``silent_s`` is how many seconds ago the last frame or joint value arrived, since the creation if none did. It is
-    None where silence is normal: a session without a policy, or a direct session whose control loop does not run.
+    ``silent_s`` is the number of seconds since the last frame or joint value, or since the creation. It is None for a
+    session without a policy, and for a direct session whose control loop does not run.
     """
     robot_io, new = session.robot_io, session.new
     line: dict[str, Any] = {
@@ -47,7 +47,6 @@ def summarize_session(session: AnySession) -> dict[str, Any]:
         "silent_s": None,
     }
     if robot_io is None:
-        # Nothing is measured yet, so this costs little; how far it is stands there.
         stats = session.status().stats
         return line | {name: value for name, value in stats.items() if name.startswith("progress")}
     if robot_io.controller.is_running or not new.is_direct:
@@ -152,14 +151,11 @@ def parse_message(raw: str | bytes) -> ViewSession | DrawnAck | StopAll:
         case {"type": "look", "session": None | str() as session}:
             return ViewSession(session, message.get("pictures") is True)
         case {"type": "stop"}:
-            # Nothing that is wrong with the rest may keep the robots moving.
+            # An error in the other fields must not keep the robots moving.
             number, reason = message.get("number"), message.get("reason")
-            return StopAll(number if type(number) is int else 0, _to_text(reason) or "asked for on the page")
+            text = sanitize_text(reason) if isinstance(reason, str) else ""
+            return StopAll(number if type(number) is int else 0, text or "asked for on the page")
     raise BadMessage("wanted an object of type look, seen or stop")
-
-
-def _to_text(text: object) -> str:
-    return sanitize_text(text) if isinstance(text, str) else ""
 
 
 logger = logging.getLogger(__name__)
@@ -170,13 +166,12 @@ class LiveSettings:
     """Limits and intervals of viewers; times in seconds.
 
     Attributes:
-        viewers: sockets at a time.
-        period: from one message to the next, at least.
-        detail_period: from one full status of the session looked at to the next.
-        ahead: messages that the page has not confirmed; it gets no more until it has.
-        view_timeout: a page that has confirmed nothing for so long is cut off.
-        messages_per_second: of one page, at most; more cuts it off.
-        pictures: how good and how many.
+        viewers: largest number of sockets.
+        period: time between two messages.
+        detail_period: time between two full statuses of the viewed session.
+        ahead: largest number of unconfirmed messages.
+        view_timeout: time without a confirmation after which a page is disconnected.
+        messages_per_second: limit for messages of one page, which is disconnected beyond it.
     """
 
     viewers: int = 16
@@ -192,12 +187,10 @@ class Live:
     """All viewers of one server's dashboard.
 
     Attributes:
-        viewers: who looks on.
-        cut: viewers that were cut off because they were too slow or sent what makes no sense.
+        cut: number of viewers that were disconnected because they were too slow or sent invalid messages.
     """
 
     def __init__(self, sessions: Callable[[], Sessions], settings: LiveSettings | None = None):
-        """Store the settings; ``sessions`` exist when the first viewer comes."""
         self.settings = settings or LiveSettings()
         self.viewers: set[Viewer] = set()
         self.cut = 0
@@ -229,7 +222,7 @@ class Live:
             writer.cancel()
 
     def _evict_page(self, caller: Caller) -> bool:
-        """Close the oldest page of whoever has the most, if the newcomer has fewer still: nobody keeps others out."""
+        """Close the oldest page of the owner with the most pages, if the new caller has fewer pages."""
         pages = Counter(viewer.caller.owner for viewer in self.viewers)
         most, count = pages.most_common(1)[0]
         if count <= pages[caller.owner] + 1:
@@ -245,7 +238,7 @@ class Live:
         viewer.abort()
 
     async def stop_all(self, reason: str, caller: Caller) -> dict[str, Any]:
-        """Stop every robot, whoever asks; returns how many there are, and the ids of those that the caller sees."""
+        """Stop every robot; return their number, and the ids of the sessions that the caller may see."""
         sessions = self._sessions()
         stopped = await sessions.emergency_stop(reason)
         logger.warning("emergency stop of %d sessions by %s, on the page", len(stopped), caller.name)
@@ -266,16 +259,14 @@ class Live:
         return [line for owner, line in self._summaries[1] if caller.sees(owner)]
 
     def get_detail(self, session: AnySession, now: float) -> tuple[float, BinaryPart]:
-        """Return everything of this session, and when it was made; made once for all viewers, as it takes a
-        millisecond.
-        """
+        """Return the time and content of this session's full status, which is built once for all viewers."""
         known = self._details.get(session.id)
         if known is None or known[1] is not session or now - known[0] >= self.settings.detail_period:
             text = json.dumps(describe_session(session), allow_nan=False, separators=(",", ":"))
             known = self._details[session.id] = (now, session, BinaryPart({"kind": "detail"}, text.encode()))
         return known[0], known[2]
 
-    def open_view(self, session: AnySession, caller: Caller) -> LiveView:
+    def open_view(self, session: AnySession) -> LiveView:
         """Open the view of this session, which its viewers share."""
         view = self._views.get(session.id)
         if view is None or view.session is not session:
@@ -295,13 +286,7 @@ class Live:
 
 
 class Viewer:
-    """One open page of the dashboard.
-
-    Attributes:
-        caller: whose sessions it sees.
-        connected_at: when it came.
-        sent: messages sent to it.
-    """
+    """One open page of the dashboard; ``sent`` counts the messages sent to it."""
 
     def __init__(
         self, live: Live, socket: WebsocketImplProtocol, caller: Caller, is_still_authorized: Callable[[], bool]
@@ -326,11 +311,7 @@ class Viewer:
     # What it says.
 
     async def read(self) -> None:
-        """Handle the page's messages until its socket ends.
-
-        Raises:
-            BadMessage: it says what makes no sense, or too much.
-        """
+        """Handle the page's messages until its socket ends, or an invalid message or too many (BadMessage)."""
         budget, at = float(self._live.settings.messages_per_second), time.monotonic()
         while True:
             raw = await self._socket.recv()
@@ -396,7 +377,7 @@ class Viewer:
         """View another session, or none."""
         if self._view is not None:
             self._live.release_view(self._view)
-        self._view = None if session is None else self._live.open_view(session, self.caller)
+        self._view = None if session is None else self._live.open_view(session)
         self._sent_ticks = self._sent_plan = 0
         self._detail_at = 0.0
         self._sent_pictures = {}

@@ -30,7 +30,7 @@ class PlannedChunk:
     Attributes:
         number: counted from 1.
         points: (t, a) float32.
-        begins, ends: monotonic times that its first and its last action are for.
+        begins, ends: due times of its first and last action, monotonic.
     """
 
     number: int
@@ -48,14 +48,7 @@ class NewestFrame:
 
 
 class LiveView:
-    """Observer of a session that several viewers share.
-
-    Attributes:
-        viewers: how many look through it.
-        tick_count: ticks seen, those that are not kept any more too.
-        plan: the newest.
-        frames: camera to its newest frame.
-    """
+    """Observer of a session that several viewers share; ``tick_count`` counts all ticks."""
 
     def __init__(self, session: AnySession):
         self.session = session
@@ -64,7 +57,6 @@ class LiveView:
         self.plan: PlannedChunk | None = None
         self.frames: dict[str, NewestFrame] = {}
         self._ticks: deque[Tick] = deque(maxlen=MAX_TICKS)
-        # One of a process that ended has nothing to look at, only a status.
         self._detach: Callable[[], None] = session.attach(self) if isinstance(session, Session) else lambda: None
 
     def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
@@ -89,10 +81,10 @@ class LiveView:
         self.tick_count += 1
 
     def ticks_since(self, count: int, now: float, width: int) -> np.ndarray:
-        """Return (n, 3 + 2a) float32: ticks after the first ``count``, of those that are kept.
+        """Return (n, 3 + 2a) float32: the kept ticks after the first ``count``.
 
-        Columns: seconds from ``now`` (below 0), whether it was sent, whether the robot was held, the command (a),
-        the measured pose (a); what there was none of is NaN.
+        Columns: seconds from ``now`` (below 0), is sent, is held, the command (a), the measured pose (a); NaN if
+        missing.
         """
         new = min(max(self.tick_count - count, 0), len(self._ticks))
         rows = np.full((new, 3 + 2 * width), np.nan, np.float32)
@@ -127,9 +119,9 @@ class PictureSettings:
     """Size, quality and rate of pictures.
 
     Attributes:
-        width: pixels; wider frames are made smaller.
-        quality: JPEG's, of 100.
-        period: the least seconds from one picture of a session to the next.
+        width: largest width in pixels.
+        quality: of JPEG, up to 100.
+        period: seconds between two pictures of a session.
         share: part of one core that all pictures together may take.
     """
 
@@ -140,17 +132,11 @@ class PictureSettings:
 
 
 class PictureEncoder:
-    """Encodes the newest pictures of sessions that viewers have open.
+    """Encodes the newest pictures of sessions that viewers have open; ``encoded`` counts them."""
 
-    Attributes:
-        encoded: pictures made in all.
-        seconds: processor time that they took.
-    """
-
-    def __init__(self, settings: PictureSettings | None = None):
+    def __init__(self, settings: PictureSettings):
         self.encoded = 0
-        self.seconds = 0.0
-        self._settings = settings or PictureSettings()
+        self._settings = settings
         self._newest: WeakKeyDictionary[LiveView, dict[str, Picture]] = WeakKeyDictionary()
         self._not_before = 0.0
         self._due: WeakKeyDictionary[LiveView, float] = WeakKeyDictionary()
@@ -161,7 +147,7 @@ class PictureEncoder:
         return self._newest.get(view, {})
 
     def request(self, view: LiveView, now: float) -> None:
-        """Encode newer pictures of a view, unless it is too early for that."""
+        """Start to encode newer pictures of a view, if it is time for them."""
         if self._encoding is not None or now < max(self._not_before, self._due.get(view, 0.0)):
             return
         known = self.get_newest(view)
@@ -190,8 +176,7 @@ class PictureEncoder:
             self._encoding = None
         self._newest[view] = {**self.get_newest(view), **encoded}
         self.encoded += len(encoded)
-        self.seconds += took
-        # What it took is what says how long to wait: pictures that are dear become fewer, ticks do not become late.
+        # Expensive pictures become fewer, so that no tick is late.
         self._not_before = time.monotonic() + took / self._settings.share
 
     def _encode(self, frames: dict[str, NewestFrame]) -> tuple[dict[str, Picture], float]:

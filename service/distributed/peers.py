@@ -48,11 +48,8 @@ STOP_TIMEOUT = 2.0
 Liveness = Literal["ended", "answers", "silent", "unreachable", "elsewhere"]
 
 
-class PeerLost(ServiceError):
+class PeerLost(ServiceError, status=502, code="front_lost"):
     """The server that a session is on does not answer."""
-
-    status = 502
-    code = "front_lost"
 
 
 async def probe_liveness(front: Peer, machine: str) -> Liveness:
@@ -193,15 +190,15 @@ class PeerSessions:
         self.trouble: str | None = None
 
     async def open(self) -> None:
-        """Publish this server's sessions; returns when the other servers know them.
+        """Publish this server's sessions; return when the other servers know them.
 
-        Sessions that another server adopted in the meantime are given up. Sessions that the database lists for this
-        server, and of which it has no record, are restored from the database.
+        Sessions that another server adopted are given up. Sessions without a record here are restored from the
+        database.
 
         Raises:
             FrontNameTaken: another server has the name of this one, and lives.
             DatabaseUnavailable: the database has not answered for a minute.
-            DatabaseUnusable: it never will.
+            DatabaseUnusable: the database can never be used.
         """
         known = await self._retry(lambda: self._database.run(QUERY_TIMEOUT, session_table.find_front, self.name))
         # At this server's own address, this process itself would answer.

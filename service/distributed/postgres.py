@@ -13,7 +13,7 @@ Arguments = TypeVarTuple("Arguments")
 # asyncpg's own type says that it may be one of a pool, which this never is.
 Sql: TypeAlias = Any
 
-# A server that stands still in a transaction, or whose network is gone, must not hold others up by its locks.
+# A paused or unreachable server must not block others by its locks.
 _CONNECTION_LIMITS = (
     "SET idle_in_transaction_session_timeout = '5s'; SET lock_timeout = '2s'; SET statement_timeout = '5s'"
 )

@@ -1,8 +1,7 @@
-"""Table of all servers' sessions in PostgreSQL: owner, heartbeat, latch, and what an adoption needs.
+"""Table of all servers' sessions in PostgreSQL: owner, heartbeat, latch, and the data for an adoption.
 
-Each server is the one source of what its sessions do, keeps them on its own disk, and writes them here again and again;
-only whose an id is, is decided here. Every function is one transaction; rows are locked in one order, servers before
-sessions, so that no two wait for each other.
+Each server keeps its sessions on its own disk and publishes them here; this table only decides who owns an id. Every
+function is one transaction. Servers are locked before sessions, so that there are no deadlocks.
 """
 
 import json
@@ -18,16 +17,14 @@ from service.sessions.request import NewSession, describe_shared_room
 
 logger = logging.getLogger(__name__)
 
-# Seconds without a heartbeat of a server after which its sessions are interrupted; after which an id that was claimed,
-# and that its server does not publish, is free again; after which a server that left no session is forgotten. All on
-# the database's clock.
+# Seconds, on the database's clock, without a heartbeat until a server's sessions are interrupted; until a claimed but
+# unpublished id is free again; until a server without sessions is forgotten.
 LEASE = 3.0
 CLAIM_TIMEOUT = 10.0
 FORGET_AFTER = 3600.0
 
 PREFIX = "robojax_"
-# One text for all of a session that is not searched by: texts as JSON has them, for clients name things as they like,
-# and PostgreSQL keeps no NUL.
+# Columns that are not searched hold JSON, because PostgreSQL keeps no NUL.
 SCHEMA = (
     """
 CREATE TABLE robojax_fronts (
@@ -63,10 +60,9 @@ class Peer:
     """One server of the database.
 
     Attributes:
-        url: where other servers, and clients that are sent on, reach it.
-        machine: whose loopback address its own is.
-        life: of all processes that ever run under this name, which one it is.
-        is_alive: whether its heartbeat is not over.
+        url: address for other servers, and for redirected clients.
+        machine: id of the machine of its loopback address.
+        life: id of its process.
         has_ended: whether it ended in order, with all robots held.
     """
 
@@ -83,10 +79,10 @@ class Entry:
     """One session of the table.
 
     Attributes:
-        front: the server that it is on.
-        owner: whose it is; None where no key is required.
-        record: as its server wrote it down last (`SessionRecord.as_json`); nothing until it is ready.
-        status: what its server published last, the fields of SessionStatusResponse.
+        front: name of its server.
+        owner: None where no key is required.
+        record: its newest `SessionRecord.as_json`; empty until it is ready.
+        status: its newest published status, the fields of SessionStatusResponse.
         latch: the reason of an emergency stop that has not been reset.
         rooms: workspace and id of each room that the session is in, or returns to.
     """

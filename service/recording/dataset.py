@@ -29,11 +29,7 @@ class DatasetSource:
     damage: str | None = None
 
     def __init__(self, folder: Path):
-        """Open the dataset and read its description.
-
-        Raises:
-            RecordingError: something of it is missing or cannot be read, or it has no state as wide as its actions.
-        """
+        """Open the dataset; raises RecordingError if it cannot be read, or its state and actions differ in width."""
         try:
             dataset = self._dataset = open_dataset(folder)
             width = dataset.feature(ACTION).shape[0]
@@ -57,11 +53,7 @@ class DatasetSource:
         )
 
     def steps(self) -> Iterator[Step]:
-        """Yield all steps, episode after episode.
-
-        Raises:
-            RecordingError: a file of it is missing or cannot be read.
-        """
+        """Yield all steps, episode after episode; raises RecordingError if a file cannot be read."""
         dataset = self._dataset
         try:
             states, actions = dataset.vectors(STATE), dataset.vectors(ACTION)
@@ -83,14 +75,11 @@ UNNAMED_TASK = "unnamed"
 def write_dataset(
     folder: Path, info: SourceInfo, steps: Iterable[Step], on_step: Callable[[], object] = lambda: None
 ) -> DatasetWriter:
-    """Write all these steps as a new dataset folder; returns the writer, which counts what it holds.
-
-    Args:
-        on_step: told of every step that was written.
+    """Write steps as a new dataset folder; return the writer, which has the counts. ``on_step`` follows every step.
 
     Raises:
         RecordingError: it cannot be made; nothing is left behind.
-        OSError: the disk does not take it.
+        OSError: it cannot be written.
     """
     before: Step | None = None
     try:

@@ -27,10 +27,8 @@ class RecordingEntry:
     Attributes:
         session_id: None when the file cannot be read.
         at: when it began, seconds since 1970.
-        state: how it ended, see ``service.recording.recorder``; ``interrupted`` when its server was killed,
-            ``unreadable``.
+        state: final state of its ``Recorder``, ``interrupted`` (its server was killed), or ``unreadable``.
         has_dataset: whether the folder of the same name is a finished dataset.
-        owner: whose key made the session.
     """
 
     name: str
@@ -62,10 +60,6 @@ class RecordingLibrary:
         path = self.folder / f"{name}{SUFFIX}"
         return path if path.is_file() and not path.is_symlink() else None
 
-    def dataset_folder(self, name: str) -> Path:
-        """Return where the dataset of this recording is, or would be."""
-        return self.folder / name
-
     def list_entries(self) -> list[RecordingEntry]:
         """List all recordings, newest first. Reads the head and the end of each file: not on the event loop."""
         paths = [path for path in self.folder.glob(f"*{SUFFIX}") if self.find_file(path.stem) is not None]
@@ -75,7 +69,7 @@ class RecordingLibrary:
     def read_entry(self, path: Path) -> RecordingEntry | None:
         """Describe one recording; None when it is gone."""
         name = path.stem
-        has_dataset = (self.dataset_folder(name) / DATASET_FILE).is_file()
+        has_dataset = (self.folder / name / DATASET_FILE).is_file()
         try:
             size = path.stat().st_size
         except OSError:
@@ -102,7 +96,7 @@ class RecordingLibrary:
         if path is None:
             return False
         path.unlink()
-        folder = self.dataset_folder(name)
+        folder = self.folder / name
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
         for unfinished in self.folder.glob(f"{name}.*.partial"):
@@ -112,28 +106,19 @@ class RecordingLibrary:
 
 
 def open_source(path: Path) -> StepSource:
-    """Open a recording (.mcap) or a LeRobotDataset folder, v3.0 or v2.1.
-
-    Raises:
-        RecordingError: it is neither, or cannot be read.
-    """
+    """Open a recording (.mcap) or a LeRobotDataset folder, v3.0 or v2.1; raises RecordingError if it cannot be read."""
     if not path.exists():
         raise RecordingError(f"{path} is not there; `robojax recordings list` shows those of a server")
     return DatasetSource(path) if path.is_dir() else McapSource(path)
 
 
-def lower_to_idle() -> None:
-    """Lower this process to idle priority."""
+def main(file: str, folder: str) -> int:
+    """Run ``python -m service.recording.library FILE FOLDER``; returns 0 when the dataset is there."""
+    # An orderly exit removes the unfinished folder.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.nice(19)
-
-
-def main(file: str, folder: str) -> int:
-    """Run ``python -m service.recording.library FILE FOLDER``; returns 0 when the dataset is there."""
-    # The folder that is not finished is removed on the way out.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    lower_to_idle()
     try:
         source = open_source(Path(file))
         write_dataset(Path(folder), source.info, source.steps())

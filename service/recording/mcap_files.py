@@ -46,12 +46,12 @@ MAX_RECORD = 32 << 20
 MAX_HEADER = 1 << 20
 # Bytes of the index at the end; a recording of 20 GiB has 3 MiB.
 MAX_SUMMARY = 64 << 20
-# Limit of what all chunks together decompress to: a multiple of the file, and at least some bytes. Ticks of a robot
-# that does not move and has no cameras decompress to 20 times the file.
+# Largest sum of all decompressed chunks: a multiple of the file, and at least some bytes. A resting robot without
+# cameras reaches 20 times the file.
 MAX_EXPANSION, MIN_EXPANDED = 100, 64 << 20
-# Lists, objects and values of one message: each takes up to a hundred times its text. A chunk has some thousands.
+# Values in one message, each of which takes up to a hundred times its text. A chunk has some thousands.
 MAX_VALUES = 200_000
-# Steps that fill missed ticks, in a whole file; a longer gap begins another episode.
+# Steps that fill missed ticks in a file; a longer gap begins another episode.
 MAX_FILLED = 100_000
 MAX_EPISODES = 10_000
 # Errors of the libraries for a file that is cut off or is not a recording.
@@ -69,12 +69,7 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True)
 class RecordingOutcome:
-    """How a recording ended.
-
-    Attributes:
-        state: what its recorder said, or ``interrupted`` when it did not live to say it.
-        seconds, episodes, ticks: None where the file has no count.
-    """
+    """How a recording ended: the state of its recorder, or ``interrupted``; figures are None if unknown."""
 
     state: str
     seconds: float | None = None
@@ -84,20 +79,14 @@ class RecordingOutcome:
 
 
 class McapSource:
-    """Steps of one recording in an MCAP file.
-
-    A tick that was skipped is filled with the step before: what was commanded then was in force still.
+    """Steps of one recording in an MCAP file. A missed tick repeats the step before it, whose command was in force.
 
     Attributes:
-        damage: where and why reading ended, when it was not at the end; known when all was read.
+        damage: where and why reading stopped before the end, or None; known after reading.
     """
 
     def __init__(self, path: Path):
-        """Open the file and read its header.
-
-        Raises:
-            RecordingError: it cannot be read, or is no recording of a session.
-        """
+        """Open the file and read its header; raises RecordingError if it is not a recording of a session."""
         self.path = path
         self.header = read_header(path)
         self.outcome = read_outcome(path)
@@ -111,7 +100,6 @@ class McapSource:
             cameras=subject.cameras,
             robot_type=subject.robot_type,
             task=subject.task,
-            policy=subject.policy_path,
             length=self.outcome.ticks,
             is_whole=self.outcome.state != INTERRUPTED,
         )
@@ -124,10 +112,10 @@ class McapSource:
                 yield at, str(content.get("name", "")), str(content.get("message", ""))
 
     def messages(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield topic, nanoseconds since 1970 and content of every message, in the order in which things happened.
+        """Yield topic, nanoseconds since 1970 and content of every message, in order of time.
 
         Raises:
-            RecordingError: it cannot be opened, or holds more than is allowed.
+            RecordingError: it cannot be opened, or exceeds the limits of this module.
         """
         topics: dict[int, str] = {}
         self.damage = None
@@ -141,10 +129,9 @@ class McapSource:
                         if isinstance(content, dict):
                             yield topics[record.channel_id], record.log_time, content
             except EndOfFile:
-                # A killed server leaves such a file; a file with its end has lost something in the middle.
-                self.damage = (
-                    None if self.outcome.state == INTERRUPTED else self._describe_damage(file, "it ends there")
-                )
+                # A killed server leaves such a file. A file with an outcome is damaged in the middle.
+                if self.outcome.state != INTERRUPTED:
+                    self.damage = self._describe_damage(file, "it ends there")
             except OSError as error:
                 self.damage = self._describe_damage(file, error.strerror or type(error).__name__)
             except _READ_ERRORS as error:
@@ -221,11 +208,10 @@ class McapSource:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; what is no regular file (a pipe, a device) is refused without waiting
-    for a writer.
+    """Open a regular file for reading, without waiting for the writer of a pipe.
 
     Raises:
-        RecordingError: it is not there, may not be read, or is no regular file.
+        RecordingError: it does not exist, cannot be read, or is not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -42,14 +42,13 @@ class RecordingHeader:
 
     Attributes:
         rate: control ticks per second.
-        action_rate: actions per second that the policy's chunks are meant for.
+        action_rate: actions per second of the policy's chunks.
         joints: wire names, in the order of all values.
-        features: the same joints as LeRobot calls them, e.g. ``shoulder_pan.pos``.
-        low, high: range of each joint, None where nobody knows it.
-        task: what the robot is to do, in words.
-        owner: whose key made the session; None where there are no keys.
-        limits: of motion, by joint, as the session's stats show them.
-        wall_ns, monotonic_ns: one moment on both clocks: the time since 1970, and that of the control loop.
+        features: LeRobot's names of the same joints, e.g. ``shoulder_pan.pos``.
+        low, high: range of each joint, None if unknown.
+        owner: owner of the session; None without keys.
+        limits: motion limits by joint, as in the session's stats.
+        wall_ns, monotonic_ns: one moment since 1970, and on the clock of the control loop.
     """
 
     session_id: str
@@ -181,36 +180,16 @@ def camera_of(topic: str) -> str | None:
 
 def build_image(at: int, camera: str, jpeg: bytes) -> bytes:
     """Build the message of one frame; ``at`` is nanoseconds since 1970, here and below."""
-    # Written by hand: encoding its text character by character would take longer than the picture itself.
-    head = json.dumps({"timestamp": _build_time(at), "frame_id": camera, "format": "jpeg"}, separators=(",", ":"))
-    return b"".join((head[:-1].encode(), b',"data":"', binascii.b2a_base64(jpeg, newline=False), b'"}'))
+    # Joined by hand, because JSON's encoder would take longer than the picture's.
+    head = build_message(at, frame_id=camera, format="jpeg")
+    return b"".join((head[:-1], b',"data":"', binascii.b2a_base64(jpeg, newline=False), b'"}'))
 
 
-def build_position(at: int, names: Sequence[str], values: Sequence[float], **more: object) -> bytes:
-    """Build the message of where joints are, or are sent."""
-    return _build_message(at, position=dict(zip(names, values, strict=True)), **more)
+def build_message(at: int, **fields: object) -> bytes:
+    """Build a message of these fields."""
+    return json.dumps({"timestamp": build_time(at), **fields}, separators=(",", ":"), allow_nan=False).encode()
 
 
-def build_tick(at: int, since_last: float, hold: str | None) -> bytes:
-    """Build the message of a tick."""
-    return _build_message(at, since_last_ms=round(since_last * 1e3, 3), hold=hold or "")
-
-
-def build_chunk(at: int, observed_at: int, actions: Sequence[Sequence[float]]) -> bytes:
-    """Build the message of a chunk that joined the plan."""
-    return _build_message(
-        at, seen_at=_build_time(observed_at), age_ms=round((at - observed_at) / 1e6, 3), actions=actions
-    )
-
-
-def build_event(at: int, level: int, code: str, text: str) -> bytes:
-    """Build the message of an event: a stable code, and a text for people."""
-    return _build_message(at, level=level, message=text, name=code, file="", line=0)
-
-
-def _build_message(at: int, **fields: object) -> bytes:
-    return json.dumps({"timestamp": _build_time(at), **fields}, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _build_time(at: int) -> dict[str, int]:
+def build_time(at: int) -> dict[str, int]:
+    """Return a time as Foxglove's schemas have it."""
     return {"sec": at // 1_000_000_000, "nsec": at % 1_000_000_000}

@@ -64,11 +64,11 @@ CHUNK_BYTES = 1 << 20
 
 
 class McapSink:
-    """Unbuffered file for the MCAP library: writes all or raises, and can go back to an earlier position.
+    """Unbuffered file for the MCAP library: writes all or raises OSError.
 
     Attributes:
         position: bytes written.
-        whole_records: how many of them end with a whole record.
+        whole_records: position of the end of the newest whole record.
     """
 
     def __init__(self, file: BinaryIO):
@@ -76,11 +76,7 @@ class McapSink:
         self._file = file
 
     def write(self, data: bytes) -> int:
-        """Write all of the data.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """Write all of the data."""
         rest = memoryview(data)
         while rest:
             count = self._file.write(rest)
@@ -100,11 +96,7 @@ class McapSink:
         """Do nothing: no byte is kept back here."""
 
     def truncate(self) -> None:
-        """Cut off an incomplete record and end the file as a reader wants it, as far as the disk lets us.
-
-        Raises:
-            OSError: the disk does not.
-        """
+        """Cut off an incomplete record, and end the file so that readers accept it."""
         self._file.truncate(self.whole_records)
         self._file.seek(self.whole_records)
         self.position = self.whole_records
@@ -112,20 +104,17 @@ class McapSink:
 
 
 class McapWriter:
-    """Writer of one recording; times are those of the control loop's clock, in seconds.
+    """Writer of one recording; times are seconds of the control loop's clock.
 
     Attributes:
-        holds: how often the robot came to be held.
         seconds: from the first tick to the newest.
-        episodes: how many starts there were.
+        episodes: number of starts.
+
+    Raises:
+        OSError: the file cannot be written.
     """
 
     def __init__(self, file: BinaryIO, header: RecordingHeader):
-        """Begin the file.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
         self.sink = McapSink(file)
         self.seconds, self.episodes = 0.0, 0
         self._header = header
@@ -163,26 +152,25 @@ class McapWriter:
 
     def chunk(self, actions: np.ndarray, observed_at: float, at: float) -> None:
         """Write a chunk (t, a) of the policy."""
-        now = self._nanoseconds(at)
-        self._add(
-            mcap_format.CHUNKS, now, mcap_format.build_chunk(now, self._nanoseconds(observed_at), actions.tolist())
-        )
+        now, seen = self._nanoseconds(at), self._nanoseconds(observed_at)
+        age = round((now - seen) / 1e6, 3)
+        self._log(mcap_format.CHUNKS, now, seen_at=mcap_format.build_time(seen), age_ms=age, actions=actions.tolist())
 
     def tick(self, tick: Tick) -> None:
-        """Write one tick: where the joints are, what was sent, when, and why not."""
+        """Write one tick: measured joints, command and hold."""
         at, names = self._nanoseconds(tick.at), self._header.joints
         if tick.hold != self._hold:
             self._hold = tick.hold
             text = "the robot may move again" if tick.hold is None else tick.hold
             self.event(tick.at, mcap_format.INFO if tick.hold is None else mcap_format.WARNING, "hold", text)
         if tick.pose is not None:
-            self._add(mcap_format.JOINTS, at, mcap_format.build_position(at, names, tick.pose.tolist()))
+            self._log(mcap_format.JOINTS, at, position=dict(zip(names, tick.pose.tolist(), strict=True)))
         if tick.command is not None:
-            message = mcap_format.build_position(at, names, tick.command.tolist(), is_sent=tick.is_sent)
-            self._add(mcap_format.COMMANDS, at, message)
+            position = dict(zip(names, tick.command.tolist(), strict=True))
+            self._log(mcap_format.COMMANDS, at, position=position, is_sent=tick.is_sent)
         since = 0.0 if self._last_tick is None else tick.at - self._last_tick
-        # Last of its tick: a reader has then read the joints and the command of the tick.
-        self._add(mcap_format.TICKS, at, mcap_format.build_tick(at, since, tick.hold))
+        # After the tick's joints and command, which a reader has then read.
+        self._log(mcap_format.TICKS, at, since_last_ms=round(since * 1e3, 3), hold=tick.hold or "")
         self._first_tick = tick.at if self._first_tick is None else self._first_tick
         self._last_tick = tick.at
         self.seconds = tick.at - self._first_tick
@@ -190,11 +178,10 @@ class McapWriter:
     def event(self, at: float, level: int, code: str, text: str) -> None:
         """Write an event; ``start`` and ``stop`` bound an episode."""
         self.episodes += code == "start"
-        now = self._nanoseconds(at)
-        self._add(mcap_format.EVENTS, now, mcap_format.build_event(now, level, code, text))
+        self._log(mcap_format.EVENTS, self._nanoseconds(at), level=level, message=text, name=code, file="", line=0)
 
     def flush(self) -> None:
-        """Flush: a reader finds everything until now, even if this process is killed next."""
+        """Flush, so that a reader finds everything until now even if this process is killed."""
         self._writer.flush()
 
     def finish(self, state: str, dropped: int) -> None:
@@ -205,9 +192,12 @@ class McapWriter:
         self._writer.finish()
 
     def truncate(self) -> None:
-        """End a file that cannot be written to any more as well as can be."""
+        """End a file after an error of its disk."""
         with suppress(OSError):
             self.sink.truncate()
+
+    def _log(self, topic: str, at: int, **fields: object) -> None:
+        self._add(topic, at, mcap_format.build_message(at, **fields))
 
     def _add(self, topic: str, at: int, data: bytes) -> None:
         self._writer.add_message(self._channels[topic], log_time=at, data=data, publish_time=at)

@@ -25,9 +25,8 @@ logger = logging.getLogger(__name__)
 ON, OFF, DISK_FULL, LIMIT, FAILED = "on", "off", "disk_full", "limit", "failed"
 _DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NICENESS = 10
-# Seconds between looks at the queue: the control loop never has to wake the thread.
+# Seconds between polls of the queue, and between flushes: a killed process loses no more than the latter.
 _POLL_INTERVAL = 0.05
-# Seconds between flushes: a process that is killed loses no more than this.
 _FLUSH_INTERVAL = 1.0
 _DEFAULT_FREE = 1 << 30
 
@@ -36,7 +35,7 @@ QueueItem = tuple[Callable[..., None], tuple[Any, ...], int]
 
 
 def open_new_file(path: Path) -> BinaryIO:
-    """Open a new file for writing, without a buffer: an error belongs to the write that caused it."""
+    """Open a new file for writing without a buffer, so that an error belongs to the write that caused it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return cast(BinaryIO, path.open("xb", buffering=0))
 
@@ -47,9 +46,8 @@ class RecorderLimits:
 
     Attributes:
         free: bytes that stay free on the disk; None for 1 GiB, or 5 % of a disk that is smaller than 20 GiB.
-        bytes: of one recording.
-        queue_bytes: of frames and chunks that wait to be written; more are dropped and counted.
-        queue_items: of everything that waits.
+        bytes: size of one recording.
+        queue_bytes, queue_items: limits of the queue; frames and chunks beyond them are dropped and counted.
     """
 
     free: int | None = None
@@ -59,14 +57,12 @@ class RecorderLimits:
 
 
 class Recorder:
-    """Observer that records a session; its calls take microseconds and never wait. Whatever happens to the file, the
-    control goes on.
+    """Observer that records a session; its calls take microseconds and never wait. An error only ends the recording.
 
     Attributes:
-        name: of the recording.
-        state: ``on`` while it goes on, else why it ended: ``off`` by request, ``disk_full``, ``limit`` or ``failed``.
-        reason: the same for people, None while it goes on and when it was asked for.
-        dropped: frames (and all else) that were not recorded because the disk is slower than they come.
+        state: ``on``, or why it ended: ``off`` (by request), ``disk_full``, ``limit`` or ``failed``.
+        reason: text of an error for people, or None.
+        dropped: number of frames and other items that were not recorded because the disk was too slow.
     """
 
     def __init__(
@@ -84,11 +80,9 @@ class Recorder:
         """Begin recording; the file is opened in the thread.
 
         Args:
-            open_file: a new, unbuffered file; OSError when there is none.
-            disk_usage: bytes in all, used and free, of the disk that a folder is on.
-            get_commit: which policy runs now, asked on the event loop.
-            get_task: which instruction the newest chunk follows, likewise; always the subject's when None.
-            on_closed: told in the thread when the file is closed.
+            get_commit: returns the commit of the running policy; called on the event loop.
+            get_task: returns the instruction of the newest chunk; None for the header's.
+            on_closed: called in the thread when the file is closed.
         """
         self.name = path.stem
         self.header = header
@@ -110,7 +104,7 @@ class Recorder:
     # On the event loop.
 
     def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
-        """Record a frame; between two episodes only the newest is kept, since the next one begins with it."""
+        """Record a frame; between two episodes only the newest is kept, for the begin of the next."""
         self._newest_frames[camera] = (image, observed_at)
         if self._is_running:
             self._enqueue("frame", camera, image, observed_at, size=image.nbytes)
@@ -128,7 +122,7 @@ class Recorder:
         self._enqueue("tick", tick)
 
     def begin_episode(self, text: str) -> None:
-        """Begin an episode, as the robot may move; the one before ends."""
+        """Begin an episode; an earlier one ends."""
         if self._is_running:
             self.end_episode("started anew")
         self._note_task()
@@ -138,7 +132,7 @@ class Recorder:
             self._enqueue("frame", camera, image, observed_at, size=image.nbytes)
 
     def end_episode(self, text: str) -> None:
-        """End the episode, as the robot was stopped."""
+        """End the episode."""
         if self._is_running:
             self._is_running = False
             self._enqueue("event", time.monotonic(), mcap_format.INFO, "stop", text)
@@ -179,7 +173,7 @@ class Recorder:
         }
 
     def join(self, timeout: float) -> bool:
-        """Wait until the file is closed; returns whether it was in time (seconds)."""
+        """Wait until the file is closed, for at most ``timeout`` seconds; return whether it is."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 

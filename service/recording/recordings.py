@@ -33,34 +33,18 @@ INSTALL = "pip install -e '.[recording]'"
 Notify = Callable[[str, dict[str, object]], None]
 CanSee = Callable[[str | None], bool]
 DISK_STUCK = "the disk does not take what was recorded before; look at it, or restart the server"
-NOT_RECORDING: Mapping[str, object] = {
-    **{"state": OFF, "file": None, "seconds": 0.0, "bytes": 0, "dropped": 0},
-    "reason": None,
-}
-# Recordings that have ended and cannot be closed, because the disk hangs: each keeps a thread and what it has not
-# written. As many sessions again may be recorded, and then no more until the disk goes on.
+_FIGURES: Mapping[str, object] = {"file": None, "seconds": 0.0, "bytes": 0, "dropped": 0, "reason": None}
+NOT_RECORDING: Mapping[str, object] = {"state": OFF, **_FIGURES}
+# Largest number of ended recordings that a hanging disk keeps open, each with a thread and its unwritten frames.
 MAX_UNFINISHED = 8
-# Seconds that a recording gets to be closed in when the server ends.
+# Seconds to close a recording when the server ends.
 CLOSE_TIMEOUT = 2.0
 
 
-def recordings_folder(settings: RecordingSettings, state: str | None) -> Path | None:
-    """Return the folder of recordings, or None: the server keeps nothing."""
-    if settings.recordings is not None:
-        return Path(settings.recordings).expanduser()
-    folder = state_folder(state)
-    return None if folder is None else folder / "recordings"
-
-
 class Recordings:
-    """Recordings of one server's sessions. Nothing here waits for a disk on the event loop."""
+    """Recordings of one server's sessions, started by events of ``wrap_notify``. The event loop waits for no disk."""
 
     def __init__(self, settings: RecordingSettings, state: str | None, get_session: Callable[[str], AnySession]):
-        """Recordings begin with the events that ``wrap_notify`` passes on.
-
-        Args:
-            get_session: the session of an id; raises UnknownSession.
-        """
         self._get_session = get_session
         self._limits = RecorderLimits(free=settings.recording_free, bytes=settings.recording_limit)
         self._makes_datasets = settings.recording_datasets
@@ -72,7 +56,10 @@ class Recordings:
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_export = asyncio.Semaphore(1)
         self._is_closing = False
-        folder = recordings_folder(settings, state)
+        if settings.recordings is not None:
+            folder = Path(settings.recordings).expanduser()
+        elif (folder := state_folder(state)) is not None:
+            folder /= "recordings"
         self._refusal: str | None = None
         if folder is None:
             self._refusal = (
@@ -176,9 +163,7 @@ class Recordings:
     # What happens to sessions.
 
     def wrap_notify(self, notify: Notify) -> Notify:
-        """Return a function that follows a session's events here, and then passes them to ``notify``; whatever goes
-        wrong here, the session goes on.
-        """
+        """Return a function that records a session's events, and then passes them to ``notify``."""
 
         def notify_both(event: str, about: dict[str, object]) -> None:
             try:
@@ -195,8 +180,11 @@ class Recordings:
             self._close_recorder(session_id, "the session was deleted")
             self._enabled.discard(session_id)
             return
-        session = self._find_session(session_id)
-        if session is None:
+        try:
+            session = self._get_session(session_id)
+        except UnknownSession:
+            return
+        if not isinstance(session, Session):
             return
         if event == "session.created":
             self._recorders.pop(session_id, None)
@@ -223,26 +211,24 @@ class Recordings:
         return sum(recorder.is_closing for recorder in self._unfinished.values()) >= MAX_UNFINISHED
 
     def _begin_recording(self, session: Session) -> Recorder:
-        policies = session.policies
+        policies, robot_io, loop = session.policies, session.robot_io, asyncio.get_running_loop()
+        assert robot_io is not None, "only loaded sessions start"
 
         def commit() -> str | None:
             return policies.running.commit if policies.running else None
-
-        robot_io = session.robot_io
-        assert robot_io is not None, "only loaded sessions start"
-
-        def followed() -> str | None:
-            return robot_io.runner.followed
-
-        loop = asyncio.get_running_loop()
 
         def ended(recorder: Recorder) -> None:
             with suppress(RuntimeError):  # the loop has ended before
                 loop.call_soon_threadsafe(self._on_recorder_closed, recorder)
 
-        path = self._library.new_path(session.id)
-        subject = _create_header(session, commit())
-        recorder = Recorder(path, subject, self._limits, get_commit=commit, get_task=followed, on_closed=ended)
+        recorder = Recorder(
+            self._library.new_path(session.id),
+            _create_header(session, commit()),
+            self._limits,
+            get_commit=commit,
+            get_task=lambda: robot_io.runner.followed,
+            on_closed=ended,
+        )
         self._recorders[session.id] = self._unfinished[recorder.name] = recorder
         self._detach[recorder.name] = session.attach(recorder)
         logger.info("session %s is recorded as %s", session.id, recorder.name)
@@ -272,7 +258,7 @@ class Recordings:
 
     async def _make_dataset(self, name: str) -> None:
         async with self._one_export:
-            path, folder = self._library.folder / f"{name}.mcap", self._library.dataset_folder(name)
+            path, folder = self._library.folder / f"{name}.mcap", self._library.folder / name
             self._dataset_states[name] = "making"
             command = (sys.executable, "-m", "service.recording.library", str(path), str(folder))
             try:
@@ -295,13 +281,6 @@ class Recordings:
         recorder = self._recorders.get(session_id)
         return recorder if recorder is not None and recorder.state == ON and not recorder.is_closing else None
 
-    def _find_session(self, session_id: str) -> Session | None:
-        try:
-            session = self._get_session(session_id)
-        except UnknownSession:
-            return None
-        return session if isinstance(session, Session) else None
-
     async def close(self) -> None:
         """End all recordings; datasets that are not ready by now are left to ``robojax recordings export``."""
         self._is_closing = True
@@ -321,10 +300,9 @@ class Recordings:
 
 
 async def run_process(command: Sequence[str]) -> tuple[int, bytes]:
-    """Run a process; returns its exit code and standard error. It is ended when this is cancelled.
+    """Run a process; return its exit code and standard error. A cancellation ends it.
 
-    Begun in a thread: uvloop forks on the event loop, which then stands still for 10 ms and more while the pages of
-    this process are marked, and every tick with it.
+    It is started in a thread, because uvloop forks on the event loop, which then misses ticks for 10 ms or more.
     """
     nothing = subprocess.DEVNULL
     start = partial(subprocess.Popen, command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE)
@@ -337,7 +315,6 @@ async def run_process(command: Sequence[str]) -> tuple[int, bytes]:
     except asyncio.CancelledError:
         child = await starting
         child.terminate()
-        # To its end, whoever listens: what it writes to is closed by that.
         await (talking or call_in_thread(child.communicate, name="a dataset's end"))
         raise
     return child.returncode, output

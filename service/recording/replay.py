@@ -27,12 +27,12 @@ class PolicyMismatch(Exception):
 
 @dataclass
 class ReplayEpisode:
-    """One episode, with what the policy would have done.
+    """One episode.
 
     Attributes:
-        recorded: (n, a) what was done.
-        predicted: (n, a) what the policy answered for the same tick, NaN where it was not asked.
-        queried: the ticks at which it was asked.
+        recorded: (n, a) recorded actions.
+        predicted: (n, a) actions of the policy for the same ticks, NaN without one.
+        queried: ticks at which the policy ran.
     """
 
     recorded: np.ndarray
@@ -77,19 +77,14 @@ class ReplayReport:
             done = np.concatenate([episode.recorded for episode in self.episodes])
             # The next best: as far as the joint went in this recording.
             span = np.where(np.isfinite(span), span, np.ptp(done, axis=0))
-        joint_errors = []
-        for name, one, most, width in zip(self.info.joints, mean, largest, span, strict=True):
-            share = 100 / width if width > 0 else None
-            joint_errors.append(
-                JointError(
-                    name,
-                    float(one),
-                    float(most),
-                    None if share is None else float(one * share),
-                    None if share is None else float(most * share),
-                )
-            )
-        return joint_errors
+
+        def percent(error: float, width: float) -> float | None:
+            return float(100 * error / width) if width > 0 else None
+
+        return [
+            JointError(name, float(one), float(most), percent(one, width), percent(most, width))
+            for name, one, most, width in zip(self.info.joints, mean, largest, span, strict=True)
+        ]
 
     @property
     def mean_percent(self) -> float | None:
@@ -99,11 +94,7 @@ class ReplayReport:
 
 
 def check_policy(info: SourceInfo, requirements: Requirements) -> None:
-    """Check that the policy can run on this recording.
-
-    Raises:
-        Misfit: it cannot; lists every reason.
-    """
+    """Raise PolicyMismatch if the policy cannot run on this recording."""
     problems = []
     if requirements.action != len(info.joints):
         problems.append(f"its actions have {requirements.action} values, the recording's {len(info.joints)}")
@@ -131,15 +122,15 @@ def replay_recording(
     every: int | None = None,
     on_step: Callable[[Step, np.ndarray | None], None] = lambda step, chunk: None,
 ) -> ReplayReport:
-    """Ask the policy every so many ticks, and compare its chunk with what was done in the ticks that follow.
+    """Run the policy at regular ticks, and compare its chunks with the recorded actions of the next ticks.
 
     Args:
-        every: ticks from one question to the next; as many as the policy wants to be executed when None.
-        on_step: told of every step, with the chunk (t, a) where the policy was asked.
+        every: ticks between two inferences; None for the policy's ``action_steps``.
+        on_step: called with every step, and with the chunk (t, a) of an inference.
 
     Raises:
-        Misfit: the policy does not fit the recording.
-        RecordingError: the recording cannot be read, or there is nothing in it.
+        PolicyMismatch: the policy does not fit the recording.
+        RecordingError: the recording cannot be read, or is empty.
     """
     requirements = policy.requirements
     check_policy(source.info, requirements)
@@ -195,9 +186,9 @@ def _build_observation(step: Step, requirements: Requirements) -> dict[str, np.n
 def _with_history(
     observations: Sequence[dict[str, np.ndarray]], requirements: Requirements, ticks_per_step: int
 ) -> dict[str, np.ndarray]:
-    """Return the newest observation; for a policy of several observations those before it too, on an axis of time.
+    """Return the policy's newest observations, stacked on an axis of time if it reads several.
 
-    Before an episode's first one there are copies of it, as LeRobot has it.
+    The first observation of an episode also stands for those before it, as in LeRobot.
     """
     if requirements.observation_steps == 1:
         return observations[-1]

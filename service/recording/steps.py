@@ -53,11 +53,11 @@ class Step:
     """Observation and action of one tick.
 
     Attributes:
-        episode, index: counted from 0; the index starts anew in each episode.
-        state: (a,) float32, where the joints were.
-        action: (a,) float32, where they were sent.
+        episode, index: number of the episode, and of the step in it, from 0.
+        state: (a,) float32, measured joints.
+        action: (a,) float32, commanded joints.
         pictures: camera to its newest frame.
-        task: what was to be done, in words; the same throughout an episode.
+        task: instruction of the episode.
     """
 
     episode: int
@@ -75,13 +75,12 @@ class SourceInfo:
     Attributes:
         rate: steps per second.
         joints: names, in the order of states and actions.
-        features: the same as LeRobot calls them.
-        low, high: (a,) ranges, infinite where nobody knows.
+        features: LeRobot's names of the joints.
+        low, high: (a,) ranges, infinite if unknown.
         robot_type: LeRobot's name of the robot, or None.
-        task: in words, that of the beginning.
-        policy: what moved the robot, where that was recorded.
-        length: how many steps there are, about; None when nobody has counted.
-        is_whole: False when the file was cut off: whoever wrote it was killed.
+        task: instruction at the beginning.
+        length: approximate number of steps, or None.
+        is_whole: False when the file was cut off.
     """
 
     rate: float
@@ -92,7 +91,6 @@ class SourceInfo:
     cameras: tuple[str, ...]
     robot_type: str | None = None
     task: str = ""
-    policy: str | None = None
     length: int | None = None
     is_whole: bool = True
 

@@ -10,21 +10,19 @@ from service.setting_types import Common, Group, Names, Private, Seconds, confli
 
 @dataclass(frozen=True)
 class DeploymentSettings:
-    """All times in seconds.
+    """Settings of deployments; times in seconds.
 
     Attributes:
-        quiet: nothing further was pushed for so long before a push counts as complete; a LeRobot publish is 4 commits.
-        longest: after so long it is deployed even when pushes go on.
-        poll: how often heads are looked at, for webhooks that were lost; None for never.
-        jitter: part of ``poll`` that each may be early or late, so that a fleet does not ask at once.
-        transfers: how often a commit is fetched before bad bytes are taken for the commit's own fault.
-        transfer_pause: before the second; doubled for each further one.
-        superseded: so many in a row are given up for a newer commit; the next is brought to its end, or pushes that
-            come faster than one is prepared would keep all of them from arriving.
-        preparing: for loading, compiling and the gates, per session.
-        swapping: until the session took the new policy over.
-        retry: after a failure that was not the commit's; doubled for each further one, up to ``retry_longest``.
-        max_records: newest records that stay.
+        quiet: time without a push before a push counts as complete; LeRobot publishes in 4 commits.
+        longest: time after which a commit is deployed although pushes go on.
+        poll: time between checks of the heads, for lost webhooks; None for never.
+        jitter: part of ``poll`` by which a check may be early or late, so that a fleet does not ask at once.
+        transfers: attempts to fetch a commit before bad bytes count as the commit's fault.
+        transfer_pause: pause before the second attempt; doubled for each further attempt.
+        superseded: deployments in a row that a newer commit may replace, so that frequent pushes cannot block all.
+        preparing, swapping: time limits of these steps, per session.
+        retry: pause after a failure that was not the commit's fault; doubled each time, up to ``retry_longest``.
+        max_records: number of newest records to keep.
     """
 
     quiet: float = 20.0

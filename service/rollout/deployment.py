@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -33,11 +34,11 @@ class DeploymentEnded(Exception):
 
 
 class Deployment:
-    """The steps of one deployment while it goes on.
+    """The steps of one deployment in progress.
 
     Attributes:
-        record: what it writes down.
-        is_preparing: whether it may still be given up for a newer commit without anybody noticing.
+        record: its record.
+        is_preparing: whether no robot is affected yet, so that a newer commit may replace it.
     """
 
     def __init__(
@@ -48,12 +49,7 @@ class Deployment:
         settings: DeploymentSettings,
         save: Callable[[Record], Awaitable[None]],
     ):
-        """Create it; nothing is done yet.
-
-        Args:
-            save: writes the record down as it is; called where somebody wants to know how far it came if the process
-                ends there.
-        """
+        """Create it; ``save`` writes the record before each step, for the case that the process ends in that step."""
         self._save = save
         self.record = record
         self.is_preparing = True
@@ -65,19 +61,17 @@ class Deployment:
 
     @property
     def sha(self) -> str:
-        """The commit; known once it is resolved."""
+        """The commit, once it is resolved."""
         assert self.record.sha is not None, "not resolved yet"
         return self.record.sha
 
     def supersede(self, reason: str, text: str) -> None:
-        """End it as superseded while it is still being prepared; later nothing happens."""
+        """End it as superseded, if it is still being prepared."""
         self._superseded_by = self._superseded_by or (reason, text)
         self._superseded_event.set()
 
     async def fetch(self) -> Path:
-        """Fetch the commit and return its verified folder; failed transfers are retried, and a changed folder is read
-        again.
-        """
+        """Fetch the commit and return its verified folder. Failed transfers and changed folders are retried."""
         pause = self._settings.transfer_pause
         for further in reversed(range(self._settings.transfers)):
             try:
@@ -97,71 +91,57 @@ class Deployment:
         raise AssertionError("the last attempt returns or raises")
 
     async def prepare(self, session: str, folder: Path) -> None:
-        """Load and check the commit beside what the session runs; it is discarded when it does not pass."""
+        """Load and check the commit next to the running policy. A commit that fails is discarded."""
         await self._save(self.record)
-        work = self._rollout.prepare(session, self.record.repo, self.sha, folder, self.record.begin_stage)
-        try:
-            async with asyncio.timeout(self._settings.preparing):
-                verdict = await (self._run_unless_superseded(work) if self.is_preparing else work)
+        async with self._discard_on_failure(session, self._settings.preparing, "not prepared"):
+            work = self._rollout.prepare(session, self.record.repo, self.sha, folder, self.record.begin_stage)
+            verdict = await (self._run_unless_superseded(work) if self.is_preparing else work)
             self._record_verdict(session, "prepare", verdict, "rejected")
-        except TimeoutError:
-            await self._rollout.discard(session, self.sha)
-            text = f"session {session}: not prepared within {self._settings.preparing:g} s"
-            raise DeploymentEnded("failed", "timeout", text) from None
-        except BaseException:
-            await self._rollout.discard(session, self.sha)
-            raise
 
     async def swap(self, session: str) -> None:
         """Let the commit take over, at a moment that the session chooses."""
         self.record.begin_stage("swapping")
-        # From here on a robot may act by it, and a process that is killed has to know that afterwards.
+        # Saved first: after a kill, the next process must know that the robot may have run this commit.
         await self._save(self.record)
-        try:
-            async with asyncio.timeout(self._settings.swapping):
-                verdict = await self._rollout.swap(session, self.sha)
+        async with self._discard_on_failure(session, self._settings.swapping, "did not take it over"):
+            verdict = await self._rollout.swap(session, self.sha)
             self._record_verdict(session, "swap", verdict, "failed")
-        except TimeoutError:
-            await self._rollout.discard(session, self.sha)
-            text = f"session {session}: did not take it over within {self._settings.swapping:g} s"
-            raise DeploymentEnded("failed", "timeout", text) from None
-        except BaseException:
-            await self._rollout.discard(session, self.sha)
-            raise
         self.record.figures[session]["result"] = "swapped"
 
+    @asynccontextmanager
+    async def _discard_on_failure(
+        self, session: str, seconds: float | None = None, what: str = ""
+    ) -> AsyncIterator[None]:
+        """Discard the session's staged commit if the body fails, or takes longer than ``seconds``."""
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except BaseException as error:
+            await self._rollout.discard(session, self.sha)
+            if isinstance(error, TimeoutError) and seconds is not None:
+                text = f"session {session}: {what} within {seconds:g} s"
+                raise DeploymentEnded("failed", "timeout", text) from None
+            raise
+
     async def wait_for_probation(self, session: str) -> None:
-        """Wait for the end of its probation."""
+        """Wait for the end of the session's probation."""
         self.record.begin_stage("probation")
         await self._save(self.record)
         verdict = await self._rollout.probation(session, self.sha)
         self._record_verdict(session, "probation", verdict, "rolled_back")
 
-    async def roll_out(
-        self,
-        sessions: Sequence[tuple[str, bool]],
-        folder: Path,
-        check: Callable[[], Awaitable[None]],
-        should_deploy: Callable[[str], bool],
-    ) -> None:
-        """Deploy to one session after the other; nobody follows one that failed by the commit's fault.
-
-        Args:
-            sessions: their ids, and whether it is only prepared there.
-            check: called when the first is prepared and nothing has changed for a robot yet; may raise
-                `DeploymentEnded`.
-            should_deploy: whether a session is to have it still, when its turn comes.
-        """
+    async def roll_out(self, targets: "Sequence[DeployTarget]", folder: Path, reason: "DeployReason") -> None:
+        """Deploy to one session after another. A failure by the commit's fault ends the deployment."""
         failures: list[DeploymentEnded] = []
-        for session, is_only_staged in sessions:
-            if not should_deploy(session):
+        for session, is_only_staged in targets:
+            if not reason.should_deploy(session, self.sha):
                 continue
             try:
-                await self._roll_out_to(session, is_only_staged, folder, check)
+                await self._roll_out_to(session, is_only_staged, folder, reason)
             except DeploymentEnded as ended:
                 if ended.reason not in SESSION_REASONS:
                     raise
-                # A robot that is held, or gone, must not keep it from the others.
+                # A held or deleted session must not keep the commit from the others.
                 self.record.figures.setdefault(session, {})["result"] = "failed"
                 failures.append(ended)
         arrived = any(figures.get("result") in ("swapped", "staged") for figures in self.record.figures.values())
@@ -170,18 +150,13 @@ class Deployment:
         if not arrived:
             raise DeploymentEnded("superseded", "gone", "no session wants it any more")
 
-    async def _roll_out_to(
-        self, session: str, is_only_staged: bool, folder: Path, check: Callable[[], Awaitable[None]]
-    ) -> None:
+    async def _roll_out_to(self, session: str, is_only_staged: bool, folder: Path, reason: "DeployReason") -> None:
         await self.prepare(session, folder)
         if self.is_preparing:
-            try:
+            async with self._discard_on_failure(session):
                 self.raise_if_superseded()
-                await check()
+                await reason.check_up_to_date(self.sha)
                 self.raise_if_superseded()
-            except BaseException:
-                await self._rollout.discard(session, self.sha)
-                raise
             self.is_preparing = False
         if is_only_staged:
             self.record.figures[session]["result"] = "staged"
@@ -190,7 +165,7 @@ class Deployment:
         await self.wait_for_probation(session)
 
     def _record_verdict(self, session: str, step: str, verdict: Verdict, result: str) -> None:
-        """Record a verdict's figures; a verdict with a reason ends the deployment with this result."""
+        """Record a verdict's figures. A verdict with a reason ends the deployment with this result."""
         figures = self.record.figures.setdefault(session, {})
         if verdict.figures:
             figures[step] = dict(verdict.figures)
@@ -201,7 +176,7 @@ class Deployment:
         raise DeploymentEnded(figures["result"], verdict.reason, f"session {session}: {verdict.text}", not is_innocent)
 
     async def _run_unless_superseded(self, work: Awaitable[Result]) -> Result:
-        """Return the result of some work, which is cancelled when the deployment is superseded."""
+        """Return the result of work that is cancelled when the deployment is superseded."""
         task = asyncio.ensure_future(work)
         news = asyncio.ensure_future(self._superseded_event.wait())
         try:
@@ -212,7 +187,6 @@ class Deployment:
             news.cancel()
             if not task.done():
                 task.cancel()
-                # Errors raised while it is being cancelled do not matter any more.
                 with suppress(asyncio.CancelledError, Exception):
                     await task
         self.raise_if_superseded()
@@ -228,8 +202,8 @@ class RolloutState:
     """Staged and declined commits of all sessions.
 
     Attributes:
-        staged: session to the commit that is prepared beside what it runs.
-        declined: session to the head that it is not brought to by itself, until another one comes.
+        staged: session id to its staged commit.
+        declined: session id to the head that is deployed to it only by request.
     """
 
     def __init__(self, rollout: Rollout):
@@ -238,11 +212,7 @@ class RolloutState:
         self._rollout = rollout
 
     def get_session(self, id: str) -> Follower:
-        """Return a session as it is now.
-
-        Raises:
-            SourceError: ``unknown_session``.
-        """
+        """Return a session, or raise SourceError (``unknown_session``)."""
         for one in self._rollout.list_followers():
             if one.session_id == id:
                 return one
@@ -254,7 +224,7 @@ class RolloutState:
         return [*dict.fromkeys(followed)]
 
     def list_outdated(self, target: Target, head: str) -> Sequence[Follower]:
-        """Return the followers that do not run this head yet; those that really swap come first."""
+        """Return the followers that do not run this head yet; followers that swap come before those that stage."""
         found = [
             one
             for one in self._rollout.list_followers()
@@ -276,34 +246,28 @@ class DeployTarget(NamedTuple):
     is_only_staged: bool
 
 
+@dataclass(frozen=True)
 class RefMoved:
-    """Reason to deploy: sessions follow a ref, which may have moved."""
+    """Reason to deploy: sessions follow a ref, which may have moved.
 
-    def __init__(
-        self,
-        target: Target,
-        state: RolloutState,
-        quarantine: Quarantine,
-        ref_tracker: RefTracker,
-        requeue: Callable[[], None] | None,
-    ):
-        """Create it; ``requeue`` asks for another look when the ref has moved on; without it the commit is deployed all
-        the same.
-        """
-        self.target = target
-        self._state = state
-        self._quarantine = quarantine
-        self._ref_tracker = ref_tracker
-        self._requeue = requeue
+    Attributes:
+        requeue: queues the ref again if it has moved on; None deploys the older commit anyway.
+    """
+
+    target: Target
+    state: RolloutState
+    quarantine: Quarantine
+    ref_tracker: RefTracker
+    requeue: Callable[[], None] | None
 
     async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
         """Choose the followers that do not run it yet, unless they are ahead of it."""
-        outdated = self._state.list_outdated(self.target, head)
+        outdated = self.state.list_outdated(self.target, head)
         if outdated:
-            check_quarantine(self._quarantine, repo, head)
+            check_quarantine(self.quarantine, repo, head)
         ahead = [one for one in outdated if one.sha and await source.is_older(repo, head, one.sha)]
         for one in ahead:
-            self._state.declined[one.session_id] = head
+            self.state.declined[one.session_id] = head
         if ahead and len(ahead) == len(outdated):
             raise DeploymentEnded(
                 "rejected", "older", f"{head[:12]} is older than what runs; ask for it if it is meant"
@@ -311,51 +275,50 @@ class RefMoved:
         return [DeployTarget(one.session_id, one.mode == "stage") for one in outdated if one not in ahead]
 
     async def check_up_to_date(self, sha: str) -> None:
-        """Check the head again; when it cannot be known now, what was verified is not worse for that."""
-        if self._requeue is None:
+        """Check that the ref did not move. An unknown head, while the source is unreachable, is no reason to stop."""
+        if self.requeue is None:
             return
-        head = await self._ref_tracker.get_head(self.target)
+        head = await self.ref_tracker.get_head(self.target)
         if head not in (None, sha):
-            self._requeue()
+            self.requeue()
             raise DeploymentEnded("superseded", "newer", f"{head[:12]} came while it was being prepared")
 
     def should_deploy(self, session: str, sha: str) -> bool:
-        """Return whether the session still follows the ref: it may have been made anew."""
-        return any(one.session_id == session for one in self._state.list_outdated(self.target, sha))
+        """Return whether the session still follows the ref, because it may have been replaced."""
+        return any(one.session_id == session for one in self.state.list_outdated(self.target, sha))
 
 
+@dataclass(eq=False)
 class DeployRequest:
-    """Reason to deploy: somebody asked for a commit on one session, newer or older.
+    """Reason to deploy: a caller requested a commit on one session, newer or older.
 
     Attributes:
-        is_withdrawn: somebody went back to the policy before since then.
+        is_forced: whether a commit in quarantine is allowed.
+        is_withdrawn: whether the session was rolled back after the request.
     """
 
-    target = None
-
-    def __init__(self, session: str, state: RolloutState, quarantine: Quarantine, is_forced: bool):
-        """Create it; ``is_forced`` allows commits in quarantine."""
-        self.is_withdrawn = False
-        self.session = session
-        self._state = state
-        self._quarantine = quarantine
-        self._is_forced = is_forced
+    session: str
+    state: RolloutState
+    quarantine: Quarantine
+    is_forced: bool
+    is_withdrawn: bool = False
+    target: None = None
 
     async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
         """Choose that session, unless it runs the commit already."""
         if self.is_withdrawn:
             raise DeploymentEnded("superseded", "rollback", ROLLED_BACK_TEXT)
-        if self._state.get_session(self.session).sha == head:
+        if self.state.get_session(self.session).sha == head:
             return []
-        if not self._is_forced:
-            check_quarantine(self._quarantine, repo, head)
+        if not self.is_forced:
+            check_quarantine(self.quarantine, repo, head)
         return [DeployTarget(self.session, False)]
 
     async def check_up_to_date(self, sha: str) -> None:
-        """Do nothing: whoever asked meant this commit."""
+        """Do nothing: the caller requested this commit."""
 
     def should_deploy(self, session: str, sha: str) -> bool:
-        """Return True: it holds until somebody asks for another commit."""
+        """Return True: the request is valid until another one replaces it."""
         return True
 
 
@@ -372,7 +335,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeploymentQueue:
-    """Runs one deployment at a time."""
+    """Runs one deployment at a time, under its ``lock``."""
 
     def __init__(
         self,
@@ -387,29 +350,24 @@ class DeploymentQueue:
         self._settings = settings
         self._state = state
         self._journal = journal
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
         self._current: Deployment | None = None
         self._target: Target | None = None
 
-    @property
-    def is_free(self) -> bool:
-        """Whether no deployment is under way."""
-        return not self._lock.locked()
-
     def get_preparing(self, target: Target) -> Deployment | None:
-        """Return the running deployment of a ref while no robot is touched by it yet, or None."""
+        """Return the running deployment of a ref if it affects no robot yet, else None."""
         one = self._current
         return one if one is not None and self._target == target and one.is_preparing and one.record.sha else None
 
     def supersede(self, session: str, reason: str, text: str, *, is_requested: bool = False) -> None:
-        """End the running deployment if it only prepares a session that somebody asks something else for."""
+        """End the running deployment if it still prepares a session for which there is another request."""
         one = self._current
         if one is not None and (is_requested or self._target is not None) and session in one.record.sessions:
             one.supersede(reason, text)
 
     async def deploy(self, record: Record, reason: DeployReason) -> None:
         """Run one deployment to its end."""
-        async with self._lock:
+        async with self.lock:
             try:
                 await self._deploy(record, reason)
             except DeploymentEnded as ended:
@@ -454,12 +412,7 @@ class DeploymentQueue:
             if (staged := self._state.staged.pop(aim.session, None)) is not None:
                 await self._rollout.discard(aim.session, staged)
         try:
-            await deployment.roll_out(
-                targets,
-                folder,
-                lambda: reason.check_up_to_date(deployment.sha),
-                lambda session: reason.should_deploy(session, deployment.sha),
-            )
+            await deployment.roll_out(targets, folder, reason)
         finally:
             results = {session: figures.get("result") for session, figures in record.figures.items()}
             staged = {session: deployment.sha for session, result in results.items() if result == "staged"}
@@ -467,7 +420,7 @@ class DeploymentQueue:
         return record.end("swapped" if "swapped" in results.values() else "staged")
 
     async def _try_swap_staged(self, deployment: Deployment, session: str) -> bool:
-        """Swap to the commit if it is staged already; False when it is not, or not any more."""
+        """Swap to the commit if it is staged already; return False if it is not."""
         if self._state.staged.get(session) != deployment.sha:
             return False
         del self._state.staged[session]

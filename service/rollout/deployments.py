@@ -30,16 +30,15 @@ from service.rollout.triggers import (
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which a rollback that somebody asked for waits until it is written down.
+# Seconds for which a requested rollback waits for its record to be written.
 WRITE_TIMEOUT = 0.1
 
 
 class Deployments:
-    """All deployments. What is deployed is the head of a ref at that time, by its sha; a webhook only says when to
-    look.
+    """All deployments of a server. A webhook only triggers a check of a ref; its head at that time is deployed.
 
     Attributes:
-        quarantine: commits that are not deployed by themselves; `Quarantine.release` lets one go.
+        quarantine: commits that are deployed only by a forced request.
     """
 
     def __init__(
@@ -55,11 +54,9 @@ class Deployments:
         """Open the database; nothing happens before `run`.
 
         Args:
-            sources: the source of a repo.
-            rollout: the sessions.
+            sources: returns the source of a repo.
             database: a file, or None for memory.
             on_event: called with an event of ``EVENTS`` and the record as JSON.
-            now: clock that triggers are held by, in seconds.
         """
         self.settings = settings or DeploymentSettings()
         self._database = Database(database, SCHEMA)
@@ -90,11 +87,7 @@ class Deployments:
         return [*itertools.islice(found, limit)]
 
     def get(self, id: str) -> Record:
-        """Return one record.
-
-        Raises:
-            UnknownDeployment: no deployment has this id, or its record is no longer kept.
-        """
+        """Return one record, or raise UnknownDeployment if it does not exist or is no longer kept."""
         record = self._journal.get(id)
         if record is None:
             raise UnknownDeployment(f"deployment {id[:80]!r} not found; GET /deployments lists them")
@@ -103,10 +96,10 @@ class Deployments:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is held, waiting or going on."""
-        return self._trigger_queue.is_empty and self._queue.is_free and not (self._waiting or self._tasks)
+        return self._trigger_queue.is_empty and not (self._queue.lock.locked() or self._waiting or self._tasks)
 
     def handle_delivery(self, payload: WebhookPayload, delivery_id: str | None) -> Interpretation:
-        """Look at the heads that a webhook delivery is about. From any thread; never waits."""
+        """Trigger checks of the refs that a webhook delivery names, from any thread, without waiting."""
         interpretation = interpret_delivery(payload, self._rollout.list_followers())
         ids = (delivery_id,) if delivery_id else ()
         for target in interpretation.targets:
@@ -122,7 +115,7 @@ class Deployments:
         return interpretation
 
     def handle_change(self, repo: str) -> None:
-        """Look at what is followed of a repo, after a changed folder, say."""
+        """Trigger checks of all followed refs of a repo, for example after a change of a folder."""
         for target in self._state.list_targets():
             if target.repo == repo:
                 self._trigger_queue.put(self._make_trigger(target))
@@ -142,11 +135,11 @@ class Deployments:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def deploy(self, session_id: str, revision: str | None = None, *, force: bool = False) -> Record:
-        """Deploy a revision to a session; return when the session runs it or refused it. Probation goes on after that.
+        """Deploy a revision to a session; return when the session runs it or refused it, before the probation ends.
 
         Args:
-            revision: branch, tag or commit, which may be older; the ref that the session follows when None.
-            force: deploy a commit in quarantine too; it is released if the deployment succeeds.
+            revision: branch, tag or commit, which may be older; None for the ref that the session follows.
+            force: allow a commit in quarantine, which is released if the deployment succeeds.
 
         Raises:
             UpdateFailed: there is no such session or revision, or the session cannot take it now.
@@ -161,7 +154,7 @@ class Deployments:
         return _raise_error(record)
 
     async def begin_deployment(self, session_id: str, revision: str | None, *, force: bool = False) -> Record:
-        """Begin what `deploy` waits for, and return its record; raises `UpdateFailed` for an unknown session."""
+        """Begin a deployment and return its record; raises `UpdateFailed` for an unknown session."""
         one = self._get_session(session_id)
         record = Record(one.repo, revision or one.ref, "request", sessions=[session_id])
         self._queue.supersede(session_id, "request", "somebody asked for another one")
@@ -170,7 +163,7 @@ class Deployments:
         return record
 
     async def rollback(self, session_id: str) -> Record:
-        """Roll a session back to its previous policy at once; the commit that ran is quarantined.
+        """Roll a session back to its previous policy at once, and quarantine the commit that ran.
 
         Raises:
             UpdateFailed: there is no such session, or it has no previous policy.
@@ -191,8 +184,8 @@ class Deployments:
 
     async def _roll_back(self, record: Record, session_id: str) -> None:
         record.begin_stage("swapping")
-        # Written first, so that a process that is killed here does not start with the commit that was rolled back. A
-        # disk that is slow or gone is not waited for: the robot matters more.
+        # Written first, so that a process that is killed here does not start with this commit again. A slow disk must
+        # not delay the robot.
         await asyncio.wait((self._start_task(self._journal.save(record)),), timeout=WRITE_TIMEOUT)
         try:
             record.sha = self._state.get_session(session_id).sha  # another one may have taken over meanwhile
@@ -212,7 +205,7 @@ class Deployments:
         await self._journal.finish(record)
 
     async def reconcile(self) -> None:
-        """Look at the heads of everything that is followed; a new one is handled like a delivery."""
+        """Check the heads of all followed refs; a new head is handled like a delivery."""
         for target in self._state.list_targets():
             head = await self._ref_tracker.get_head(target)
             if (
@@ -255,7 +248,7 @@ class Deployments:
         return self._superseded.get(target, 0) < self.settings.superseded
 
     async def _look_for_newer(self, target: Target) -> None:
-        """Check whether a trigger about what is being prepared is about the same commit, or a newer one."""
+        """Check whether a trigger during a preparation is about the same commit, or a newer one."""
         if not self._may_supersede(target):
             return
         head = await self._ref_tracker.get_head(target)
@@ -302,7 +295,7 @@ class Deployments:
         if record.result != "swapped" or record.sha is None:
             return
         if head is not None:
-            # Before waiting deployments choose their sessions: a requested commit stays until a newer one is pushed.
+            # A requested commit stays until a newer one is pushed.
             self._state.declined[session_id] = head
         if force:
             await self.quarantine.release(record.sha, record.repo)
@@ -318,10 +311,7 @@ _POLL_INTERVAL = 0.02
 
 
 def _raise_error(record: Record) -> Record:
-    """Raise the error of a deployment that could not be tried; return the record of any other deployment.
-
-    A policy that was tried and refused is an answer, not an error.
-    """
+    """Raise the error of a deployment that could not be tried; return the record of any other deployment."""
     if record.result in ("failed", "rejected"):
         if record.reason == "quarantined":
             raise UpdateFailed(f'{record.text}; send "force": true, or DELETE /quarantine/{record.sha} first')

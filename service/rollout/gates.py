@@ -20,9 +20,9 @@ class Verdict:
     """Result of checking a policy.
 
     Attributes:
-        reason: None when nothing speaks against it, else a stable code, e.g. ``not_finite``.
+        reason: stable code of a failure (``not_finite``), or None.
         text: for people.
-        figures: what was measured, JSON-ready.
+        figures: measurements, JSON-ready.
     """
 
     reason: str | None = None
@@ -35,9 +35,9 @@ class GateLimits:
     """Limits of the gates.
 
     Attributes:
-        difference: how far an action may be from what the running policy would do, as a part of its joint's range.
-        margin: how far an action may be outside its joint's range (where it would be clamped), likewise.
-        slow: how much of the time that a chunk is executed in an inference may take.
+        difference: largest difference from the running policy's action, as a part of the joint's range.
+        margin: how far an action may be outside its joint's range, as a part of it.
+        slow: part of a chunk's execution time that an inference may take.
     """
 
     difference: float = 0.25
@@ -51,11 +51,11 @@ class Trial:
 
     Attributes:
         chunks: (t, a) each.
-        references: what the running policy answered to the same observations; None where that is not known.
-        seconds: how long each inference took.
-        executed: actions of a chunk that are done before the next one takes over.
-        budget: seconds in which those are done.
-        usual: seconds that the running policy's inferences take, or None.
+        references: the running policy's chunks for the same observations, or None.
+        seconds: duration of each inference.
+        executed: actions of a chunk that are executed before the next one takes over.
+        budget: seconds for their execution.
+        usual: seconds of the running policy's inferences, or None.
     """
 
     chunks: Sequence[np.ndarray]
@@ -134,18 +134,16 @@ def _find_worst(parts: Sequence[np.ndarray], table: JointTable) -> tuple[float, 
 
 @dataclass(frozen=True)
 class ProbationSettings:
-    """What a new policy is allowed during its probation; times in seconds.
+    """Limits of a policy during its probation; times in seconds.
 
     Attributes:
-        seconds: how long it has to run before the one before is not gone back to by itself any more.
-        still_timeout: how long a robot that stands still is waited for.
-        step: how far a command may change from one tick to the next, as a part of the joint's range; at least 1.5 times
-            what the policy before did.
-        starvations: how often it may let the queue run dry.
-        max_still: how long the robot may stand because of it, in all: a queue runs dry once, but a robot of which every
-            chunk comes too late does not move again.
-        missed: part of all its ticks that may be missed (two in any case), be it at once: a machine that others use,
-            too, stands still for a moment now and then, and a robot meanwhile.
+        seconds: duration, in which the robot moves.
+        still_timeout: how long to wait for a robot that stands still.
+        step: largest change of a command from one tick to the next, as a part of the joint's range; at least 1.5 times
+            the largest change of the previous policy.
+        starvations: how often the queue may run dry.
+        max_still: total time for which the robot may wait for late chunks.
+        missed: part of all ticks that may be missed, and two in any case: a shared machine pauses now and then.
     """
 
     seconds: float = 30.0
@@ -190,10 +188,8 @@ class Probation:
     """Probation of one policy; it begins when this is created.
 
     Attributes:
-        robot_io: of the session.
-        policy: the policy.
-        start: the session's figures when it took over.
-        rollback: the way back, begun at the moment an inference failed: a few more failures would end the session.
+        start: the session's counters when the policy took over.
+        rollback: begun at the first failed inference, because a few more failures would end the session.
     """
 
     def __init__(
@@ -204,11 +200,7 @@ class Probation:
         settings: ProbationSettings,
         roll_back: Callable[[], Coroutine[Any, Any, Verdict]],
     ):
-        """Begin: whatever fails from now on is the new policy's fault.
-
-        Args:
-            allowed: (a,) how far a command may change from one tick to the next; infinite where nothing is known.
-        """
+        """Begin; ``allowed`` (a,) limits the change of a command from one tick to the next, infinite if unknown."""
         self.robot_io = robot_io
         self.policy: HeldPolicy | None = session.policies.running
         self.start = Counters.of(robot_io)
@@ -221,7 +213,6 @@ class Probation:
         self._was_latched, self._had_failed = session.is_latched, session.stage is Stage.ERROR
         robot_io.controller.largest_step[:] = 0
         self._failure = robot_io.runner.begin_probation()
-        # At once: a few more failures would end the session.
         self._failure.add_done_callback(self._start_rollback)
 
     def _start_rollback(self, trouble: asyncio.Future[tuple[str, str]]) -> None:
@@ -229,9 +220,7 @@ class Probation:
             self.rollback = asyncio.create_task(self._roll_back())
 
     async def wait(self) -> tuple[str, str] | None:
-        """Return code and text of why the policy must not stay, or None when its time is over. Only time in which it
-        runs counts.
-        """
+        """Return code and text of why the policy must not stay, or None when its time of motion is over."""
         settings, robot_io, session = self._settings, self.robot_io, self._session
         pause = min(0.1, settings.seconds / 10)
         ran, stood, still_since, looked_at = 0.0, 0.0, time.monotonic(), time.monotonic()

@@ -47,12 +47,12 @@ class Record:
     Attributes:
         at: seconds since 1970.
         trigger: ``webhook``, ``poll``, ``folder`` or ``request``.
-        webhook_id, delivery_ids: of the deliveries that led to it, the newest (`service.rollout.triggers.DELIVERIES`).
-        sessions: those it was for; the first went ahead of the others.
+        webhook_id, delivery_ids: of the newest deliveries that caused it.
+        sessions: session ids in the order of the deployment.
         result: ``swapped``, ``staged``, ``rejected``, ``rolled_back``, ``superseded``, ``failed``, ``noop`` or
-            ``alert``; None while it goes on.
-        reason: a stable code when it did not go well.
-        figures: per session its ``result`` and what was measured at ``prepare``, ``swap`` and ``probation``.
+            ``alert``; None while it is running.
+        reason: a stable code when it did not succeed.
+        figures: session id to its ``result`` and the measurements of ``prepare``, ``swap`` and ``probation``.
     """
 
     repo: str
@@ -71,7 +71,7 @@ class Record:
     at: float = field(default_factory=time.time)
 
     def begin_stage(self, stage: str) -> None:
-        """End the present stage and begin another; the same name again is the same stage."""
+        """End the current stage and begin another. The same name continues the current stage."""
         if self.stages and self.stages[-1].name == stage and self.stages[-1].seconds is None:
             return
         self._end_stage()
@@ -99,33 +99,22 @@ class Record:
         return f"deployment {self.id}: {cause} -> {what} -> {took or 'nothing done'} -> {self.result}{because}"
 
 
-def from_json(document: dict[str, Any]) -> Record:
-    """Parse a record that ``as_json`` gave."""
-    return Record(**{**document, "stages": [Stage(**stage) for stage in document["stages"]]})
-
-
 def _load_records(connection: sqlite3.Connection, max_records: int) -> Sequence[Record]:
     newest = connection.execute("SELECT record FROM deployments ORDER BY at DESC LIMIT ?", (max_records,)).fetchall()
-    records = [from_json(json.loads(row["record"])) for row in reversed(newest)]
+    documents = [json.loads(row["record"]) for row in reversed(newest)]
+    records = [Record(**document | {"stages": [Stage(**one) for one in document["stages"]]}) for document in documents]
     for record in records:
         if record.result is None:
-            # The duration of its last stage is unknown.
-            where = f", in {record.stages[-1].name}" if record.stages else ""
+            last = record.stages[-1].name if record.stages else None
             record.result, record.reason = "failed", "interrupted"
-            record.text = f"the process ended before the deployment did{where}"
+            record.text = f"the process ended before the deployment did{f', in {last}' if last else ''}"
             _save(connection, record.id, record.at, json.dumps(record.as_json()), max_records)
-            if record.sha is not None and record.stages and record.stages[-1].name in UNPROVEN_STAGES:
-                _quarantine_commit(connection, record)
+            if record.sha is not None and last in UNPROVEN_STAGES:
+                # The commit may have killed the process, or was being rolled back.
+                text = f"the server was killed while {', '.join(record.sessions)} tried it"
+                commit = Quarantined(record.repo, record.sha, time.time(), record.reason, text, record.id)
+                _add(connection, commit, "IGNORE")
     return records
-
-
-def _quarantine_commit(connection: sqlite3.Connection, record: Record) -> None:
-    """Quarantine what a robot ran when the process was killed: it may have caused that, or was being rolled back."""
-    text = f"the server was killed while {', '.join(record.sessions)} tried it"
-    connection.execute(
-        "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)",
-        (record.repo, record.sha, time.time(), record.reason, text, record.id),
-    )
 
 
 def _save(connection: sqlite3.Connection, id: str, at: float, record: str, max_records: int) -> None:
@@ -171,15 +160,13 @@ class Quarantine:
         """Return the newest entries first."""
         return sorted(self._commits.values(), key=lambda one: one.at, reverse=True)
 
-    async def add(self, repo: str, sha: str, reason: str, text: str, deployment: str | None) -> Quarantined:
-        """Put a commit into quarantine: it is not deployed by itself any more. On the disk when this returns."""
-        one = Quarantined(repo, sha, time.time(), reason, text, deployment)
-        self._commits[repo, sha] = one
+    async def add(self, repo: str, sha: str, reason: str, text: str, deployment: str | None) -> None:
+        """Put a commit into quarantine; it is on the disk when this returns."""
+        one = self._commits[repo, sha] = Quarantined(repo, sha, time.time(), reason, text, deployment)
         await self._database.run(_add, one)
-        return one
 
     async def release(self, sha: str, repo: str | None = None) -> int:
-        """Release a commit in this repo, or in all of them; returns how many entries there were."""
+        """Release a commit in this repo, or in all repos; return the number of entries removed."""
         released = [key for key in self._commits if key[1] == sha and repo in (None, key[0])]
         for key in released:
             del self._commits[key]
@@ -192,11 +179,9 @@ def _load_quarantine(connection: sqlite3.Connection) -> Sequence[Quarantined]:
     return [Quarantined(**dict(row)) for row in rows]
 
 
-def _add(connection: sqlite3.Connection, one: Quarantined) -> None:
-    connection.execute(
-        "INSERT OR REPLACE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)",
-        (one.repo, one.sha, one.at, one.reason, one.text, one.deployment),
-    )
+def _add(connection: sqlite3.Connection, one: Quarantined, on_conflict: str = "REPLACE") -> None:
+    row = (one.repo, one.sha, one.at, one.reason, one.text, one.deployment)
+    connection.execute(f"INSERT OR {on_conflict} INTO quarantine VALUES (?, ?, ?, ?, ?, ?)", row)
 
 
 def _remove(connection: sqlite3.Connection, keys: Sequence[tuple[str, str]]) -> None:
@@ -218,15 +203,14 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Newest deployment records, and the quarantine, in one database. A full disk is logged and stops no robot."""
+    """Newest deployment records, and the quarantine, in one database. A full disk is logged and stops no robot.
+
+    Args:
+        max_records: number of newest records to keep.
+        on_event: called with an event of ``EVENTS`` and the record as JSON.
+    """
 
     def __init__(self, database: Database, max_records: int, on_event: OnEvent | None):
-        """Read the records and the quarantine.
-
-        Args:
-            max_records: number of newest records to keep.
-            on_event: called with an event of ``EVENTS`` and the record as JSON.
-        """
         self._database = database
         self._max_records = max_records
         self._on_event = on_event

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from service.control.robot_io import RobotIO
+from service.control.shadow import IMAGES, frame_sizes
 from service.errors import MoveRefused, ServiceError, UnknownSession
 from service.inference.loaded_policy import STATE, LoadedPolicy, select_features, task_input
 from service.rollout.gates import (
@@ -35,19 +36,15 @@ logger = logging.getLogger(__name__)
 
 # Inferences that a latency is measured with.
 LATENCY_RUNS = 10
-IMAGES = "observation.images."
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How another policy is let in; times in seconds.
+    """Settings of a swap; times in seconds.
 
     Attributes:
-        limits: of the gates.
-        fade: how long the first actions of the new policy lead over from the old one's plan.
-        swap_timeout: how long a robot that is held or stopped is waited for before the swap: it asks for no chunk, so
-            there is no boundary.
-        probation: what the new one is allowed then.
+        fade: duration of the blend from the old policy's plan into the new one's.
+        swap_timeout: how long to wait for the next chunk, which a held or stopped robot does not request.
     """
 
     limits: GateLimits = field(default_factory=GateLimits)
@@ -62,8 +59,8 @@ class Follower:
 
     Attributes:
         repo: a repo id or a folder.
-        ref: branch, tag or pattern of tags (``deploy-*``) that the session follows; None for the default branch.
-        sha: the commit that the session runs; None when it is not known, which counts as another commit.
+        ref: branch, tag or pattern of tags (``deploy-*``); None for the default branch.
+        sha: the commit that the session runs; None if unknown, which counts as another commit.
         mode: ``off`` (deploy only by request), ``stage`` (prepare and wait) or ``swap``.
     """
 
@@ -141,14 +138,13 @@ class Rollout:
 
     async def _try_policy(self, robot_io: RobotIO, loaded: LoadedPolicy) -> Verdict:
         config = robot_io.controller.config
-        # Or it would be compiled for a frame size that is not used any more, and compiling is the slowest step.
+        # Observations with an outdated frame size are left out: compiling for them is the slowest step.
         seen: list[tuple[Mapping[str, np.ndarray], np.ndarray | None]] = [
             (observation, chunk)
             for observation, chunk in robot_io.runner.recent
-            if loaded.is_compiled(_sizes_of(observation))
+            if loaded.is_compiled(frame_sizes(observation))
         ]
-        if not seen:
-            seen = [(_grey_observation(robot_io, loaded), None)]
+        seen = seen or [(_grey_observation(robot_io, loaded), None)]
         wanted = (1, config.chunk, config.width)
         chunks, seconds = [], []
         for run in range(max(LATENCY_RUNS, len(seen))):
@@ -158,7 +154,6 @@ class Rollout:
                 return Verdict("shape", f"it answers {chunk.dtype} {chunk.shape}, wanted floats {wanted}")
             if run < len(seen):
                 chunks.append(chunk[0])
-        # Actions that are over when the answer comes are not done; some more are done until the next chunk takes over.
         late = round(robot_io.controller.late_by_chunk.percentile(90) or 0)
         executed = min(config.action_steps + late + config.overlap.lasting_actions, config.chunk)
         trial = Trial(
@@ -171,20 +166,20 @@ class Rollout:
         )
         verdict = judge_trial(trial, robot_io.table, self.settings.limits)
         if verdict.reason == "slow":
-            # A machine that stood still for a moment, or had other work, is not the policy's fault.
+            # Measured twice, because the machine may have been busy with other work.
             again = [(await self._engine.run_trial(loaded, seen[run % len(seen)][0]))[1] for run in range(LATENCY_RUNS)]
             verdict = judge_trial(replace(trial, seconds=again), robot_io.table, self.settings.limits)
         return verdict
 
     async def swap(self, session_id: str, sha: str) -> Verdict:
-        """Let the staged policy take over at the next chunk boundary; the verdict's figures say what that cost."""
+        """Let the staged policy take over at the next chunk boundary. The verdict's figures are the cost of that."""
         began = time.monotonic()
         try:
             session = self._sessions.get_live(session_id)
             staged = session.policies.staged
             if staged is None or staged.commit != sha:
                 return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
-            robot_io = _require_robot_io(session)
+            robot_io = session.require_robot_io()
             before, allowed = Counters.of(robot_io), self._allowed_steps(robot_io)
             late = robot_io.controller.late_by_chunk
             usual, count = late.samples.max(initial=0), late.count
@@ -198,12 +193,11 @@ class Rollout:
         await _wait_for_next_chunk(robot_io, robot_io.controller.chunks)
         cost = {**before.cost_since(robot_io), "waited_s": round(waited, 3)}
         if late.count > count:
-            # Every chunk has a few actions that are over when it comes: frames take their time to arrive, too.
             cost["late_actions_because"] = max(0, round((late.newest or 0) - usual))
         return Verdict(None, "", cost)
 
     async def probation(self, session_id: str, sha: str) -> Verdict:
-        """Watch a policy that took over. With a reason in the verdict, it was rolled back."""
+        """Watch a policy that took over. If the verdict has a reason, the policy was rolled back."""
         return self._excuse_lost_devices(await self._probation(session_id, sha))
 
     async def _probation(self, session_id: str, sha: str) -> Verdict:
@@ -223,7 +217,7 @@ class Rollout:
             return Verdict(code, text, figures)
         logger.warning("session %s: %s goes back to the policy before: %s", session_id, sha[:12], text)
         if code == "jump":
-            # Until the one before has answered nothing more of this plan is done.
+            # The rest of this plan is dropped; the previous policy answers soon.
             probation.robot_io.controller.queue.clear()
         back = await (probation.rollback or self.rollback(session_id))
         if back.reason is not None:
@@ -243,7 +237,7 @@ class Rollout:
         """Let the previous policy take over again; it is in memory still."""
         try:
             session = self._sessions.get_live(session_id)
-            robot_io = _require_robot_io(session)
+            robot_io = session.require_robot_io()
             if session.policies.previous is None:
                 return Verdict("no_previous", f"session {session_id!r} ran no other policy before this one")
             before = Counters.of(robot_io)
@@ -263,27 +257,14 @@ class Rollout:
 
 
 def _verdict_of_error(error: ServiceError, folder: Path | None = None) -> Verdict:
-    """Return the verdict for an error: ``gone`` and ``busy`` are the session's matter and say nothing against the
-    policy.
-    """
+    """Return the verdict for an error; ``gone`` and ``busy`` are no fault of the policy."""
     text = str(error) if folder is None else str(error).replace(str(folder), "the new policy")
-    match error:
-        case UnknownSession():
-            return Verdict("gone", text)
-        case MoveRefused():
-            return Verdict("busy", text)
-        case _:
-            return Verdict("load", text)
+    reason = {UnknownSession: "gone", MoveRefused: "busy"}.get(type(error), "load")
+    return Verdict(reason, text)
 
 
 def _repo_of(session: Session) -> str:
     return os.path.expanduser(session.new.policy_path)
-
-
-def _require_robot_io(session: Session) -> RobotIO:
-    if session.robot_io is None:
-        raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
-    return session.robot_io
 
 
 def _grey_observation(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, np.ndarray]:
@@ -309,20 +290,14 @@ def _grey_observation(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, n
     return select_features(requirements, observation | task_input(runner.instruction, runner.prompt_cut))
 
 
-def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
-    images = {name.removeprefix(IMAGES): array for name, array in observation.items() if name.startswith(IMAGES)}
-    return {camera: (image.shape[-3], image.shape[-2]) for camera, image in images.items()}
-
-
 async def _wait_for_next_chunk(robot_io: RobotIO, chunks: int) -> None:
-    """Wait for the new policy's first chunk, if the robot runs: what the swap cost is only known then."""
+    """Wait for the new policy's first chunk, if the robot runs: the cost of the swap is known then."""
     end = time.monotonic() + 2.0
-    # Control is a pure core without events; a tick is as precise as it gets.
+    # The controller has no events.
     while robot_io.controller.is_running and robot_io.controller.chunks <= chunks and time.monotonic() < end:  # noqa: ASYNC110
         await asyncio.sleep(robot_io.controller.period)
 
 
-# Reasons that say nothing against the commit, so that it is not quarantined for them.
+# Reasons for which a commit is not quarantined, and of these the reasons that do not apply to other sessions.
 EXCUSED_REASONS = frozenset({"session", "not_staged", "stopped", "gone", "busy", "memory"})
-# Those that say nothing about other sessions either.
 SESSION_REASONS = frozenset({"gone", "busy"})

@@ -30,12 +30,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Interpretation:
-    """What a webhook delivery means for the sessions.
+    """Effect of a webhook delivery on the sessions.
 
     Attributes:
-        targets: refs whose head is to be looked at again.
-        alert: a code and a text for people: what is followed was moved, deleted or made private. Serving goes on.
-        ignored: why it means nothing, if it does.
+        targets: refs whose head is to be checked.
+        alert: code and text for people if a followed repo was moved, deleted or made private.
+        ignored: why the delivery has no effect, or None.
     """
 
     targets: tuple[Target, ...] = ()
@@ -64,15 +64,14 @@ def interpret_delivery(payload: WebhookPayload, followers: Iterable[Follower]) -
     if payload.is_about("repo.content"):
         return _interpret_push(payload, list(followed))
     if event.scope == "repo" and event.action == "delete":
-        return Interpretation(alert=("repo_deleted", f"{repo.name} was deleted; sessions go on with what they run"))
-    if event.scope == "repo" and event.action == "move":
-        where = f" to {payload.movedTo.name}" if payload.movedTo else ""
-        return Interpretation(alert=("repo_moved", f"{repo.name} was moved{where}; sessions go on with what they run"))
-    if payload.is_about("repo.config") and (payload.updatedConfig or {}).get("private") is True:
-        return Interpretation(
-            alert=("repo_private", f"{repo.name} was made private; sessions go on with what they run")
-        )
-    return Interpretation(ignored=f"{event.action} of {event.scope} changes no policy")
+        code, what = "repo_deleted", "was deleted"
+    elif event.scope == "repo" and event.action == "move":
+        code, what = "repo_moved", f"was moved{f' to {payload.movedTo.name}' if payload.movedTo else ''}"
+    elif payload.is_about("repo.config") and (payload.updatedConfig or {}).get("private") is True:
+        code, what = "repo_private", "was made private"
+    else:
+        return Interpretation(ignored=f"{event.action} of {event.scope} changes no policy")
+    return Interpretation(alert=(code, f"{repo.name} {what}; sessions go on with what they run"))
 
 
 def _interpret_push(payload: WebhookPayload, followed: list[Target]) -> Interpretation:
@@ -86,19 +85,18 @@ def _interpret_push(payload: WebhookPayload, followed: list[Target]) -> Interpre
     return Interpretation(targets)
 
 
-# Delivery ids kept with one trigger, the newest ones: a sender with the secret may send any number while a deployment
-# lasts, and each would be saved with its record.
+# Newest delivery ids that one trigger keeps: a sender may send any number, and all would be saved with the record.
 MAX_DELIVERY_IDS = 100
 
 
 @dataclass(frozen=True)
 class Trigger:
-    """A ref to look at again, and what caused that.
+    """A ref whose head is to be checked, and the cause.
 
     Attributes:
-        kind: ``webhook`` if any delivery was among it, else ``poll`` or ``folder``.
+        kind: ``webhook`` if any delivery caused it, else ``poll`` or ``folder``.
         webhook_id: of the last delivery.
-        delivery_ids: each once, in the order they came; the newest `MAX_DELIVERY_IDS`.
+        delivery_ids: unique, in the order of arrival; the newest `MAX_DELIVERY_IDS`.
     """
 
     target: Target
@@ -110,12 +108,9 @@ class Trigger:
         """Merge this one with an earlier one of the same ref."""
         if earlier is None:
             return self
-        return Trigger(
-            self.target,
-            "webhook" if "webhook" in (self.kind, earlier.kind) else self.kind,
-            self.webhook_id or earlier.webhook_id,
-            newest_ids((*earlier.delivery_ids, *self.delivery_ids)),
-        )
+        kind = "webhook" if "webhook" in (self.kind, earlier.kind) else self.kind
+        ids = newest_ids((*earlier.delivery_ids, *self.delivery_ids))
+        return Trigger(self.target, kind, self.webhook_id or earlier.webhook_id, ids)
 
 
 def newest_ids(delivery_ids: Iterable[str]) -> tuple[str, ...]:
@@ -181,7 +176,7 @@ class TriggerQueue:
         return not self._incoming and self._debounce.next_at() is None
 
     def put(self, trigger: Trigger) -> None:
-        """Add a trigger. From any thread; never waits."""
+        """Add a trigger, from any thread, without waiting."""
         self._incoming.append(trigger)
         loop = self._loop
         if loop is not None:
@@ -192,23 +187,18 @@ class TriggerQueue:
         """Wait for triggers that are due, and return them."""
         self._loop = asyncio.get_running_loop()
         try:
-            return await self._wait()
+            while True:
+                self._has_incoming.clear()
+                while self._incoming:
+                    self._debounce.add(self._incoming.popleft(), self._now())
+                if ripe := self._debounce.due(self._now()):
+                    return ripe
+                at = self._debounce.next_at()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None if at is None else max(0.0, at - self._now())):
+                        await self._has_incoming.wait()
         finally:
             self._loop = None
-
-    async def _wait(self) -> Sequence[Trigger]:
-        while True:
-            self._has_incoming.clear()
-            while self._incoming:
-                self._debounce.add(self._incoming.popleft(), self._now())
-            if ripe := self._debounce.due(self._now()):
-                return ripe
-            at = self._debounce.next_at()
-            try:
-                async with asyncio.timeout(None if at is None else max(0.0, at - self._now())):
-                    await self._has_incoming.wait()
-            except TimeoutError:
-                continue
 
 
 class Retries:

@@ -1,4 +1,4 @@
-"""Webhook receiver and registry of this server, tied to deployments."""
+"""Webhook receiver and registry of this server, and its deployments."""
 
 import asyncio
 import logging
@@ -56,18 +56,16 @@ class Webhooks:
     """Receiver of webhook deliveries, and registry of this server's own webhooks. Nothing runs before the app starts.
 
     Attributes:
-        receiver: deliveries to ``/webhooks/policies``.
-        registry: webhooks of this server's own, or None when it has none.
+        receiver: receives deliveries at ``/webhooks/policies``.
+        registry: this server's own webhooks, or None without them.
+
+    Raises:
+        SettingsError: a file that the settings name cannot be used.
     """
 
     def __init__(
         self, updates: UpdateSettings, webhooks: WebhookSettings, policies: PolicySettings, origins: Sequence[str]
     ):
-        """Read what the settings name.
-
-        Raises:
-            SettingsError: a file of the settings, or what is in it, cannot be used.
-        """
         self._updates, self._settings, self._origins = updates, webhooks, tuple(origins)
         self._state = state_folder(webhooks.state)
         secrets = read_secrets("webhook_secret_file", webhooks.webhook_secret_file)
@@ -93,7 +91,7 @@ class Webhooks:
         )
         self._events: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
-        self._came_from_folder: dict[str, bool] = {}
+        self._is_from_folder: dict[str, bool] = {}
 
     def _file(self, name: str) -> Path | None:
         return None if self._state is None else self._state / name
@@ -144,21 +142,16 @@ class Webhooks:
         return blueprint
 
     async def _handle_push(self, payload: WebhookPayload, event: Event) -> dict[str, object]:
-        """Handle a delivery of the Hub: sessions that follow the repo look at it again."""
+        """Handle a delivery of the Hub: check the heads that sessions follow."""
         if self._deployments is None:
             raise HooksError("the server is not ready")
         interpretation = self._deployments.handle_delivery(payload, event.delivery_id)
         if self.registry is not None:
             await self.registry.emit_payload(payload, event_id=event.delivery_id)
         if interpretation.targets:
-            return {
-                "status": "accepted",
-                "looks_at": [f"{one.repo}@{one.ref or 'main'}" for one in interpretation.targets],
-            }
-        return {
-            "status": "ignored",
-            "reason": interpretation.ignored or (interpretation.alert[1] if interpretation.alert else ""),
-        }
+            return {"status": "accepted", "looks_at": [f"{one.repo}@{one.ref}" for one in interpretation.targets]}
+        alert = interpretation.alert[1] if interpretation.alert else ""
+        return {"status": "ignored", "reason": interpretation.ignored or alert}
 
     # Updates of sessions.
 
@@ -206,20 +199,20 @@ class Webhooks:
             deployments.close()
 
     def _source(self, repo: str) -> Source:
-        # A folder that is gone for a moment is not looked up on the Hub, where its name may be somebody else's repo.
-        return self._folders if self._came_from_folder.get(repo, is_folder(repo)) else self._hub
+        # A folder that is gone for a moment is not looked up on the Hub, where a stranger may own a repo of its name.
+        return self._folders if self._is_from_folder.get(repo, is_folder(repo)) else self._hub
 
     def identify_commits(self, load: LoadPolicy) -> LoadPolicy:
-        """Return a loader whose policies from folders have a content hash, so that a change is noticed.
+        """Return a loader that hashes policies from folders, resolves tag patterns, and refuses quarantined commits.
 
-        And a pattern of tags (``deploy-*``) is resolved, as it is when they are followed. A commit in quarantine is
-        refused: a session that is made, or loaded again after its server was killed, asks no gate and has no probation.
+        A new session, or a session of a killed server, passes no gate and has no probation, so that the quarantine is
+        checked here.
         """
 
         def load_and_name(path: str, revision: str | None = None, /, **more: Any) -> Policy:
             if more.get("like") is not None:
-                return load(path, revision, **more)  # an update, whose name is known, and which was looked up already
-            self._came_from_folder[_expand(path)] = is_folder(path)
+                return load(path, revision, **more)  # an update: its commit is known and was checked
+            self._is_from_folder[os.path.expanduser(path)] = is_folder(path)
             policy = self._load_named(load, path, revision, more)
             self._check_quarantine(path, policy.commit)
             return policy
@@ -231,20 +224,21 @@ class Webhooks:
             if revision is not None and is_pattern(revision):
                 revision = self._resolve_pattern(path, revision)
             return load(path, revision, **more)
-        before = _file_states(path)
+        before = _read_file_states(path)
         policy = load(path, revision, **more)
-        # After loading, which refuses bad files before the time that a hash takes is spent. Files that changed
-        # meanwhile have no known content; the next look at the folder brings what is there then.
-        content = self._hash_folder(path)
-        policy.commit = content if before == _file_states(path) else None
+        # Hashed after loading, because loading refuses bad files sooner. The hash of files that changed meanwhile is
+        # unknown; the watcher notices the change.
+        content = None
+        with suppress(HooksError):
+            content = asyncio.run(self._folders.head(path, None))  # a loader's thread has no event loop
+        policy.commit = content if before == _read_file_states(path) else None
         return policy
 
     def _check_quarantine(self, path: str, commit: str | None) -> None:
         deployments = self._deployments
         if deployments is None or commit is None:
             return
-        # The commit that was read, not the one that the branch points to: the branch may have moved meanwhile.
-        if one := deployments.quarantine.get(_expand(path), commit):
+        if one := deployments.quarantine.get(os.path.expanduser(path), commit):
             raise PolicyError(
                 f"{commit} is in quarantine ({one.reason}: {one.text}); push another one, make the session with the "
                 f"revision of a good one, or DELETE /quarantine/{commit} first"
@@ -256,21 +250,13 @@ class Webhooks:
         except HooksError as error:
             raise HubError(str(error)) from error
 
-    def _hash_folder(self, folder: str) -> str | None:
-        # In a loader's thread, which has no loop of its own.
-        with suppress(HooksError):
-            return asyncio.run(self._folders.head(folder, None))
-        return None
-
     async def _watch_folders(self, sessions: Sessions, deployments: Deployments) -> None:
-        """Watch the policy folders that sessions follow, and look at one again when something in it has changed."""
+        """Check the policy folders that sessions follow, and deploy a folder whose files changed."""
         seen: dict[str, object] = {}
         while True:
-            # As deployments call them, so without a "~".
-            modes = [(_expand(one.new.policy_path), one.new.auto_update) for one in sessions.list()]
-            followed = {folder for folder, mode in modes if mode != "off"}
+            followed = {_expand(one.new.policy_path) for one in sessions.list() if one.new.auto_update != "off"}
             for folder in filter(is_folder, followed):
-                look = await asyncio.to_thread(_scan_followed, folder)
+                look = await asyncio.to_thread(_read_file_states, folder)
                 if folder in seen and seen[folder] != look:
                     deployments.handle_change(folder)
                 seen[folder] = look
@@ -286,7 +272,7 @@ class Webhooks:
 
     @asynccontextmanager
     async def open_publishing(self) -> AsyncIterator[None]:
-        """Publish events as long as the context lasts; those until the end are written before it ends."""
+        """Publish events while the context lasts; all earlier events are written before it ends."""
         if self.registry is None:
             yield
             return
@@ -314,7 +300,7 @@ class Webhooks:
 
 
 def _may_see_events(request: Any) -> bool:
-    """Return whether a caller may see the received events: they name everybody's policies."""
+    """Return whether a caller may see the received events, which name the policies of all owners."""
     return caller_of(request).sees_all and (request.app.ctx.guard.requires_key or is_local_request(request))
 
 
@@ -327,12 +313,8 @@ def _expand(path: str) -> str:
     return os.path.expanduser(path)
 
 
-def _scan_followed(folder: str) -> object:
-    """Return a value that changes whenever a file of a followed folder does."""
-    return _file_states(folder)
-
-
-def _file_states(folder: str) -> object:
+def _read_file_states(folder: str) -> object:
+    """Return a value that changes when a file of a folder changes."""
     found = []
     with suppress(OSError):
         for entry in os.scandir(os.path.expanduser(folder)):

@@ -36,33 +36,6 @@ class SessionStatus:
     error_message: str | None
 
 
-def build_status(session: "BaseSession", now: float) -> SessionStatus:
-    """Build the status of one session at ``now`` (monotonic)."""
-    new, rooms, robot_io = session.new, session.rooms, session.robot_io
-    return SessionStatus(
-        session_id=new.session_id,
-        status=str(session.stage),
-        policy_path=new.policy_path,
-        policy_type=new.policy_type,
-        camera_names=list(new.camera_names),
-        workspace_id=rooms.workspace_id if rooms else new.workspace_id or "",
-        rooms={
-            "workspace_id": rooms.workspace_id if rooms else new.workspace_id or "",
-            "camera_room_ids": dict(rooms.cameras) if rooms else {},
-            "joint_input_room_id": rooms.joint_input if rooms else None,
-            "joint_output_room_id": rooms.joint_output if rooms else None,
-        },
-        stats=_progress_stats(session.progress)
-        | {"age_s": round(now - session.created_at, 1), "language_instruction": new.language_instruction}
-        | _policy_stats(session)
-        | (_control_stats(session, robot_io, now) if robot_io else _initial_stats(session))
-        | _stop_stats(session, robot_io, now)
-        | session.own_stats(),
-        inference_stats=_inference_stats(robot_io, session) if robot_io else None,
-        error_message=session.reason,
-    )
-
-
 def _stop_stats(session: "BaseSession", robot_io: RobotIO | None, now: float) -> dict[str, object]:
     latch = session.latch
     found = _CODE.match(latch or "")
@@ -116,7 +89,7 @@ def _initial_stats(session: "BaseSession") -> dict[str, object]:
     }
 
 
-def _control_stats(session: "BaseSession", robot_io: RobotIO, now: float) -> dict[str, object]:
+def _control_stats(robot_io: RobotIO, session: "BaseSession", now: float) -> dict[str, object]:
     buffer, controller = robot_io.buffer, robot_io.controller
     hold = controller.hold
     return {
@@ -164,11 +137,10 @@ def _control_stats(session: "BaseSession", robot_io: RobotIO, now: float) -> dic
 def describe_overlap(robot_io: RobotIO) -> dict[str, object]:
     """Return how a session joins chunks and when it asks for them, as it is in force; JSON-ready."""
     config = robot_io.controller.config
+    overlap = config.overlap
     return {
-        "overlap": config.overlap.name,
-        "temporal_ensemble_coeff": config.overlap.coefficient
-        if isinstance(config.overlap, EnsembleAggregation)
-        else None,
+        "overlap": overlap.name,
+        "temporal_ensemble_coeff": overlap.coefficient if isinstance(overlap, EnsembleAggregation) else None,
         "ask_ahead": config.ask_ahead,
         "action_steps": config.action_steps,
     }
@@ -189,55 +161,22 @@ def _inference_stats(robot_io: RobotIO, session: "BaseSession") -> dict[str, obj
     }
 
 
-def build_queue(session: "BaseSession", now: float) -> dict[str, object]:
-    """Build the answer about a session's queue: due times from ``now`` (monotonic), rates, ages of the input."""
-    if (robot_io := session.robot_io) is None:
-        return {"session_id": session.id, "status": str(session.stage), "queue_length": 0, "due_in_ms": []}
-    controller, buffer = robot_io.controller, robot_io.buffer
-    lack = buffer.not_ready(now)
-    health: Mapping[str, object] = robot_io.link_health()
-    return {
-        "session_id": session.id,
-        "status": str(session.stage),
-        "queue_length": controller.queue.left,
-        "queue_max": controller.config.chunk,
-        "due_in_ms": [round((due - now) * 1e3, 1) for due in controller.queue.due_times()],
-        "control_hz": controller.config.rate,
-        "action_hz": controller.config.action_rate,
-        "action_steps": controller.config.action_steps,
-        "inference_in_flight": controller.scheduler.in_flight is not None,
-        "last_inference_ms": controller.latency.newest_ms,
-        "late_actions_dropped": controller.queue.late,
-        "data": {
-            "is_complete_and_fresh": lack is None,
-            "lacking": lack.text if lack else None,
-            "frame_age_ms": {
-                camera: None if age is None else round(age * 1e3, 1) for camera, age in buffer.frame_ages(now).items()
-            },
-            "measured_joints": buffer.measured_joints(),
-        },
-        "link": dict(health),
-    }
-
-
 def new_claim() -> str:
     """Make a secret that only a session and the servers of its rooms know."""
     return secrets.token_urlsafe(24)
 
 
 class BaseSession(ABC):
-    """Base of sessions that run, and of those that were interrupted.
+    """Base of running and interrupted sessions.
 
     Attributes:
-        new: what was asked for.
-        robot_io: what controls its robot, if it runs a policy.
-        created_at: monotonic.
-        stats_sources: functions that each give a part of the stats; whoever attaches an observer may add one.
+        new: the request.
+        robot_io: controls the robot, or None while it runs no policy.
+        created_at: monotonic time.
+        stats_sources: functions that each return a part of the stats.
         claim: see `SessionRecord`.
-        refused_commands: commands for its robot that this server's rooms refused, by reason: of strangers, and its own.
-        progress: progress of its loading.
+        refused_commands: commands for its robot that this server's rooms refused, by reason.
         rooms: its rooms, or None while it has none.
-        policies: policies that it holds.
     """
 
     progress: Progress
@@ -245,19 +184,21 @@ class BaseSession(ABC):
     rooms: Rooms | None = None
 
     def __init__(self, new: NewSession, latch: str | None, claim: str | None = None):
-        """Create it; ``latch`` is the text of an emergency stop of this id that nobody has reset yet."""
+        """Create it; ``latch`` is the text of an emergency stop of this id that has not been reset."""
         self.new = new
         self.claim = claim or new_claim()
         self.refused_commands = Tally()
         self.robot_io: RobotIO | None = None
         self.created_at = time.monotonic()
-        self.stats_sources: list[Callable[[], Mapping[str, object]]] = [self._refusal_stats]
+        self.stats_sources: list[Callable[[], Mapping[str, object]]] = [
+            lambda: {"refused_at_room": self.refused_commands.by_reason()}
+        ]
         self._lifecycle = Lifecycle(new.session_id, latch)
 
     @property
     @abstractmethod
     def is_closed(self) -> bool:
-        """Whether it has released its rooms and its policies, and its task has ended."""
+        """Whether its rooms and policies are released, and its task has ended."""
 
     def _current_lifecycle(self) -> Lifecycle:
         return self._lifecycle
@@ -287,23 +228,68 @@ class BaseSession(ABC):
         """Whether an emergency stop waits for its reset."""
         return self._current_lifecycle().latch is not None
 
-    def _refusal_stats(self) -> Mapping[str, object]:
-        return {"refused_at_room": self.refused_commands.by_reason()}
-
     def status(self) -> SessionStatus:
         """Return the status that the API answers with."""
-        return build_status(self, time.monotonic())
-
-    def queue(self) -> dict[str, object]:
-        """Return the queue of actions with their due times; JSON-ready."""
-        return build_queue(self, time.monotonic())
-
-    def own_stats(self) -> dict[str, object]:
-        """Return the stats that only this kind of session has, and those of all ``stats_sources``."""
-        stats = self._kind_stats()
+        stage = str(self.stage)
+        new, rooms, robot_io, now = self.new, self.rooms, self.robot_io, time.monotonic()
+        stats: dict[str, object] = {
+            **_progress_stats(self.progress),
+            "age_s": round(now - self.created_at, 1),
+            "language_instruction": new.language_instruction,
+            **_policy_stats(self),
+            **(_control_stats(robot_io, self, now) if robot_io else _initial_stats(self)),
+            **_stop_stats(self, robot_io, now),
+            **self._kind_stats(),
+        }
         for get_stats in self.stats_sources:
             stats |= get_stats()
-        return stats
+        workspace = rooms.workspace_id if rooms else new.workspace_id or ""
+        return SessionStatus(
+            session_id=new.session_id,
+            status=stage,
+            policy_path=new.policy_path,
+            policy_type=new.policy_type,
+            camera_names=list(new.camera_names),
+            workspace_id=workspace,
+            rooms={
+                "workspace_id": workspace,
+                "camera_room_ids": dict(rooms.cameras) if rooms else {},
+                "joint_input_room_id": rooms.joint_input if rooms else None,
+                "joint_output_room_id": rooms.joint_output if rooms else None,
+            },
+            stats=stats,
+            inference_stats=_inference_stats(robot_io, self) if robot_io else None,
+            error_message=self.reason,
+        )
+
+    def queue(self) -> dict[str, object]:
+        """Return the queue of actions: due times from now, rates, ages of the input; JSON-ready."""
+        head: dict[str, object] = {"session_id": self.id, "status": str(self.stage)}
+        if (robot_io := self.robot_io) is None:
+            return {**head, "queue_length": 0, "due_in_ms": []}
+        controller, buffer, now = robot_io.controller, robot_io.buffer, time.monotonic()
+        lack = buffer.not_ready(now)
+        ages = {camera: None if at is None else round((now - at) * 1e3, 1) for camera, at in buffer.observed_at.items()}
+        return {
+            **head,
+            "queue_length": controller.queue.left,
+            "queue_max": controller.config.chunk,
+            "due_in_ms": [round((due - now) * 1e3, 1) for due in controller.queue.due_times()],
+            "control_hz": controller.config.rate,
+            "action_hz": controller.config.action_rate,
+            "action_steps": controller.config.action_steps,
+            "inference_in_flight": controller.scheduler.in_flight is not None,
+            "last_inference_ms": controller.latency.newest_ms,
+            "late_actions_dropped": controller.queue.late,
+            "data": {
+                "is_complete_and_fresh": lack is None,
+                "lacking": lack.text if lack else None,
+                "frame_age_ms": ages,
+                "measured_joints": buffer.measured_joints(),
+            },
+            "link": dict(robot_io.link_health()),
+        }
 
     @abstractmethod
-    def _kind_stats(self) -> dict[str, object]: ...
+    def _kind_stats(self) -> dict[str, object]:
+        """Return the stats that only this kind of session has."""

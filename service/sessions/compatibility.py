@@ -24,13 +24,12 @@ def configure_control(
 ) -> tuple[JointTable, ControlConfig]:
     """Return the joints and the control settings of a session with this policy.
 
-    The tick rate is the request's, else the policy's own, else the default. Actions keep the rate that the
-    policy was trained at when the checkpoint says so: asking for more ticks makes motion smoother, not faster.
+    The tick rate is the request's, else the policy's, else the default. Actions keep the rate of the policy's training
+    if the checkpoint has it: more ticks make a motion smoother, not faster.
 
     Raises:
         PolicyError: the policy does not fit; lists every reason.
-        InvalidRequest: joint names are missing or do not fit, the chunks cannot be joined or requested like that, or
-            the policy needs an instruction.
+        InvalidRequest: a field of the request does not fit the policy.
     """
     mismatches = find_mismatches(requirements, new)
     if mismatches:
@@ -47,7 +46,11 @@ def configure_control(
     )
     rate = min(new.rate or requirements.rate or settings.control.rate, settings.control.max_rate)
     action_rate = requirements.rate or rate
-    overlap = _choose_overlap(requirements, new, action_rate)
+    try:
+        overlap = choose_aggregation(requirements, new.overlap, new.temporal_ensemble_coeff, action_rate=action_rate)
+    except ValueError as error:
+        name = "overlap" if new.temporal_ensemble_coeff is None else "temporal_ensemble_coeff"
+        raise InvalidRequest(str(error), ("body", name)) from None
     config = ControlConfig(
         rate=rate,
         action_rate=action_rate,
@@ -61,14 +64,6 @@ def configure_control(
         safety=settings.safety,
     )
     return table, config
-
-
-def _choose_overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Aggregation:
-    try:
-        return choose_aggregation(requirements, new.overlap, new.temporal_ensemble_coeff, action_rate=action_rate)
-    except ValueError as error:
-        name = "overlap" if new.temporal_ensemble_coeff is None else "temporal_ensemble_coeff"
-        raise InvalidRequest(str(error), ("body", name)) from None
 
 
 def _choose_action_steps(requirements: Requirements, new: NewSession, overlap: Aggregation) -> int:
@@ -86,11 +81,11 @@ def _choose_action_steps(requirements: Requirements, new: NewSession, overlap: A
 def make_limits(
     table: JointTable, requirements: Requirements, new: NewSession, settings: SessionSettings
 ) -> MotionLimits:
-    """Return how far and how fast the joints of a session may be commanded.
+    """Return the motion limits of a session.
 
     Raises:
-        InvalidRequest: the request names a joint that is not there, the limits contradict each other, or the actions
-            cannot be limited, because they are no targets of the joints that are measured.
+        InvalidRequest: the request names an unknown joint, the limits contradict each other, or the actions cannot be
+            limited, because they are not targets of the measured joints.
     """
     if new.max_relative_target is not None and not requirements.controls_joints:
         raise InvalidRequest(
@@ -110,20 +105,11 @@ def make_limits(
 
 def find_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     """List everything of a request that does not fit this policy; joint names are checked by ``configure_control``."""
-    return [
-        *_type_mismatches(requirements, new),
-        *_camera_mismatches(requirements, new),
-        *_width_mismatches(requirements, new),
-    ]
-
-
-def _type_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
-    if new.policy_type == requirements.policy_type:
-        return []
-    return [
-        f"it is of type {requirements.policy_type!r}, the request says {new.policy_type!r}; "
-        f"send policy_type {requirements.policy_type!r}"
-    ]
+    mismatches = [*_camera_mismatches(requirements, new), *_width_mismatches(requirements, new)]
+    if new.policy_type == (expected := requirements.policy_type):
+        return mismatches
+    text = f"it is of type {expected!r}, the request says {new.policy_type!r}; send policy_type {expected!r}"
+    return [text, *mismatches]
 
 
 def _camera_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
@@ -177,16 +163,13 @@ def reserve_rate(
     degrade: bool,
     read_sizes: ReadFrameSizes,
 ) -> ControlConfig:
-    """Reserve inferences for a session, and return its control settings, slowed down where it allows that.
-
-    A chunk is asked for every ``action_steps`` actions; with ``degrade`` more of them are done of each chunk, as many
-    as it takes.
+    """Reserve inferences for a session; return its control settings, with more ``action_steps`` if ``degrade`` is set.
 
     Args:
-        read_sizes: sizes of the frames that come, which the promise follows.
+        read_sizes: returns the sizes of the frames that the session receives.
 
     Raises:
-        Overloaded: there is no time for it; with the figure.
+        Overloaded: the engine has no time for it.
     """
     per_second = config.action_rate / config.action_steps
     admission = engine.reservations.check_admission(loaded, per_second, read_sizes=read_sizes, holder=holder)
@@ -207,25 +190,17 @@ def reserve_rate(
     return config
 
 
-def describe_rate(requested: ControlConfig, granted: ControlConfig) -> dict[str, object]:
-    """Return how often a session's policy is asked, and whether that is less than it requested; JSON-ready."""
-    return {
-        "inferences_per_second": round(granted.action_rate / granted.action_steps, 3),
-        "is_degraded": granted.action_steps > requested.action_steps,
-    }
-
-
 INSTRUCTION_FIELD = ("body", "language_instruction")
 
 
 async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None, prompt_cut: str) -> int:
-    """Let the policy encode an instruction outside of the loop and the device's thread: no chunk has to wait for that.
+    """Let the policy encode an instruction in a thread, so that no chunk waits for it.
 
     Returns:
-        how many tokens of its prompt the policy does not read.
+        The number of tokens of its prompt that the policy does not read.
 
     Raises:
-        InvalidRequest: it wants one, or cannot read this one.
+        InvalidRequest: the policy requires an instruction, or cannot read this one.
     """
     if (why := check_instruction(loaded.requirements, instruction)) is not None:
         raise InvalidRequest(why, INSTRUCTION_FIELD)

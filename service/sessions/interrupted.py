@@ -1,10 +1,7 @@
 """Interrupted sessions, whose process ended: they can be restarted, reset or deleted."""
 
-from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import NoReturn
 
-from service.control.observers import SessionObserver
 from service.control.robot_io import RobotIO
 from service.errors import MoveRefused
 from service.inference.engine import Engine
@@ -17,30 +14,31 @@ from service.stage import Move, Stage
 
 
 class InterruptedSession(BaseSession):
-    """Session of a process that ended: it answers in its place, has no policy and no rooms, and moves nothing.
+    """Session of a process that ended. It has no policy, joins no rooms and moves nothing.
 
-    All that were acknowledged and not deleted come back as this, after a kill and after an orderly end alike: whoever
-    made them finds them, with their reason, and decides. None goes on by itself, as nobody knows what happened beside
-    the robot meanwhile.
+    Every acknowledged session that was not deleted returns as this at the next start. Only a person restarts it,
+    because the surroundings of the robot may have changed.
 
     Attributes:
-        record: as it was last written down.
-
-    Further attributes as of `BaseSession`.
+        record: its newest record.
     """
 
     def __init__(
         self, record: SessionRecord, engine: Engine, load: LoadPolicy, latch: str | None = None, failure: str = ""
     ):
-        """Create it from its record; ``failure`` says why a restart failed."""
+        """Create it from its record; ``failure`` is the reason of a failed restart."""
         super().__init__(record.new, latch, record.claim)
         self.record = record
-        self.rooms = record.rooms()
-        self.policies = PolicySlots(record.new, engine, load, self._require_robot_io)
+        self.rooms = record.new.rooms()
+        self.policies = PolicySlots(record.new, engine, load, self.require_robot_io)
         self.progress = Progress(record.new.policy_path, engine.durations)
         self.progress.report("interrupted")
         self._lifecycle.stage = Stage.INTERRUPTED
-        self._lifecycle.reason = f"{describe_end(record)}; {failure}" if failure else describe_end(record)
+        how = "was shut down" if record.is_shut_down else "ended"
+        reason = f" ({record.reason})" if record.reason else ""
+        self._lifecycle.reason = f"the server {how} while it was {record.stage}{reason}"
+        if failure:
+            self._lifecycle.reason += f"; {failure}"
 
     @property
     def is_closed(self) -> bool:
@@ -55,11 +53,7 @@ class InterruptedSession(BaseSession):
         }
 
     def check_restart(self) -> None:
-        """Refuse a restart that is not possible.
-
-        Raises:
-            MoveRefused: an emergency stop is latched, or it was asked for something that this version does not know.
-        """
+        """Raise MoveRefused if an emergency stop is latched, or a newer version made the session."""
         self._lifecycle.check(Move.RESTART)
         if self.record.is_newer:
             unknown = f" ({', '.join(sorted(self.record.wishes))})" if self.record.wishes else ""
@@ -68,15 +62,13 @@ class InterruptedSession(BaseSession):
                 "use that one, or delete the session"
             )
 
-    def start(self) -> NoReturn:
+    def start(self) -> None:
         """Raise MoveRefused: it has to be restarted first."""
-        self._lifecycle.check(Move.START)
-        raise AssertionError("the table has no start from here")
+        self._lifecycle.move(Move.START)
 
-    def stop(self) -> NoReturn:
+    def stop(self) -> None:
         """Raise MoveRefused: nothing moves."""
-        self._lifecycle.check(Move.STOP)
-        raise AssertionError("the table has no stop from here")
+        self._lifecycle.move(Move.STOP)
 
     def emergency_stop(self, reason: str) -> None:
         """Latch an emergency stop: after a restart it does not move before a reset."""
@@ -90,23 +82,12 @@ class InterruptedSession(BaseSession):
         """Mark it as deleted."""
         self._lifecycle.move(Move.DELETE)
 
-    def attach(self, observer: SessionObserver) -> Callable[[], None]:
-        """Raise MoveRefused: there is nothing to observe."""
-        raise self.make_refusal()
-
-    def _require_robot_io(self) -> RobotIO:
+    def require_robot_io(self) -> RobotIO:
         raise self.make_refusal()
 
     def make_refusal(self) -> MoveRefused:
         """Make the error for callers that need its policy or its robot."""
         return MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy; restart it first")
-
-
-def describe_end(record: SessionRecord) -> str:
-    """Describe how the session ended."""
-    how = "was shut down" if record.is_shut_down else "ended"
-    reason = f" ({record.reason})" if record.reason else ""
-    return f"the server {how} while it was {record.stage}{reason}"
 
 
 def _format_time(seconds: float) -> str:

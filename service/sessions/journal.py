@@ -18,7 +18,7 @@ from service.transport.link import Transport
 
 
 class RecordWriter:
-    """Writes the record of one session as it changes. Nothing here waits for the disk but ``add``."""
+    """Writes the record of one session as it changes; only ``add`` waits for the disk."""
 
     def __init__(self, records: SessionRecords, record: SessionRecord):
         self.record = record
@@ -31,17 +31,17 @@ class RecordWriter:
         return room in self.record.made
 
     async def add(self, room: str) -> None:
-        """Record a room before it is made: after a kill the next process has to know whose it is."""
+        """Record a room before it is made, for the case that the process is killed."""
         if room not in self.record.made and not self._is_handed_over:
             self.record = replace(self.record, made=(*self.record.made, room))
             if not self._is_dropped:
                 self._records.put(self.record)
-        # Rooms that are made again when a link comes back must not wait for a disk to be repaired.
+        # A returning link must not wait for the repair of a disk.
         with suppress(NotKept):
             await self._records.flush()
 
     def update(self, session: Session) -> None:
-        """Write the session's stage. One that failed before it was ready is dropped: nobody was promised it."""
+        """Write the session's stage. A session that failed before it was ready is dropped."""
         if self._is_dropped or session.stage is Stage.DELETED:
             return
         is_ready = self.record.is_ready or session.stage not in (Stage.INITIALIZING, Stage.ERROR)
@@ -54,7 +54,7 @@ class RecordWriter:
         self._records.put(self.record)
 
     def mark_shut_down(self) -> None:
-        """Mark the end of the server in order. A session that never was ready is dropped: its maker gets an error."""
+        """Mark an orderly end of the server. A session that never was ready is dropped."""
         if not self.record.is_ready:
             self.drop()
         elif not self._is_dropped:
@@ -78,44 +78,35 @@ def reused_rooms(before: SessionRecord, now: SessionRecord) -> tuple[str, ...]:
     old, new = before.new, now.new
     if (old.transport_server_url, old.workspace_id) != (new.transport_server_url, new.workspace_id):
         return ()
-    return tuple(room for room in now.rooms().ids if room in before.made)
+    return tuple(room for room in new.rooms().ids if room in before.made)
 
 
 def make_orphan(record: SessionRecord) -> Orphan | None:
-    """Return the rooms that this server made for a session, which are to be removed; None when it made none."""
+    """Return the rooms that this server made for a session, to be removed; None when it made none."""
     if not record.made:
         return None
-    cameras = set(record.rooms().cameras.values())
+    rooms = record.new.rooms()
+    cameras = set(rooms.cameras.values())
     return Orphan(
         id=uuid4().hex,
         url=record.new.transport_server_url,
-        workspace_id=record.rooms().workspace_id,
+        workspace_id=rooms.workspace_id,
         rooms=record.made,
         cameras=tuple(room for room in record.made if room in cameras),
         claim=record.claim,
     )
 
 
-def make_orphan_of_unused(before: SessionRecord, now: SessionRecord) -> Orphan | None:
-    """Return the rooms of a replaced session that the new one does not use; None when there are none."""
-    used = reused_rooms(before, now)
-    return make_orphan(replace(before, made=tuple(room for room in before.made if room not in used)))
-
-
 logger = logging.getLogger(__name__)
 
 
 class SharedSessions(Protocol):
-    """Interface of the database in which servers publish their sessions (`service.distributed.peers`).
-
-    Attributes:
-        trouble: why it cannot be told anything now, or None.
-    """
+    """Shared database of sessions (`service.distributed.peers`); ``trouble`` is why it is unavailable, or None."""
 
     trouble: str | None
 
     async def publish(self) -> None:
-        """Return when all changes until now are published, or cannot be; never raises."""
+        """Publish all changes, or fail without an error."""
         ...
 
 
@@ -123,8 +114,8 @@ class SessionJournal:
     """Journal of all sessions; only `try_flush` waits, for the disk and the shared database.
 
     Attributes:
-        shared: other servers, to which changes are published before they are acknowledged; None without such servers.
-        is_closing: whether the server is about to end, so that waits for the disk are short.
+        shared: receives changes before they are acknowledged; None without other servers.
+        is_closing: whether the server ends, so that waits for the disk are short.
     """
 
     def __init__(self, records: SessionRecords):
@@ -143,15 +134,13 @@ class SessionJournal:
         return list(listed)
 
     def begin(self, record: SessionRecord, before: SessionRecord | None) -> tuple[RecordWriter, Orphan | None]:
-        """Begin the record of a session, in place of an earlier one or of none.
-
-        Returns:
-            What keeps its record, and the rooms of the one before that it does not use.
-        """
-        # In one transaction with the record that takes the place of the one that knew of these rooms.
-        orphan = None if before is None else make_orphan_of_unused(before, record)
+        """Begin the record of a session; return its writer, and the rooms of ``before`` that it does not use."""
+        orphan = None
+        if before is not None:
+            used = reused_rooms(before, record)
+            orphan = make_orphan(replace(before, made=tuple(room for room in before.made if room not in used)))
         if orphan is not None:
-            self._records.add_orphan(orphan)
+            self._records.add_orphan(orphan)  # in one transaction with the new record
         writer = self._writers[record.new.session_id] = RecordWriter(self._records, record)
         return writer, orphan
 
@@ -212,11 +201,11 @@ class SessionJournal:
             writer.update(session)
 
     def describe_latch(self, new: NewSession) -> str | None:
-        """Return the text of an emergency stop that waits for its reset, as the session's owner may read it."""
+        """Return the text of a latched emergency stop of this id; another owner's text is not shown."""
         latch = self._records.latches.get(new.session_id)
         if latch is None or latch.owner == new.owner:
             return latch.reason if latch else None
-        return "an emergency stop of a session of this id"  # whose it was, and why, is not this one's business
+        return "an emergency stop of a session of this id"
 
     def get_warning(self) -> Mapping[str, str]:
         """Return the warning that answers carry while something is not written down; empty when all is."""
@@ -242,15 +231,14 @@ class SessionJournal:
 # Seconds for the rooms of one session.
 REMOVAL_TIMEOUT = 10.0
 MAX_CONCURRENT_REMOVALS = 4
-# Starts of a server, or deletions, after which rooms are left to whoever keeps the transport server.
+# Failed removals after which rooms are left behind.
 MAX_TRIES = 5
 
 
 class OrphanCleaner:
-    """Removes orphaned rooms in the background; what it cannot remove is tried at the next start.
+    """Removes empty rooms of deleted or replaced sessions in the background; failures are tried at the next start.
 
-    Only rooms of sessions that are to be gone (deleted, or replaced by one with other rooms) come here. Those of an
-    interrupted one stay: its robot may wait in them for the restart. And a room that anybody is in is left alone.
+    Rooms of an interrupted session stay, because its robot may wait in them for the restart.
     """
 
     def __init__(self, transport: Transport, records: SessionRecords):

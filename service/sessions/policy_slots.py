@@ -16,12 +16,7 @@ from service.sessions.request import NewSession
 
 @dataclass(frozen=True)
 class HeldPolicy:
-    """A policy that a session keeps in memory.
-
-    Attributes:
-        commit: what its files are called, or None when nobody knows.
-        stack: gives it back to the engine when closed.
-    """
+    """A policy in memory, its commit (None if unknown), and the stack that returns it to the engine when closed."""
 
     loaded: LoadedPolicy
     commit: str | None
@@ -29,12 +24,7 @@ class HeldPolicy:
 
 
 class PolicySlots:
-    """Up to three policies with the same requirements, and the swaps between them.
-
-    Attributes:
-        running, previous, staged: None where there is none.
-        changes: how often another one took over.
-    """
+    """Up to three policies with the same requirements, and the swaps between them; ``changes`` counts the swaps."""
 
     def __init__(
         self,
@@ -47,8 +37,8 @@ class PolicySlots:
         """Start with empty slots.
 
         Args:
-            robot_io: gives what controls the robot; raises MoveRefused while the session runs no policy.
-            on_swap: told of each that takes over from another.
+            robot_io: returns the session's robot; raises MoveRefused while the session runs no policy.
+            on_swap: called with each policy that takes over from another.
         """
         self.running: HeldPolicy | None = None
         self.previous: HeldPolicy | None = None
@@ -72,15 +62,15 @@ class PolicySlots:
         return self.running.loaded
 
     async def stage(self, commit: str, folder: str, on_progress: Callable[[str], None]) -> LoadedPolicy:
-        """Load another policy beside the running one, compiled for the frames that come; nothing changes by it.
+        """Load another policy next to the running one, and compile it for the frames that arrive.
 
         Args:
-            folder: holds this commit, verified.
+            folder: holds the verified files of this commit.
 
         Raises:
-            Misfit: it needs something else than the running one.
+            IncompatiblePolicy: its requirements differ from the running policy's.
             PolicyError: it cannot be loaded.
-            MoveRefused: the session is not there for it.
+            MoveRefused: the session runs no policy.
         """
         async with self._changing:
             robot_io, running = self._robot_io(), self.running
@@ -103,14 +93,14 @@ class PolicySlots:
             await self._discard()
 
     async def swap(self, fade: int, timeout: float) -> None:
-        """Let the staged policy take over at the next chunk boundary; returns when it has.
+        """Let the staged policy take over at the next chunk boundary, and wait for that.
 
         Args:
-            fade: how many of its first actions lead over from the old plan.
-            timeout: seconds; a robot that is held for longer than that goes on with the policy it has.
+            fade: number of its first actions that are blended with the old plan.
+            timeout: seconds to wait for the boundary.
 
         Raises:
-            ServiceError: nothing is staged, the session ended, or the boundary did not come in time.
+            ServiceError: nothing is staged, the session ended, or there was no boundary in time.
         """
         async with self._changing:
             robot_io, held = self._robot_io(), self.staged
@@ -136,7 +126,8 @@ class PolicySlots:
             self._release(self.staged)
             self.staged = None
         robot_io.take_over(held.loaded, fade, at_once=True)
-        self._on_restored()
+        left, self.running, self.previous = self.running, held, None
+        self._finish_swap(left)
 
     async def close(self) -> None:
         """Release all policies."""
@@ -171,10 +162,6 @@ class PolicySlots:
             return
         oldest, self.previous, self.running, self.staged = self.previous, self.running, self.staged, None
         self._finish_swap(oldest)
-
-    def _on_restored(self) -> None:
-        left, self.running, self.previous = self.running, self.previous, None
-        self._finish_swap(left)
 
     def _finish_swap(self, released: HeldPolicy | None) -> None:
         self.changes += 1
@@ -223,11 +210,7 @@ class PolicySlots:
 
 
 class RenameRefused(PolicyError):
-    """A session's names of cameras do not fit its policy.
-
-    Attributes:
-        loc: where they stand in the request.
-    """
+    """A session's names of cameras do not fit its policy; ``loc`` is their place in the request."""
 
     loc = ("body", "rename")
 

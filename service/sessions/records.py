@@ -13,7 +13,6 @@ from service.errors import NotKept
 from service.sessions.base_session import new_claim
 from service.sessions.request import NewSession
 from service.stage import Stage
-from service.transport.link import Rooms
 
 # Ids that are remembered, at most.
 MAX_LATCHES = 10_000
@@ -21,28 +20,27 @@ MAX_LATCHES = 10_000
 
 @dataclass(frozen=True)
 class Latch:
-    """An emergency stop of a session id that nobody has reset yet, and the owner of its session."""
+    """A latched emergency stop of a session id, and the owner of its session."""
 
     reason: str
     owner: str | None
 
 
-# Of one record; a record of a newer one is listed and can be deleted, and what it says is never dropped or guessed.
+# Version of a record. Records of a newer version are listed and can be deleted; their unknown fields are kept.
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session as it is written down. Times are seconds since 1970, for showing only.
+    """A session in the database. Times are seconds since 1970, for display only.
 
     Attributes:
-        new: what was asked for, with the workspace that its rooms are in.
-        stage, reason: where it stood and why.
-        is_ready: whether it ever was, so that somebody was told that it is there.
-        made: ids of its rooms that this server made, or was about to make.
-        is_shut_down: whether its server ended in order after that.
-        claim: by which the server of its rooms knows what the session itself sends, and whose they are.
-        more, wishes: what a newer version wrote, of the record and of what was asked for.
+        new: the request, with the workspace of its rooms.
+        is_ready: whether the session was ready once, so that a client knows it.
+        made: ids of the rooms that this server made, or was about to make.
+        is_shut_down: whether its server ended in order.
+        claim: secret by which the server of its rooms recognizes the session.
+        more, wishes: unknown fields of the record, and of the request, that a newer version wrote.
     """
 
     new: NewSession
@@ -60,12 +58,8 @@ class SessionRecord:
 
     @property
     def is_newer(self) -> bool:
-        """Whether a newer version wrote it, with something that this one does not know."""
+        """Whether a newer version wrote it, with unknown content."""
         return self.version > VERSION or bool(self.wishes)
-
-    def rooms(self) -> Rooms:
-        """Return its rooms, whoever made them; none for a session of a direct client."""
-        return self.new.rooms()
 
     def as_json(self) -> str:
         """Return the record as JSON text."""
@@ -76,10 +70,10 @@ class SessionRecord:
 
 
 def from_json(text: str) -> SessionRecord:
-    """Parse a record that ``as_json`` wrote, of whatever version.
+    """Parse a record that ``as_json`` of any version wrote.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a record.
     """
     try:
         document = json.loads(text)
@@ -98,9 +92,8 @@ def _split_known(document: Mapping[str, Any], kind: type[Any]) -> tuple[dict[str
     missing = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
     if absent := missing - set(document) - {"new"}:
         raise ValueError(f"no {', '.join(sorted(absent))}")
-    return {name: document[name] for name in document if name in names}, {
-        n: document[n] for n in document if n not in names
-    }
+    known = {name: value for name, value in document.items() if name in names}
+    return known, {name: value for name, value in document.items() if name not in names}
 
 
 logger = logging.getLogger(__name__)
@@ -121,13 +114,13 @@ RETRY_DELAY = 1.0
 
 @dataclass(frozen=True)
 class Orphan:
-    """Rooms of a deleted session, until they are known to be removed.
+    """Rooms of a deleted session, until they are removed.
 
     Attributes:
-        rooms: their ids; video rooms and joint rooms have no id in common.
-        cameras: which of them are video rooms.
-        tries: starts of a server that did not get rid of them.
-        claim: by which the server of the rooms knows whose they are (see `SessionRecord`).
+        rooms: ids of all its rooms.
+        cameras: ids of its video rooms.
+        tries: number of failed removals.
+        claim: see `SessionRecord`.
     """
 
     id: str
@@ -140,9 +133,7 @@ class Orphan:
 
 
 class Database(Protocol):
-    """Interface of a database that runs transactions on its own thread; each is on the disk when ``run`` returns, or
-    undone.
-    """
+    """Database that runs transactions on its own thread; each is on the disk when ``run`` returns, or undone."""
 
     def run_blocking(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
     async def run(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
@@ -150,16 +141,16 @@ class Database(Protocol):
 
 
 class SessionRecords:
-    """The session records of one server. Without a database nothing outlives the process, and latches only a deletion.
+    """The session records of one server. Without a database, records and latches end with the process.
 
-    What is noted is written by the next transaction, and those that wait meanwhile share the one after that: a hundred
-    sessions that are stopped at once are one commit. What cannot be written stays noted and is tried again.
+    Changes that arrive during a transaction share the next one. Changes that cannot be written are kept and tried
+    again.
 
     Attributes:
-        interrupted: what the server before left, oldest first.
-        orphans: rooms that it did not get rid of.
-        latches: by session id; they outlive their sessions.
-        ended: sessions that went, until the database that several servers share has been told.
+        interrupted: sessions that an earlier process left, oldest first.
+        orphans: rooms that an earlier process did not remove.
+        latches: emergency stops by session id; they outlive their sessions.
+        ended: time of the end by session id, until the shared database has received it.
         trouble: why nothing can be written now, or None.
     """
 
@@ -169,11 +160,8 @@ class SessionRecords:
         """Read all records.
 
         Args:
-            write_errors: what the database raises when it cannot write.
-            is_shared: whether other servers are told of all that happens, so that ends have to be remembered.
-
-        Raises:
-            broken: it cannot be read.
+            write_errors: error of the database when it cannot write.
+            is_shared: whether ended sessions are remembered for other servers.
         """
         self.interrupted: Sequence[SessionRecord] = ()
         self.orphans: Sequence[Orphan] = ()
@@ -205,7 +193,7 @@ class SessionRecords:
             self._note("ended", session_id, (self.ended[session_id],))
 
     def forget_end(self, session_id: str) -> None:
-        """Forget an ended session: other servers know of it, or there is a session of this id again."""
+        """Forget an ended session, because it was published, or there is a session of this id again."""
         if self.ended.pop(session_id, None) is not None:
             self._note("ended", session_id, None)
 
@@ -234,11 +222,7 @@ class SessionRecords:
         self._note("orphans", orphan.id, None)
 
     async def flush(self, timeout: float = WRITE_TIMEOUT) -> None:
-        """Wait until all changes until now are on the disk, for at most ``timeout`` seconds.
-
-        Raises:
-            NotKept: it is not, and why. It is still tried.
-        """
+        """Wait until all changes are on the disk, for at most ``timeout`` seconds; else raise NotKept."""
         if self._database is None or self._written_count == self._noted_count:
             return
         written = asyncio.get_running_loop().create_future()
@@ -288,7 +272,7 @@ class SessionRecords:
                 self._pending = {**batch, **self._pending}
                 if self.trouble is None:
                     logger.error("what happens to sessions is not written down: %s", error)
-                # Where the file is is this machine's own business.
+                # Clients must not see the file's path.
                 why = str(error.__cause__) if isinstance(error.__cause__, sqlite3.Error) else "its log says why"
                 self.trouble = f"the server cannot write its state folder ({why})"
                 self._resolve_waiting(
@@ -334,7 +318,7 @@ def _read_all(
         try:
             sessions.append(from_json(row["record"]))
         except ValueError as error:
-            # It stays where it is: whoever wrote it can still read it.
+            # The record stays in the database for a newer version.
             logger.error("session %s is not listed: %s", row["id"], error)
     latches = {
         row["id"]: Latch(row["reason"], row["owner"])

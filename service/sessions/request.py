@@ -95,9 +95,8 @@ Overlap = Annotated[str, GetPydanticSchema(lambda source, handler: core_schema.l
 class SessionRequest:
     """The body of `POST /sessions`: each field with its bounds and its description.
 
-    `service.api.schemas` makes the models of request bodies from these fields, and the OpenAPI documents from the
-    models. Code of this process may use names that a URL cannot have; `SessionSettings.check` refuses values that no
-    session can have.
+    `service.api.schemas` builds the models of request bodies and the OpenAPI documents from these fields.
+    `SessionSettings.check` checks requests of this process.
     """
 
     session_id: Annotated[Name, Field(description="Id of the session; its rooms are named after it.")]
@@ -236,11 +235,7 @@ ADJUSTABLE = ("overlap", "temporal_ensemble_coeff", "ask_ahead", "action_steps",
 
 @dataclass(frozen=True)
 class NewSession(SessionRequest):
-    """A requested session, as its record keeps it.
-
-    Attributes:
-        owner: who made it, as its key is called; None where there are no keys.
-    """
+    """A requested session; ``owner`` is the name of its maker's key, or None without keys."""
 
     owner: str | None = None
 
@@ -262,7 +257,7 @@ class NewSession(SessionRequest):
 
 
 def describe_shared_room(new: NewSession, path: str, other: str, owner: str | None) -> str:
-    """Return why a new session is refused that would share a room (``workspace/room``) with another session."""
+    """Return the error text for a new session that would share a room (``workspace/room``) with another session."""
     workspace, _, room = path.partition("/")
     whose = f"session {other!r}" if new.owner in (None, owner) else "a session of another key"
     return (
@@ -273,14 +268,13 @@ def describe_shared_room(new: NewSession, path: str, other: str, owner: str | No
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """What holds for all sessions: groups of the server's settings, and what nobody sets; times in seconds.
+    """Settings of all sessions; times in seconds.
 
     Attributes:
-        limits_file: what is in the file of ``safety.limits``.
-        max_failed: failed sessions that stay listed; the oldest go first.
-        max_frame_pixels: of a camera.
-        close_within: what the rooms get to be left in; a link that hangs longer is abandoned.
-        samples: how many of the newest samples percentiles are taken of.
+        limits_file: content of the file of ``safety.limits``.
+        max_failed: largest number of failed sessions in the list; the oldest are dropped.
+        close_within: time to leave the rooms, after which a link is abandoned.
+        samples: number of newest samples that percentiles are computed from.
     """
 
     limits: LimitSettings = field(default_factory=LimitSettings)

@@ -1,7 +1,7 @@
 """Authority over the robots of this server's rooms: who may command one, checked before a command leaves.
 
-The guard brings every command of a policy inside its limits long before this; what is wrong here is wrong because
-something else failed, so nothing is brought inside any more: it does not leave, is counted, and is logged.
+The guard has already limited every command of a policy. A command that is outside of the limits here is the result of
+another failure, so that it is refused, counted and logged.
 """
 
 import logging
@@ -27,9 +27,8 @@ ROBOT_TAKEN = "robot_taken"
 class RoomAuthority:
     """Finds the commander of every output room; called by the room table.
 
-    A room is a session's by its name and workspace, from when the session is listed until it is gone: while its policy
-    loads, while its link is being made again, while it is stopped, and while it is interrupted, as its server ended.
-    Its latch closes the room beyond that, until somebody resets it.
+    A room belongs to a session by its name and workspace as long as the session is listed, in every stage. A latched
+    emergency stop closes the room until its reset, even if the session is gone.
     """
 
     def __init__(self, sessions: Callable[[], Sessions | None]):
@@ -51,7 +50,7 @@ class RoomAuthority:
         new = session.new
         if new.workspace_id != place.workspace or new.is_direct or _has_other_owner(owner, new.owner):
             return None
-        # One that failed before it was in its rooms never commanded anybody.
+        # A session that failed before it joined its rooms never commanded the robot.
         if session.stage is Stage.ERROR and session.robot_io is None and session.latch is None:
             return None
         return SessionCommander(session, self._log_rarely)
@@ -96,8 +95,9 @@ class SessionCommander:
         return CommandRefused(ROBOT_TAKEN, f"only session {session.id!r} may command the robot of this room{latched}")
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
-        """Return why a command of the session itself must not leave, or None: while it moves, it must be finite and
-        in range, and else keep the measured pose.
+        """Return why a command of the session is refused, or None.
+
+        A moving session's command must be finite and in range; any other command must keep the measured pose.
         """
         if not self.is_moving:
             return None if self._is_hold(joints) else self._refuse(*self._refusal_while_still())
@@ -144,7 +144,7 @@ class SessionCommander:
     def _is_returning(
         self, name: str, value: float, known: tuple[float, float], delivered: Mapping[str, float]
     ) -> bool:
-        """Return whether a joint outside of its range is brought back: not further out than it was, or was sent."""
+        """Return whether a joint outside of its range is led back: not further out than it was measured or sent."""
         robot_io = self._session.robot_io
         assert robot_io is not None
         place = robot_io.table.names.index(name)
@@ -166,7 +166,7 @@ class SessionCommander:
 
 
 class LatchedCommander:
-    """Commander of a room whose session is gone while its emergency stop is latched: it refuses everybody."""
+    """Commander of a room without a session whose emergency stop is latched: it refuses every command."""
 
     is_moving = False
 
@@ -187,10 +187,10 @@ class LatchedCommander:
         )
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
-        """Return the error for every command; none gets so far."""
+        """Return the error for every command."""
         return self.refuse_stranger()
 
 
 def _has_other_owner(room: str | None, session: str | None) -> bool:
-    """Return whether a room belongs to somebody else than a session; None is nobody, and whoever sees all."""
+    """Return whether a room and a session have different owners; None stands for any owner."""
     return room is not None and session is not None and room != session

@@ -4,20 +4,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
 
 from service.control.aggregation import ENSEMBLE
 from service.control.config import ControlConfig
 from service.control.controller import ControlEvent, Controller
-from service.control.joints import JointTable
 from service.control.lease import Leases, find_robot
 from service.control.observation_buffer import ObservationBuffer, ObservationHistory
 from service.control.observers import SessionObserver, SessionObservers
 from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
-from service.control.shadow import Shadow, load_shadow
+from service.control.shadow import load_shadow
 from service.control.units import create_units
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.inference.engine import Engine
@@ -25,13 +24,7 @@ from service.inference.loaded_policy import FrameSizes, LoadedPolicy, LoadPolicy
 from service.inference.progress import Progress
 from service.logging import bind_log_context
 from service.sessions.base_session import BaseSession, describe_overlap
-from service.sessions.compatibility import (
-    configure_control,
-    describe_rate,
-    make_limits,
-    prepare_instruction,
-    reserve_rate,
-)
+from service.sessions.compatibility import configure_control, make_limits, prepare_instruction, reserve_rate
 from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Lifecycle, Move, Stage
@@ -71,15 +64,10 @@ logger = logging.getLogger(__name__)
 
 
 class Session(BaseSession):
-    """One robot's running session.
+    """One robot's running session. `robot_io` is None before its rooms are joined.
 
     Attributes:
-        progress: what it is doing while it initializes.
-        rooms: its rooms, or None before they are made and after they are left.
-        policies: those it holds.
-        stops: how often somebody stopped it. Whoever controls its robot from outside has to begin anew after each.
-
-    Further attributes as of `BaseSession`; `robot_io` is None before the rooms are joined.
+        stops: how often it was stopped; a client that controls the robot itself starts again after each stop.
     """
 
     def __init__(
@@ -99,15 +87,15 @@ class Session(BaseSession):
         """Create the session and begin to load its policy.
 
         Args:
-            leases: of all sessions of this process: no other one may command the same robot.
-            made: knows which rooms are this server's from before, and records those it makes now.
-            latch: an emergency stop of this id that nobody has reset yet: it is stopped when it is ready.
-            claim: what it says to the server of its rooms; a new one when None.
+            leases: leases of all sessions of this process; only one session commands a robot.
+            made: records the rooms that this server makes.
+            latch: text of an emergency stop of this id that has not been reset; the session starts stopped.
+            claim: secret for the server of its rooms; None for a new one.
         """
         super().__init__(new, latch, claim)
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.stops = 0
-        self.policies = PolicySlots(new, engine, load, self._require_robot_io, self._follow_policy)
+        self.policies = PolicySlots(new, engine, load, self.require_robot_io, self._follow_policy)
         self._admission: Mapping[str, object] = {}
         self._observers = SessionObservers()
         self._event_source: RobotIO | None = None  # also while its rooms are joined
@@ -139,11 +127,7 @@ class Session(BaseSession):
     # What may be asked of it.
 
     async def ready(self) -> None:
-        """Wait until it is ready or has failed. Cancelling this does not end the session.
-
-        Raises:
-            ServiceError: why it failed.
-        """
+        """Wait until it is ready, or raise the ServiceError of its failure. Cancellation does not end the session."""
         await self._ready_or_failed.wait()
         if self._error is not None:
             raise self._error
@@ -164,27 +148,26 @@ class Session(BaseSession):
         self._move(Move.STOP)
 
     async def adjust(self, changes: Mapping[str, object]) -> None:
-        """Change how chunks are joined or requested, the instruction, or whether any unit is accepted.
+        """Change fields of the session's request.
 
         Args:
-            changes: fields of the session's request: overlap, temporal_ensemble_coeff, ask_ahead, action_steps,
-                language_instruction, accept_units.
+            changes: name to value of fields in `service.sessions.request.ADJUSTABLE`.
 
         Raises:
             InvalidRequest: this policy cannot do that; nothing has changed.
             MoveRefused: it runs no policy.
         """
-        robot_io, cut = self._require_robot_io(), None
+        robot_io, cut = self.require_robot_io(), None
         if "language_instruction" in changes:
             new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
             cut = await prepare_instruction(robot_io.runner.loaded, new.language_instruction, new.prompt_cut)
-            robot_io = self._require_robot_io()  # it may have ended meanwhile
+            robot_io = self.require_robot_io()  # it may have ended meanwhile
         if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
             changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
         new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
         self._settings.check(new)
         _, asked = configure_control(robot_io.runner.loaded.requirements, new, self._settings)
-        robot_io.adjust(config := self._reserve_rate(robot_io.runner.loaded, asked))
+        robot_io.controller.adjust(config := self._reserve_rate(robot_io.runner.loaded, asked))
         self.new = new
         self._set_units(robot_io, robot_io.runner.loaded)
         robot_io.instruct(new.language_instruction)
@@ -193,7 +176,7 @@ class Session(BaseSession):
         logger.info("session %s: overlap %s, %d actions of a chunk", self.id, config.overlap.name, config.action_steps)
 
     async def instruct(self, instruction: str) -> None:
-        """Change the instruction from the next chunk on, as whoever controls the robot says.
+        """Change the instruction from the next chunk on.
 
         Raises:
             InvalidRequest: the policy cannot read it; nothing has changed.
@@ -201,31 +184,31 @@ class Session(BaseSession):
         """
         if instruction == self.new.language_instruction:
             return
-        loaded = self._require_robot_io().runner.loaded
+        loaded = self.require_robot_io().runner.loaded
         cut = await prepare_instruction(loaded, instruction, self.new.prompt_cut)
-        robot_io = self._require_robot_io()
+        robot_io = self.require_robot_io()
         robot_io.instruct(instruction)
         robot_io.runner.tokens_cut = cut
         self.new = replace(self.new, language_instruction=instruction)
 
     def describe_overlap(self) -> dict[str, object]:
-        """Return how it joins chunks and when it asks for them; JSON-ready."""
-        return describe_overlap(self._require_robot_io())
+        """Return how it joins chunks and when it requests them; JSON-ready."""
+        return describe_overlap(self.require_robot_io())
 
     def emergency_stop(self, reason: str) -> None:
-        """Stop the robot where it is, and latch that until somebody resets it."""
+        """Stop the robot where it is, and latch that until a reset."""
         self._current_lifecycle().check(Move.EMERGENCY_STOP)
         if self.robot_io is not None:
             self.robot_io.emergency_stop()
         self._apply_event(ControlEvent(Move.EMERGENCY_STOP, reason))
 
     def reset(self) -> None:
-        """Reset the latch of an emergency stop; nothing moves by it."""
+        """Reset the latch of an emergency stop; the robot stays stopped."""
         self._current_lifecycle().move(Move.RESET)
         self._announce_latch()
 
     def _announce_latch(self) -> None:
-        """Announce the latch in the room of the commands, also to those who join while it lasts."""
+        """Announce the latch in the room of the commands."""
         if self.robot_io is not None:
             self.robot_io.announce_latch(self.latch)
 
@@ -271,7 +254,7 @@ class Session(BaseSession):
             self.robot_io.halt()
 
     def _current_lifecycle(self) -> Lifecycle:
-        """Return its lifecycle after all events of the robot so far: nobody sees or moves an older stage."""
+        """Return its lifecycle after all events of the robot so far."""
         if self._event_source is not None:
             for event in self._event_source.take_events():
                 self._apply_event(event)
@@ -299,12 +282,8 @@ class Session(BaseSession):
             await robot_io.wait_for_events()
             self._current_lifecycle()
 
-    def _require_robot_io(self) -> RobotIO:
-        """Return its live parts, for a caller that changes what it runs.
-
-        Raises:
-            MoveRefused: it runs no policy.
-        """
+    def require_robot_io(self) -> RobotIO:
+        """Return the controlled robot, or raise MoveRefused if the session runs no policy."""
         if self.robot_io is None or self.is_closed or not self._current_lifecycle().is_loaded:
             then = "wait until it is ready" if self.stage is Stage.INITIALIZING else "delete it and create it again"
             raise MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy; {then}")
@@ -313,7 +292,7 @@ class Session(BaseSession):
     # Its life.
 
     async def _run(self) -> None:
-        # Not the request that made it: that one is answered soon, and this goes on for long.
+        # The session outlives the request that made it.
         bind_log_context(session=self.id, request=None)
         try:
             await self._load_and_control()
@@ -338,7 +317,16 @@ class Session(BaseSession):
             cut = await prepare_instruction(loaded, new.language_instruction, new.prompt_cut)
             config = self._reserve_rate(loaded, asked)
             limits = make_limits(table, loaded.requirements, new, self._settings)
-            async with self._load_shadow(loaded, table) as shadow:
+            async with load_shadow(
+                new.shadow_policy_path,
+                new.shadow_revision,
+                loaded.requirements,
+                table.names,
+                engine=self._engine,
+                load=self._load,
+                notify=lambda stage: self.progress.report("loading the shadow policy"),
+                rename=new.rename,
+            ) as shadow:
                 buffer = ObservationBuffer(
                     new.camera_names,
                     table,
@@ -394,7 +382,10 @@ class Session(BaseSession):
 
     def _reserve_rate(self, loaded: LoadedPolicy, asked: ControlConfig) -> ControlConfig:
         config = reserve_rate(self._engine, self, loaded, asked, degrade=self.new.degrade, read_sizes=self._frame_sizes)
-        self._admission = describe_rate(asked, config)
+        self._admission = {
+            "inferences_per_second": round(config.action_rate / config.action_steps, 3),
+            "is_degraded": config.action_steps > asked.action_steps,
+        }
         return config
 
     def _frame_sizes(self) -> FrameSizes | None:
@@ -403,18 +394,6 @@ class Session(BaseSession):
             return None
         sizes = self.robot_io.buffer.sizes
         return sizes if len(sizes) == len(self.new.camera_names) else None
-
-    def _load_shadow(self, loaded: LoadedPolicy, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
-        return load_shadow(
-            self.new.shadow_policy_path,
-            self.new.shadow_revision,
-            loaded.requirements,
-            table.names,
-            engine=self._engine,
-            load=self._load,
-            notify=lambda stage: self.progress.report("loading the shadow policy"),
-            rename=self.new.rename,
-        )
 
     async def _control_robot(self, robot_io: RobotIO, link: Link) -> None:
         controlling = asyncio.create_task(robot_io.run(link), name=f"control {self.id}")
@@ -458,7 +437,7 @@ class Session(BaseSession):
             await asyncio.sleep(max(left, timeout / 20))
 
     def _expire(self, reason: str) -> None:
-        # A direct session that was never started only answers acts, and its client may pause as long as it likes.
+        # The client of a direct session that was never started may pause for any time.
         if self.new.is_direct and self.stage is Stage.READY:
             return
         if self._current_lifecycle().is_allowed(Move.EXPIRED):
@@ -478,6 +457,6 @@ class Session(BaseSession):
             try:
                 self._publish(*event)
             except Exception:
-                # Whoever stops several robots must reach the others too.
+                # Not raised, because a stop of several robots must reach all of them.
                 logger.exception("session %s: notifying of %s failed", self.id, event[0])
         return stage

@@ -19,7 +19,6 @@ from service.errors import (
 )
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadPolicy
-from service.sessions.base_session import SessionStatus
 from service.sessions.interrupted import InterruptedSession
 from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, SharedSessions, reused_rooms
 from service.sessions.records import Latch, Orphan, SessionRecord, SessionRecords
@@ -28,20 +27,18 @@ from service.sessions.session import PublishEvent, Session
 from service.stage import MOVING, Stage
 from service.transport.link import Transport
 
-__all__ = ["AnySession", "CheckRequest", "NewSession", "Session", "SessionSettings", "SessionStatus", "Sessions"]
-
 logger = logging.getLogger(__name__)
 
 AnySession: TypeAlias = Session | InterruptedSession
-# Interrupted ones that nobody restarts or deletes, per session that the settings allow; the oldest are forgotten.
+# Largest number of interrupted sessions, as a multiple of ``max_sessions``; the oldest are forgotten.
 MAX_INTERRUPTED = 4
 
 
 class Sessions:
-    """All sessions of one process. It owns the engine and the records from here on: ``close`` ends them too.
+    """All sessions of one process. It owns the engine and the records: ``close`` ends them too.
 
-    Whatever is asked of it is on the disk before it returns, robots are stopped before that is waited for. When it
-    cannot be written, no session is made, and everything else is done and said by ``caveat``.
+    A method returns when its change is on the disk; robots are stopped before. If the disk fails, no session is made,
+    and all other changes take effect with a warning (``get_warning``).
     """
 
     def __init__(
@@ -55,12 +52,12 @@ class Sessions:
         check_request: CheckRequest | None = None,
         records: SessionRecords | None = None,
     ):
-        """List sessions that an earlier process left as interrupted.
+        """List sessions of an earlier process as interrupted.
 
         Args:
-            publish: hears of every session what ``service.sessions.session.EVENTS`` lists, and when one is gone.
-            check_request: refuses what this server never does (``service.sessions.request``), before anything is done.
-            records: nothing outlives the process without.
+            publish: receives the events of ``service.sessions.session.EVENTS``, and ``session.deleted``.
+            check_request: refuses requests that this server does not allow.
+            records: records of sessions; None keeps them in memory.
         """
         self.engine = engine
         engine.has_running_robot = self.has_running_robot
@@ -84,18 +81,18 @@ class Sessions:
         return InterruptedSession(record, self.engine, self._load, self._journal.describe_latch(record.new), failure)
 
     async def create(self, new: NewSession) -> Session:
-        """Make a session and wait until it is ready; it takes the place of a failed or interrupted one of its owner.
+        """Make a session and wait until it is ready; it replaces a failed or interrupted session of its owner.
 
-        Cancelling this only ends the waiting: the session goes on and is listed.
+        Cancellation only ends the waiting.
 
         Raises:
             InvalidRequest: a field cannot be used.
             SessionExists: the id is taken.
-            RoomsTaken: one of its rooms would be another session's, too.
+            RoomsTaken: another session uses one of its rooms.
             TooManySessions: there are as many as the settings allow.
-            NotKept: it cannot be written down; no room was made.
+            NotKept: its record cannot be written; no room was made.
             PolicyError: the policy cannot be loaded or does not fit; no room was made.
-            TransportError: the rooms cannot be made or joined; those made were removed.
+            TransportError: the rooms cannot be made or joined.
         """
         self.settings.check(new)
         if self._check_request is not None:
@@ -110,14 +107,14 @@ class Sessions:
         self._check_rooms(new)
         before = existing if isinstance(existing, InterruptedSession) else None
         is_ours = new.workspace_id is None
-        # Named here, so that whoever comes after a kill knows where its rooms are.
+        # Chosen before the rooms are made, so that the next process can find them after a kill.
         record = SessionRecord(replace(new, workspace_id=str(uuid4())) if is_ours else new)
         if existing is not None:
             record = replace(record, claim=existing.claim)  # its rooms elsewhere may still know it by that
         of_before = () if before is None else reused_rooms(before.record, record)
         self._sessions.pop(new.session_id, None)
         self._forget_old_failures()
-        return await self._start_session(replace(record, made=record.rooms().ids if is_ours else of_before), before)
+        return await self._start_session(replace(record, made=record.new.rooms().ids if is_ours else of_before), before)
 
     async def _restart_interrupted(self, before: InterruptedSession) -> Session:
         before.check_restart()
@@ -139,11 +136,11 @@ class Sessions:
             raise TooManySessions(f"{living} sessions, and no more are allowed; delete one first")
 
     def _check_rooms(self, new: NewSession) -> None:
-        """Refuse a session with a room of another session: both policies would look through one camera.
+        """Refuse a session with a room of another session, because both policies would use one camera.
 
-        Room ids join two names with a hyphen, which both names may contain: ``arm-left`` with ``wrist``, ``arm`` with
-        ``left-wrist``. The URL is not compared, because one transport server may have several names. Nothing awaits
-        between this and the new session's place in the list, so of two requests at once the second is refused.
+        Room ids join two names with a hyphen, which both names may contain. The URL is not compared, because one
+        transport server may have several names. No await follows before the new session is listed, so that the second
+        of two simultaneous requests is refused.
         """
         paths = new.room_paths()
         for other in self._sessions.values():
@@ -212,23 +209,14 @@ class Sessions:
             self._journal.drop(session_id)
 
     def get(self, session_id: str) -> AnySession:
-        """Return the session of this id.
-
-        Raises:
-            UnknownSession: there is none.
-        """
+        """Return the session of this id, or raise UnknownSession."""
         session = self._sessions.get(session_id)
         if session is None or session.stage is Stage.DELETED:
             raise UnknownSession(f"Session {session_id} not found")
         return session
 
     def get_live(self, session_id: str) -> Session:
-        """Return the session of this id, which has a policy and rooms.
-
-        Raises:
-            UnknownSession: there is none.
-            MoveRefused: it is interrupted.
-        """
+        """Return the session of this id, or raise UnknownSession, or MoveRefused if it is interrupted."""
         session = self.get(session_id)
         if isinstance(session, InterruptedSession):
             raise session.make_refusal()
@@ -273,7 +261,7 @@ class Sessions:
         return await self._write_record(session)
 
     async def restart(self, session_id: str) -> AnySession:
-        """Restart a session. An interrupted one loads its policy and joins its rooms, and then waits for its start."""
+        """Restart a session. An interrupted session loads its policy, joins its rooms and waits for its start."""
         session = self.get(session_id)
         if isinstance(session, InterruptedSession):
             return await self._restart_interrupted(session)
@@ -281,7 +269,7 @@ class Sessions:
         return await self._write_record(session)
 
     async def adjust(self, session_id: str, changes: Mapping[str, object]) -> Session:
-        """Change how a session's chunks are joined or asked for, from the next chunk on; see ``Session.adjust``."""
+        """Change fields of a session's request; see ``Session.adjust``."""
         session = self.get_live(session_id)
         await session.adjust(changes)
         await self._write_record(session)
@@ -295,11 +283,7 @@ class Sessions:
         return await self._write_record(session)
 
     async def clear_latch(self, session_id: str, sees: Callable[[str | None], bool]) -> bool:
-        """Reset the latch of an id whose session is gone; False when there is no latch, or a session.
-
-        Args:
-            sees: whether the caller may see what belongs to this owner.
-        """
+        """Reset the latch of an id without a session if the caller ``sees`` its owner; return whether there was one."""
         latch = self._records.latches.get(session_id)
         if latch is None or not sees(latch.owner) or any(session.id == session_id for session in self.list()):
             return False
@@ -308,10 +292,7 @@ class Sessions:
         return True
 
     async def delete(self, session_id: str) -> None:
-        """Stop a session's robot, leave and remove its rooms. Cancelling this only ends the waiting.
-
-        The latch of an emergency stop stays with the id.
-        """
+        """Stop a session's robot, leave and remove its rooms; a latched emergency stop stays with the id."""
         session = self.get(session_id)
         session.begin_close()
         orphan = self._journal.delete(session)
@@ -324,7 +305,7 @@ class Sessions:
         self._journal.shared = shared
 
     def list_ended(self) -> Mapping[str, Latch | None]:
-        """Return the ended sessions that other servers do not know of yet, with the emergency stop of their id."""
+        """Return the ended sessions that are not published yet, with the emergency stop of their id."""
         return {session_id: self._records.latches.get(session_id) for session_id in self._records.ended}
 
     def forget_ends(self, session_ids: Iterable[str]) -> None:
@@ -333,14 +314,14 @@ class Sessions:
             self._records.forget_end(session_id)
 
     def get_record(self, session_id: str) -> SessionRecord | None:
-        """Return a session's record; None when it is not written down, or not yet promised to anybody."""
+        """Return a session's record; None if there is none, or the session was never ready."""
         session = self._sessions.get(session_id)
         if isinstance(session, InterruptedSession):
             return session.record
         return self._journal.get_record(session_id)
 
     def get_latch(self, session_id: str) -> Latch | None:
-        """Return the emergency stop of this id that nobody has reset, also when its session is gone."""
+        """Return the latched emergency stop of this id, with or without a session."""
         return self._records.latches.get(session_id)
 
     def sync_latch(self, session_id: str, latch: Latch | None) -> None:
@@ -351,11 +332,7 @@ class Sessions:
             self._records.set_latch(session_id, latch)
 
     async def adopt(self, record: SessionRecord, latch: str | None) -> AnySession:
-        """List a session of another server, which ended, as interrupted here.
-
-        Raises:
-            SessionExists: there is one of its id.
-        """
+        """List a session of an ended server as interrupted here, or raise SessionExists."""
         if record.new.session_id in self._sessions:
             raise SessionExists(f"session {record.new.session_id!r} exists already")
         self._journal.adopt(record, latch)
@@ -374,7 +351,7 @@ class Sessions:
 
     async def emergency_stop(self, reason: str, session_id: str | None = None) -> "list[str]":
         """Latch an emergency stop on one session, or on all of them; returns their ids."""
-        # Those that are being deleted, too: the latch is their successors'.
+        # Including sessions that are being deleted, because the latch also holds for their successors.
         stopped = list(self._sessions.values()) if session_id is None else [self.get(session_id)]
         for session in stopped:
             session.emergency_stop(reason)
@@ -403,7 +380,7 @@ class Sessions:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # Looked at here: whoever asked for it may be gone, and what became of it says the session.
+        # The exception is retrieved here, because the caller may be gone.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(task)
 
@@ -429,10 +406,7 @@ class Sessions:
             session.begin_close()
 
     async def close(self) -> None:
-        """Stop every robot at once, then leave all rooms and close the engine; takes less than 5 s.
-
-        Sessions that nobody deleted are interrupted ones of the next start.
-        """
+        """Stop every robot at once, then leave all rooms and close the engine; takes less than 5 s."""
         self.begin_close()
         self._journal.mark_shut_down()
         await asyncio.gather(*(self._finish(session) for session in self._closing))

@@ -84,18 +84,23 @@ async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncItera
             robot.cancel()
 
 
+async def watched() -> None:
+    """Wait until the server has seen the present state of the followed folders."""
+    LOOKS.clear()
+    await until(lambda: LOOKS, within=30)
+
+
 @pytest.fixture(autouse=True)
 def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("service.rollout.webhooks.FOLDER_POLL_INTERVAL", 0.05)
-    look_at = webhooks._scan_followed
-    LOOKS.clear()
+    look_at = webhooks._read_file_states
 
     def looked_at(folder: str) -> object:
         found = look_at(folder)
         LOOKS.append(folder)
         return found
 
-    monkeypatch.setattr(webhooks, "_scan_followed", looked_at)
+    monkeypatch.setattr(webhooks, "_read_file_states", looked_at)
     # What a busy machine misses takes no policy back here; tests/integration/rollout/test_rollout.py has that.
     monkeypatch.setattr(
         "service.rollout.webhooks.ProbationSettings", partial(ProbationSettings, missed=1e3, starvations=1000)
@@ -109,7 +114,7 @@ async def test_a_changed_folder_is_swapped_in_unless_it_is_broken(tmp_path: Path
         await rig.running()
         first = (await rig.stats())["policy_commit"]
         assert len(first) == 40
-        await until(lambda: LOOKS, within=30)  # what is there now is known
+        await watched()
         write(rig.folder, 0.2)
         swapped = await rig.until(lambda found: found and found[0]["result"])
         assert (swapped["result"], swapped["trigger"]) == ("swapped", "folder"), swapped
@@ -159,7 +164,7 @@ async def test_a_staged_policy_waits_for_its_word(tmp_path: Path) -> None:
     async with rigged(tmp_path / "policy") as rig:
         await rig.running("stage")
         first = (await rig.stats())["policy_commit"]
-        await until(lambda: LOOKS, within=30)  # what is there now is known
+        await watched()
         write(rig.folder, 0.2)
         staged = await rig.until(lambda found: found and found[0]["result"])
         assert staged["result"] == "staged", staged
@@ -280,7 +285,7 @@ async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> N
         )
         assert made.status == "enabled"
         await rig.running()
-        await until(lambda: LOOKS, within=30)  # what is there now is known
+        await watched()
         write(rig.folder, 0.2)
         await rig.until(lambda found: found and found[0]["result"])
         assert (await rig.call("DELETE", "/sessions/arm"))[0] == 200
@@ -313,7 +318,7 @@ async def test_a_folder_of_the_home_is_followed(tmp_path: Path, monkeypatch: pyt
     async with rigged(tmp_path / "policy") as rig:
         rig.folder = Path("~/policy")
         await rig.running()
-        await until(lambda: LOOKS, within=30)  # what is there now is known
+        await watched()
         write(tmp_path / "policy", 0.2)
         swapped = await rig.until(lambda found: found and found[0]["result"])
         assert swapped["result"] == "swapped", swapped

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.lifespan import session_settings
+from service.app import session_settings
 from service.sessions.request import NewSession
 from service.settings import Settings
 from tests.testing.rig import SessionRig

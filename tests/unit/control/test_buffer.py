@@ -98,7 +98,7 @@ def test_an_older_frame_never_replaces_a_newer_one() -> None:
     seen = buffer()
     seen.put_frame("front", FRAME, 2.0)
     seen.put_frame("front", FRAME + 1, 1.0)
-    assert seen.frame_ages(2.0) == {"front": 0.0}
+    assert seen.observed_at == {"front": 2.0}
     assert seen.dropped["frame_out_of_order"] == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 from service.control.config import Mode, SafetySettings
 from service.control.guard import ChunkClamp, Guard, Motion
 from service.control.joints import SO100, Joint, JointTable
-from service.control.limits import FileLimits, LimitsFile, MotionLimits, create_motion_limits
+from service.control.limits import FileLimits, MotionLimits, create_motion_limits
 
 TABLE = JointTable(SO100)
 HOME = np.array([0, 0, 0, 0, 0, 50], np.float32)
@@ -24,7 +24,7 @@ def limits(mode: Mode = "clamp", **said: float) -> MotionLimits:
     for name in TABLE.names:
         numbers: dict[str, Any] = {"velocity": 250.0 if name == "Jaw" else 500.0} | said
         joints[name] = FileLimits(**numbers, origin="f")
-    return create_motion_limits(TABLE, SafetySettings(safety=mode), file=LimitsFile("f", joints))
+    return create_motion_limits(TABLE, SafetySettings(safety=mode), file=joints)
 
 
 def guard(found: MotionLimits | None = None, *, rate: float = 20, action_rate: float = 20) -> Guard:
@@ -287,7 +287,7 @@ def test_what_no_working_policy_asks_for_is_refused_in_either_mode(mode: Mode, j
 
 def test_a_limits_file_makes_no_sound_policy_unbelievable() -> None:
     # It may keep a joint to a small part of what its policy rightly asks for.
-    narrow = create_motion_limits(TABLE, file=LimitsFile("f", {"Rotation": FileLimits(low=-1.0, high=1.0, origin="f")}))
+    narrow = create_motion_limits(TABLE, file={"Rotation": FileLimits(low=-1.0, high=1.0, origin="f")})
     plan = line(0.0)
     plan[:, 0] = 90.0
     assert guard(narrow).check_shape(plan[None]) is None

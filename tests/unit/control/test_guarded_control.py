@@ -15,7 +15,7 @@ from service.control.config import ControlConfig, SafetySettings
 from service.control.controller import ControlEvent, Controller, TickResult
 from service.control.guard import Ramp
 from service.control.joints import SO100, JointTable
-from service.control.limits import FileLimits, LimitsFile, MotionLimits, create_motion_limits
+from service.control.limits import FileLimits, MotionLimits, create_motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.errors import InvalidRequest
 from service.stage import Move
@@ -91,7 +91,7 @@ class Arm:
 def limits(mode: Any = "clamp", requested: float | None = None, **said: float) -> MotionLimits:
     numbers: dict[str, Any] = dict(said)
     joints = {name: FileLimits(**numbers, origin="f") for name in TABLE.names}
-    file = LimitsFile("f", joints) if said else None
+    file = joints if said else None
     return create_motion_limits(TABLE, SafetySettings(safety=mode), file=file, requested=requested)
 
 

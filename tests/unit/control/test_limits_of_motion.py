@@ -12,7 +12,7 @@ import pytest
 
 from service.control.config import SafetySettings
 from service.control.joints import SO100, Joint, JointTable, create_joint_table
-from service.control.limits import FileLimits, LimitsError, LimitsFile, MotionLimits, create_motion_limits, read_limits
+from service.control.limits import FileLimits, LimitsError, MotionLimits, create_motion_limits, read_limits
 from service.errors import InvalidRequest
 from service.sessions.compatibility import make_limits
 from service.sessions.policy_slots import list_differences
@@ -86,7 +86,7 @@ def test_a_policy_that_was_trained_on_other_data_may_take_over() -> None:
 
 
 def test_the_tightest_step_counts_and_says_whose_it_is() -> None:
-    file = LimitsFile("arm.toml", {"elbow_flex": FileLimits(step=3.0, origin="arm.toml")})
+    file = {"elbow_flex": FileLimits(step=3.0, origin="arm.toml")}
     settings, requested = SafetySettings(max_relative_target=5.0), {"shoulder_pan": 9.0, "gripper": 2.0}
     limits = create_motion_limits(TABLE, settings, file=file, requested=requested)
     steps = {name: of(limits, name)["step"] for name in TABLE.names}
@@ -133,7 +133,7 @@ def test_a_urdf_gives_range_and_velocity_of_joints_of_the_same_name(tmp_path: Pa
     }
     assert limits.unlimited == ["elbow"]
     assert limits.unmatched == ("wheel",)
-    assert file.joints["wheel"].velocity == 7
+    assert file["wheel"].velocity == 7
 
 
 def test_a_toml_file_scales_what_a_urdf_says_and_says_more(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_a_toml_file_scales_what_a_urdf_says_and_says_more(tmp_path: Path) -> No
         '[joints.Jaw]\nurdf = "finger"\nscale = -2500\noffset = 150\nvelocity = 60',
     )
     file = read_limits(path)
-    assert file.joints["waist"] == FileLimits(-31, 31, velocity=20, jerk=9, origin="limits.toml")
-    assert file.joints["Jaw"] == FileLimits(0, 100, velocity=60, origin="limits.toml")
-    assert "finger" not in file.joints
+    assert file["waist"] == FileLimits(-31, 31, velocity=20, jerk=9, origin="limits.toml")
+    assert file["Jaw"] == FileLimits(0, 100, velocity=60, origin="limits.toml")
+    assert "finger" not in file
     assert of(create_motion_limits(TABLE, file=file), "Jaw")["velocity"] == 60
 
 

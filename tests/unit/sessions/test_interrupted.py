@@ -12,9 +12,9 @@ import pytest
 from benchmarks.crash_recovery import FAULTS, campaign
 from hooks.database import Database
 from hooks.errors import StoreError
+from service.app import session_settings
 from service.errors import MoveRefused, RoomsTaken, SessionExists, TransportError, UnknownSession
 from service.inference.engine import Engine
-from service.lifespan import session_settings
 from service.sessions.records import SCHEMA, SessionRecords
 from service.sessions.store import NewSession, Sessions
 from service.settings import Settings
