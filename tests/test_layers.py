@@ -282,7 +282,7 @@ BANNED = [
 ]
 # Where public names are read for such words, and which of them stay: others have them in code, files or settings.
 FIXED_NAMES = {
-    "hooks": {"WebhookNotFound", "ServerNotFound", "kept", "kept_dead", "kept_bytes", "lane"},
+    "hooks": {"WebhookNotFound", "kept", "kept_dead", "kept_bytes", "lane"},
     "jaxmodels": {"shapes_kept"},
     "robojax": {"drive_mode", "found"},
     "service/api": set(),

@@ -62,10 +62,9 @@ class AtExit:
             self._is_registered = True
             register_at_exit(self._run)
 
-    def cancel(self) -> bool:
-        """Cancel the call; return whether it was scheduled."""
-        was_on, self._is_on = self._is_on, False
-        return was_on
+    def cancel(self) -> None:
+        """Cancel the call."""
+        self._is_on = False
 
     def _run(self) -> None:
         has_crashed = hasattr(sys, "last_exc") or getattr(sys, "last_type", None) is not None
@@ -118,21 +117,15 @@ def resolve_settings(
     settings: ReceiverSettings | None,
     secret: str | Sequence[str] | None,
     database: str | Path | None,
-    *,
-    has_script: bool = True,
 ) -> ReceiverSettings:
-    """Complete the settings with a secret and a database; an empty value counts as none.
-
-    Args:
-        has_script: whether the running program describes the server, and is no command that loads a description.
-    """
+    """Complete the settings with a secret and a database; an empty value counts as none."""
     settings = settings or ReceiverSettings()
     if secret and not isinstance(secret, str):
         settings = replace(settings, secrets=tuple(secret))
     elif secret := secret or (None if settings.secrets else os.environ.get(SECRET)):
         settings = replace(settings, secrets=(secret,))
     database = database or settings.database or os.environ.get(DATABASE) or None
-    if database is None and has_script:
+    if database is None:
         database = choose_database(next(_server_numbers))
     return replace(settings, database=None if database in (None, MEMORY) else Path(database))
 

@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import FrameType
 from typing import Any
@@ -257,12 +257,10 @@ async def serve_app(app: Sanic[Any, Any], listener: socket.socket) -> AsyncItera
             await server.startup()
             try:
                 await server.before_start()
-                app.ctx.loop = asyncio.get_running_loop()
                 await server.server.start_serving()
                 await server.after_start()
                 yield
             finally:
-                app.ctx.loop = None
                 await server.before_stop()
                 server.server.close()
                 await _drain_connections(server.connections)
@@ -282,59 +280,7 @@ async def _drain_connections(connections: set[Any]) -> None:
         connection.abort()
 
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-
-class WebhooksApp(Sanic[Any, Any]):
-    """Sanic app that answers ASGI calls from other loops on its server's loop.
-
-    Test clients of Starlette and httpx call from a loop of their own, where nothing of the receiver lives. An ASGI
-    server may also run the app by itself: it sends ``lifespan`` first, and everything happens on its loop.
-    """
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Loop that the app runs on; Sanic knows the loop only when Sanic made it."""
-        return getattr(self.ctx, "loop", None) or super().loop
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one ASGI call."""
-        serving: asyncio.AbstractEventLoop | None = getattr(self.ctx, "loop", None)
-        here = asyncio.get_running_loop()
-        if "path" in scope:
-            scope = {"raw_path": scope["path"].encode(), **scope}  # optional in ASGI, but Sanic needs it
-        if serving is None or serving is here:
-            if scope["type"] == "http" and not self.state.is_started:
-                raise RuntimeError(
-                    "this app does not run: call server.launch(prevent_thread_lock=True) before, or give the client "
-                    "the app as a context (lifespan events)"
-                )
-            await super().__call__(scope, receive, send)
-            return
-        if scope["type"] == "lifespan":
-            # The app runs already, and goes on when this caller ends.
-            for _ in range(2):
-                message = await receive()
-                await send({"type": f"{message['type']}.complete"})
-            return
-
-        async def receive_on_loop() -> Message:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_on_loop(receive), here))
-
-        async def send_on_loop(message: Message) -> None:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_on_loop(send, message), here))
-
-        answered = super().__call__(scope, receive_on_loop, send_on_loop)
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered, serving))
-
-
-async def _run_on_loop(call: Callable[..., Awaitable[Any]], *arguments: Message) -> Any:
-    return await call(*arguments)
-
-
-def build_app(max_body: int) -> WebhooksApp:
+def build_app(max_body: int) -> Sanic[Any, Any]:
     """Build an app without routes, whose errors are JSON that reveals nothing internal.
 
     Args:
@@ -352,7 +298,7 @@ def build_app(max_body: int) -> WebhooksApp:
         MOTD=False,
         TOUCHUP=False,  # it rewrites Sanic's classes from their source: a second app of one process would not start
     )
-    app = WebhooksApp(f"webhooks-{secrets.token_hex(4)}", config=config, configure_logging=False)
+    app = Sanic[Any, Any](f"webhooks-{secrets.token_hex(4)}", config=config, configure_logging=False)
     # Sanic keeps every app in a registry, where apps of closed servers would accumulate.
     Sanic.unregister_app(app)
     app.error_handler.add(Exception, _answer_error)

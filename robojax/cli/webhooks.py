@@ -1,4 +1,4 @@
-"""Command `webhooks`: manage webhooks, serve and send deliveries, list received events."""
+"""Command `webhooks`: manage webhooks, send sample deliveries, list received events."""
 
 import functools
 import json
@@ -6,7 +6,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import hooks
-from hooks.errors import StoreError, TunnelFailed
+from hooks.errors import StoreError
 from robojax.cli.app import Code, fail, flatten, print_table
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ PUSH = ("repo.content",)
 STATUSES = "waiting, running, done, failed, dead, ignored"
 
 plain = functools.partial(typer.Typer, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app = plain(help="Manage webhooks of the Hub (or of a robojax server), receive deliveries, list received events.")
+app = plain(help="Manage webhooks of the Hub (or of a robojax server), send sample deliveries, list received events.")
 events = plain()
 
 
@@ -103,7 +103,7 @@ def command(
                 try:
                     function(**arguments)
                 except hooks.HooksError as error:
-                    code = Code.TRANSPORT if isinstance(error, hooks.HubTrouble | TunnelFailed) else Code.USAGE
+                    code = Code.TRANSPORT if isinstance(error, hooks.HubTrouble) else Code.USAGE
                     fail(code, failure, str(error), get_advice(error))
                 finally:
                     for warning in caught:
@@ -127,8 +127,6 @@ def get_advice(error: hooks.HooksError) -> str:
         return "change what it names; --endpoint has to be a Hub, or a robojax server with --registry"
     if isinstance(error, hooks.HubTrouble):
         return "try again later; look at --endpoint and --timeout"
-    if isinstance(error, TunnelFailed):
-        return "leave --share out, or install a tunnel program"
     return "see --help for the options"
 
 
@@ -220,29 +218,6 @@ def replay(
     print_done("replayed", {"id": webhook_id}, as_json, log_id=log_id, status_code=status)
     if not 200 <= status < 300:
         raise typer.Exit(Code.CHECK)
-
-
-@command("the webhooks server cannot start")
-def serve(
-    target: Annotated[
-        str, typer.Argument(metavar="MODULE:NAME", help="Or a .py file. Without :NAME, the only server in it.")
-    ],
-    host: Annotated[Text, option("To listen on; default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, option("Default: the first free one from 7860 on; 0: any.")] = None,
-    secret_file: SecretFile = None,
-    share: Annotated[
-        bool | None, option("Whether to ask a tunnel program for a public address.", "--share/--no-share")
-    ] = None,
-    database: Annotated[File, option(f"File of the events; default: what the module says, or {DATABASE}.")] = None,
-) -> None:
-    """Receive webhooks with the functions of a module until Ctrl-C."""
-    from hooks.server.server import load_server
-
-    secret = hooks.find_secret(file=secret_file)
-    server = load_server(target)
-    settings = replace(server.settings, database=database or server.settings.database or DATABASE)
-    server.settings = settings if secret is None else replace(settings, secrets=(secret,))
-    server.launch(host=host, port=port, share=share)
 
 
 @command("nothing was sent")

@@ -1,11 +1,10 @@
-"""``robojax webhooks serve`` as a process of its own, and what ``events`` and ``send`` tell of it."""
+"""Deliveries of ``send`` to a script with a server, and its events as ``events`` lists them."""
 
 import json
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +17,7 @@ from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.server.server import WebhooksServer
 
-app = WebhooksServer(settings=ReceiverSettings(attempts=1))
+app = WebhooksServer(port=0, database="webhooks.sqlite", settings=ReceiverSettings(attempts=1))
 
 @app.add_webhook
 async def hello(payload: WebhookPayload):
@@ -28,7 +27,7 @@ async def hello(payload: WebhookPayload):
 def fails(payload):
     raise ValueError("on purpose \\x1b[31m")
 
-app.run()  # as in a script; the command starts it as it is told to
+app.run()
 """
 SECRET = "a-secret-of-the-command-line"
 
@@ -49,10 +48,10 @@ def receive(environment, tmp_path):
     """A server process and its URL."""
 
     @contextmanager
-    def start(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    def start() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "robojax.cli", "webhooks", "serve", *arguments, "--port", "0"],
-            env=environment,
+            [sys.executable, "app.py"],
+            env=environment | {"WEBHOOK_SECRET": SECRET},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -75,8 +74,8 @@ def receive(environment, tmp_path):
     return start
 
 
-def test_a_module_is_served_sent_to_and_looked_at(receive, robojax, call):
-    with receive("app:app", "--secret-file", "secret") as (process, url):
+def test_a_script_is_sent_to_and_its_events_are_listed(receive, robojax, call):
+    with receive() as (process, url):
         options = ("--all-scopes", "--dup", "2", "--json")
         sent = robojax("webhooks", "send", f"{url}/webhooks/hello", "--secret-file", "secret", *options)
         rows = [json.loads(line) for line in sent.stdout.splitlines()]
@@ -115,29 +114,6 @@ def test_a_module_is_served_sent_to_and_looked_at(receive, robojax, call):
 
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
-
-
-def test_a_file_is_served_without_a_name(receive):
-    with (
-        receive("app.py", "--database", "own.sqlite", "--no-share") as (_, url),
-        urllib.request.urlopen(f"{url}/healthz", timeout=30) as answer,
-    ):
-        assert json.load(answer) == {"status": "ok"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (("serve", "none.py"), "there is no file 'none.py'"),
-        (("serve", "none:app"), "there is no module 'none'"),
-        (("serve", "app:fails"), "'fails' is function; wanted the name of a WebhooksServer"),
-        (("serve", "json"), "has no WebhooksServer"),
-        (("serve", "app", "--secret-file", "none"), "none"),
-        (("serve", "app", "--port", "70000"), "port 70000"),
-    ],
-)
-def test_what_cannot_be_served_ends_with_2_and_says_why_and_what_to_do(robojax, arguments, why):
-    ends_with_2(robojax("webhooks", *arguments), why)
 
 
 @pytest.mark.parametrize(
