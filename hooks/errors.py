@@ -70,10 +70,6 @@ class RetryableError(HooksError):
         self.after = after
 
 
-class TunnelFailed(HooksError):
-    """The tunnel program did not give a public address."""
-
-
 class UnsafeTarget(HooksError):
     """Deliveries must not be sent to this address."""
 

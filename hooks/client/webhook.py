@@ -1,6 +1,5 @@
 """WebhookInfo, and checks of a webhook's fields before they are sent."""
 
-import base64
 import copy
 import difflib
 import ipaddress
@@ -19,7 +18,6 @@ import huggingface_hub
 from huggingface_hub.hf_api import JobSpec  # pyright: ignore[reportPrivateImportUsage]
 
 from hooks.errors import HubTrouble, InvalidWebhook
-from hooks.signatures import STANDARD_PREFIX
 
 MASK = "********"
 # Names of query parameters that carry a secret: the Hub's documentation allows ?secret= in the address of a webhook.
@@ -302,8 +300,8 @@ def check_webhook_id(webhook_id: str) -> str:
 
 
 def generate_secret() -> str:
-    """Generate a secret of 256 random bits, for ``X-Webhook-Secret`` and for Standard Webhooks."""
-    return STANDARD_PREFIX + base64.b64encode(random_secrets.token_bytes(32)).decode()
+    """Generate a secret of 256 random bits."""
+    return random_secrets.token_urlsafe(32)
 
 
 def find_secret(file: str | Path | None = None, *, generate: bool = False) -> str | None:

@@ -20,7 +20,7 @@ from sanic import HTTPResponse
 from hooks.errors import InvalidWebhook
 from hooks.payload import WebhookPayload
 from hooks.receiver.inbox import Answer, Event, Status
-from hooks.signatures import is_valid_secret
+from hooks.secrets import is_valid_secret
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +101,6 @@ class ReceiverSettings:
         read_within: time for the body of a request.
         max_body: largest body; the largest of the Hub, 10,000 files of a bucket, has about 1.7 MB.
         max_waiting: accepted and unfinished events above which a sender gets 503.
-        rate: deliveries per second of one source in the long run.
-        burst: deliveries of one source at once.
         attempts: failed runs after which an event is a dead letter.
         backoff: time before the second attempt; it doubles with every attempt.
         longest_backoff: upper limit of ``backoff``.
@@ -121,8 +119,6 @@ class ReceiverSettings:
     read_within: float = 10.0
     max_body: int = 5 << 20
     max_waiting: int = 1000
-    rate: float = 100.0
-    burst: int = 1000
     attempts: int = 5
     backoff: float = 1.0
     longest_backoff: float = 60.0
@@ -145,7 +141,7 @@ class ReceiverSettings:
             value = getattr(self, name)
             if isinstance(value, int | float) and (value < 0 or not math.isfinite(value)):
                 raise InvalidWebhook(f"{name} is {value}; wanted a number that is not negative")
-        for name in ("max_body", "max_waiting", "rate", "burst", "attempts", "threads", "concurrency"):
+        for name in ("max_body", "max_waiting", "attempts", "threads", "concurrency"):
             if getattr(self, name) <= 0:
                 raise InvalidWebhook(f"{name} is {getattr(self, name)}; wanted more than 0")
 

@@ -17,7 +17,7 @@ from sanic import Blueprint, HTTPResponse, Request
 from sanic import json as in_json
 
 from hooks.errors import DeliveryRefused, HooksError, HubTrouble, InvalidWebhook, StoreError, UnsafeTarget
-from hooks.signatures import is_valid_secret
+from hooks.secrets import is_valid_secret
 
 if TYPE_CHECKING:
     from hooks.registry.registry import Registry

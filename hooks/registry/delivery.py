@@ -1,4 +1,4 @@
-"""One signed delivery: a single attempt, its outcome, and the schedule of retries."""
+"""One delivery: a single attempt, its outcome, and the schedule of retries."""
 
 import asyncio
 import json
@@ -15,7 +15,6 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from hooks.addresses import Resolve, TargetRules
 from hooks.errors import UnsafeTarget
-from hooks.signatures import sign_standard
 from hooks.threads import start_in_thread
 
 MAX_EXCERPT = 1024  # bytes of an answer or of a job's output that are kept
@@ -136,8 +135,6 @@ MINUTE, HOUR = 60.0, 3600.0
 @dataclass(frozen=True)
 class Schedule:
     """Waiting times before each delivery attempt.
-
-    The default is that of Standard Webhooks in its first half day.
 
     Attributes:
         waits: seconds before the first attempt, before the second, ...; each wait allows one attempt.
@@ -320,11 +317,7 @@ class HttpDeliverer:
 
 
 def build_headers(destination: Destination, request: DeliveryRequest, now: float) -> dict[str, str]:
-    """Build the headers of a delivery: the Hub's ``X-Webhook-Secret`` and a Standard Webhooks signature.
-
-    Args:
-        now: seconds since 1970; each attempt is signed again, because receivers refuse old signatures.
-    """
+    """Build the headers of a delivery that is attempted ``now``, in seconds since 1970."""
     headers = {
         "Content-Type": "application/json",
         "User-Agent": "robojax-webhooks",
@@ -332,7 +325,6 @@ def build_headers(destination: Destination, request: DeliveryRequest, now: float
         "Webhook-Timestamp": str(int(now)),
     }
     if destination.secret:
-        headers["Webhook-Signature"] = sign_standard(destination.secret, request.id, int(now), request.body)
         headers["X-Webhook-Secret"] = destination.secret
     return headers
 

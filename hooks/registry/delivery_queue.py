@@ -163,7 +163,7 @@ class Message:
         type: ``repo.content`` or ``session.started``, for the log.
         subject: what its order is kept by: a repo or a session.
         body: JSON object for each webhook; if it has the Hub's shape, ``webhook`` is added.
-        is_hub: whether it is of the Hub's shape, else of Standard Webhooks.
+        is_hub: whether it has the Hub's shape, which names the webhook.
     """
 
     id: str

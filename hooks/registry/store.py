@@ -14,7 +14,6 @@ from hooks.addresses import MAX_URL
 from hooks.errors import InvalidWebhook, UnknownWebhook
 from hooks.registry import delivery_queue
 from hooks.registry.delivery import MAX_JOB_SECRET, MAX_SECRET, Destination, format_time
-from hooks.signatures import sign_standard
 
 # Older versions of huggingface_hub say it in the plural.
 Domain = Annotated[
@@ -106,7 +105,6 @@ class Webhook:
 def _check_secret(secret: str) -> str:
     if not secret.isascii() or not secret.isprintable() or secret != secret.strip():
         raise ValueError("wanted printable ASCII (it is sent as a header) without spaces at its ends")
-    sign_standard(secret, "", 0, b"")  # raises InvalidWebhook, a ValueError
     return secret
 
 

@@ -268,7 +268,7 @@ class WebhooksServer:
         if command is None:
             yield
             return
-        async with open_tunnel(command, local, on_end=print_notice) as public:
+        async with open_tunnel(command, local) as public:
             self._public = public
             try:
                 yield
