@@ -325,10 +325,6 @@ class Receiver:
         """
         return await self._running.replay(event_id)
 
-    async def list_recent(self, limit: int = 10) -> list[Event]:
-        """List the latest events for a page: names of repos, but no secrets. Empty while the receiver is stopped."""
-        return [] if self._worker is None else await self.events(limit=limit)
-
     @property
     def _running(self) -> Worker:
         if self._worker is None:

@@ -223,8 +223,10 @@ def replay(
 @command("nothing was sent")
 def send(
     url: Annotated[str, typer.Argument(metavar="URL", help="Of the endpoint: http://127.0.0.1:7860/webhooks/NAME.")],
-    scope: Annotated[Texts, option("repo.content, discussion, repo:move, ...; repeatable.")] = None,
-    all_scopes: Annotated[bool, option("One of every kind that the Hub documents.", "--all-scopes")] = False,
+    scope: Annotated[
+        Texts, option("repo.content, repo, repo.config, discussion, discussion.comment; repeatable.")
+    ] = None,
+    all_scopes: Annotated[bool, option("One of every scope.", "--all-scopes")] = False,
     repo: Annotated[str, option("That it happened to.")] = "robotics-lab/pick-cubes",
     sha: Annotated[Text, option("Commit that it is about; default: one made up.")] = None,
     secret_file: SecretFile = None,
@@ -234,13 +236,13 @@ def send(
     """Deliver made-up events as the Hub would. Ends with 1 when an answer is not 2xx."""
     import httpx2
 
-    from hooks.payload import SAMPLE_SCOPES, sample
+    from hooks.payload import SAMPLES, sample
 
     secret = hooks.find_secret(file=secret_file) or os.environ.get(VARIABLE) or ""
     if not (secret.isascii() and secret.isprintable()):
         raise hooks.InvalidWebhook("the secret is not one line of visible ASCII, so that no header can carry it")
     accepted = 0
-    samples = [(kind, sample(kind, repo=repo, sha=sha)) for kind in (SAMPLE_SCOPES if all_scopes else scope or PUSH)]
+    samples = [(kind, sample(kind, repo=repo, sha=sha)) for kind in (SAMPLES if all_scopes else scope or PUSH)]
     for kind, payload in samples:
         headers = {"Webhook-Id": str(uuid.uuid4())} | ({"X-Webhook-Secret": secret} if secret else {})
         for _ in range(dup):
@@ -255,7 +257,7 @@ def send(
             except httpx2.HTTPError as error:
                 row["answer"] = str(error) or type(error).__name__
             accepted += str(row["status"]).startswith("2")
-            line = f"{row['status'] or '---'}  {kind:<28} {row['id']}  "
+            line = f"{row['status'] or '---'}  {kind:<18} {row['id']}  "
             typer.echo(json.dumps(row) if as_json else line + escape(row["answer"].replace("\n", " "))[:100])
     if not as_json:
         typer.echo(f"{accepted} of {len(samples) * dup} accepted")

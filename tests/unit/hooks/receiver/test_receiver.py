@@ -338,7 +338,7 @@ async def test_headers_of_an_event_have_no_secrets(serving, make_payload) -> Non
     headers = {**SIGNED, "authorization": "Bearer private", "webhook-id": "1", "user-agent": "hub"}
     async with serving(receiver) as sender:
         await sender.post("/webhooks/x", make_payload(), headers=headers)
-        recent = await receiver.list_recent()
+        recent = await receiver.events()
     assert (seen[0].headers["user-agent"], seen[0].delivery_id, seen[0].webhook_id) == ("hub", "1", "webhook-1")
     assert json.loads(seen[0].body) == make_payload()
     assert [event.repo for event in recent] == ["robots/act"]

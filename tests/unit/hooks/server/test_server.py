@@ -14,7 +14,6 @@ from hooks.errors import HooksError, InvalidWebhook, StoreError
 from hooks.payload import WebhookPayload, sample
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.server import serving as application
-from hooks.server.pages import InvalidInterface
 from hooks.server.server import WebhooksServer, get_default_server, webhook_endpoint
 from hooks.server.serving import CannotListen, choose_address, open_listener, serve_app
 from tests.unit.hooks.server.conftest import ask
@@ -331,7 +330,7 @@ class Blocks:
 
 
 def test_anything_else_as_ui_is_refused_with_the_accepted_kinds():
-    with pytest.raises(InvalidInterface, match=r"found gradio.blocks.Blocks, wanted a text of HTML.*server of its own"):
+    with pytest.raises(TypeError, match=r"found gradio.blocks.Blocks, wanted a text of HTML.*server of its own"):
         WebhooksServer(Blocks())
     with pytest.raises(TypeError):
         WebhooksServer(ui=Path("index.html"))
