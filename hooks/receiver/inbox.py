@@ -15,8 +15,8 @@ from hooks.database import Database, alone, insert_row
 from hooks.errors import UnknownEvent
 from hooks.queue import OPEN, Queue
 
-SCHEMA = [
-    """CREATE TABLE events (
+SCHEMA = """
+CREATE TABLE events (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
     path TEXT NOT NULL,
@@ -46,13 +46,11 @@ SCHEMA = [
     body BLOB NOT NULL,
     UNIQUE (path, webhook_id, identity)
 ) STRICT;
-CREATE INDEX events_open ON events (number) WHERE status IN ('waiting', 'running');
+CREATE INDEX events_in_lanes ON events (path, lane, number) WHERE status IN ('waiting', 'running');
 CREATE INDEX events_by_webhook ON events (webhook_id, received_at);
 CREATE INDEX events_by_status ON events (status, number);
-CREATE INDEX events_by_end ON events (finished_at)""",
-    """DROP INDEX events_open;
-CREATE INDEX events_in_lanes ON events (path, lane, number) WHERE status IN ('waiting', 'running')""",
-]
+CREATE INDEX events_by_end ON events (finished_at);
+"""
 QUEUE = Queue("events", group="path", ordered="one.lane <> ''")
 BRIEF = (
     "number, id, path, webhook_id, delivery_id, repo, repo_type, scope, action, status, attempt, received_at, "
@@ -64,7 +62,6 @@ class Status(StrEnum):
     """State of an event.
 
     ``failed``: the handler failed while the sender waited, and the sender was asked by a 500 to send the event again.
-    ``ignored``: the endpoint does not run it.
     """
 
     WAITING = "waiting"
@@ -72,11 +69,6 @@ class Status(StrEnum):
     DONE = "done"
     FAILED = "failed"
     DEAD = "dead"
-    IGNORED = "ignored"
-
-
-ENDED = (Status.DONE, Status.IGNORED)
-DEAD = (Status.DEAD, Status.FAILED)
 
 
 @dataclass(frozen=True)
@@ -175,13 +167,12 @@ def prune_events(
     Returns:
         The number of deleted events, at most three times ``batch_size``.
     """
-    ended, dead = (", ".join(f"'{status}'" for status in statuses) for statuses in (ENDED, DEAD))
     conditions = (
-        (f"SELECT number FROM events WHERE status IN ({ended}) AND finished_at <= ?", now - max_age),
-        (f"SELECT number FROM events WHERE status IN ({dead}) AND finished_at <= ?", now - max_dead_age),
+        ("SELECT number FROM events WHERE status = 'done' AND finished_at <= ?", now - max_age),
+        ("SELECT number FROM events WHERE status IN ('dead', 'failed') AND finished_at <= ?", now - max_dead_age),
         (
             "SELECT number FROM (SELECT number, sum(size) OVER (ORDER BY number DESC) AS total FROM events"
-            f" WHERE status IN ({ended})) WHERE total > ? ORDER BY number",
+            " WHERE status = 'done') WHERE total > ? ORDER BY number",
             max_bytes,
         ),
     )
@@ -398,7 +389,7 @@ class Inbox:
 
     def __init__(self, path: str | Path | None):
         self.path = None if path is None else Path(path)
-        self.database = Database(path, SCHEMA)
+        self.database = Database(path, [SCHEMA])
         self._lock = ExitStack()
 
     def lock(self) -> None:

@@ -1,8 +1,7 @@
-"""One delivery: a single attempt, its outcome, and the schedule of retries."""
+"""One delivery: a single attempt, its outcome, and the waits between attempts."""
 
 import asyncio
 import json
-import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,10 +27,11 @@ class Destination:
     """Destination of a webhook's events: a URL, or a job by its id.
 
     Attributes:
+        id: of the webhook.
         secrets: environment variables for the job.
     """
 
-    webhook_id: str
+    id: str
     url: str | None = None
     job: str | None = None
     secret: str | None = field(default=None, repr=False)
@@ -132,41 +132,24 @@ def make_excerpt(
 MINUTE, HOUR = 60.0, 3600.0
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Waiting times before each delivery attempt.
+# Seconds before the first attempt, before the second, ...; each wait allows one attempt.
+WAITS = (0.0, 5.0, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 5 * HOUR, 10 * HOUR)
+JITTER = 0.2  # part of a wait by which it is randomly longer or shorter, so that retries spread
+MAX_RETRY_AFTER = 10 * HOUR
 
-    Attributes:
-        waits: seconds before the first attempt, before the second, ...; each wait allows one attempt.
-        jitter: part of a wait by which it is randomly longer or shorter, so that targets that came back are not all
-            met at once.
-        max_retry_after: seconds; a ``Retry-After`` above it counts as this much.
+
+def get_wait(
+    waits: Sequence[float], failed_attempts: int, random: Callable[[], float], retry_after: float | None = None
+) -> float | None:
+    """Return the seconds until the next attempt, not below a target's ``Retry-After``; None when none is left.
+
+    Args:
+        random: returns a number of [0, 1).
     """
-
-    waits: tuple[float, ...] = (0.0, 5.0, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 5 * HOUR, 10 * HOUR)
-    jitter: float = 0.2
-    max_retry_after: float = 10 * HOUR
-
-    def __post_init__(self) -> None:
-        if not self.waits or any(not 0 <= wait < math.inf for wait in self.waits):
-            raise ValueError(f"waits: {self.waits!r}, wanted one number of seconds per attempt, none below 0")
-        if not 0 <= self.jitter < 1:
-            raise ValueError(f"jitter: {self.jitter!r}, wanted 0 up to below 1")
-
-    def get_wait(
-        self, failed_attempts: int, random: Callable[[], float], retry_after: float | None = None
-    ) -> float | None:
-        """Return the seconds until the next attempt; None when no attempt is left.
-
-        Args:
-            failed_attempts: attempts that failed up to now.
-            random: a number of [0, 1).
-            retry_after: seconds by the target's ``Retry-After``: never sooner than that.
-        """
-        if failed_attempts >= len(self.waits):
-            return None
-        wait = self.waits[failed_attempts] * (1 + self.jitter * (2 * random() - 1))
-        return wait if retry_after is None else max(wait, min(retry_after, self.max_retry_after))
+    if failed_attempts >= len(waits):
+        return None
+    wait = waits[failed_attempts] * (1 + JITTER * (2 * random() - 1))
+    return wait if retry_after is None else max(wait, min(retry_after, MAX_RETRY_AFTER))
 
 
 def parse_retry_after(header: str | None, now: float) -> float | None:

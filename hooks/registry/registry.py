@@ -1,7 +1,6 @@
 """Registry: webhooks managed on this machine, with their deliveries, while its server runs."""
 
 import asyncio
-import ipaddress
 import logging
 import math
 import re
@@ -9,15 +8,13 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sanic import Blueprint
 
 from hooks.addresses import Resolve, TargetRules
 from hooks.database import Database, alone
-from hooks.errors import DeliveryRefused, HooksError, InvalidSettings, InvalidWebhook, UnknownWebhook
+from hooks.errors import DeliveryRefused, HooksError, InvalidWebhook, UnknownWebhook
 from hooks.payload import WebhookPayload
 from hooks.registry import delivery_queue
 from hooks.registry.api import add_routes
@@ -25,58 +22,11 @@ from hooks.registry.delivery import DeliveryRequest, Destination, HttpDeliverer,
 from hooks.registry.delivery import resolve_host as ask_name_server
 from hooks.registry.delivery_queue import Message, generate_id
 from hooks.registry.jobs import JobDeliverer, load_jobs
-from hooks.registry.sender import Sender, SenderSettings
+from hooks.registry.sender import Sender
+from hooks.registry.settings import RegistrySettings
 from hooks.registry.store import SCHEMA, Webhook, WebhookStore, WebhookUpdate, read_update
 
 logger = logging.getLogger(__name__)
-
-MIN_TOKEN = 16
-
-
-@dataclass(frozen=True)
-class RegistrySettings:
-    """Settings of a registry, for the operator.
-
-    Attributes:
-        tokens: accepted in ``Authorization: Bearer ...``; at least one.
-        database: the SQLite file; None keeps everything in memory, and a restart loses it.
-        allowed_networks: networks that may be sent to although they are not public, e.g. ``192.168.1.0/24``.
-        jobs_file: TOML of the jobs that webhooks may start; None for none.
-        max_webhooks: largest number of registered webhooks.
-        jobs_at_once: largest number of jobs that run in parallel.
-        suspend_after: number of deliveries in a row that failed for good, after which a webhook is suspended.
-        sender: retries, order, retention.
-    """
-
-    tokens: tuple[str, ...] = field(default=(), repr=False)
-    database: Path | None = None
-    allowed_networks: tuple[str, ...] = ()
-    jobs_file: Path | None = None
-    max_webhooks: int = 100
-    jobs_at_once: int = 2
-    suspend_after: int = 3
-    sender: SenderSettings = field(default_factory=SenderSettings)
-
-    def __post_init__(self) -> None:
-        wrong = []
-        if not self.tokens:
-            wrong.append(
-                "no token is configured, and without one anybody could make this server send requests and start jobs; "
-                "set at least one (e.g. from `openssl rand -hex 32`) and give it to clients as HF_TOKEN"
-            )
-        if any(len(token) < MIN_TOKEN or not token.isascii() for token in self.tokens):
-            wrong.append(f"a token is shorter than {MIN_TOKEN} characters or not ASCII; make one: openssl rand -hex 32")
-        for network in self.allowed_networks:
-            try:
-                ipaddress.ip_network(network)
-            except ValueError as error:
-                wrong.append(f"allowed network {network!r}: {error}; wanted e.g. 192.168.1.0/24")
-        for name in ("max_webhooks", "jobs_at_once", "suspend_after"):
-            if not getattr(self, name) > 0:
-                wrong.append(f"{name}: {getattr(self, name)!r}, wanted more than 0")
-        if wrong:
-            raise InvalidSettings("registry of webhooks: " + "; ".join(wrong))
-
 
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
 
@@ -168,7 +118,7 @@ class Registry:
         settings = self.settings
         # Two senders on one queue would send everything twice.
         advice = "another process sends from it; end that, run one process, or give this one another file"
-        with alone(settings.database, advice), closing(Database(settings.database, SCHEMA)) as database:
+        with alone(settings.database, advice), closing(Database(settings.database, [SCHEMA])) as database:
             jobs_folder = settings.database and settings.database.with_name(settings.database.name + ".jobs")
             urls = HttpDeliverer(self._rules, resolve=self._resolve)
             jobs = JobDeliverer(self._jobs, jobs_folder, settings.jobs_at_once)
@@ -177,7 +127,7 @@ class Registry:
                 target = urls if destination.job is None else jobs
                 return await target.deliver(destination, request, now)
 
-            sender = Sender(database, self._store, deliver, settings.sender, clock=self._clock)
+            sender = Sender(database, self._store, deliver, settings, clock=self._clock)
             self._open = database, sender
             task = asyncio.create_task(sender.run(), name="webhooks sender")
             task.add_done_callback(_log_task_error)

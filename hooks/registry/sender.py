@@ -7,14 +7,14 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from hooks.database import Database
 from hooks.errors import StoreError
 from hooks.queue import QueueRunner
 from hooks.registry import delivery_queue
-from hooks.registry.delivery import DeliveryRequest, Destination, Outcome, Schedule
+from hooks.registry.delivery import DeliveryRequest, Destination, Outcome, get_wait
 from hooks.registry.delivery_queue import DueDelivery, Message
+from hooks.registry.settings import RegistrySettings
 from hooks.registry.store import WebhookStore
 
 logger = logging.getLogger(__name__)
@@ -22,25 +22,6 @@ logger = logging.getLogger(__name__)
 PRUNE_INTERVAL = 600.0
 # An answer that comes this soon after the end is still written down, and not asked for twice.
 STOP_TIMEOUT = 0.5
-
-
-@dataclass(frozen=True)
-class SenderSettings:
-    """Settings of the sender: retries, parallel deliveries, and retention of the log.
-
-    Attributes:
-        schedule: when a failed delivery is tried again.
-        max_parallel: deliveries of one webhook under way at once; of one repo it is always one.
-        max_waiting: deliveries of one webhook that may wait; above, the oldest are dropped.
-        retention: seconds that finished deliveries stay in the log.
-        max_retained: how many stay, over all webhooks.
-    """
-
-    schedule: Schedule = field(default_factory=Schedule)
-    max_parallel: int = 4
-    max_waiting: int = 1000
-    retention: float = 14 * 24 * 3600.0
-    max_retained: int = 10_000
 
 
 class Sender:
@@ -56,7 +37,7 @@ class Sender:
         database: Database,
         store: WebhookStore,
         deliver: Callable[[Destination, DeliveryRequest, float], Awaitable[Outcome]],
-        settings: SenderSettings | None = None,
+        settings: RegistrySettings,
         *,
         clock: Callable[[], float] = time.time,
         random: Callable[[], float] = random.random,
@@ -72,7 +53,7 @@ class Sender:
         self._database = database
         self._store = store
         self._deliver_once = deliver
-        self._settings = settings or SenderSettings()
+        self._settings = settings
         self._clock = clock
         self._random = random
         self._replays: set[asyncio.Task[object]] = set()
@@ -127,7 +108,7 @@ class Sender:
             await self._attempt_delivery(delivery)
 
     async def _attempt_delivery(self, delivery: DueDelivery, *, is_replay: bool = False) -> Outcome | None:
-        destination = await self.runner.write(self._store.destination, delivery.webhook_id)
+        destination = await self.runner.write(self._store.find, delivery.webhook_id)
         if destination is None:
             return None
         started_at = self._clock()
@@ -139,7 +120,7 @@ class Sender:
             outcome = Outcome(error=f"this server failed to send it ({type(error).__name__}); its log says more")
         if outcome.is_interrupted:
             return outcome
-        wait = self._settings.schedule.get_wait(delivery.failed_attempts + 1, self._random, outcome.retry_after)
+        wait = get_wait(self._settings.waits, delivery.failed_attempts + 1, self._random, outcome.retry_after)
         await self.runner.write(self._record_attempt, delivery, outcome, started_at, self._clock(), wait, is_replay)
         if not outcome.is_delivered:
             logger.warning(

@@ -1,13 +1,11 @@
 """Store of registered webhooks in SQLite, with validated create and update."""
 
-import json
 import re
 import sqlite3
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from hooks.addresses import MAX_URL
@@ -46,26 +44,21 @@ class Watched:
     name: Annotated[str, AfterValidator(_check_name)]
 
 
-@dataclass(frozen=True)
-class Webhook:
+@validated_dataclass(frozen=True)
+class Webhook(Destination):
     """A registered webhook; either ``url`` or ``job`` is set.
 
     Attributes:
-        job: id of a job in the operator's file.
         disabled: empty while it gets events, ``disabled``, or ``SUSPENDED``.
-        secrets: environment variables for the job.
+        exhausted: deliveries in a row that were given up.
     """
 
-    id: str
-    url: str | None
-    job: str | None
-    watched: tuple[Watched, ...]
-    domains: tuple[str, ...]
-    secret: str | None = field(default=None, repr=False)
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    watched: tuple[Watched, ...] = ()
+    domains: tuple[str, ...] = ()
     disabled: str = ""
     created_at: float = 0.0
     updated_at: float = 0.0
+    exhausted: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Convert to the Hub's JSON; the secrets are never in it."""
@@ -178,23 +171,8 @@ def _describe_error(error: Any) -> str:
     )
 
 
-WEBHOOKS = """
-CREATE TABLE webhooks (
-    id TEXT PRIMARY KEY,
-    url TEXT,
-    job TEXT,
-    watched TEXT NOT NULL,
-    domains TEXT NOT NULL,
-    secret TEXT,
-    secrets TEXT NOT NULL,
-    disabled TEXT NOT NULL,
-    created_at REAL NOT NULL,
-    updated_at REAL NOT NULL,
-    exhausted INTEGER NOT NULL DEFAULT 0,
-    CHECK ((url IS NULL) <> (job IS NULL))
-) STRICT;
-"""
-SCHEMA = (WEBHOOKS + delivery_queue.SCHEMA, delivery_queue.LANES)
+SCHEMA = "CREATE TABLE webhooks (id TEXT PRIMARY KEY, json TEXT NOT NULL) STRICT;" + delivery_queue.SCHEMA
+_WEBHOOK = TypeAdapter(Webhook)
 
 
 @dataclass(frozen=True)
@@ -214,14 +192,20 @@ class WebhookStore:
 
     def list_webhooks(self, connection: sqlite3.Connection) -> list[Webhook]:
         """List the webhooks, oldest first."""
-        return [_read_webhook(row) for row in connection.execute("SELECT * FROM webhooks ORDER BY created_at, rowid")]
+        rows = connection.execute("SELECT json FROM webhooks ORDER BY rowid")
+        return [_WEBHOOK.validate_json(row["json"]) for row in rows]
+
+    def find(self, connection: sqlite3.Connection, webhook_id: str) -> Webhook | None:
+        """Return the webhook with this id, or None."""
+        row = connection.execute("SELECT json FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
+        return None if row is None else _WEBHOOK.validate_json(row["json"])
 
     def get(self, connection: sqlite3.Connection, webhook_id: str) -> Webhook:
         """Return the webhook with this id."""
-        row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
-        if row is None:
+        webhook = self.find(connection, webhook_id)
+        if webhook is None:
             raise UnknownWebhook("there is no webhook of this id", 404)
-        return _read_webhook(row)
+        return webhook
 
     def create(self, connection: sqlite3.Connection, fields: WebhookUpdate, now: float) -> Webhook:
         """Register a webhook.
@@ -280,21 +264,19 @@ class WebhookStore:
 
     def enable(self, connection: sqlite3.Connection, webhook_id: str, now: float) -> Webhook:
         """Enable a webhook; deliveries that waited are sent at once."""
-        self._set_disabled(connection, webhook_id, "", now)
         delivery_queue.release_webhook(connection, webhook_id, now)
-        return self.get(connection, webhook_id)
+        return self._set_disabled(connection, webhook_id, "", now)
 
     def disable(self, connection: sqlite3.Connection, webhook_id: str, now: float, reason: str = "disabled") -> Webhook:
         """Disable a webhook; its waiting deliveries keep waiting."""
-        self._set_disabled(connection, webhook_id, reason, now)
+        webhook = self._set_disabled(connection, webhook_id, reason, now)
         delivery_queue.hold_webhook(connection, webhook_id)
-        return self.get(connection, webhook_id)
+        return webhook
 
-    def _set_disabled(self, connection: sqlite3.Connection, webhook_id: str, disabled: str, now: float) -> None:
-        self.get(connection, webhook_id)
-        connection.execute(
-            "UPDATE webhooks SET disabled = ?, exhausted = 0, updated_at = ? WHERE id = ?", (disabled, now, webhook_id)
-        )
+    def _set_disabled(self, connection: sqlite3.Connection, webhook_id: str, disabled: str, now: float) -> Webhook:
+        webhook = replace(self.get(connection, webhook_id), disabled=disabled, exhausted=0, updated_at=now)
+        _write_webhook(connection, webhook)
+        return webhook
 
     def delete(self, connection: sqlite3.Connection, webhook_id: str) -> None:
         """Delete a webhook with its waiting deliveries and its log."""
@@ -302,48 +284,22 @@ class WebhookStore:
         connection.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
         delivery_queue.delete_log(connection, webhook_id)
 
-    def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
-        """Return where a webhook's events go now."""
-        row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
-        if row is None:
-            return None
-        webhook = _read_webhook(row)
-        return Destination(webhook.id, webhook.url, webhook.job, webhook.secret, webhook.secrets)
-
     def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
         """Record a result: ``delivered``, ``exhausted`` (no attempt is left) or ``gone`` (410)."""
-        row = connection.execute("SELECT disabled, exhausted FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
-        if row is None:
+        webhook = self.find(connection, webhook_id)
+        if webhook is None:
             return
+        exhausted = webhook.exhausted + 1 if result == "exhausted" else 0
         if result == "gone":
             self.disable(connection, webhook_id, now)
-        elif result == "exhausted" and row["exhausted"] + 1 >= self.suspend_after and not row["disabled"]:
+        elif exhausted >= self.suspend_after and not webhook.disabled:
             self.disable(connection, webhook_id, now, SUSPENDED)
-        else:
-            exhausted = row["exhausted"] + 1 if result == "exhausted" else 0
-            connection.execute("UPDATE webhooks SET exhausted = ? WHERE id = ?", (exhausted, webhook_id))
+        elif exhausted != webhook.exhausted:
+            _write_webhook(connection, replace(webhook, exhausted=exhausted))
 
 
 def _write_webhook(connection: sqlite3.Connection, webhook: Webhook) -> None:
-    watched = json.dumps([[item.type, item.name] for item in webhook.watched])
-    texts = {"watched": watched, "domains": json.dumps(webhook.domains), "secrets": json.dumps(dict(webhook.secrets))}
     connection.execute(
-        "INSERT INTO webhooks (id, url, job, watched, domains, secret, secrets, disabled, created_at, updated_at) "
-        "VALUES (:id, :url, :job, :watched, :domains, :secret, :secrets, :disabled, :created_at, :updated_at) "
-        "ON CONFLICT (id) DO UPDATE SET url = excluded.url, job = excluded.job, watched = excluded.watched, "
-        "domains = excluded.domains, secret = excluded.secret, secrets = excluded.secrets, "
-        "updated_at = excluded.updated_at",
-        vars(webhook) | texts,
-    )
-
-
-def _read_webhook(row: sqlite3.Row) -> Webhook:
-    columns = {name: row[name] for name in row.keys() if name != "exhausted"}  # noqa: SIM118 (a Row is no dict)
-    return Webhook(
-        **columns
-        | {
-            "watched": tuple(Watched(*item) for item in json.loads(row["watched"])),
-            "domains": tuple(json.loads(row["domains"])),
-            "secrets": json.loads(row["secrets"]),
-        }
+        "INSERT INTO webhooks VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET json = excluded.json",
+        (webhook.id, _WEBHOOK.dump_json(webhook).decode()),
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VARIABLE = "WEBHOOK_SECRET"
 DATABASE = Path("webhooks.sqlite")
 PUSH = ("repo.content",)
-STATUSES = "waiting, running, done, failed, dead, ignored"
+STATUSES = "waiting, running, done, failed, dead"
 
 plain = functools.partial(typer.Typer, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app = plain(help="Manage webhooks of the Hub (or of a robojax server), send sample deliveries, list received events.")
