@@ -15,21 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFun
 
 from hooks.errors import InvalidWebhook
 
-__all__ = [
-    "ObjectId",
-    "WebhookPayload",
-    "WebhookPayloadComment",
-    "WebhookPayloadDiscussion",
-    "WebhookPayloadDiscussionChanges",
-    "WebhookPayloadEvent",
-    "WebhookPayloadMovedTo",
-    "WebhookPayloadRepo",
-    "WebhookPayloadUpdatedFile",
-    "WebhookPayloadUpdatedRef",
-    "WebhookPayloadUrl",
-    "WebhookPayloadWebhook",
-]
-
 T = TypeVar("T")
 
 

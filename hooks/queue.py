@@ -47,14 +47,7 @@ class Queue:
     def begin_due_rows(
         self, connection: sqlite3.Connection, now: float, take_room: Callable[[str], bool]
     ) -> tuple[list[sqlite3.Row], int, float | None]:
-        """Mark the rows that are due and have room as running, and return them.
-
-        Args:
-            take_room: whether one more of a group may run; asked once for each that would begin, and it does then.
-
-        Returns:
-            Those rows in order; how many more are due, and wait for others to end; and when the next one is due.
-        """
+        """Mark due rows with room as running; return them, the number of blocked rows, and when the next row is due."""
         due = connection.execute(
             f"SELECT number, {self.group}, NOT ({self.ordered} AND EXISTS (SELECT 1 FROM {self.table} AS other "
             f"WHERE other.{self.group} = one.{self.group} AND other.lane = one.lane AND other.{OPEN} "
@@ -175,26 +168,13 @@ class QueueRunner:
         if self._has_blocked_rows or task.cancelled() or task.exception() is not None or task.result() is not True:
             self.wake()
 
-    async def run_due(self) -> None:
-        """Run everything that is due, and wait until nothing due is left."""
-        while True:
-            await self.begin_due()
-            if not self._running:
-                return
-            await asyncio.wait(list(self._running))
-            await asyncio.sleep(0)  # the callbacks that take them off the list
-
     async def write(
         self,
         transaction: Callable[Concatenate[sqlite3.Connection, Arguments], Result],
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
-        """Write the outcome of a row, trying again while the database cannot be written (a full disk, say).
-
-        Raises:
-            StoreError: everything ends; the row is begun again at the next start.
-        """
+        """Write the outcome of a row, again and again while the disk is full; raise ``StoreError`` at the end."""
         while True:
             try:
                 return await self._database.run(transaction, *arguments, **named)

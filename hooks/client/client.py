@@ -73,6 +73,7 @@ class WebhookFields(TypedDict, total=False):
     Attributes:
         url: that is sent to.
         job_id: of the job that is started, instead.
+        watched: one or several items, mappings, or texts ``type:name``; required for a new webhook.
         domains: ``repo`` and ``discussion``; when left out, both for a new one and those it has for others.
         secret: that each delivery carries.
         secrets: variables of the job; an update replaces the named variables and removes the empty ones.
@@ -80,22 +81,10 @@ class WebhookFields(TypedDict, total=False):
 
     url: str | None
     job_id: str | None
+    watched: Watchable | Iterable[Watchable] | None
     domains: str | Iterable[str] | None
     secret: str | None
     secrets: Mapping[str, str] | None
-
-
-class NewWebhook(WebhookFields):
-    """Fields of a webhook to create; ``watched`` is one or several items, mappings, or texts ``type:name``."""
-
-    watched: Watchable | Iterable[Watchable]
-
-
-class ChangedWebhook(WebhookFields, total=False):
-    """Fields of a webhook to change; with ``allow_empty``, an empty ``watched`` stops all deliveries."""
-
-    watched: Watchable | Iterable[Watchable] | None
-    allow_empty: bool
 
 
 class WebhooksClient:
@@ -147,18 +136,20 @@ class WebhooksClient:
         """Return the webhook with this id."""
         return self._request_webhook("GET", webhook_id, token=token)
 
-    def create_webhook(self, *, token: Token = None, **fields: Unpack[NewWebhook]) -> WebhookInfo:
+    def create_webhook(self, *, token: Token = None, **fields: Unpack[WebhookFields]) -> WebhookInfo:
         """Create a webhook; never repeated, so after a HubTrouble it may exist all the same (see ``ensure``)."""
         body = make_body(**fields, is_new=True, allow_http=self.allow_http)
         return self._request_webhook("POST", body=_add_default_domains(body), token=token, is_repeatable=False)
 
-    def update_webhook(self, webhook_id: str, *, token: Token = None, **fields: Unpack[ChangedWebhook]) -> WebhookInfo:
+    def update_webhook(
+        self, webhook_id: str, *, token: Token = None, allow_empty: bool = False, **fields: Unpack[WebhookFields]
+    ) -> WebhookInfo:
         """Change the fields that are given and keep the rest.
 
-        The Hub takes what is watched whole or empties it, so it is looked up first when it is not named; a change by
-        another client in between is lost.
+        The Hub replaces ``watched`` as a whole, so it is looked up first when it is not given; a change by another
+        client in between is lost. With ``allow_empty``, an empty ``watched`` stops all deliveries.
         """
-        body = make_body(**fields, is_new=False, allow_http=self.allow_http)
+        body = make_body(**fields, is_new=False, allow_empty=allow_empty, allow_http=self.allow_http)
         if not {"watched", "domains"} <= set(body):
             body = _get_current_fields(self.get_webhook(webhook_id, token=token)) | body
         return self._request_webhook("POST", webhook_id, body=body, token=token)
@@ -191,7 +182,7 @@ class WebhooksClient:
         return status
 
     def ensure(
-        self, *, webhook_id: str | None = None, token: Token = None, **fields: Unpack[NewWebhook]
+        self, *, webhook_id: str | None = None, token: Token = None, **fields: Unpack[WebhookFields]
     ) -> WebhookInfo:
         """Create, update or enable a webhook so that exactly one webhook like this exists.
 
@@ -236,12 +227,7 @@ class WebhooksClient:
     def _request_json(
         self, method: str, *names: str, token: Token, body: Mapping[str, Any] | None = None, is_repeatable: bool = True
     ) -> Any:
-        """Send one request, repeated after passing failures; the answer's JSON, or None without a body.
-
-        Args:
-            names: the path after ``ROOT``.
-            is_repeatable: whether doing it twice is doing it once.
-        """
+        """Send a request to ``ROOT`` and ``names``, repeated after failures if that is safe; return its JSON."""
         path = "".join(f"/{check_webhook_id(name)}" for name in names)
         headers = self._build_headers(token)
         deadline = time.monotonic() + self.timeout
@@ -352,12 +338,7 @@ class WebhooksClient:
 
 
 def wait_before_retry(trouble: HubTrouble, attempt: int, *, now: float) -> float | None:
-    """Return the seconds until a failed call is repeated; None when repeating would not help.
-
-    Args:
-        attempt: that failed, from 1.
-        now: seconds since 1970.
-    """
+    """Return the seconds until a call that failed for the ``attempt``-th time is repeated; None for never."""
     if attempt >= ATTEMPTS or not isinstance(trouble, HubRefused | HubSilent | HubUnreachable):
         return None
     retry_after = None
@@ -391,11 +372,7 @@ def _as_sets(body: Mapping[str, Any]) -> tuple[set[tuple[str, str]], set[str]]:
 
 
 def _find_webhook(webhooks: Collection[WebhookInfo], url: str | None, job_id: str | None) -> WebhookInfo | None:
-    """Return the one webhook with exactly this address, or made from this job; None without one.
-
-    Raises:
-        HubTrouble: there are several, or a webhook does not tell the job it starts.
-    """
+    """Return the only webhook with this address or job, or None; raise ``HubTrouble`` if it is not clear which."""
     if url is not None:
         matching = [webhook for webhook in webhooks if webhook.url == url]
     else:

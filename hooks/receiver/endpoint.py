@@ -36,12 +36,7 @@ def build_answer(body: object, status: int = 200, headers: Mapping[str, str] | N
 
 
 def build_error(status: int, error: str, *, retry_after: float | None = None, **more: object) -> Answer:
-    """Build a JSON answer that names the error.
-
-    Args:
-        retry_after: seconds after which the sender may send again, for the header of this name.
-        more: further fields of the JSON object.
-    """
+    """Build a JSON answer with an error; ``retry_after`` is in seconds, ``more`` are further fields."""
     headers = None if retry_after is None else {"retry-after": str(max(1, round(retry_after)))}
     return build_answer({"error": error, **more}, status, headers)
 
@@ -162,13 +157,7 @@ MEANINGS: Mapping[str, Meaning] = {
 
 @dataclass(frozen=True)
 class Handler:
-    """Handler function of an endpoint, and the arguments that it takes.
-
-    Attributes:
-        arguments: what each parameter gets, by its name; positional-only parameters come first.
-        positional: number of positional-only parameters.
-        model: class of the payload; None for a dict.
-    """
+    """Handler function, what each of its parameters gets, and its payload's class (None for a dict)."""
 
     function: Callable[..., Any]
     name: str
@@ -190,13 +179,7 @@ class Handler:
 
 
 def read_handler(function: Callable[..., Any]) -> Handler:
-    """Read the parameters of a function: by annotation, or by name without an annotation.
-
-    A parameter with a default other than None keeps its default.
-
-    Raises:
-        InvalidWebhook: the function cannot be called, or a parameter has no known meaning.
-    """
+    """Read what each parameter gets by its annotation or name; raise ``InvalidWebhook`` if that is unknown."""
     name = get_handler_name(function)
     arguments: dict[str, Kind] = {}
     positional = 0
@@ -282,11 +265,7 @@ SECRET_HEADERS = (
 
 
 def check_sender(headers: Mapping[str, str], secrets: tuple[str, ...]) -> Answer | None:
-    """Check the secret of a request: answer 401 without a secret, 403 with a wrong one, None with a right one.
-
-    Args:
-        secrets: secrets of ``X-Webhook-Secret``; any request may pass when there are none.
-    """
+    """Return None if the secret is right or none is configured, else an answer 401 (missing) or 403 (wrong)."""
     if not secrets:
         return None
     if (secret := headers.get("x-webhook-secret")) is None:

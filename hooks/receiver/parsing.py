@@ -52,11 +52,7 @@ class Facts:
 
 
 def parse_json(body: bytes) -> Any:
-    """Parse the JSON of a body; while it parses a long one, other threads get their turns.
-
-    Raises:
-        InvalidPayload: the body is no JSON, or has more than ``VALUES`` values.
-    """
+    """Parse the JSON of a body; raise ``InvalidPayload`` if it is not JSON or has more than ``VALUES`` values."""
     if _count_values(body) > VALUES or body.count(b"\\") > VALUES:
         raise InvalidPayload("the body has too many values")
     try:
@@ -90,11 +86,7 @@ def read_facts(data: object) -> Facts:
 
 
 def check_payload(model: type[BaseModel] | None, data: object) -> None:
-    """Check that ``build_payload`` will succeed; of the Hub's own payload, only the required parts are checked.
-
-    Raises:
-        InvalidPayload: it will not.
-    """
+    """Raise ``InvalidPayload`` if ``build_payload`` would; of the Hub's own payload, check the required parts only."""
     if model is not None and model.__module__ in _PLAIN and isinstance(data, dict):
         model, data = WebhookPayload, {name: data[name] for name in REQUIRED_PARTS if name in data}
     build_payload(model, data)

@@ -53,11 +53,7 @@ class Refused(Exception):
 
 
 async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
-    """Read the whole body of a request.
-
-    Raises:
-        Refused: the body is too large, too slow or broken.
-    """
+    """Read the whole body; raise ``Refused`` if it is too large, too slow (``timeout`` seconds) or broken."""
     body = bytearray()
     try:
         async with asyncio.timeout(timeout):
@@ -114,11 +110,7 @@ def _build_size_error(max_bytes: int) -> Answer:
 
 
 async def read_verified_body(request: Request, settings: ReceiverSettings) -> bytes:
-    """Read the body of a request after checking the announced size and the secret.
-
-    Raises:
-        Refused: a check failed, or the body cannot be read.
-    """
+    """Read the body after checking the announced size and the secret; raise ``Refused`` if a check fails."""
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > settings.max_body:
         raise Refused(_build_size_error(settings.max_body))
@@ -129,11 +121,7 @@ async def read_verified_body(request: Request, settings: ReceiverSettings) -> by
 
 
 def build_incoming_event(endpoint: Endpoint, request: Request, content: bytes) -> IncomingEvent:
-    """Build the event to store from a request whose sender is verified.
-
-    Raises:
-        Refused: the body is not what the handler takes, or the id is not usable.
-    """
+    """Build the event to store; raise ``Refused`` if the handler cannot take the body, or the id is not usable."""
     takes_payload = endpoint.handler.takes("payload")
     facts = Facts()
     try:
@@ -299,30 +287,17 @@ class Receiver:
     async def events(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
     ) -> list[Event]:
-        """List events, newest first, without headers and bodies.
-
-        Args:
-            status: a ``Status``; ``dead`` lists the dead letters.
-            before: ``number`` of the last event of the page before.
-        """
+        """List events, newest first, without headers and bodies; those with a ``number`` below ``before``."""
         return await self._running.inbox.database.run(
             inbox.list_events, status=status, path=path, limit=limit, before=before
         )
 
     async def event(self, event_id: str) -> Event:
-        """Return one event with its headers, body and answer.
-
-        Raises:
-            UnknownEvent: there is no event of this id.
-        """
+        """Return one event with its headers, body and answer; raise ``UnknownEvent`` without one."""
         return await self._running.inbox.database.run(inbox.get_event, event_id)
 
     async def replay(self, event_id: str) -> Event:
-        """Set an event in any state to run again.
-
-        Raises:
-            UnknownEvent: there is no event of this id.
-        """
+        """Set an event in any state to run again; raise ``UnknownEvent`` without one."""
         return await self._running.replay(event_id)
 
     @property

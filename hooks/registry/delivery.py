@@ -111,13 +111,7 @@ def make_excerpt(
     max_bytes: int = MAX_EXCERPT,
     longest_secret: int = MAX_SECRET,
 ) -> str:
-    """Cut the beginning (or end) of an answer as text, with echoed secrets struck out.
-
-    Args:
-        data: at most ``max_bytes + longest_secret`` bytes; this many mean that the answer was longer.
-        max_bytes: bytes of the text.
-        longest_secret: bytes of the longest secret there may be.
-    """
+    """Cut the beginning or end of an answer as text; ``data`` is longer by a secret, so that none is cut in two."""
     text = data.decode("utf-8", "replace")
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, "***")
@@ -141,11 +135,7 @@ MAX_RETRY_AFTER = 10 * HOUR
 def get_wait(
     waits: Sequence[float], failed_attempts: int, random: Callable[[], float], retry_after: float | None = None
 ) -> float | None:
-    """Return the seconds until the next attempt, not below a target's ``Retry-After``; None when none is left.
-
-    Args:
-        random: returns a number of [0, 1).
-    """
+    """Return the seconds until the next attempt, not below ``retry_after``; None when no attempt is left."""
     if failed_attempts >= len(waits):
         return None
     wait = waits[failed_attempts] * (1 + JITTER * (2 * random() - 1))
@@ -153,11 +143,7 @@ def get_wait(
 
 
 def parse_retry_after(header: str | None, now: float) -> float | None:
-    """Parse a ``Retry-After`` header, seconds or a date; None when it is missing or neither.
-
-    Args:
-        now: seconds since 1970.
-    """
+    """Return the seconds from ``now`` (since 1970) that a ``Retry-After`` header asks for; None for other texts."""
     if header is None:
         return None
     text = header.strip()
@@ -182,13 +168,9 @@ RESOLVE_TIMEOUT = 5.0
 
 
 async def resolve_host(host: str, port: int) -> Sequence[str]:
-    """Resolve a host's addresses.
+    """Resolve a host's addresses in a daemon thread; raise ``OSError`` if it is unknown or there is no answer in time.
 
-    The thread is a daemon, as an unanswered question to a name server can take half a minute, and a server that ends
-    would wait for the threads of the loop's own pool.
-
-    Raises:
-        OSError: the host is unknown, or the name server did not answer in time (``TimeoutError``).
+    A server that ends would wait for threads of the loop's own pool, and a look-up can take half a minute.
     """
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT):
@@ -235,11 +217,7 @@ BODY_TIMEOUT = 2.0
 
 
 class HttpDeliverer:
-    """Delivers events by HTTP POST.
-
-    Attributes:
-        timeout: seconds for one attempt, with the name looked up and the connection made.
-    """
+    """Delivers events by HTTP POST; ``timeout`` is the limit of one attempt in seconds, with the name's look-up."""
 
     def __init__(self, rules: TargetRules, *, timeout: float = TIMEOUT, resolve: Resolve = resolve_host):
         self.timeout = timeout

@@ -22,10 +22,7 @@ def delete_log(connection: sqlite3.Connection, webhook_id: str) -> None:
 
 
 def prune_log(connection: sqlite3.Connection, before: float, max_finished: int) -> int:
-    """Delete deliveries that finished before a time, and newer ones above a number; return how many.
-
-    What waits for a webhook that is not enabled is forgotten too when it is older.
-    """
+    """Delete deliveries that ended before a time or exceed a number, and old ones of disabled webhooks."""
     count = connection.execute(
         "DELETE FROM deliveries WHERE finished_at < ? OR number IN (SELECT number FROM deliveries "
         "WHERE finished_at IS NOT NULL ORDER BY finished_at DESC, number DESC LIMIT -1 OFFSET ?) "
@@ -111,14 +108,9 @@ MAX_ATTEMPTS = 50
 
 @dataclass(frozen=True)
 class Message:
-    """One event, stored once for all webhooks that get it.
+    """One event, stored once (by its id) for all webhooks that get it, and sent in the order of its subject.
 
-    Attributes:
-        id: of the event; a second message with the same id is ignored.
-        type: ``repo.content`` or ``session.started``, for the log.
-        subject: what its order is kept by: a repo or a session.
-        body: JSON object for each webhook; if it has the Hub's shape, ``webhook`` is added.
-        is_hub: whether it has the Hub's shape, which names the webhook.
+    ``is_hub`` says that the body has the Hub's shape, to which ``webhook`` is added for each receiver.
     """
 
     id: str
@@ -146,11 +138,7 @@ def generate_id() -> str:
 def queue_message(
     connection: sqlite3.Connection, message: Message, webhook_ids: Collection[str], now: float, max_waiting: int
 ) -> tuple[int, dict[str, int]]:
-    """Queue an event for these webhooks.
-
-    Returns:
-        for how many it is queued, and how many older ones were dropped for it, by webhook.
-    """
+    """Queue an event; return for how many webhooks, and how many older ones were dropped for it, by webhook."""
     if not webhook_ids:
         return 0, {}
     body = json.dumps(message.body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -213,11 +201,7 @@ def record_attempt(
     *,
     is_replay: bool = False,
 ) -> bool:
-    """Record an attempt and its consequence: delivered, retried after ``wait`` seconds, or failed (None).
-
-    Returns:
-        whether the delivery is still there and was given up by this.
-    """
+    """Record an attempt and what follows from it; return whether the delivery was given up by this attempt."""
     row = connection.execute("SELECT attempts FROM deliveries WHERE id = ?", (delivery.id,)).fetchone()
     if row is None:
         return False

@@ -1,8 +1,8 @@
 """Registry: webhooks managed on this machine, with their deliveries, while its server runs."""
 
 import asyncio
+import json
 import logging
-import math
 import re
 import sqlite3
 import time
@@ -31,24 +31,6 @@ logger = logging.getLogger(__name__)
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
 
 
-def _to_json_value(value: Any) -> Any:
-    """Convert a value to JSON: non-finite numbers become null, unknown objects their text."""
-    if isinstance(value, Mapping):
-        return {_replace_surrogates(key): _to_json_value(part) for key, part in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_to_json_value(part) for part in value]
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return _replace_surrogates(value)
-
-
-def _replace_surrogates(value: object) -> str:
-    """Replace lone surrogates, which names of files may have and no database takes."""
-    return str(value).encode("utf-8", "replace").decode()
-
-
 class Registry:
     """Registry of webhooks, managed by the Hub's API, and their deliveries.
 
@@ -66,12 +48,7 @@ class Registry:
         resolve: Resolve = ask_name_server,
         clock: Callable[[], float] = time.time,
     ):
-        """Make a registry; nothing runs and no file is open before ``running``, or the server of ``blueprint``, starts.
-
-        Args:
-            resolve: names to addresses.
-            clock: seconds since 1970.
-        """
+        """Make a registry; nothing runs before ``running``, or the server of ``blueprint``, starts."""
         self.settings = settings
         self._jobs = load_jobs(settings.jobs_file)
         self._rules = TargetRules.from_networks(settings.allowed_networks)
@@ -90,10 +67,7 @@ class Registry:
         return await self._running[0].run(transaction, *arguments)
 
     def blueprint(self) -> Blueprint:
-        """Build the Hub's API; an app that serves it runs the registry from before its first request to after its last.
-
-        Paths are whole, as clients ask for them: ``/api/settings/webhooks``, ``/api/whoami-v2``.
-        """
+        """Build the Hub's API with whole paths; an app that serves it also runs the registry."""
         made = Blueprint("webhooks-registry")
         add_routes(made, self, self.settings.tokens)
         stack = AsyncExitStack()
@@ -110,11 +84,7 @@ class Registry:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Registry"]:
-        """Run the sender and jobs within this context; unfinished deliveries are sent again at the next start.
-
-        Raises:
-            StoreError: the database cannot be used, or another process uses it.
-        """
+        """Run the sender and jobs within this context; raise ``StoreError`` if another process uses the database."""
         settings = self.settings
         # Two senders on one queue would send everything twice.
         advice = "another process sends from it; end that, run one process, or give this one another file"
@@ -150,15 +120,7 @@ class Registry:
         return await self._run(self._store.get, webhook_id)
 
     async def create_webhook(self, body: object) -> Webhook:
-        """Register a webhook.
-
-        Args:
-            body: JSON, as ``HfApi.create_webhook`` sends it.
-
-        Raises:
-            InvalidWebhook, UnsafeTarget: a field cannot be used.
-            UnknownWebhook: there is no such job.
-        """
+        """Register a webhook by the JSON of ``HfApi.create_webhook``; raise ``InvalidWebhook``, ``UnsafeTarget``."""
         update = await self._check_target(read_update(body, is_new=True))
         return await self._run(self._store.create, update, self._clock())
 
@@ -205,12 +167,7 @@ class Registry:
         return await self._run(delivery_queue.list_deliveries, webhook_id, limit, before)
 
     async def replay(self, webhook_id: str, delivery_id: str) -> Outcome:
-        """Send a logged delivery again now; a job is only started, and the log has how it ended.
-
-        Raises:
-            UnknownWebhook: the webhook has no such delivery.
-            DeliveryRefused: there was no HTTP answer.
-        """
+        """Send a logged delivery again, or start its job; raise ``DeliveryRefused`` if there was no HTTP answer."""
         webhook = await self.get_webhook(webhook_id)
         outcome = await self._running[1].replay(webhook_id, delivery_id, is_awaited=webhook.job is None)
         if outcome is None:
@@ -222,19 +179,16 @@ class Registry:
     # Events.
 
     async def emit_session(self, type: str, data: Mapping[str, Any]) -> int:
-        """Emit an event of a session or of the server: ``session.started``, ``server.degraded``, ...
-
-        When this returns, the event is on the disk. Order is kept by ``data["session_id"]``.
+        """Emit an event of a type such as ``session.started``, in order per ``data["session_id"]``.
 
         Returns:
-            The number of webhooks that receive it: those with the domain ``session``.
-
-        Raises:
-            ValueError: the type is not words with dots between.
+            The number of webhooks that receive it; the event is on the disk then.
         """
         if not _TYPE.fullmatch(type):
             raise ValueError(f"event type {type!r}: wanted words with dots between, e.g. session.started")
-        plain = _to_json_value(data)
+        # Other values become their text, NaN and infinities null, and lone surrogates of file names question marks.
+        text = json.dumps(data, default=str, ensure_ascii=False).encode("utf-8", "replace")
+        plain = json.loads(text, parse_constant=lambda name: None)
         body = {"type": type, "timestamp": format_time(self._clock()), "data": plain}
         message = Message(generate_id(), type, f"session:{plain.get('session_id', '')}", body, is_hub=False)
         return await self._running[1].queue_message(
@@ -265,13 +219,7 @@ class Registry:
     async def emit_payload(self, payload: WebhookPayload | Mapping[str, Any], *, event_id: str | None = None) -> int:
         """Relay a verified event of the Hub to the webhooks that watch its repo; return their number.
 
-        An event that this registry sent itself is not relayed, because it would circulate for ever.
-
-        Args:
-            event_id: the ``Webhook-Id`` of the delivery; an event with the same id is sent once.
-
-        Raises:
-            ValueError: it is not a payload of the Hub.
+        An event that this registry sent itself is not relayed, and an event with the same ``event_id`` is sent once.
         """
         event = payload if isinstance(payload, WebhookPayload) else WebhookPayload.model_validate(payload)
         body = event.model_dump(mode="json", exclude_unset=True)

@@ -42,13 +42,7 @@ class Sender:
         clock: Callable[[], float] = time.time,
         random: Callable[[], float] = random.random,
     ):
-        """Make a sender; nothing is sent before ``run``.
-
-        Args:
-            deliver: makes one attempt at a time in seconds since 1970; failures are in the outcome.
-            clock: seconds since 1970.
-            random: a number of [0, 1), for the jitter.
-        """
+        """Make a sender; nothing is sent before ``run``. ``deliver`` makes one attempt and never raises."""
         self.dropped = 0
         self._database = database
         self._store = store
@@ -60,11 +54,7 @@ class Sender:
         self.runner = QueueRunner(database, delivery_queue.QUEUE, self._deliver, self._get_limits, clock=clock)
 
     async def queue_message(self, message: Message, webhooks: Callable[[sqlite3.Connection], Collection[str]]) -> int:
-        """Queue an event durably; return the number of webhooks that receive it.
-
-        Args:
-            webhooks: returns the ids of these webhooks, in the same transaction.
-        """
+        """Queue an event durably for the webhooks that ``webhooks`` returns; return their number."""
 
         def transaction(connection: sqlite3.Connection) -> tuple[int, dict[str, int]]:
             limit = self._settings.max_waiting
@@ -153,14 +143,7 @@ class Sender:
             self._store.record_result(connection, delivery.webhook_id, result, now)
 
     async def replay(self, webhook_id: str, delivery_id: str, *, is_awaited: bool = True) -> Outcome | None:
-        """Send a logged delivery again now, with its id, to the webhook's present destination.
-
-        Args:
-            is_awaited: whether to wait for what comes of it; else that is only in the log, and here it is a 202.
-
-        Returns:
-            what came of it, or None when there is no such webhook or delivery.
-        """
+        """Send a logged delivery again now; return the outcome (202 if not awaited), or None without the delivery."""
         delivery = await self._database.run(delivery_queue.get_delivery, webhook_id, delivery_id)
         if delivery is None:
             return None

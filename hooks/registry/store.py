@@ -131,13 +131,7 @@ class WebhookUpdate(BaseModel):
 
 
 def read_update(body: object, *, is_new: bool) -> WebhookUpdate:
-    """Read the JSON of a create (``is_new``) or update.
-
-    An update's empty ``watched`` counts as not named: huggingface_hub sends that whenever the caller gives none.
-
-    Raises:
-        InvalidWebhook: with all that is wrong.
-    """
+    """Read the JSON of a create or update, where an empty ``watched`` counts as not given; raise ``InvalidWebhook``."""
     if not isinstance(body, dict):
         raise InvalidWebhook(f"body: {type(body).__name__}, wanted a JSON object")
     if body.get("job") is not None:
@@ -177,15 +171,7 @@ _WEBHOOK = TypeAdapter(Webhook)
 
 @dataclass(frozen=True)
 class WebhookStore:
-    """Transactions on registered webhooks.
-
-    Attributes:
-        max_webhooks: that there may be.
-        suspend_after: deliveries in a row that were given up, after which a webhook gets nothing more.
-
-    Raises:
-        UnknownWebhook: by every method that is given an id but the last two: there is no such webhook.
-    """
+    """Transactions on registered webhooks; those with an id raise ``UnknownWebhook`` if there is no such webhook."""
 
     max_webhooks: int
     suspend_after: int
@@ -208,11 +194,7 @@ class WebhookStore:
         return webhook
 
     def create(self, connection: sqlite3.Connection, fields: WebhookUpdate, now: float) -> Webhook:
-        """Register a webhook.
-
-        Raises:
-            InvalidWebhook: there are too many.
-        """
+        """Register a webhook; raise ``InvalidWebhook`` if there are too many."""
         (count,) = connection.execute("SELECT count(*) FROM webhooks").fetchone()
         if count >= self.max_webhooks:
             raise InvalidWebhook(f"there are {count} webhooks, and no more may be; delete one that is not needed")
@@ -231,11 +213,7 @@ class WebhookStore:
         return webhook
 
     def update(self, connection: sqlite3.Connection, webhook_id: str, changes: WebhookUpdate, now: float) -> Webhook:
-        """Change the named fields and keep the rest; waiting deliveries go to the new destination.
-
-        Raises:
-            InvalidWebhook: the result would watch nothing, or would be a URL with secrets for a job.
-        """
+        """Change the named fields and keep the rest; raise ``InvalidWebhook`` if the result would be unusable."""
         old = self.get(connection, webhook_id)
         url, job = old.url, old.job
         secrets = dict(old.secrets)

@@ -93,11 +93,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def register_at_exit(function: Callable[[], Any]) -> None:
-    """Register a call for the end of the main program, while threads and name look-ups still work.
-
-    Raises:
-        RuntimeError: the program is ending already.
-    """
+    """Register a call for the end of the main program, while threads work; raise ``RuntimeError`` if it has ended."""
     # Both modules register their shutdown when they are imported, and the calls run in reverse order.
     for pools in ("concurrent.futures.thread", "concurrent.futures.process"):
         try:
@@ -136,13 +132,7 @@ def get_default_folder() -> Path:
 
 
 def choose_database(number: int) -> Path | None:
-    """Choose a database file for this script in the user's state folder, so that a restart remembers its events.
-
-    None without a script that can be started again (a REPL, a notebook, a test run), or without a writable folder.
-
-    Args:
-        number: number of the server in its script, from 1.
-    """
+    """Choose a file for the ``number``-th server of this script in the state folder; None without such a script."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None or not is_script():
         return None

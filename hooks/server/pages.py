@@ -60,14 +60,7 @@ def render_page(
     links: Mapping[str, str],
     when_open: str = WHEN_OPEN,
 ) -> str:
-    """Render the landing page as one HTML document.
-
-    Args:
-        base: URL of this server without a path, public if there is a public one.
-        has_secret: whether a delivery needs a secret.
-        links: URLs of other pages by their names.
-        when_open: consequence of an endpoint without a secret in this app.
-    """
+    """Render the landing page as one HTML document; ``base`` is the URL of this server without a path."""
     secret = (
         "<p>A secret is set: deliveries without it are refused.</p>"
         if has_secret
@@ -105,11 +98,7 @@ Interface: TypeAlias = str | Blueprint
 
 
 def check_ui(ui: object) -> Interface:
-    """Return the ``ui`` if it can be shown.
-
-    Raises:
-        TypeError: the value is neither HTML nor a blueprint.
-    """
+    """Return the ``ui`` if it is HTML or a blueprint, else raise ``TypeError``."""
     if isinstance(ui, str | Blueprint):
         return ui
     kind = type(ui)
@@ -140,13 +129,7 @@ def build_blueprint(
     links: Mapping[str, str] | None = None,
     when_open: str = WHEN_OPEN,
 ) -> Blueprint:
-    """Build the route of the landing page.
-
-    Args:
-        base: returns the public URL of the app, if it is known; else the URL of the request is shown.
-        links: URLs of other pages of the app by their names.
-        when_open: consequence of an endpoint without a secret in this app.
-    """
+    """Build the landing page's route; ``base`` returns the public URL, if any, and ``links`` are other pages."""
     pages = Blueprint(f"pages-{secrets.token_hex(4)}")
 
     async def show_landing(request: Request) -> HTTPResponse:

@@ -209,8 +209,6 @@ class WebhooksServer:
         share: bool | None = None,
         host: str | None = None,
         port: int | None = None,
-        server_name: str | None = None,
-        server_port: int | None = None,
     ) -> None:
         """Serve now and print the addresses; a server that runs already goes on.
 
@@ -218,8 +216,6 @@ class WebhooksServer:
             prevent_thread_lock: whether to return when the server answers, and serve in the background; always so in a
                 notebook, in a REPL and in a running event loop. Else this returns when Ctrl-C, SIGTERM or ``close`` has
                 ended the server.
-            server_name: gradio's name for ``host``.
-            server_port: gradio's name for ``port``.
 
         Raises:
             CannotListen: the port is taken.
@@ -228,11 +224,8 @@ class WebhooksServer:
         """
         self._at_exit.cancel()
         if not self.is_running:
-            ports = (port, server_port, self._port)
             self._start(
-                self._share if share is None else share,
-                host or server_name or self._host,
-                next((one for one in ports if one is not None), None),
+                self._share if share is None else share, host or self._host, self._port if port is None else port
             )
         assert self._local is not None
         print_notice(format_addresses(self._local, self._public, list(self.registered_webhooks)))

@@ -42,11 +42,7 @@ class TunnelFailed(HooksError):
 def choose_command(
     command: str | Sequence[str] | None = None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """Choose the command of a tunnel: the given one, that of ``ROBOJAX_WEBHOOKS_TUNNEL``, or an installed program.
-
-    Raises:
-        TunnelFailed: no tunnel program is installed, or the command cannot be used.
-    """
+    """Choose the command, that of the environment, or an installed program; raise ``TunnelFailed`` if none."""
     command = command or environment.get(COMMAND)
     if not command:
         for known in KNOWN_COMMANDS:

@@ -65,35 +65,24 @@ class Content:
     job_id: Annotated[Text, option("Job that it starts (from job.id), instead of --url.")] = None
     domain: Annotated[Texts, option("repo or discussion (or session, of a robojax server); repeatable.")] = None
     secret_file: Annotated[File, option("File with the secret of its deliveries.")] = None
-    secret_env: Annotated[Text, option("Environment variable with it, instead.", metavar="NAME")] = None
     generate: Annotated[bool, option("Make --secret-file if it is not there.", "--generate-secret")] = False
     allow_http: Annotated[Texts, option("Host or network that may be sent to without TLS; repeatable.")] = None
 
     def read(self, watch: Sequence[str] | None) -> dict[str, Any]:
         """Return the client's arguments; None for options that were not given."""
-        if self.secret_env is not None and self.secret_file is not None:
-            raise hooks.InvalidWebhook("--secret-file and --secret-env: give one of them")
-        if self.secret_env is not None and not os.environ.get(self.secret_env):
-            raise hooks.InvalidWebhook(f"environment variable {self.secret_env} has no secret: it is empty or not set")
-        secret = os.environ[self.secret_env] if self.secret_env else None
         return {
             "url": self.url,
             "job_id": self.job_id,
             "watched": watch or None,
             "domains": self.domain or None,
-            "secret": secret or hooks.find_secret(file=self.secret_file, generate=self.generate),
+            "secret": hooks.find_secret(file=self.secret_file, generate=self.generate),
         }
 
 
 def command(
     failure: str, *names: str, group: typer.Typer = app
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command whose errors end the process and whose warnings are printed.
-
-    Args:
-        failure: the first line when an error ends it.
-        names: of the command, if not the function's; all but the first are hidden.
-    """
+    """Register a function as a command whose errors end the process with ``failure`` and whose warnings are printed."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -118,16 +107,15 @@ def command(
 
 def get_advice(error: hooks.HooksError) -> str:
     """Return the next step after an error."""
-    status = error.status if isinstance(error, hooks.HubTrouble) else None
+    if not isinstance(error, hooks.HubTrouble):
+        return "see --help for the options"
     if isinstance(error, hooks.UnknownWebhook):
         return "`robojax webhooks list` shows the webhooks of the account"
-    if status == 401:
+    if error.status == 401:
         return "log in with `hf auth login`, or set HF_TOKEN; a robojax server's log names its token file"
-    if status is not None and 400 <= status < 500 and status not in (408, 429):
-        return "change what it names; --endpoint has to be a Hub, or a robojax server with --registry"
-    if isinstance(error, hooks.HubTrouble):
+    if error.status in (None, 408, 429) or error.status >= 500:
         return "try again later; look at --endpoint and --timeout"
-    return "see --help for the options"
+    return "change what it names; --endpoint has to be a Hub, or a robojax server with --registry"
 
 
 @command("the webhooks cannot be listed", "list", "ls")
@@ -138,14 +126,14 @@ def list_webhooks(
     client = hub.connect()
     shapes = [webhook_to_json(webhook) for webhook in client.list_webhooks()]
     if as_json:
-        print_json([{**shape, "watched": list_watched_names(shape)} for shape in shapes])
+        typer.echo(json.dumps(shapes, indent=2))
     elif quiet:
         typer.echo("".join(f"{shape['id']}\n" for shape in shapes), nl=False)
     elif not shapes:
         typer.echo(f"No results found: no webhooks at {client.endpoint}")
     else:
         columns = ("id", "sends to", "status", "secret", "domains", "watched")
-        rows = [webhook_to_texts(shape) | {"watched": "\n".join(list_watched_names(shape))} for shape in shapes]
+        rows = [webhook_to_texts(shape) | {"watched": "\n".join(shape["watched"])} for shape in shapes]
         # An id that is cut or folded cannot be copied.
         print_table(columns, (map(escape, row.values()) for row in rows), never_folded=("id",))
 
@@ -230,7 +218,6 @@ def send(
     repo: Annotated[str, option("That it happened to.")] = "robotics-lab/pick-cubes",
     sha: Annotated[Text, option("Commit that it is about; default: one made up.")] = None,
     secret_file: SecretFile = None,
-    dup: Annotated[int, option("Copies of each event, with one id.", min=1, max=100)] = 1,
     as_json: Annotated[bool, option("One line of JSON for each delivery.", "--json")] = False,
 ) -> None:
     """Deliver made-up events as the Hub would. Ends with 1 when an answer is not 2xx."""
@@ -245,23 +232,21 @@ def send(
     samples = [(kind, sample(kind, repo=repo, sha=sha)) for kind in (SAMPLES if all_scopes else scope or PUSH)]
     for kind, payload in samples:
         headers = {"Webhook-Id": str(uuid.uuid4())} | ({"X-Webhook-Secret": secret} if secret else {})
-        for _ in range(dup):
-            row = {"id": headers["Webhook-Id"], "scope": kind, "status": None}
-            try:
-                answer = httpx2.post(url, json=payload, headers=headers, timeout=30, trust_env=False)
-                row |= {"status": answer.status_code, "answer": answer.text[:2000]}
-            except (httpx2.UnsupportedProtocol, httpx2.InvalidURL):
-                raise hooks.InvalidWebhook(
-                    f"{url!r} is no URL of an endpoint, as http://127.0.0.1:7860/webhooks/NAME"
-                ) from None
-            except httpx2.HTTPError as error:
-                row["answer"] = str(error) or type(error).__name__
-            accepted += str(row["status"]).startswith("2")
-            line = f"{row['status'] or '---'}  {kind:<18} {row['id']}  "
-            typer.echo(json.dumps(row) if as_json else line + escape(row["answer"].replace("\n", " "))[:100])
+        row = {"id": headers["Webhook-Id"], "scope": kind, "status": None}
+        try:
+            answer = httpx2.post(url, json=payload, headers=headers, timeout=30, trust_env=False)
+            row |= {"status": answer.status_code, "answer": answer.text[:2000]}
+        except (httpx2.UnsupportedProtocol, httpx2.InvalidURL):
+            text = f"{url!r} is not the URL of an endpoint, as http://127.0.0.1:7860/webhooks/NAME"
+            raise hooks.InvalidWebhook(text) from None
+        except httpx2.HTTPError as error:
+            row["answer"] = str(error) or type(error).__name__
+        accepted += str(row["status"]).startswith("2")
+        line = f"{row['status'] or '---'}  {kind:<18} {row['id']}  "
+        typer.echo(json.dumps(row) if as_json else line + escape(row["answer"].replace("\n", " "))[:100])
     if not as_json:
-        typer.echo(f"{accepted} of {len(samples) * dup} accepted")
-    if accepted < len(samples) * dup:
+        typer.echo(f"{accepted} of {len(samples)} accepted")
+    if accepted < len(samples):
         raise typer.Exit(Code.CHECK)
 
 
@@ -292,7 +277,7 @@ def list_events(
     with open_inbox(database) as inbox:
         listed = [summarize_event(event) for event in inbox.list(status=status, limit=limit)]
     if as_json:
-        print_json(listed)
+        typer.echo(json.dumps(listed, indent=2))
         return
     if not listed:
         typer.echo("no events")
@@ -312,7 +297,7 @@ def show_event(event_id: EventId, database: Events = DATABASE) -> None:
     from hooks.server.event_routes import serialize_event
 
     with open_inbox(database) as inbox:
-        print_json(serialize_event(inbox.get(event_id)))
+        typer.echo(json.dumps(serialize_event(inbox.get(event_id)), indent=2))
 
 
 @command("the event was not replayed", "replay", group=events)
@@ -335,17 +320,12 @@ def webhook_to_json(webhook: "hooks.WebhookInfo") -> dict[str, Any]:
         "id": webhook.id,
         "url": None if webhook.url is None else mask_url(webhook.url),
         **({} if job is None else {"job": job}),
-        "watched": [{"type": item.type, "name": item.name} for item in webhook.watched],
+        "watched": [f"{item.type}:{item.name}" for item in webhook.watched],
         "domains": list(webhook.domains),
         "has_secret": webhook.has_secret,
         "disabled": webhook.disabled,
         "status": webhook.status,
     }
-
-
-def list_watched_names(shape: Mapping[str, Any]) -> list[str]:
-    """Return what a webhook watches as ``type:name``."""
-    return [f"{item['type']}:{item['name']}" for item in shape["watched"]]
 
 
 def webhook_to_texts(shape: Mapping[str, Any]) -> dict[str, str]:
@@ -359,23 +339,18 @@ def webhook_to_texts(shape: Mapping[str, Any]) -> dict[str, str]:
         "status": shape["status"],
         "secret": "set" if shape["has_secret"] else "none",
         "domains": " ".join(shape["domains"]),
-        "watched": " ".join(list_watched_names(shape)),
+        "watched": " ".join(shape["watched"]),
     }
 
 
 def print_done(done: str, shape: Mapping[str, Any], as_json: bool, **more: Any) -> None:
     """Print what was done to which webhook; ``more`` are further fields."""
     if as_json:
-        print_json({**shape, "did": done, **more})
+        typer.echo(json.dumps({**shape, "did": done, **more}, indent=2))
         return
     typer.echo(f"Webhook {done}")
     for name, value in {**(webhook_to_texts(shape) if "status" in shape else shape), **more}.items():
         typer.echo(f"  {name + ':':<9}{escape(str(value))}")
-
-
-def print_json(value: object) -> None:
-    """Print a value as JSON."""
-    typer.echo(json.dumps(value, indent=2))
 
 
 def escape(text: str) -> str:

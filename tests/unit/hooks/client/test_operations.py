@@ -113,7 +113,11 @@ def test_an_update_changes_what_is_named_alone(stub, client, change):
     made = client.create_webhook(**ALL)
     client.update_webhook(made.id, **change)
     now = client.get_webhook(made.id)
-    found = {"secret": now.secret, "domains": now.domains, "watched": [str(item) for item in now.watched]}
+    found = {
+        "secret": now.secret,
+        "domains": now.domains,
+        "watched": [f"{item.type}:{item.name}" for item in now.watched],
+    }
     before = {"secret": SECRET, "domains": made.domains, "watched": ["user:someone", "org:others"]}
     assert found == before | change
     assert now.url == URL

@@ -17,6 +17,7 @@ from hooks.registry.sender import Sender
 from hooks.registry.settings import RegistrySettings
 from hooks.registry.store import WebhookStore
 from tests.testing.waiting import until
+from tests.unit.hooks.queues import run_due
 
 MINUTE = 60.0
 SETTINGS = RegistrySettings(tokens=("t" * 16,))
@@ -96,7 +97,7 @@ class Sending:
         for number in numbers:
             await self.put(number, **more)
         self.clock.now += after
-        await self.sender.runner.run_due()
+        await run_due(self.sender.runner)
 
     def messages(self) -> int:
         return self.database.run_blocking(lambda one: one.execute("SELECT count(*) FROM messages").fetchone()[0])

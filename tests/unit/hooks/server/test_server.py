@@ -255,11 +255,11 @@ def test_the_next_free_port_is_taken_but_a_named_one_is_the_only_one(make):
             make(port=port).launch(prevent_thread_lock=True)
 
 
-def test_launch_takes_gradios_names_for_host_and_port(make):
+def test_launch_takes_a_host_and_a_port(make):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(CannotListen, match=rf"cannot listen on 0\.0\.0\.0, port {port}"):
-            make().launch(prevent_thread_lock=True, server_name="0.0.0.0", server_port=port)
+            make().launch(prevent_thread_lock=True, host="0.0.0.0", port=port)
 
 
 async def test_where_a_loop_runs_launch_returns_and_two_servers_serve(make):
