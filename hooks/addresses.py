@@ -102,7 +102,7 @@ class TargetRules:
         return (str(disguised),)
 
     async def resolve_target(self, target: Target, resolve: Resolve) -> tuple[str, ...]:
-        """Resolve and check a target's addresses before each attempt; raise ``UnsafeTarget`` or ``OSError`` (unknown)."""
+        """Resolve and check a target's addresses before each attempt; raise ``UnsafeTarget`` or ``OSError``."""
         if target.addresses:
             return target.addresses
         addresses = await resolve(target.host, target.port)

@@ -56,9 +56,7 @@ class Database:
     """SQLite database in a file, or in memory when ``path`` is None.
 
     A transaction is a function of the connection (and of arguments): all of what it writes is kept, or none of it.
-
-    Raises:
-        StoreError: the file cannot be opened, is no database, or was written by a newer version.
+    ``StoreError`` says that the file cannot be opened, is not a database, or was written by a newer version.
     """
 
     def __init__(self, path: str | Path | None, schema: Sequence[str]):

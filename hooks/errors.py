@@ -63,15 +63,3 @@ class RetryableError(HooksError):
 
 class UnsafeTarget(HooksError):
     """Deliveries must not be sent to this address."""
-
-
-class SourceError(HooksError):
-    """A revision of a policy cannot be found, fetched or verified.
-
-    Attributes:
-        code: stable, e.g. ``unknown_revision``, ``checksum``, ``unreachable``.
-    """
-
-    def __init__(self, code: str, message: str):
-        super().__init__(message)
-        self.code = code

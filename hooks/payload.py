@@ -187,15 +187,7 @@ def sample(
     repo_type: str = "model",
     sha: str | None = None,
 ) -> dict[str, Any]:
-    """Build a sample payload as the Hub sends it.
-
-    Args:
-        scope: a scope in ``SAMPLES``.
-        sha: commit that the event is about; derived from the repo's name when None.
-
-    Raises:
-        InvalidWebhook: there is no sample of this scope.
-    """
+    """Build a sample payload of a scope in ``SAMPLES``; ``sha`` is the commit that the event is about."""
     if scope not in SAMPLES:
         raise InvalidWebhook(f"there is no sample of {scope!r}; wanted one of {', '.join(SAMPLES)}")
     action, parts = SAMPLES[scope]

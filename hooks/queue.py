@@ -31,13 +31,7 @@ CLOCK_STEP = 1.0  # seconds; less is a clock that is corrected slowly
 
 @dataclass(frozen=True)
 class Queue:
-    """Queue in one table of the database.
-
-    Attributes:
-        group: the column of the group.
-        ready: SQL that holds for a row of which nothing else has to be awaited.
-        ordered: SQL that holds for a row which has to keep to the order of its lane.
-    """
+    """Queue in one table; ``group`` is a column, ``ready`` and ``ordered`` are SQL conditions of a row."""
 
     table: str
     group: str
@@ -82,11 +76,7 @@ class Queue:
 
 
 class QueueRunner:
-    """Runs the rows of a queue when they are due and their group has room.
-
-    Attributes:
-        is_ending: nothing is begun any more, and nothing is waited for.
-    """
+    """Runs the rows of a queue when they are due and their group has room, until ``is_ending``."""
 
     def __init__(
         self,
@@ -100,9 +90,8 @@ class QueueRunner:
         """Make a runner; nothing begins before ``run``.
 
         Args:
-            work: works on a row, and writes down what became of it; True when the row is not waiting again.
-            limits: for a group, how many may run at once by the names of what they share; 0 for none at all.
-            clock: seconds since 1970.
+            work: works on a row and writes its outcome; returns True when the row does not wait again.
+            limits: returns how many rows of a group may run at once, by the names of the limits that they share.
         """
         self.is_ending = False
         self._database = database

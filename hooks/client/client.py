@@ -1,9 +1,7 @@
 """WebhooksClient: manages the webhooks of an account on the Hub or on a robojax server.
 
-The endpoint, token, headers, HTTP session, result classes and errors are huggingface_hub's. Its webhook methods (2.4)
-are not called, because they take no timeout and the session has none (``set_client_factory`` would give every download
-of the process one), drop ``hasSecret`` and the id of a job from the answer, and log a body with its secrets under
-HF_DEBUG.
+The webhook methods of huggingface_hub (2.4) are not called, because they have no timeout, drop ``hasSecret`` and the id
+of a job from the answer, and log a body with its secrets under HF_DEBUG. Its session, headers and errors are used.
 """
 
 import asyncio
@@ -43,6 +41,8 @@ ATTEMPTS = 4
 FIRST_WAIT = 0.5  # seconds; doubled from attempt to attempt
 
 Token = bool | str | None
+# One or several items, mappings, or texts ``type:name``.
+Watched = Watchable | Iterable[Watchable]
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
@@ -73,7 +73,6 @@ class WebhookFields(TypedDict, total=False):
     Attributes:
         url: that is sent to.
         job_id: of the job that is started, instead.
-        watched: one or several items, mappings, or texts ``type:name``; required for a new webhook.
         domains: ``repo`` and ``discussion``; when left out, both for a new one and those it has for others.
         secret: that each delivery carries.
         secrets: variables of the job; an update replaces the named variables and removes the empty ones.
@@ -81,7 +80,6 @@ class WebhookFields(TypedDict, total=False):
 
     url: str | None
     job_id: str | None
-    watched: Watchable | Iterable[Watchable] | None
     domains: str | Iterable[str] | None
     secret: str | None
     secrets: Mapping[str, str] | None
@@ -122,9 +120,6 @@ class WebhooksClient:
         self.timeout = timeout
         self.allow_http = tuple(allow_http)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(endpoint={self.endpoint!r}, timeout={self.timeout!r})"
-
     def list_webhooks(self, *, token: Token = None) -> list[WebhookInfo]:
         """List all webhooks of the account."""
         answer = self._request_json("GET", token=token)
@@ -136,20 +131,26 @@ class WebhooksClient:
         """Return the webhook with this id."""
         return self._request_webhook("GET", webhook_id, token=token)
 
-    def create_webhook(self, *, token: Token = None, **fields: Unpack[WebhookFields]) -> WebhookInfo:
+    def create_webhook(self, *, watched: Watched, token: Token = None, **fields: Unpack[WebhookFields]) -> WebhookInfo:
         """Create a webhook; never repeated, so after a HubTrouble it may exist all the same (see ``ensure``)."""
-        body = make_body(**fields, is_new=True, allow_http=self.allow_http)
+        body = make_body(watched=watched, **fields, is_new=True, allow_http=self.allow_http)
         return self._request_webhook("POST", body=_add_default_domains(body), token=token, is_repeatable=False)
 
     def update_webhook(
-        self, webhook_id: str, *, token: Token = None, allow_empty: bool = False, **fields: Unpack[WebhookFields]
+        self,
+        webhook_id: str,
+        *,
+        watched: Watched | None = None,
+        allow_empty: bool = False,
+        token: Token = None,
+        **fields: Unpack[WebhookFields],
     ) -> WebhookInfo:
         """Change the fields that are given and keep the rest.
 
         The Hub replaces ``watched`` as a whole, so it is looked up first when it is not given; a change by another
         client in between is lost. With ``allow_empty``, an empty ``watched`` stops all deliveries.
         """
-        body = make_body(**fields, is_new=False, allow_empty=allow_empty, allow_http=self.allow_http)
+        body = make_body(watched=watched, **fields, is_new=False, allow_empty=allow_empty, allow_http=self.allow_http)
         if not {"watched", "domains"} <= set(body):
             body = _get_current_fields(self.get_webhook(webhook_id, token=token)) | body
         return self._request_webhook("POST", webhook_id, body=body, token=token)
@@ -182,7 +183,7 @@ class WebhooksClient:
         return status
 
     def ensure(
-        self, *, webhook_id: str | None = None, token: Token = None, **fields: Unpack[WebhookFields]
+        self, *, watched: Watched, webhook_id: str | None = None, token: Token = None, **fields: Unpack[WebhookFields]
     ) -> WebhookInfo:
         """Create, update or enable a webhook so that exactly one webhook like this exists.
 
@@ -196,7 +197,9 @@ class WebhooksClient:
         Raises:
             HubTrouble: several webhooks send to this address or start this job.
         """
-        body = make_body(**fields, is_new=True, allow_http=self.allow_http, shortest_secret=GOOD_SECRET)
+        body = make_body(
+            watched=watched, **fields, is_new=True, allow_http=self.allow_http, shortest_secret=GOOD_SECRET
+        )
         url, job_id = body.get("url"), body.get("jobSourceId")
         existing = None if webhook_id is None else self.get_webhook(webhook_id, token=token)
         for attempt in itertools.count(1):
@@ -418,9 +421,6 @@ class AsyncWebhooksClient:
         """Make a client; arguments as of `WebhooksClient`."""
         self.client = WebhooksClient(endpoint, token, timeout=timeout, allow_http=allow_http)
         self.endpoint = self.client.endpoint
-
-    def __repr__(self) -> str:
-        return f"Async{self.client!r}"
 
     list_webhooks = _in_thread(WebhooksClient.list_webhooks)
     get_webhook = _in_thread(WebhooksClient.get_webhook)

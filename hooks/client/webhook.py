@@ -259,10 +259,7 @@ def generate_secret() -> str:
 
 
 def find_secret(file: str | Path | None = None, *, generate: bool = False) -> str | None:
-    """Return the secret in a file, without blanks around it; None without a file.
-
-    Args:
-        generate: if the file does not exist, write a new secret to it, readable by its owner alone.
+    """Return the secret in a file; None without a file. With ``generate``, a missing file gets a new secret.
 
     Raises:
         InvalidWebhook: the file cannot be read or made, or no secret is in it.

@@ -278,12 +278,7 @@ Mode = Literal["reply", "queue"]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Path of a receiver with its handler.
-
-    Attributes:
-        path: absolute path.
-        mode: ``reply`` answers with the handler's value when the value is there in time, ``queue`` with 202 at once.
-    """
+    """Absolute path of a receiver with its handler; see ``Receiver.add`` for the mode."""
 
     path: str
     handler: Handler

@@ -28,11 +28,7 @@ _PLAIN = (WebhookPayload.__module__, "huggingface_hub._webhooks_payload")
 
 
 class InvalidPayload(Exception):
-    """The body is not a payload that the handler can take.
-
-    Attributes:
-        fields: names of what is missing or wrong, by the model and never from the body.
-    """
+    """The body is not a payload for the handler; ``fields`` are names of the model, never texts of the body."""
 
     def __init__(self, message: str, fields: tuple[str, ...] = ()):
         super().__init__(message)
@@ -95,11 +91,8 @@ def check_payload(model: type[BaseModel] | None, data: object) -> None:
 def build_payload(model: type[BaseModel] | None, data: Any) -> Any:
     """Build a handler's payload: the JSON object itself without a model, else an instance of the model.
 
-    A model with the Hub's three parts is read leniently (``hooks.payload``). Where huggingface_hub's model refuses a
-    payload, the handler gets our ``WebhookPayload``, whose attributes have the same names.
-
-    Raises:
-        InvalidPayload: the body is not a JSON object, or lacks what the model needs.
+    Where huggingface_hub's stricter model refuses a payload, the handler gets our ``WebhookPayload`` with the same
+    attributes. Raise ``InvalidPayload`` if the body is not a JSON object, or lacks what the model needs.
     """
     if not isinstance(data, dict):
         raise InvalidPayload("the body is no JSON object")

@@ -177,11 +177,6 @@ class Receiver:
         self._is_built = False
 
     @property
-    def registered(self) -> Mapping[str, Callable[..., Any]]:
-        """Handler functions by absolute path."""
-        return MappingProxyType({path: endpoint.handler.function for path, endpoint in self._endpoints.items()})
-
-    @property
     def endpoints(self) -> Mapping[str, Endpoint]:
         """Endpoints by absolute path."""
         return MappingProxyType(self._endpoints)

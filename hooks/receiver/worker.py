@@ -113,7 +113,7 @@ class Worker:
     async def deliver(
         self, endpoint: Endpoint, incoming: IncomingEvent, request: Request, *, store_within: float, answer_by: float
     ) -> Answer:
-        """Store and run a delivery, and answer by ``answer_by``; raise ``StoreError`` after ``store_within`` seconds."""
+        """Store and run a delivery, answer by ``answer_by``; raise ``StoreError`` after ``store_within`` seconds."""
         reply = Reply() if endpoint.mode == "reply" else None
         task = asyncio.create_task(self._accept(incoming, reply, request))
         self._accepting.add(task)

@@ -24,12 +24,7 @@ MAX_READ = MAX_EXCERPT + MAX_SECRET
 
 @dataclass(frozen=True)
 class Destination:
-    """Destination of a webhook's events: a URL, or a job by its id.
-
-    Attributes:
-        id: of the webhook.
-        secrets: environment variables for the job.
-    """
+    """Destination of a webhook's events: a URL, or a job by its id with its variables ``secrets``."""
 
     id: str
     url: str | None = None
@@ -40,13 +35,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class DeliveryRequest:
-    """One event to deliver to one webhook.
-
-    Attributes:
-        id: ``Webhook-Id``; the same in every attempt, also across restarts and replays.
-        body: JSON; the same in every attempt.
-        is_hub: whether the body is of the Hub's shape, about a repo.
-    """
+    """One event for one webhook: the same id (``Webhook-Id``) and JSON in every attempt, restart and replay."""
 
     id: str
     body: bytes
@@ -230,12 +219,10 @@ class HttpDeliverer:
         try:
             async with asyncio.timeout(self.timeout):
                 status, retry_after_header, body_start = await self._post(destination, request, now)
-        except TimeoutError:
-            return Outcome(error=f"no answer within {self.timeout:g} s", seconds=time.monotonic() - started_at)
-        except UnsafeTarget as error:
-            return Outcome(error=str(error), seconds=time.monotonic() - started_at)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Outcome(error=_describe_error(error), seconds=time.monotonic() - started_at)
+        except (aiohttp.ClientError, OSError, ValueError, UnsafeTarget) as error:
+            is_late = isinstance(error, TimeoutError)
+            text = f"no answer within {self.timeout:g} s" if is_late else _describe_error(error)
+            return Outcome(error=text, seconds=time.monotonic() - started_at)
         return Outcome(
             status=status,
             excerpt=make_excerpt(body_start, (destination.secret,)),
@@ -292,6 +279,8 @@ def build_headers(destination: Destination, request: DeliveryRequest, now: float
 
 def _describe_error(error: BaseException) -> str:
     """Describe an error without naming files or code."""
+    if isinstance(error, UnsafeTarget):
+        return str(error)
     if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientSSLError):
         return "the target's certificate cannot be verified"
     if isinstance(error, aiohttp.ServerDisconnectedError):

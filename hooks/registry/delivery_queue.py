@@ -1,7 +1,4 @@
-"""Queue of pending deliveries and their log, in SQLite.
-
-Order is kept per webhook and subject (a repo, a session): each is a lane.
-"""
+"""Queue of pending deliveries and their log, in SQLite; each webhook and subject (repo, session) is a lane."""
 
 import json
 import secrets

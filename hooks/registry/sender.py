@@ -25,12 +25,7 @@ STOP_TIMEOUT = 0.5
 
 
 class Sender:
-    """Sends the deliveries of one database.
-
-    Attributes:
-        dropped: deliveries given up because too many waited, since the start.
-        runner: begins each when it is due.
-    """
+    """Sends the deliveries of one database; ``dropped`` counts those given up because too many waited."""
 
     def __init__(
         self,
@@ -111,7 +106,17 @@ class Sender:
         if outcome.is_interrupted:
             return outcome
         wait = get_wait(self._settings.waits, delivery.failed_attempts + 1, self._random, outcome.retry_after)
-        await self.runner.write(self._record_attempt, delivery, outcome, started_at, self._clock(), wait, is_replay)
+        now = self._clock()
+
+        def record(connection: sqlite3.Connection) -> None:
+            is_given_up = delivery_queue.record_attempt(
+                connection, delivery, outcome, started_at, now, wait, is_replay=is_replay
+            )
+            if outcome.is_gone or outcome.is_delivered or is_given_up:
+                result = "gone" if outcome.is_gone else "delivered" if outcome.is_delivered else "exhausted"
+                self._store.record_result(connection, delivery.webhook_id, result, now)
+
+        await self.runner.write(record)
         if not outcome.is_delivered:
             logger.warning(
                 "webhook %s, delivery %s, attempt %d: %s; %s",
@@ -124,23 +129,6 @@ class Sender:
         if is_replay:
             self.runner.wake()  # a delivery that waits for this one may begin, if it was accepted
         return outcome
-
-    def _record_attempt(
-        self,
-        connection: sqlite3.Connection,
-        delivery: DueDelivery,
-        outcome: Outcome,
-        started_at: float,
-        now: float,
-        wait: float | None,
-        is_replay: bool,
-    ) -> None:
-        is_given_up = delivery_queue.record_attempt(
-            connection, delivery, outcome, started_at, now, wait, is_replay=is_replay
-        )
-        if outcome.is_gone or outcome.is_delivered or is_given_up:
-            result = "gone" if outcome.is_gone else "delivered" if outcome.is_delivered else "exhausted"
-            self._store.record_result(connection, delivery.webhook_id, result, now)
 
     async def replay(self, webhook_id: str, delivery_id: str, *, is_awaited: bool = True) -> Outcome | None:
         """Send a logged delivery again now; return the outcome (202 if not awaited), or None without the delivery."""

@@ -111,12 +111,7 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 
 
 class WebhookUpdate(BaseModel):
-    """JSON of a create or update; an update keeps the fields that are None.
-
-    Attributes:
-        secret: empty to remove the secret.
-        secrets: variables to set; an empty value removes a variable.
-    """
+    """JSON of a create or update: an update keeps fields that are None, and removes empty secrets and variables."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -79,8 +79,8 @@ class WebhooksServer:
             ``WEBHOOK_SECRET`` when None or empty. Without a secret the server is open to everyone and prints a warning.
         host: address to listen on; 127.0.0.1, or all addresses on a Space.
         port: port; the first free one from 7860 on when None, any free one when 0.
-        share: whether ``cloudflared``, ``ngrok`` or ``tunnel`` makes a public address; without a secret one is made.
-        tunnel: command that makes a public address, with ``{url}``, ``{host}`` and ``{port}`` in it.
+        share: whether a tunnel makes a public address: ``cloudflared``, ``ngrok``, or the command in
+            ``ROBOJAX_WEBHOOKS_TUNNEL``; without a secret one is made.
         database: file that keeps events over a restart; when None, ``ROBOJAX_WEBHOOKS_DATABASE``, else a file of the
             script's own in ``~/.local/state/robojax/webhooks``. With ``"memory"`` or without a script, a restart
             forgets the events.
@@ -99,12 +99,11 @@ class WebhooksServer:
         host: str | None = None,
         port: int | None = None,
         share: bool = False,
-        tunnel: str | Sequence[str] | None = None,
         database: str | Path | None = None,
         settings: ReceiverSettings | None = None,
     ):
         self._ui = None if ui is None else pages.check_ui(ui)
-        self._host, self._port, self._share, self._tunnel = host, port, share, tunnel
+        self._host, self._port, self._share = host, port, share
         self._receiver = Receiver(resolve_settings(settings, webhook_secret, database))
         self._app: Sanic[Any, Any] | None = None
         self._background: BackgroundServer | None = None
@@ -121,7 +120,7 @@ class WebhooksServer:
     @property
     def registered_webhooks(self) -> Mapping[str, Callable[..., Any]]:
         """Registered functions by absolute path."""
-        return self._receiver.registered
+        return {path: endpoint.handler.function for path, endpoint in self._receiver.endpoints.items()}
 
     @property
     def receiver(self) -> Receiver:
@@ -194,10 +193,6 @@ class WebhooksServer:
         self._receiver.add(function, path, **options)
         return function
 
-    def start_at_exit(self) -> None:
-        """Serve when the script has ended, unless ``launch`` was called before or the script crashed."""
-        self._at_exit.arm()
-
     def run(self) -> None:
         """Serve until Ctrl-C or SIGTERM; short for ``launch()``."""
         self.launch(prevent_thread_lock=False)
@@ -235,7 +230,7 @@ class WebhooksServer:
     def _start(self, share: bool, host: str | None, port: int | None) -> None:
         command: Sequence[str] | None = None
         if share:
-            command = choose_command(self._tunnel)
+            command = choose_command()
             if not self.settings.secrets:
                 secret = secrets.token_urlsafe(32)
                 self._receiver.settings = replace(self.settings, secrets=(secret,))
@@ -354,7 +349,7 @@ def webhook_endpoint(path: Any = None, **options: Any) -> Any:
     def register(function: Any) -> Any:
         server = get_default_server()
         server.add_webhook(path, **options)(function)
-        server.start_at_exit()
+        server._at_exit.arm()
         # A bound method takes no attributes.
         with contextlib.suppress(AttributeError, TypeError):
             function.launch, function.run, function.close = server.launch, server.run, server.close

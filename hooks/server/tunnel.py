@@ -39,11 +39,9 @@ class TunnelFailed(HooksError):
     """The tunnel program did not give a public address."""
 
 
-def choose_command(
-    command: str | Sequence[str] | None = None, environment: Mapping[str, str] = os.environ
-) -> tuple[str, ...]:
-    """Choose the command, that of the environment, or an installed program; raise ``TunnelFailed`` if none."""
-    command = command or environment.get(COMMAND)
+def choose_command(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Choose the command of the environment, or an installed program; raise ``TunnelFailed`` if none."""
+    command = environment.get(COMMAND)
     if not command:
         for known in KNOWN_COMMANDS:
             if shutil.which(known[0], path=environment.get("PATH")):
@@ -54,7 +52,7 @@ def choose_command(
             "'ssh -o ExitOnForwardFailure=yes -R 80:{host}:{port} nokey@localhost.run'"
         )
     try:
-        arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
+        arguments = tuple(shlex.split(command))
     except ValueError as error:
         raise TunnelFailed(f"the tunnel's command cannot be read: {error}") from None
     if not arguments or shutil.which(arguments[0], path=environment.get("PATH")) is None:
@@ -64,14 +62,7 @@ def choose_command(
 
 @asynccontextmanager
 async def open_tunnel(command: Sequence[str], url: str, *, timeout: float = ADDRESS_TIMEOUT) -> AsyncIterator[str]:
-    """Open a public address for ``url`` within this context.
-
-    Args:
-        timeout: seconds in which the program has to print an address.
-
-    Raises:
-        TunnelFailed: the program printed no address; the text has the end of its output.
-    """
+    """Open a public address for ``url`` within this context; raise ``TunnelFailed`` without one in ``timeout`` s."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", str(parts.port or "")
     arguments = [part.replace("{url}", url).replace("{host}", host).replace("{port}", port) for part in command]

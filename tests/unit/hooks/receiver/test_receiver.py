@@ -40,7 +40,7 @@ async def test_a_handler_has_the_head_sha_and_its_value_is_the_answer(serving, m
         return Sha(sha=payload.repo.head_sha)
 
     assert receiver.add(pushed) == "/webhooks/pushed"
-    assert receiver.registered == {"/webhooks/pushed": pushed}
+    assert list(receiver.endpoints) == ["/webhooks/pushed"]
     async with serving(receiver) as sender:
         told = await sender.post("/webhooks/pushed", make_payload(sha="c" * 40), headers=SIGNED)
         assert (told.status, told.json) == (200, {"sha": "c" * 40})

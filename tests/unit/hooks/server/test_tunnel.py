@@ -92,13 +92,13 @@ async def test_the_end_of_a_tunnel_is_logged(install, caplog):
 def test_the_program_is_the_named_or_the_first_installed_one(install, tmp_path):
     ngrok = install("ngrok")
     where = {"PATH": str(tmp_path)}
-    assert choose_command(None, where)[:2] == ("ngrok", "http")
+    assert choose_command(where)[:2] == ("ngrok", "http")
     install("cloudflared")
-    assert choose_command(None, where) == tunnels.KNOWN_COMMANDS[0]
-    assert choose_command(None, {**where, tunnels.COMMAND: f"{ngrok} tcp {{port}}"}) == (str(ngrok), "tcp", "{port}")
+    assert choose_command(where) == tunnels.KNOWN_COMMANDS[0]
+    assert choose_command({**where, tunnels.COMMAND: f"{ngrok} tcp {{port}}"}) == (str(ngrok), "tcp", "{port}")
     for wrong, message in (("nothing-like-this", "not installed"), ("'", "cannot be read")):
         with pytest.raises(TunnelFailed, match=message):
-            choose_command(wrong, where)
+            choose_command({**where, tunnels.COMMAND: wrong})
 
 
 @pytest.mark.parametrize(
