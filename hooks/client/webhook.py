@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import secrets as random_secrets
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from hooks.errors import HubTrouble, InvalidWebhook
 MASK = "********"
 # Names of query parameters that carry a secret: the Hub's documentation allows ?secret= in the address of a webhook.
 SECRET_PARAMETERS = ("secret", "token", "key", "api_key", "apikey", "access_token", "password", "sig", "signature")
-WATCHED_TYPES = ("bucket", "dataset", "kernel", "model", "org", "space", "user")
 HUB_DOMAINS = ("repo", "discussion")
 DOMAINS = (*HUB_DOMAINS, "session")  # the last one is what a robojax server tells of its sessions
 GOOD_SECRET = 16  # characters
@@ -209,7 +207,7 @@ def _check_secret(secret: str, shortest: int) -> None:
 
 
 def read_watched(watched: Watchable | Iterable[Watchable]) -> list[WebhookWatchedItem]:
-    """Return the watched items in order without duplicates; warn of unknown types, which the Hub may have added."""
+    """Return the watched items in order without duplicates; the Hub decides about types."""
     is_one = isinstance(watched, str | Mapping | WebhookWatchedItem)
     items: dict[tuple[str, str], WebhookWatchedItem] = {}
     for item in cast(Iterable[Watchable], [watched] if is_one else watched):
@@ -223,12 +221,6 @@ def read_watched(watched: Watchable | Iterable[Watchable]) -> list[WebhookWatche
         if not (isinstance(kind, str) and isinstance(name, str) and kind and name) or re.search(r"\s", kind + name):
             raise InvalidWebhook(
                 f"watched item {item!r} cannot be read; wanted 'type:name', as 'model:someone/arm' or 'org:someone'"
-            )
-        if kind not in WATCHED_TYPES:
-            warnings.warn(
-                f"watched type {kind!r} is not known; it is sent as it is. Known: {', '.join(WATCHED_TYPES)}",
-                UserWarning,
-                stacklevel=4,  # the caller of the client's method, which calls make_body
             )
         items.setdefault((kind, name), WebhookWatchedItem(type=cast(Any, kind), name=name))
     return list(items.values())

@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -82,21 +81,16 @@ class Content:
 def command(
     failure: str, *names: str, group: typer.Typer = app
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command whose errors end the process with ``failure`` and whose warnings are printed."""
+    """Register a function as a command whose errors end the process with ``failure``."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(**arguments: Any) -> None:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always", UserWarning)
-                try:
-                    function(**arguments)
-                except hooks.HooksError as error:
-                    code = Code.TRANSPORT if isinstance(error, hooks.HubTrouble) else Code.USAGE
-                    fail(code, failure, str(error), get_advice(error))
-                finally:
-                    for warning in caught:
-                        typer.secho(f"Warning: {warning.message}", fg="yellow", err=True)
+            try:
+                function(**arguments)
+            except hooks.HooksError as error:
+                code = Code.TRANSPORT if isinstance(error, hooks.HubTrouble) else Code.USAGE
+                fail(code, failure, str(error), get_advice(error))
 
         for number, name in enumerate(names or (function.__name__,)):
             group.command(name, hidden=number > 0)(flatten(run))

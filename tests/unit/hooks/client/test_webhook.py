@@ -116,12 +116,6 @@ def test_a_watched_item_that_cannot_be_read_is_quoted(item):
     assert repr(item) in str(caught.value)
 
 
-def test_a_type_that_is_not_known_is_warned_of_and_kept():
-    read_watched([f"{kind}:name" for kind in ("bucket", "dataset", "kernel", "model", "org", "space", "user")])
-    with pytest.warns(UserWarning, match=r"'modle' is not known; .* Known: bucket"):
-        assert [item.type for item in read_watched(["modle:arm"])] == ["modle"]
-
-
 def test_domains_are_read_each_once_and_the_old_name_is_put_right():
     assert read_domains(["discussions", "repo", "discussion"]) == ["discussion", "repo"]
     assert read_domains("repo") == ["repo"]

@@ -98,9 +98,8 @@ def test_what_cannot_be_right_ends_with_2_and_nothing_is_sent(call, hub, argumen
     assert hub.requests == []
 
 
-def test_an_unknown_type_is_warned_of_and_the_hub_refuses_it(call, hub):
-    told = call("create", "--url", URL, "--watch", "modle:arm", code=4).output
-    assert "Warning: watched type 'modle' is not known;" in told
+def test_an_unknown_type_is_sent_and_the_hub_refuses_it(call, hub):
+    assert "400" in call("create", "--url", URL, "--watch", "modle:arm", code=4).output
     assert b'"type": "modle"' in hub.requests[-1].body
 
 
