@@ -19,9 +19,7 @@ from robojax.cli.app import Code, fail, flatten, print_table
 if TYPE_CHECKING:
     from hooks.receiver.inbox import Inbox
 
-VARIABLE = "WEBHOOK_SECRET"
 DATABASE = Path("webhooks.sqlite")
-PUSH = ("repo.content",)
 STATUSES = "waiting, running, done, failed, dead"
 
 plain = functools.partial(typer.Typer, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -39,7 +37,7 @@ Texts = list[str] | None
 File = Path | None
 Id = Annotated[str, typer.Argument(metavar="ID", help="Of the webhook.")]
 EventId = Annotated[str, typer.Argument(metavar="ID", help="Of the event.")]
-SecretFile = Annotated[File, option(f"File with the secret; default: {VARIABLE}.")]
+SecretFile = Annotated[File, option("File with the secret; default: WEBHOOK_SECRET.")]
 Events = Annotated[Path, option("File of the events.")]
 AsJson = Annotated[bool, option("JSON, for programs.", "--json")]
 
@@ -205,9 +203,7 @@ def replay(
 @command("nothing was sent")
 def send(
     url: Annotated[str, typer.Argument(metavar="URL", help="Of the endpoint: http://127.0.0.1:7860/webhooks/NAME.")],
-    scope: Annotated[
-        Texts, option("repo.content, repo, repo.config, discussion, discussion.comment; repeatable.")
-    ] = None,
+    scope: Annotated[Texts, option("Scope of the event, as repo.config or discussion; repeatable.")] = None,
     all_scopes: Annotated[bool, option("One of every scope.", "--all-scopes")] = False,
     repo: Annotated[str, option("That it happened to.")] = "robotics-lab/pick-cubes",
     sha: Annotated[Text, option("Commit that it is about; default: one made up.")] = None,
@@ -219,12 +215,13 @@ def send(
 
     from hooks.payload import SAMPLES, sample
 
-    secret = hooks.find_secret(file=secret_file) or os.environ.get(VARIABLE) or ""
+    secret = hooks.find_secret(file=secret_file) or os.environ.get("WEBHOOK_SECRET") or ""
     if not (secret.isascii() and secret.isprintable()):
         raise hooks.InvalidWebhook("the secret is not one line of visible ASCII, so that no header can carry it")
     accepted = 0
-    samples = [(kind, sample(kind, repo=repo, sha=sha)) for kind in (SAMPLES if all_scopes else scope or PUSH)]
-    for kind, payload in samples:
+    scopes = SAMPLES if all_scopes else scope or ["repo.content"]
+    samples = {kind: sample(kind, repo=repo, sha=sha) for kind in scopes}
+    for kind, payload in samples.items():
         headers = {"Webhook-Id": str(uuid.uuid4())} | ({"X-Webhook-Secret": secret} if secret else {})
         row = {"id": headers["Webhook-Id"], "scope": kind, "status": None}
         try:
