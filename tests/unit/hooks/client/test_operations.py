@@ -144,7 +144,7 @@ def test_nothing_is_sent_that_cannot_be_right(stub, client):
     for wrong in ({"job_id": "687f"}, {"watched": []}, {"domains": ["repos"]}, {"url": "http://robot.local"}):
         with pytest.raises(InvalidWebhook):
             client.create_webhook(**ALL | wrong)
-    with pytest.raises(TypeError, match="watch'"):
+    with pytest.raises(TypeError, match="watched'"):
         client.create_webhook(url=URL, watch=WATCHED)
     assert stub.requests == []
 
