@@ -1,7 +1,4 @@
-"""Public names of hooks, imported when first used: the Hub's webhook API, a receiving server, a registry.
-
-Names are looked up when first used, so that importing this package imports nothing.
-"""
+"""Public names of hooks, imported when first used: the Hub's webhook API, a receiving server, a registry."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

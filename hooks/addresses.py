@@ -56,19 +56,11 @@ class TargetRules:
 
     @classmethod
     def from_networks(cls, networks: Iterable[str]) -> "TargetRules":
-        """Build rules that also allow these networks.
-
-        Raises:
-            ValueError: one is no network, e.g. bits are set behind its mask.
-        """
+        """Build rules that also allow these networks; raise ``ValueError`` for a text that is not a network."""
         return cls(tuple(ipaddress.ip_network(network) for network in networks))
 
     def parse_url(self, url: str) -> Target:
-        """Split a URL into host and port; a host that is an IP address is checked at once.
-
-        Raises:
-            UnsafeTarget: it is no plain http or https URL, or its address is refused.
-        """
+        """Split an http or https URL into host and port; raise ``UnsafeTarget`` for others and refused addresses."""
         if len(url) > MAX_URL:
             raise UnsafeTarget(f"url: {len(url)} characters, wanted at most {MAX_URL}")
         if not url.isascii() or re.search(r"[\x00-\x20\x7f\\]", url):
@@ -110,12 +102,7 @@ class TargetRules:
         return (str(disguised),)
 
     async def resolve_target(self, target: Target, resolve: Resolve) -> tuple[str, ...]:
-        """Resolve and check the addresses of a target; call it before every attempt, because names move.
-
-        Raises:
-            UnsafeTarget: an address is refused; then none is used.
-            OSError: the name is not known.
-        """
+        """Resolve and check a target's addresses before each attempt; raise ``UnsafeTarget`` or ``OSError``."""
         if target.addresses:
             return target.addresses
         addresses = await resolve(target.host, target.port)
@@ -128,11 +115,7 @@ class TargetRules:
         return tuple(addresses)
 
     def check_address(self, host: str, address: Address) -> None:
-        """Raise for an address that is neither public nor in an allowed network.
-
-        Raises:
-            UnsafeTarget: with what it is, and what to do.
-        """
+        """Raise ``UnsafeTarget`` for an address that is neither public nor in an allowed network."""
         for inner in unwrap_ipv4(address):
             kind = _describe_non_public(inner)
             if kind and not self._is_allowed(inner):

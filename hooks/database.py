@@ -7,10 +7,9 @@ is there after a loss of power too.
 import asyncio
 import os
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -29,14 +28,7 @@ LONGEST_LOG = 16 << 20
 
 @contextmanager
 def alone(database: Path | None, taken_message: str) -> Iterator[None]:
-    """Hold the database's lock file, which the system lets go of whenever this process ends.
-
-    Args:
-        taken_message: the error's text when another process holds it.
-
-    Raises:
-        StoreError: another process holds it, or it cannot be made.
-    """
+    """Hold the database's lock file; raise ``StoreError`` with ``taken_message`` if another process holds it."""
     if database is None:
         yield
         return
@@ -64,19 +56,12 @@ class Database:
     """SQLite database in a file, or in memory when ``path`` is None.
 
     A transaction is a function of the connection (and of arguments): all of what it writes is kept, or none of it.
-
-    Raises:
-        StoreError: the file cannot be opened, is no database, or was written by a newer version.
+    ``StoreError`` says that the file cannot be opened, is not a database, or was written by a newer version.
     """
 
     def __init__(self, path: str | Path | None, schema: Sequence[str]):
-        """Open the database and bring its schema up to date.
-
-        Args:
-            schema: one SQL script per version; scripts that are new to the file are run, in order.
-        """
+        """Open the database; ``schema`` has one SQL script per version, and those that the file lacks are run."""
         self.path = None if path is None else Path(path)
-        self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "database")
         try:
             self._connection = self._thread.submit(self._open, list(schema)).result()
@@ -139,15 +124,8 @@ class Database:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
-        """Run a transaction and wait for it; for threads that may block, never for an event loop.
-
-        Raises:
-            StoreError: it cannot be written (disk full, locked for too long, damaged).
-        """
-        try:
-            return self._thread.submit(self._transact, transaction, arguments, named).result()
-        except RuntimeError as error:
-            raise StoreError(f"database {self._name} is closed") from error
+        """Run a transaction as ``run`` does, but block; for threads without an event loop."""
+        return self._submit(transaction, arguments, named).result()
 
     async def run(
         self,
@@ -160,11 +138,13 @@ class Database:
         Raises:
             StoreError: it cannot be written (disk full, locked for too long, damaged).
         """
+        return await asyncio.wrap_future(self._submit(transaction, arguments, named))
+
+    def _submit(self, transaction: Callable[..., Result], arguments: tuple, named: dict) -> Future[Result]:
         try:
-            running = self._thread.submit(self._transact, transaction, arguments, named)
+            return self._thread.submit(self._transact, transaction, arguments, named)
         except RuntimeError as error:
             raise StoreError(f"database {self._name} is closed") from error
-        return await asyncio.wrap_future(running)
 
     def _transact(self, transaction: Callable[..., Result], arguments: tuple, named: dict) -> Result:
         connection = self._connection
@@ -186,9 +166,6 @@ class Database:
 
     def close(self) -> None:
         """Close the database after the queued transactions."""
-        with self._lock:
-            try:
-                self._thread.submit(self._connection.close)
-            except RuntimeError:
-                return  # closed before
-            self._thread.shutdown()
+        with suppress(RuntimeError):  # It is closed already.
+            self._thread.submit(self._connection.close)
+        self._thread.shutdown()

@@ -1,8 +1,5 @@
 """Errors of webhooks, all below HooksError."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 
 class HooksError(Exception):
     """Base class of the errors that this package raises on purpose; their text is safe to show to users."""
@@ -37,17 +34,11 @@ class UnknownWebhook(HubTrouble):
 
 
 class DeliveryRefused(HooksError):
-    """The receiver did not accept a delivery.
+    """The receiver did not accept a delivery; ``status`` is the status for the caller."""
 
-    Attributes:
-        status: of the answer.
-        headers: of the answer.
-    """
-
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None):
+    def __init__(self, status: int, message: str):
         super().__init__(message)
         self.status = status
-        self.headers: Mapping[str, str] = MappingProxyType(dict(headers or {}))
 
 
 class StoreError(HooksError):
@@ -70,21 +61,5 @@ class RetryableError(HooksError):
         self.after = after
 
 
-class TunnelFailed(HooksError):
-    """The tunnel program did not give a public address."""
-
-
 class UnsafeTarget(HooksError):
     """Deliveries must not be sent to this address."""
-
-
-class SourceError(HooksError):
-    """A revision of a policy cannot be found, fetched or verified.
-
-    Attributes:
-        code: stable, e.g. ``unknown_revision``, ``checksum``, ``unreachable``.
-    """
-
-    def __init__(self, code: str, message: str):
-        super().__init__(message)
-        self.code = code

@@ -1,4 +1,4 @@
-"""Payload of a Hub webhook, version 3, and samples.
+"""Payload of a Hub webhook, version 3, and a sample of each scope.
 
 A delivery is refused only for the fields that name its event: ``event.action``, ``event.scope``, ``repo.id``,
 ``repo.name``, ``repo.type`` and ``webhook.id``, all text. Unknown fields and values are kept, and any other field that
@@ -8,34 +8,12 @@ Source: https://huggingface.co/docs/hub/webhooks, and huggingface_hub 2.4.
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from hooks.errors import InvalidWebhook
-
-__all__ = [
-    "ObjectId",
-    "WebhookPayload",
-    "WebhookPayloadComment",
-    "WebhookPayloadDiscussion",
-    "WebhookPayloadDiscussionChanges",
-    "WebhookPayloadEvent",
-    "WebhookPayloadMovedTo",
-    "WebhookPayloadRepo",
-    "WebhookPayloadUpdatedFile",
-    "WebhookPayloadUpdatedRef",
-    "WebhookPayloadUrl",
-    "WebhookPayloadWebhook",
-]
-
-# Values that the Hub documents. The fields below are plain strings and accept any other value, too.
-ACTIONS = ("create", "delete", "move", "update")
-SCOPES = ("repo", "repo.content", "repo.config", "discussion", "discussion.comment")
-REPO_TYPES = ("model", "dataset", "space", "bucket")
-DISCUSSION_STATES = ("closed", "draft", "open", "merged")
-
 
 T = TypeVar("T")
 
@@ -85,8 +63,8 @@ class WebhookPayloadEvent(_Part):
     """Event of the delivery: an action within a scope.
 
     Attributes:
-        action: a value of ``ACTIONS``, or a newer one.
-        scope: a value of ``SCOPES``, or a newer and narrower one, which is at least an update of the broader one.
+        action: ``create``, ``delete``, ``move``, ``update``, or a newer one.
+        scope: ``repo``, ``repo.content``, ``repo.config``, ``discussion``, ``discussion.comment``, or a narrower one.
     """
 
     action: str
@@ -127,7 +105,7 @@ class WebhookPayloadRepo(ObjectId):
 
     Attributes:
         head_sha: commit of the default branch, ``headSha`` on the wire; with scopes of ``repo``, never of buckets.
-        type: a value of ``REPO_TYPES``, or a newer one.
+        type: ``model``, ``dataset``, ``space``, ``bucket``, or a newer one.
     """
 
     owner: Lenient[ObjectId] = None
@@ -178,7 +156,7 @@ class WebhookPayload(_Part):
 
     def is_about(self, scope: str) -> bool:
         """Whether the event happened within a scope; ``repo`` includes ``repo.content`` and all else below it."""
-        return is_in_scope(self.event.scope, (scope,))
+        return f"{self.event.scope}.".startswith(f"{scope}.")
 
     def new_sha(self, ref: str) -> str | None:
         """Return the commit that a ref (``refs/heads/main`` or ``main``) moved to; None without a move or a commit."""
@@ -186,63 +164,20 @@ class WebhookPayload(_Part):
         return next((moved.newSha for moved in self.updatedRefs or () if moved.ref in names and moved.newSha), None)
 
 
-def is_in_scope(scope: str, scopes: Sequence[str]) -> bool:
-    """Whether a scope is in this list, or below a scope of this list."""
-    return any(scope == scope_or_parent or scope.startswith(f"{scope_or_parent}.") for scope_or_parent in scopes)
-
-
-Payload = dict[str, Any]
-
 HUB = "https://huggingface.co"
 OLD_SHA = hashlib.sha1(b"the commit before").hexdigest()
-PLURAL = {"dataset": "datasets/", "space": "spaces/", "bucket": "buckets/"}
-DISCUSSION: Payload = {
-    "id": "6399f58518721fdd27fc9ca9",
-    "title": "Update the model card",
-    "status": "open",
-    "author": {"id": "61d2f90c3c2083e1c08af22d"},
-    "num": 19,
-    "isPullRequest": False,
-}
-PULL_REQUEST = DISCUSSION | {"isPullRequest": True, "changes": {"base": "refs/heads/main"}}
-COMMENT: Payload = {"id": "6399f58518721fdd27fc9caa", "author": {"id": "61d2f90c3c2083e1c08af22d"}, "hidden": False}
-FILES: list[Payload] = [
-    {"path": "episodes/000.parquet", "action": "add", "xetHash": hashlib.sha256(b"0").hexdigest(), "size": 1024},
-    {"path": "episodes/old.parquet", "action": "delete"},
-]
-NEW = "NEW"  # stands for the commit that a sample is about
-
-
-def _move(ref: str, old: str | None, new: str | None) -> Payload:
-    return {"updatedRefs": [{"ref": ref, "oldSha": old, "newSha": new}]}
-
-
-# Name of a sample -> its action, and the parts that only this kind of event has. A name begins with the scope.
-SAMPLES: Mapping[str, tuple[str, Payload]] = {
-    "repo": ("update", {}),
-    "repo:create": ("create", {}),
-    "repo:delete": ("delete", {}),
-    "repo:move": ("move", {"movedTo": {"owner": {"id": "628b753283ef59b5be89e937"}}}),
-    "repo.content": ("update", _move("refs/heads/main", OLD_SHA, NEW)),
-    "repo.content:branch": ("update", _move("refs/heads/next", None, NEW)),
-    "repo.content:branch-deleted": ("update", _move("refs/heads/next", OLD_SHA, None)),
-    "repo.content:tag": ("update", _move("refs/tags/v1.0", None, NEW)),
-    "repo.content:tag-deleted": ("update", _move("refs/tags/v1.0", NEW, None)),
-    "repo.content:pull-request": ("update", _move("refs/pr/19", None, NEW)),
-    "repo.content:bucket": ("update", {"updatedFiles": FILES, "updatedFilesTruncated": False}),
+USER = {"id": "628b753283ef59b5be89e937"}
+# Scope of a sample -> its action, and the parts that only this kind of event has.
+SAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "repo": ("move", {"movedTo": {"name": "robotics-lab/renamed", "owner": USER}}),
+    "repo.content": ("update", {"updatedRefs": [{"ref": "refs/heads/main", "oldSha": OLD_SHA, "newSha": OLD_SHA}]}),
     "repo.config": ("update", {"updatedConfig": {"private": False}}),
-    "discussion": ("create", {"discussion": DISCUSSION}),
-    "discussion:update": ("update", {"discussion": DISCUSSION | {"status": "closed"}}),
-    "discussion:delete": ("delete", {"discussion": DISCUSSION}),
-    "discussion:pull-request": ("create", {"discussion": PULL_REQUEST}),
-    "discussion:merged": ("update", {"discussion": PULL_REQUEST | {"status": "merged"}}),
+    "discussion": ("create", {}),
     "discussion.comment": (
         "create",
-        {"discussion": DISCUSSION, "comment": COMMENT | {"content": "How many episodes?"}},
+        {"comment": {"id": "6399f58518721fdd27fc9caa", "author": USER, "hidden": False, "content": "How many?"}},
     ),
-    "discussion.comment:hidden": ("update", {"discussion": DISCUSSION, "comment": COMMENT | {"hidden": True}}),
 }
-SAMPLE_SCOPES = tuple(SAMPLES)
 
 
 def sample(
@@ -251,47 +186,39 @@ def sample(
     repo: str = "robotics-lab/pick-cubes",
     repo_type: str = "model",
     sha: str | None = None,
-) -> Payload:
-    """Build a sample payload as the Hub sends it.
-
-    Args:
-        scope: a name in ``SAMPLES``.
-        sha: commit that the event is about; derived from the repo's name when None.
-
-    Raises:
-        InvalidWebhook: the Hub documents no such event.
-    """
+) -> dict[str, Any]:
+    """Build a sample payload of a scope in ``SAMPLES``; ``sha`` is the commit that the event is about."""
     if scope not in SAMPLES:
-        raise InvalidWebhook(f"there is no sample of {scope!r}; wanted one of {', '.join(SAMPLE_SCOPES)}")
+        raise InvalidWebhook(f"there is no sample of {scope!r}; wanted one of {', '.join(SAMPLES)}")
     action, parts = SAMPLES[scope]
-    kind = "bucket" if "updatedFiles" in parts else repo_type
     head = sha or hashlib.sha1(repo.encode()).hexdigest()
-    url = {
-        "web": f"{HUB}/{PLURAL.get(kind, '')}{repo}",
-        "api": f"{HUB}/api/{PLURAL.get(kind, 'models/')}{repo}",
-    }
-    payload: Payload = {
-        "event": {"action": action, "scope": scope.partition(":")[0]},
+    prefix = "" if repo_type == "model" else f"{repo_type}s/"
+    url = {"web": f"{HUB}/{prefix}{repo}", "api": f"{HUB}/api/{prefix or 'models/'}{repo}"}
+    payload: dict[str, Any] = {
+        "event": {"action": action, "scope": scope},
         "repo": {
-            "type": kind,
+            "type": repo_type,
             "name": repo,
-            "id": hashlib.sha256(f"{kind} {repo}".encode()).hexdigest()[:24],
+            "id": hashlib.sha256(f"{repo_type} {repo}".encode()).hexdigest()[:24],
             "private": False,
             "url": url,
-            "owner": {"id": "628b753283ef59b5be89e937"},
+            "owner": USER,
         },
         "webhook": {"id": "6390e855e30d9209411de93b", "version": 3},
         **copy.deepcopy(parts),
     }
-    # The head of the main branch is sent with scopes of `repo`. A bucket has no commits.
-    if scope.startswith("repo") and kind != "bucket":
-        payload["repo"]["headSha"] = OLD_SHA if scope.endswith((":branch", ":pull-request")) else head
-    if "movedTo" in payload:
-        payload["movedTo"]["name"] = f"{repo}-renamed"
+    if scope.startswith("repo"):
+        payload["repo"]["headSha"] = head
+    else:
+        payload["discussion"] = {
+            "id": "6399f58518721fdd27fc9ca9",
+            "title": "Update the model card",
+            "status": "open",
+            "author": USER,
+            "num": 19,
+            "isPullRequest": False,
+            "url": {name: f"{address}/discussions/19" for name, address in url.items()},
+        }
     for moved in payload.get("updatedRefs", ()):
-        moved |= {name: head for name in ("oldSha", "newSha") if moved[name] == NEW}
-    if "discussion" in payload:
-        payload["discussion"]["url"] = {name: f"{address}/discussions/19" for name, address in url.items()}
-    if "comment" in payload:
-        payload["comment"]["url"] = {"web": f"{url['web']}/discussions/19#{COMMENT['id']}"}
+        moved["newSha"] = head
     return payload

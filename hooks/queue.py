@@ -31,13 +31,7 @@ CLOCK_STEP = 1.0  # seconds; less is a clock that is corrected slowly
 
 @dataclass(frozen=True)
 class Queue:
-    """Queue in one table of the database.
-
-    Attributes:
-        group: the column of the group.
-        ready: SQL that holds for a row of which nothing else has to be awaited.
-        ordered: SQL that holds for a row which has to keep to the order of its lane.
-    """
+    """Queue in one table; ``group`` is a column, ``ready`` and ``ordered`` are SQL conditions of a row."""
 
     table: str
     group: str
@@ -47,14 +41,7 @@ class Queue:
     def begin_due_rows(
         self, connection: sqlite3.Connection, now: float, take_room: Callable[[str], bool]
     ) -> tuple[list[sqlite3.Row], int, float | None]:
-        """Mark the rows that are due and have room as running, and return them.
-
-        Args:
-            take_room: whether one more of a group may run; asked once for each that would begin, and it does then.
-
-        Returns:
-            Those rows in order; how many more are due, and wait for others to end; and when the next one is due.
-        """
+        """Mark due rows with room as running; return them, the number of blocked rows, and when the next row is due."""
         due = connection.execute(
             f"SELECT number, {self.group}, NOT ({self.ordered} AND EXISTS (SELECT 1 FROM {self.table} AS other "
             f"WHERE other.{self.group} = one.{self.group} AND other.lane = one.lane AND other.{OPEN} "
@@ -89,11 +76,7 @@ class Queue:
 
 
 class QueueRunner:
-    """Runs the rows of a queue when they are due and their group has room.
-
-    Attributes:
-        is_ending: nothing is begun any more, and nothing is waited for.
-    """
+    """Runs the rows of a queue when they are due and their group has room, until ``is_ending``."""
 
     def __init__(
         self,
@@ -107,9 +90,8 @@ class QueueRunner:
         """Make a runner; nothing begins before ``run``.
 
         Args:
-            work: works on a row, and writes down what became of it; True when the row is not waiting again.
-            limits: for a group, how many may run at once by the names of what they share; 0 for none at all.
-            clock: seconds since 1970.
+            work: works on a row and writes its outcome; returns True when the row does not wait again.
+            limits: returns how many rows of a group may run at once, by the names of the limits that they share.
         """
         self.is_ending = False
         self._database = database
@@ -175,26 +157,13 @@ class QueueRunner:
         if self._has_blocked_rows or task.cancelled() or task.exception() is not None or task.result() is not True:
             self.wake()
 
-    async def run_due(self) -> None:
-        """Run everything that is due, and wait until nothing due is left."""
-        while True:
-            await self.begin_due()
-            if not self._running:
-                return
-            await asyncio.wait(list(self._running))
-            await asyncio.sleep(0)  # the callbacks that take them off the list
-
     async def write(
         self,
         transaction: Callable[Concatenate[sqlite3.Connection, Arguments], Result],
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
-        """Write the outcome of a row, trying again while the database cannot be written (a full disk, say).
-
-        Raises:
-            StoreError: everything ends; the row is begun again at the next start.
-        """
+        """Write the outcome of a row, again and again while the disk is full; raise ``StoreError`` at the end."""
         while True:
             try:
                 return await self._database.run(transaction, *arguments, **named)

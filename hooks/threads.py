@@ -31,11 +31,7 @@ def start_in_thread(work: Callable[[], Result]) -> Future[Result]:
 
 
 def run_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
-    """Return a call's result; after the timeout, leave its thread alone and raise.
-
-    Raises:
-        TimeoutError: it was not done in time.
-    """
+    """Return a call's result; after the timeout, leave its thread alone and raise ``TimeoutError``."""
     future = start_in_thread(work)
     try:
         return future.result(seconds)

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from hooks.registry.registry import Registry, RegistrySettings
 from jaxmodels.data import open_dataset
 from tests.testing.compiling import process_environment
 from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.rig import started
 
 FILES = Path(__file__).parent / "golden" / "files_of_0_1"
-TOKEN = "hf_" + "t" * 30
 DIRECT = {"policy_path": "user/act", "transport_server_url": "direct"}
 
 
@@ -55,19 +53,6 @@ async def test_a_state_folder_of_a_server_that_was_killed_has_its_sessions_latch
         run("webhooks", "events", "list", "--database", str(files / "state" / "events.sqlite3"), "--json")
     )
     assert [(event["repo"], event["status"]) for event in told] == [("lab/act", "done")]
-
-
-async def test_a_registry_has_its_webhooks_and_what_waits_to_be_delivered(files: Path) -> None:
-    settings = RegistrySettings(tokens=(TOKEN,), database=files / "registry.sqlite3", allowed_networks=("127.0.0.0/8",))
-    registry = Registry(settings)
-    async with registry.running():
-        found = {webhook.url.rpartition("/")[2]: webhook for webhook in await registry.list_webhooks()}
-        assert {name: webhook.disabled for name, webhook in found.items()} == {
-            "taken": "", "refused": "", "off": "disabled",
-        }  # fmt: skip
-        (taken,) = await registry.list_deliveries(found["taken"].id, 10, None)
-        (waiting,) = await registry.list_deliveries(found["refused"].id, 10, None)
-        assert (taken["status"], waiting["status"]) == ("delivered", "waiting")
 
 
 def test_a_recording_and_a_dataset_are_read(files: Path) -> None:

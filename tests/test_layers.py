@@ -37,7 +37,7 @@ LAYERS = {
         " < recording streaming rollout dashboard < distributed < settings < api doctor shared_sessions"
         " < engine_source < app"
     ),
-    "hooks": ("errors threads < payload signatures database addresses < queue < registry < client receiver < server"),
+    "hooks": ("errors threads < payload secrets database addresses < queue < registry < client receiver < server"),
     "jaxmodels": (
         "errors _lazy < ranges < types cache_dirs < ensembling normalization devices hub weights < layers samplers"
         " < memory < checkpoints < text < transformer2d vlm data < policies < program < observations < policy"
@@ -224,7 +224,7 @@ hear heard shown asked seen look looking complaint complaints utils helpers misc
 BANNED = set(_BANNED.split())
 # Public names with such a word that stay, by package, because users have them in code, files or settings.
 FIXED_NAMES = {
-    "hooks": {"WebhookNotFound", "ServerNotFound", "kept", "kept_dead", "kept_bytes", "lane"},
+    "hooks": {"WebhookNotFound", "kept", "kept_dead", "kept_bytes", "lane"},
     "jaxmodels": {"shapes_kept"},
     "robojax": {"drive_mode", "found"},
     "service/distributed": {"engine_patience"},

@@ -1,9 +1,7 @@
 """WebhooksClient: manages the webhooks of an account on the Hub or on a robojax server.
 
-The endpoint, token, headers, HTTP session, result classes and errors are huggingface_hub's. Its webhook methods (2.4)
-are not called, because they take no timeout and the session has none (``set_client_factory`` would give every download
-of the process one), drop ``hasSecret`` and the id of a job from the answer, and log a body with its secrets under
-HF_DEBUG.
+The webhook methods of huggingface_hub (2.4) are not called, because they have no timeout, drop ``hasSecret`` and the id
+of a job from the answer, and log a body with its secrets under HF_DEBUG. Its session, headers and errors are used.
 """
 
 import asyncio
@@ -43,6 +41,8 @@ ATTEMPTS = 4
 FIRST_WAIT = 0.5  # seconds; doubled from attempt to attempt
 
 Token = bool | str | None
+# One or several items, mappings, or texts ``type:name``.
+Watched = Watchable | Iterable[Watchable]
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
@@ -85,19 +85,6 @@ class WebhookFields(TypedDict, total=False):
     secrets: Mapping[str, str] | None
 
 
-class NewWebhook(WebhookFields):
-    """Fields of a webhook to create; ``watched`` is one or several items, mappings, or texts ``type:name``."""
-
-    watched: Watchable | Iterable[Watchable]
-
-
-class ChangedWebhook(WebhookFields, total=False):
-    """Fields of a webhook to change; with ``allow_empty``, an empty ``watched`` stops all deliveries."""
-
-    watched: Watchable | Iterable[Watchable] | None
-    allow_empty: bool
-
-
 class WebhooksClient:
     """Client for the Hub's webhook API: huggingface_hub's seven operations, ``replay`` and ``ensure``.
 
@@ -133,9 +120,6 @@ class WebhooksClient:
         self.timeout = timeout
         self.allow_http = tuple(allow_http)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(endpoint={self.endpoint!r}, timeout={self.timeout!r})"
-
     def list_webhooks(self, *, token: Token = None) -> list[WebhookInfo]:
         """List all webhooks of the account."""
         answer = self._request_json("GET", token=token)
@@ -147,18 +131,26 @@ class WebhooksClient:
         """Return the webhook with this id."""
         return self._request_webhook("GET", webhook_id, token=token)
 
-    def create_webhook(self, *, token: Token = None, **fields: Unpack[NewWebhook]) -> WebhookInfo:
+    def create_webhook(self, *, watched: Watched, token: Token = None, **fields: Unpack[WebhookFields]) -> WebhookInfo:
         """Create a webhook; never repeated, so after a HubTrouble it may exist all the same (see ``ensure``)."""
-        body = make_body(**fields, is_new=True, allow_http=self.allow_http)
+        body = make_body(watched=watched, **fields, is_new=True, allow_http=self.allow_http)
         return self._request_webhook("POST", body=_add_default_domains(body), token=token, is_repeatable=False)
 
-    def update_webhook(self, webhook_id: str, *, token: Token = None, **fields: Unpack[ChangedWebhook]) -> WebhookInfo:
+    def update_webhook(
+        self,
+        webhook_id: str,
+        *,
+        watched: Watched | None = None,
+        allow_empty: bool = False,
+        token: Token = None,
+        **fields: Unpack[WebhookFields],
+    ) -> WebhookInfo:
         """Change the fields that are given and keep the rest.
 
-        The Hub takes what is watched whole or empties it, so it is looked up first when it is not named; a change by
-        another client in between is lost.
+        The Hub replaces ``watched`` as a whole, so it is looked up first when it is not given; a change by another
+        client in between is lost. With ``allow_empty``, an empty ``watched`` stops all deliveries.
         """
-        body = make_body(**fields, is_new=False, allow_http=self.allow_http)
+        body = make_body(watched=watched, **fields, is_new=False, allow_empty=allow_empty, allow_http=self.allow_http)
         if not {"watched", "domains"} <= set(body):
             body = _get_current_fields(self.get_webhook(webhook_id, token=token)) | body
         return self._request_webhook("POST", webhook_id, body=body, token=token)
@@ -191,7 +183,7 @@ class WebhooksClient:
         return status
 
     def ensure(
-        self, *, webhook_id: str | None = None, token: Token = None, **fields: Unpack[NewWebhook]
+        self, *, watched: Watched, webhook_id: str | None = None, token: Token = None, **fields: Unpack[WebhookFields]
     ) -> WebhookInfo:
         """Create, update or enable a webhook so that exactly one webhook like this exists.
 
@@ -205,7 +197,9 @@ class WebhooksClient:
         Raises:
             HubTrouble: several webhooks send to this address or start this job.
         """
-        body = make_body(**fields, is_new=True, allow_http=self.allow_http, shortest_secret=GOOD_SECRET)
+        body = make_body(
+            watched=watched, **fields, is_new=True, allow_http=self.allow_http, shortest_secret=GOOD_SECRET
+        )
         url, job_id = body.get("url"), body.get("jobSourceId")
         existing = None if webhook_id is None else self.get_webhook(webhook_id, token=token)
         for attempt in itertools.count(1):
@@ -236,12 +230,7 @@ class WebhooksClient:
     def _request_json(
         self, method: str, *names: str, token: Token, body: Mapping[str, Any] | None = None, is_repeatable: bool = True
     ) -> Any:
-        """Send one request, repeated after passing failures; the answer's JSON, or None without a body.
-
-        Args:
-            names: the path after ``ROOT``.
-            is_repeatable: whether doing it twice is doing it once.
-        """
+        """Send a request to ``ROOT`` and ``names``, repeated after failures if that is safe; return its JSON."""
         path = "".join(f"/{check_webhook_id(name)}" for name in names)
         headers = self._build_headers(token)
         deadline = time.monotonic() + self.timeout
@@ -352,12 +341,7 @@ class WebhooksClient:
 
 
 def wait_before_retry(trouble: HubTrouble, attempt: int, *, now: float) -> float | None:
-    """Return the seconds until a failed call is repeated; None when repeating would not help.
-
-    Args:
-        attempt: that failed, from 1.
-        now: seconds since 1970.
-    """
+    """Return the seconds until a call that failed for the ``attempt``-th time is repeated; None for never."""
     if attempt >= ATTEMPTS or not isinstance(trouble, HubRefused | HubSilent | HubUnreachable):
         return None
     retry_after = None
@@ -391,11 +375,7 @@ def _as_sets(body: Mapping[str, Any]) -> tuple[set[tuple[str, str]], set[str]]:
 
 
 def _find_webhook(webhooks: Collection[WebhookInfo], url: str | None, job_id: str | None) -> WebhookInfo | None:
-    """Return the one webhook with exactly this address, or made from this job; None without one.
-
-    Raises:
-        HubTrouble: there are several, or a webhook does not tell the job it starts.
-    """
+    """Return the only webhook with this address or job, or None; raise ``HubTrouble`` if it is not clear which."""
     if url is not None:
         matching = [webhook for webhook in webhooks if webhook.url == url]
     else:
@@ -441,9 +421,6 @@ class AsyncWebhooksClient:
         """Make a client; arguments as of `WebhooksClient`."""
         self.client = WebhooksClient(endpoint, token, timeout=timeout, allow_http=allow_http)
         self.endpoint = self.client.endpoint
-
-    def __repr__(self) -> str:
-        return f"Async{self.client!r}"
 
     list_webhooks = _in_thread(WebhooksClient.list_webhooks)
     get_webhook = _in_thread(WebhooksClient.get_webhook)

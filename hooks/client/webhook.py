@@ -1,53 +1,35 @@
 """WebhookInfo, and checks of a webhook's fields before they are sent."""
 
-import base64
 import copy
-import difflib
 import ipaddress
 import logging
 import os
 import re
 import secrets as random_secrets
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import huggingface_hub
+from huggingface_hub import WebhookWatchedItem
 from huggingface_hub.hf_api import JobSpec  # pyright: ignore[reportPrivateImportUsage]
 
 from hooks.errors import HubTrouble, InvalidWebhook
-from hooks.signatures import STANDARD_PREFIX
 
 MASK = "********"
 # Names of query parameters that carry a secret: the Hub's documentation allows ?secret= in the address of a webhook.
 SECRET_PARAMETERS = ("secret", "token", "key", "api_key", "apikey", "access_token", "password", "sig", "signature")
-WATCHED_TYPES = ("bucket", "dataset", "kernel", "model", "org", "space", "user")
 HUB_DOMAINS = ("repo", "discussion")
 DOMAINS = (*HUB_DOMAINS, "session")  # the last one is what a robojax server tells of its sessions
 GOOD_SECRET = 16  # characters
 # Examples of huggingface_hub have secrets of 8 and 9 characters, so those pass, with a warning in the log.
 SHORTEST_SECRET = 8
 
-Watchable = str | Mapping[str, str] | huggingface_hub.WebhookWatchedItem
+Watchable = str | Mapping[str, str] | WebhookWatchedItem
 
 log = logging.getLogger("hooks.client")
-
-
-class WebhookWatchedItem(huggingface_hub.WebhookWatchedItem):
-    """A repo, user or org that a webhook watches; its text is ``type:name``, and it equals huggingface_hub's item."""
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, huggingface_hub.WebhookWatchedItem):
-            return NotImplemented
-        return (self.type, self.name) == (other.type, other.name)
-
-    __hash__ = None  # type: ignore[assignment]  # as the class it comes from: its fields may be set
-
-    def __str__(self) -> str:
-        return f"{self.type}:{self.name}"
 
 
 @dataclass(repr=False, eq=False)
@@ -85,11 +67,7 @@ class WebhookInfo(huggingface_hub.WebhookInfo):
 
 
 def read_webhook(answer: object) -> WebhookInfo:
-    """Build a WebhookInfo from the Hub's JSON.
-
-    Raises:
-        HubTrouble: it is none.
-    """
+    """Build a WebhookInfo from the Hub's JSON; raise ``HubTrouble`` for other JSON."""
     if not isinstance(answer, Mapping):
         raise HubTrouble(f"the Hub answered {type(answer).__name__} where a webhook was wanted")
     try:
@@ -147,13 +125,8 @@ def make_body(
 ) -> dict[str, Any]:
     """Build the JSON body that creates or changes a webhook, from exactly the fields that were given.
 
-    Args:
-        is_new: it needs a target.
-        allow_empty: take an empty ``watched``.
-        allow_http: hosts and networks (``robot.local``, ``10.0.0.0/8``, ``*``), in addition to loopback, without TLS.
-
     Raises:
-        InvalidWebhook: says what cannot be used and what to give; never with a secret in it.
+        InvalidWebhook: names the wrong field and what is accepted, and never contains a secret.
     """
     if url is not None and job_id is not None:
         raise InvalidWebhook(
@@ -234,19 +207,12 @@ def _check_secret(secret: str, shortest: int) -> None:
 
 
 def read_watched(watched: Watchable | Iterable[Watchable]) -> list[WebhookWatchedItem]:
-    """Return the watched items in order without duplicates; warns of unknown types, which the Hub may have added.
-
-    Args:
-        watched: items, mappings with ``type`` and ``name``, or text ``type:name``; a single one too.
-
-    Raises:
-        InvalidWebhook: an item cannot be read.
-    """
-    is_one = isinstance(watched, str | Mapping | huggingface_hub.WebhookWatchedItem)
+    """Return the watched items in order without duplicates; the Hub decides about types."""
+    is_one = isinstance(watched, str | Mapping | WebhookWatchedItem)
     items: dict[tuple[str, str], WebhookWatchedItem] = {}
     for item in cast(Iterable[Watchable], [watched] if is_one else watched):
         kind = name = None
-        if isinstance(item, huggingface_hub.WebhookWatchedItem):
+        if isinstance(item, WebhookWatchedItem):
             kind, name = item.type, item.name
         elif isinstance(item, Mapping):
             kind, name = item.get("type"), item.get("name")
@@ -256,61 +222,36 @@ def read_watched(watched: Watchable | Iterable[Watchable]) -> list[WebhookWatche
             raise InvalidWebhook(
                 f"watched item {item!r} cannot be read; wanted 'type:name', as 'model:someone/arm' or 'org:someone'"
             )
-        if kind not in WATCHED_TYPES:
-            warnings.warn(
-                f"watched type {kind!r} is not known{_closest(kind, WATCHED_TYPES)}; it is sent as it is. "
-                f"Known: {', '.join(WATCHED_TYPES)}",
-                UserWarning,
-                stacklevel=4,  # the caller of the client's method, which calls make_body
-            )
         items.setdefault((kind, name), WebhookWatchedItem(type=cast(Any, kind), name=name))
     return list(items.values())
 
 
 def read_domains(domains: str | Iterable[str]) -> list[str]:
-    """Return the domains in order without duplicates; the older name ``discussions`` becomes ``discussion``.
-
-    Raises:
-        InvalidWebhook: one is not known, or there is none.
-    """
+    """Return the domains in order without duplicates; the older name ``discussions`` becomes ``discussion``."""
     domain_list = [domains] if isinstance(domains, str) else domains
     named = list(dict.fromkeys("discussion" if domain == "discussions" else domain for domain in domain_list))
     for domain in named:
         if domain not in DOMAINS:
-            raise InvalidWebhook(
-                f"domain {domain!r} is not known{_closest(domain, DOMAINS)}; known: {', '.join(DOMAINS)}"
-            )
+            raise InvalidWebhook(f"domain {domain!r} is not known; known: {', '.join(DOMAINS)}")
     if not named:
         raise InvalidWebhook("domains is empty: the webhook would never be sent anything; leave it out for all of them")
     return named
 
 
-def _closest(value: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(value, known, 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 def check_webhook_id(webhook_id: str) -> str:
-    """Raise for an id that would name anything but one webhook when it is put into a path.
-
-    Raises:
-        InvalidWebhook: it is empty or has other characters.
-    """
+    """Return the id; raise ``InvalidWebhook`` if it would name anything else in a path."""
     if not isinstance(webhook_id, str) or not re.fullmatch(r"(?!\.+$)[A-Za-z0-9._-]+", webhook_id):
         raise InvalidWebhook(f"webhook id {webhook_id!r}: wanted letters and digits, as list_webhooks() lists them")
     return webhook_id
 
 
 def generate_secret() -> str:
-    """Generate a secret of 256 random bits, for ``X-Webhook-Secret`` and for Standard Webhooks."""
-    return STANDARD_PREFIX + base64.b64encode(random_secrets.token_bytes(32)).decode()
+    """Generate a secret of 256 random bits."""
+    return random_secrets.token_urlsafe(32)
 
 
 def find_secret(file: str | Path | None = None, *, generate: bool = False) -> str | None:
-    """Return the secret in a file, without blanks around it; None without a file.
-
-    Args:
-        generate: if the file does not exist, write a new secret to it, readable by its owner alone.
+    """Return the secret in a file; None without a file. With ``generate``, a missing file gets a new secret.
 
     Raises:
         InvalidWebhook: the file cannot be read or made, or no secret is in it.

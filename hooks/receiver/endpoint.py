@@ -20,7 +20,7 @@ from sanic import HTTPResponse
 from hooks.errors import InvalidWebhook
 from hooks.payload import WebhookPayload
 from hooks.receiver.inbox import Answer, Event, Status
-from hooks.signatures import is_valid_secret
+from hooks.secrets import is_valid_secret
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +36,7 @@ def build_answer(body: object, status: int = 200, headers: Mapping[str, str] | N
 
 
 def build_error(status: int, error: str, *, retry_after: float | None = None, **more: object) -> Answer:
-    """Build a JSON answer that names the error.
-
-    Args:
-        retry_after: seconds after which the sender may send again, for the header of this name.
-        more: further fields of the JSON object.
-    """
+    """Build a JSON answer with an error; ``retry_after`` is in seconds, ``more`` are further fields."""
     headers = None if retry_after is None else {"retry-after": str(max(1, round(retry_after)))}
     return build_answer({"error": error, **more}, status, headers)
 
@@ -101,8 +96,6 @@ class ReceiverSettings:
         read_within: time for the body of a request.
         max_body: largest body; the largest of the Hub, 10,000 files of a bucket, has about 1.7 MB.
         max_waiting: accepted and unfinished events above which a sender gets 503.
-        rate: deliveries per second of one source in the long run.
-        burst: deliveries of one source at once.
         attempts: failed runs after which an event is a dead letter.
         backoff: time before the second attempt; it doubles with every attempt.
         longest_backoff: upper limit of ``backoff``.
@@ -121,8 +114,6 @@ class ReceiverSettings:
     read_within: float = 10.0
     max_body: int = 5 << 20
     max_waiting: int = 1000
-    rate: float = 100.0
-    burst: int = 1000
     attempts: int = 5
     backoff: float = 1.0
     longest_backoff: float = 60.0
@@ -145,7 +136,7 @@ class ReceiverSettings:
             value = getattr(self, name)
             if isinstance(value, int | float) and (value < 0 or not math.isfinite(value)):
                 raise InvalidWebhook(f"{name} is {value}; wanted a number that is not negative")
-        for name in ("max_body", "max_waiting", "rate", "burst", "attempts", "threads", "concurrency"):
+        for name in ("max_body", "max_waiting", "attempts", "threads", "concurrency"):
             if getattr(self, name) <= 0:
                 raise InvalidWebhook(f"{name} is {getattr(self, name)}; wanted more than 0")
 
@@ -166,13 +157,7 @@ MEANINGS: Mapping[str, Meaning] = {
 
 @dataclass(frozen=True)
 class Handler:
-    """Handler function of an endpoint, and the arguments that it takes.
-
-    Attributes:
-        arguments: what each parameter gets, by its name; positional-only parameters come first.
-        positional: number of positional-only parameters.
-        model: class of the payload; None for a dict.
-    """
+    """Handler function, what each of its parameters gets, and its payload's class (None for a dict)."""
 
     function: Callable[..., Any]
     name: str
@@ -194,13 +179,7 @@ class Handler:
 
 
 def read_handler(function: Callable[..., Any]) -> Handler:
-    """Read the parameters of a function: by annotation, or by name without an annotation.
-
-    A parameter with a default other than None keeps its default.
-
-    Raises:
-        InvalidWebhook: the function cannot be called, or a parameter has no known meaning.
-    """
+    """Read what each parameter gets by its annotation or name; raise ``InvalidWebhook`` if that is unknown."""
     name = get_handler_name(function)
     arguments: dict[str, Kind] = {}
     positional = 0
@@ -286,11 +265,7 @@ SECRET_HEADERS = (
 
 
 def check_sender(headers: Mapping[str, str], secrets: tuple[str, ...]) -> Answer | None:
-    """Check the secret of a request: answer 401 without a secret, 403 with a wrong one, None with a right one.
-
-    Args:
-        secrets: secrets of ``X-Webhook-Secret``; any request may pass when there are none.
-    """
+    """Return None if the secret is right or none is configured, else an answer 401 (missing) or 403 (wrong)."""
     if not secrets:
         return None
     if (secret := headers.get("x-webhook-secret")) is None:
@@ -303,12 +278,7 @@ Mode = Literal["reply", "queue"]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Path of a receiver with its handler.
-
-    Attributes:
-        path: absolute path.
-        mode: ``reply`` answers with the handler's value when the value is there in time, ``queue`` with 202 at once.
-    """
+    """Absolute path of a receiver with its handler; see ``Receiver.add`` for the mode."""
 
     path: str
     handler: Handler

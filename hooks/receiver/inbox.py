@@ -8,15 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from hooks.database import Database, alone, insert_row
 from hooks.errors import UnknownEvent
 from hooks.queue import OPEN, Queue
 
-SCHEMA = [
-    """CREATE TABLE events (
+SCHEMA = """
+CREATE TABLE events (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
     path TEXT NOT NULL,
@@ -46,13 +45,11 @@ SCHEMA = [
     body BLOB NOT NULL,
     UNIQUE (path, webhook_id, identity)
 ) STRICT;
-CREATE INDEX events_open ON events (number) WHERE status IN ('waiting', 'running');
+CREATE INDEX events_in_lanes ON events (path, lane, number) WHERE status IN ('waiting', 'running');
 CREATE INDEX events_by_webhook ON events (webhook_id, received_at);
 CREATE INDEX events_by_status ON events (status, number);
-CREATE INDEX events_by_end ON events (finished_at)""",
-    """DROP INDEX events_open;
-CREATE INDEX events_in_lanes ON events (path, lane, number) WHERE status IN ('waiting', 'running')""",
-]
+CREATE INDEX events_by_end ON events (finished_at);
+"""
 QUEUE = Queue("events", group="path", ordered="one.lane <> ''")
 BRIEF = (
     "number, id, path, webhook_id, delivery_id, repo, repo_type, scope, action, status, attempt, received_at, "
@@ -64,7 +61,6 @@ class Status(StrEnum):
     """State of an event.
 
     ``failed``: the handler failed while the sender waited, and the sender was asked by a 500 to send the event again.
-    ``ignored``: the endpoint does not run it.
     """
 
     WAITING = "waiting"
@@ -72,11 +68,6 @@ class Status(StrEnum):
     DONE = "done"
     FAILED = "failed"
     DEAD = "dead"
-    IGNORED = "ignored"
-
-
-ENDED = (Status.DONE, Status.IGNORED)
-DEAD = (Status.DEAD, Status.FAILED)
 
 
 @dataclass(frozen=True)
@@ -131,11 +122,7 @@ class Event:
 
 
 def get_event(connection: sqlite3.Connection, event_id: str) -> Event:
-    """Return one event with its headers, body and answer.
-
-    Raises:
-        UnknownEvent: there is none of this id.
-    """
+    """Return one event with its headers, body and answer; raise ``UnknownEvent`` without one."""
     row = connection.execute("SELECT * FROM events WHERE id=?", (event_id,)).fetchone()
     if row is None:
         raise UnknownEvent(f"there is no event {event_id!r}; it may have been pruned")
@@ -166,22 +153,13 @@ def prune_events(
     max_bytes: int,
     batch_size: int = 500,
 ) -> int:
-    """Delete finished events that are too old, and the oldest when their bodies take too much space.
-
-    Args:
-        now: seconds since 1970; the ages are in seconds.
-        max_bytes: bytes that the bodies of finished events may take.
-
-    Returns:
-        The number of deleted events, at most three times ``batch_size``.
-    """
-    ended, dead = (", ".join(f"'{status}'" for status in statuses) for statuses in (ENDED, DEAD))
+    """Delete finished events of an age in seconds, and the oldest above ``max_bytes``; return their number."""
     conditions = (
-        (f"SELECT number FROM events WHERE status IN ({ended}) AND finished_at <= ?", now - max_age),
-        (f"SELECT number FROM events WHERE status IN ({dead}) AND finished_at <= ?", now - max_dead_age),
+        ("SELECT number FROM events WHERE status = 'done' AND finished_at <= ?", now - max_age),
+        ("SELECT number FROM events WHERE status IN ('dead', 'failed') AND finished_at <= ?", now - max_dead_age),
         (
             "SELECT number FROM (SELECT number, sum(size) OVER (ORDER BY number DESC) AS total FROM events"
-            f" WHERE status IN ({ended})) WHERE total > ? ORDER BY number",
+            " WHERE status = 'done') WHERE total > ? ORDER BY number",
             max_bytes,
         ),
     )
@@ -204,22 +182,16 @@ def read_event(row: sqlite3.Row) -> Event:
 
 
 class Acceptance(Enum):
-    """Outcome of accepting a delivery: new, retried by its sender, duplicate, or refused for lack of room."""
+    """Outcome of accepting a delivery: to run, duplicate, or refused for lack of room."""
 
-    NEW = auto()
-    RETRIED = auto()  # it failed while its sender waited, and the sender sends it again
+    NEW = auto()  # or it failed while its sender waited, and the sender sends it again
     DUPLICATE = auto()
     FULL = auto()
 
 
 @dataclass(frozen=True)
 class IncomingEvent:
-    """Delivery that passed every check and is about to be stored.
-
-    Attributes:
-        lane: events with the same are run in order; empty for none.
-        identity: of the body, for a delivery without an id; empty when it is never a duplicate.
-    """
+    """Delivery that passed every check; events of one ``lane`` run in order, equal ``identity`` is a duplicate."""
 
     id: str
     path: str
@@ -244,13 +216,7 @@ def accept_event(
     max_waiting: int,
     paths: Collection[str],
 ) -> tuple[Acceptance, Event]:
-    """Store a new delivery, or recognise a duplicate, in one transaction.
-
-    Args:
-        now: seconds since 1970.
-        window: seconds in which an equal body without an id is a duplicate.
-        paths: paths of the endpoints; their open events count for ``max_waiting``.
-    """
+    """Store a new delivery, or recognise a duplicate (without an id: an equal body within ``window`` seconds)."""
     (count,) = connection.execute(
         f"SELECT count(*) FROM events WHERE {OPEN} AND path IN ({', '.join('?' * len(paths))})", tuple(paths)
     ).fetchone()
@@ -266,7 +232,7 @@ def accept_event(
             "UPDATE events SET status=?, due=?, finished_at=NULL, is_acknowledged=0 WHERE number=?",
             (Status.WAITING, now, known["number"]),
         )
-        return Acceptance.RETRIED, read_event(known)
+        return Acceptance.NEW, read_event(known)
     identity = (
         f"id:{incoming.delivery_id}" if incoming.delivery_id is not None else f"{incoming.identity}:{incoming.id}"
     )
@@ -319,15 +285,11 @@ def fail_event(
     retry_at: float | None,
     to_sender: bool,
 ) -> Status:
-    """Record a failed run of an event.
+    """Record a failed run; return ``failed`` (its sender sends it again), ``waiting`` (for a run here) or ``dead``.
 
     Args:
-        attempts: runs that may fail.
         retry_at: when it may run again; None for never.
         to_sender: whether the sender still waits and would get the failure.
-
-    Returns:
-        ``failed`` when its sender has to send it again, ``waiting`` when it is tried again here, else ``dead``.
     """
     row = connection.execute("SELECT failures, is_acknowledged FROM events WHERE id=?", (event_id,)).fetchone()
     failures = row["failures"] + 1
@@ -352,11 +314,7 @@ def requeue_event(connection: sqlite3.Connection, event_id: str, *, due: float) 
 
 
 def resume_events(connection: sqlite3.Connection, *, now: float, max_crashes: int) -> dict[str, int]:
-    """Set events that ran when the process ended back to waiting, or to dead after too many crashes.
-
-    Returns:
-        How many wait, by path.
-    """
+    """Set events that ran when the process ended back to waiting, or to dead; return how many wait, by path."""
     connection.execute(
         "UPDATE events SET crashes=crashes+1, status=CASE WHEN crashes+1>? THEN ? ELSE ? END,"
         " finished_at=CASE WHEN crashes+1>? THEN ? END,"
@@ -373,11 +331,7 @@ def get_data_version(connection: sqlite3.Connection) -> int:
 
 
 def replay_event(connection: sqlite3.Connection, event_id: str, *, now: float) -> Event:
-    """Set an event in any state to run again; a waiting event runs now.
-
-    Raises:
-        UnknownEvent: there is none of this id.
-    """
+    """Set an event in any state to run again; a waiting event runs now."""
     event = get_event(connection, event_id)
     if event.status is not Status.RUNNING:
         connection.execute(
@@ -393,48 +347,32 @@ class Inbox:
     The methods wait for the database: they are for programs that read and replay while a receiver runs elsewhere.
 
     Raises:
-        StoreError: it cannot be opened.
+        StoreError: the file cannot be opened.
+        UnknownEvent: there is no event of this id.
     """
 
     def __init__(self, path: str | Path | None):
         self.path = None if path is None else Path(path)
-        self.database = Database(path, SCHEMA)
+        self.database = Database(path, [SCHEMA])
         self._lock = ExitStack()
 
     def lock(self) -> None:
-        """Lock the file for one receiver until it is closed or the process ends.
-
-        Raises:
-            StoreError: another one has it: both would run the same events.
-        """
+        """Lock the file for one receiver until it is closed; raise ``StoreError`` if another receiver has it."""
         advice = "another receiver works on it; end that one, give this one a file of its own, and serve with one "
         self._lock.enter_context(alone(self.path, advice + "worker process"))
 
     def list(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
     ) -> list[Event]:
-        """List events, newest first, without headers and bodies.
-
-        Args:
-            status: one of ``Status``; ``dead`` lists the dead letters.
-            before: the ``number`` of the last one of the page before.
-        """
+        """List events, newest first, without headers and bodies; those with a ``number`` below ``before``."""
         return self.database.run_blocking(list_events, status=status, path=path, limit=limit, before=before)
 
     def get(self, event_id: str) -> Event:
-        """Return one event with its headers, body and answer.
-
-        Raises:
-            UnknownEvent: there is none of this id.
-        """
+        """Return one event with its headers, body and answer."""
         return self.database.run_blocking(get_event, event_id)
 
     def replay(self, event_id: str) -> Event:
-        """Set an event to run again; a running receiver begins within a second, else the next that starts.
-
-        Raises:
-            UnknownEvent: there is none of this id.
-        """
+        """Set an event to run again; a running receiver begins within a second, else the next that starts."""
         return self.database.run_blocking(replay_event, event_id, now=time.time())
 
     def close(self) -> None:
@@ -445,7 +383,5 @@ class Inbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -28,11 +28,7 @@ _PLAIN = (WebhookPayload.__module__, "huggingface_hub._webhooks_payload")
 
 
 class InvalidPayload(Exception):
-    """The body is not a payload that the handler can take.
-
-    Attributes:
-        fields: names of what is missing or wrong, by the model and never from the body.
-    """
+    """The body is not a payload for the handler; ``fields`` are names of the model, never texts of the body."""
 
     def __init__(self, message: str, fields: tuple[str, ...] = ()):
         super().__init__(message)
@@ -52,11 +48,7 @@ class Facts:
 
 
 def parse_json(body: bytes) -> Any:
-    """Parse the JSON of a body; while it parses a long one, other threads get their turns.
-
-    Raises:
-        InvalidPayload: the body is no JSON, or has more than ``VALUES`` values.
-    """
+    """Parse the JSON of a body; raise ``InvalidPayload`` if it is not JSON or has more than ``VALUES`` values."""
     if _count_values(body) > VALUES or body.count(b"\\") > VALUES:
         raise InvalidPayload("the body has too many values")
     try:
@@ -90,11 +82,7 @@ def read_facts(data: object) -> Facts:
 
 
 def check_payload(model: type[BaseModel] | None, data: object) -> None:
-    """Check that ``build_payload`` will succeed; of the Hub's own payload, only the required parts are checked.
-
-    Raises:
-        InvalidPayload: it will not.
-    """
+    """Raise ``InvalidPayload`` if ``build_payload`` would; of the Hub's own payload, check the required parts only."""
     if model is not None and model.__module__ in _PLAIN and isinstance(data, dict):
         model, data = WebhookPayload, {name: data[name] for name in REQUIRED_PARTS if name in data}
     build_payload(model, data)
@@ -103,11 +91,8 @@ def check_payload(model: type[BaseModel] | None, data: object) -> None:
 def build_payload(model: type[BaseModel] | None, data: Any) -> Any:
     """Build a handler's payload: the JSON object itself without a model, else an instance of the model.
 
-    A model with the Hub's three parts is read leniently (``hooks.payload``). Where huggingface_hub's model refuses a
-    payload, the handler gets our ``WebhookPayload``, whose attributes have the same names.
-
-    Raises:
-        InvalidPayload: the body is not a JSON object, or lacks what the model needs.
+    Where huggingface_hub's stricter model refuses a payload, the handler gets our ``WebhookPayload`` with the same
+    attributes. Raise ``InvalidPayload`` if the body is not a JSON object, or lacks what the model needs.
     """
     if not isinstance(data, dict):
         raise InvalidPayload("the body is no JSON object")

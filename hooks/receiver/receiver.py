@@ -7,10 +7,8 @@ import logging
 import re
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -42,7 +40,6 @@ log = logging.getLogger(__name__)
 MAX_DISCARDED = 1 << 26  # bytes that are read and dropped so that a sender reads why it is refused
 DISCARD_TIMEOUT = 2.0
 STORE_TIMEOUT = 8.0  # seconds for the database, after which a sender gets 503
-MAX_SOURCES = 10_000  # source addresses with a known rate; the address that was silent for longest is forgotten first
 ID_HEADERS = ("webhook-id", "x-github-delivery")
 LONGEST_ID = 256
 
@@ -55,44 +52,8 @@ class Refused(Exception):
         self.answer = answer
 
 
-@dataclass
-class _Bucket:
-    tokens: float
-    updated_at: float
-
-
-class RateLimiter:
-    """Rate limit per source address, with a token bucket for each."""
-
-    def __init__(self, rate: float, burst: int):
-        self._rate = rate
-        self._burst = burst
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
-
-    def take_token(self, source: str, now: float) -> float:
-        """Take a token; return 0, or the seconds until the source may send again.
-
-        Args:
-            now: monotonic time in seconds.
-        """
-        bucket = self._buckets.setdefault(source, _Bucket(self._burst, now))
-        self._buckets.move_to_end(source)
-        if len(self._buckets) > MAX_SOURCES:
-            self._buckets.popitem(last=False)
-        bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.updated_at) * self._rate)
-        bucket.updated_at = now
-        if bucket.tokens < 1:
-            return (1 - bucket.tokens) / self._rate
-        bucket.tokens -= 1
-        return 0.0
-
-
 async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
-    """Read the whole body of a request.
-
-    Raises:
-        Refused: the body is too large, too slow or broken.
-    """
+    """Read the whole body; raise ``Refused`` if it is too large, too slow (``timeout`` seconds) or broken."""
     body = bytearray()
     try:
         async with asyncio.timeout(timeout):
@@ -148,18 +109,11 @@ def _build_size_error(max_bytes: int) -> Answer:
     return build_error(413, f"The body has more than {max_bytes} bytes.")
 
 
-async def read_verified_body(request: Request, settings: ReceiverSettings, rate_limiter: RateLimiter) -> bytes:
-    """Read the body of a request after checking size, rate and secret, each as early as possible.
-
-    Raises:
-        Refused: a check failed, or the body cannot be read.
-    """
+async def read_verified_body(request: Request, settings: ReceiverSettings) -> bytes:
+    """Read the body after checking the announced size and the secret; raise ``Refused`` if a check fails."""
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > settings.max_body:
         raise Refused(_build_size_error(settings.max_body))
-    wait = rate_limiter.take_token(request.remote_addr or request.ip or "", time.monotonic())
-    if wait:
-        raise Refused(build_error(429, "Too many deliveries from this address.", retry_after=wait))
     refusal = check_sender(request.headers, settings.secrets)
     if refusal is not None:
         raise Refused(refusal)
@@ -167,11 +121,7 @@ async def read_verified_body(request: Request, settings: ReceiverSettings, rate_
 
 
 def build_incoming_event(endpoint: Endpoint, request: Request, content: bytes) -> IncomingEvent:
-    """Build the event to store from a request whose sender is verified.
-
-    Raises:
-        Refused: the body is not what the handler takes, or the id is not usable.
-    """
+    """Build the event to store; raise ``Refused`` if the handler cannot take the body, or the id is not usable."""
     takes_payload = endpoint.handler.takes("payload")
     facts = Facts()
     try:
@@ -223,14 +173,8 @@ class Receiver:
         self.settings = settings or ReceiverSettings()
         self.prefix = "/" + prefix.strip("/") if prefix.strip("/") else ""
         self._endpoints: dict[str, Endpoint] = {}
-        self._rate_limiter = RateLimiter(self.settings.rate, self.settings.burst)
         self._worker: Worker | None = None
         self._is_built = False
-
-    @property
-    def registered(self) -> Mapping[str, Callable[..., Any]]:
-        """Handler functions by absolute path."""
-        return MappingProxyType({path: endpoint.handler.function for path, endpoint in self._endpoints.items()})
 
     @property
     def endpoints(self) -> Mapping[str, Endpoint]:
@@ -290,7 +234,6 @@ class Receiver:
             if not self.settings.secrets and not self._is_guarded:
                 paths = ", ".join(self._endpoints)
                 log.warning("no webhook secret is set: anybody who reaches this server may deliver to %s", paths)
-            self._rate_limiter = RateLimiter(self.settings.rate, self.settings.burst)
             self._worker = await Worker.open(self.settings, self._endpoints, app)
 
         @blueprint.before_server_stop
@@ -323,7 +266,7 @@ class Receiver:
         # The app that mounts the blueprint may cut an answer that takes longer.
         longest = max(0.1, 0.8 * request.app.config.RESPONSE_TIMEOUT)
         answer_by = time.monotonic() + min(self.settings.answer_within, longest)
-        content = await read_verified_body(request, self.settings, self._rate_limiter)
+        content = await read_verified_body(request, self.settings)
         request.body = content
         # A listing of hundreds of files takes long to parse, so a thread does it.
         build_event = partial(build_incoming_event, endpoint, request, content)
@@ -339,35 +282,18 @@ class Receiver:
     async def events(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
     ) -> list[Event]:
-        """List events, newest first, without headers and bodies.
-
-        Args:
-            status: a ``Status``; ``dead`` lists the dead letters.
-            before: ``number`` of the last event of the page before.
-        """
+        """List events, newest first, without headers and bodies; those with a ``number`` below ``before``."""
         return await self._running.inbox.database.run(
             inbox.list_events, status=status, path=path, limit=limit, before=before
         )
 
     async def event(self, event_id: str) -> Event:
-        """Return one event with its headers, body and answer.
-
-        Raises:
-            UnknownEvent: there is no event of this id.
-        """
+        """Return one event with its headers, body and answer; raise ``UnknownEvent`` without one."""
         return await self._running.inbox.database.run(inbox.get_event, event_id)
 
     async def replay(self, event_id: str) -> Event:
-        """Set an event in any state to run again.
-
-        Raises:
-            UnknownEvent: there is no event of this id.
-        """
+        """Set an event in any state to run again; raise ``UnknownEvent`` without one."""
         return await self._running.replay(event_id)
-
-    async def list_recent(self, limit: int = 10) -> list[Event]:
-        """List the latest events for a page: names of repos, but no secrets. Empty while the receiver is stopped."""
-        return [] if self._worker is None else await self.events(limit=limit)
 
     @property
     def _running(self) -> Worker:

@@ -85,11 +85,7 @@ class Worker:
 
     @classmethod
     async def open(cls, settings: ReceiverSettings, endpoints: Mapping[str, Endpoint], app: Sanic) -> Self:
-        """Open the inbox and resume its pending events.
-
-        Raises:
-            StoreError: the inbox cannot be opened, or another receiver uses it.
-        """
+        """Open the inbox and resume its events; raise ``StoreError`` if another receiver uses the file."""
         inbox = await asyncio.to_thread(Inbox, settings.database)
         try:
             inbox.lock()
@@ -117,15 +113,7 @@ class Worker:
     async def deliver(
         self, endpoint: Endpoint, incoming: IncomingEvent, request: Request, *, store_within: float, answer_by: float
     ) -> Answer:
-        """Store a delivery, run it, and return the answer for its sender.
-
-        Args:
-            store_within: seconds for the database.
-            answer_by: monotonic time at which the sender gets 202 instead of the handler's answer.
-
-        Raises:
-            StoreError: the event was not stored in time; it may be stored later.
-        """
+        """Store and run a delivery, answer by ``answer_by``; raise ``StoreError`` after ``store_within`` seconds."""
         reply = Reply() if endpoint.mode == "reply" else None
         task = asyncio.create_task(self._accept(incoming, reply, request))
         self._accepting.add(task)
@@ -153,18 +141,14 @@ class Worker:
             max_waiting=self._settings.max_waiting,
             paths=self._endpoints.keys(),
         )
-        if acceptance in (Acceptance.NEW, Acceptance.RETRIED):
+        if acceptance is Acceptance.NEW:
             if reply is not None:
                 self._senders[event.id] = reply, weakref.ref(request)
             self._runner.wake()
         return acceptance, event
 
     async def replay(self, event_id: str) -> Event:
-        """Set an event to run again.
-
-        Raises:
-            UnknownEvent: there is no event of this id.
-        """
+        """Set an event to run again; raise ``UnknownEvent`` without one."""
         event = await self.inbox.database.run(ledger.replay_event, event_id, now=time.time())
         self._runner.wake()
         return event
@@ -282,11 +266,7 @@ class Worker:
             await asyncio.sleep(POLL_INTERVAL)
 
     async def prune(self, now: float) -> None:
-        """Delete old events, a few at a time so that deliveries are written in between.
-
-        Args:
-            now: seconds since 1970.
-        """
+        """Delete old events at ``now`` (since 1970), a few at a time, so that deliveries are written in between."""
         settings = self._settings
         while await self.inbox.database.run(
             ledger.prune_events,

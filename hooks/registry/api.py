@@ -1,9 +1,4 @@
-"""The Hub's HTTP API for webhooks, served by the registry.
-
-In addition to the Hub's own routes there is ``GET /api/settings/webhooks/{id}/deliveries?limit=50&before=ID``: the
-delivery log, ``{"deliveries": [{id, webhookDeliveryId, type, subject, status, createdAt, finishedAt, nextAttemptAt,
-attempts: [{at, seconds, status, exitStatus, error, excerpt, isReplay}]}]}``, newest first. ``id`` is the argument of a
-replay, ``webhookDeliveryId`` is the ``Webhook-Id`` that the receiver got.
+"""The Hub's HTTP API for webhooks, served by the registry, and its own log of deliveries.
 
 Sources: huggingface_hub 2.4 (hf_api.py, its errors in utils/_http.py), https://huggingface.co/docs/hub/webhooks
 """
@@ -17,10 +12,11 @@ from sanic import Blueprint, HTTPResponse, Request
 from sanic import json as in_json
 
 from hooks.errors import DeliveryRefused, HooksError, HubTrouble, InvalidWebhook, StoreError, UnsafeTarget
-from hooks.signatures import is_valid_secret
+from hooks.secrets import is_valid_secret
 
 if TYPE_CHECKING:
     from hooks.registry.registry import Registry
+    from hooks.registry.store import Webhook
 
 PREFIX = "/api/settings/webhooks"
 MAX_BODY = 256 << 10
@@ -54,12 +50,7 @@ def build_error(status: int, code: str, message: str) -> HTTPResponse:
 
 
 def add_routes(blueprint: Blueprint, registry: "Registry", tokens: tuple[str, ...]) -> None:
-    """Add the API's routes to a blueprint.
-
-    Args:
-        registry: answers while the server runs.
-        tokens: each request has to carry a token of these.
-    """
+    """Add the API's routes to a blueprint; each request has to carry one of the tokens."""
 
     async def whoami(request: Request) -> Any:
         return OWNER
@@ -70,17 +61,14 @@ def add_routes(blueprint: Blueprint, registry: "Registry", tokens: tuple[str, ..
     async def create_webhook(request: Request) -> Any:
         return {"webhook": (await registry.create_webhook(_read_body(request))).to_json()}
 
-    async def get_webhook(request: Request, webhook_id: str) -> Any:
-        return {"webhook": (await registry.get_webhook(webhook_id)).to_json()}
-
     async def update_webhook(request: Request, webhook_id: str) -> Any:
         return {"webhook": (await registry.update_webhook(webhook_id, _read_body(request))).to_json()}
 
-    async def enable_webhook(request: Request, webhook_id: str) -> Any:
-        return {"webhook": (await registry.enable_webhook(webhook_id)).to_json()}
+    def answer_webhook(operation: Callable[[str], Coroutine[Any, Any, "Webhook"]]) -> Handler:
+        async def answer(request: Request, webhook_id: str) -> Any:
+            return {"webhook": (await operation(webhook_id)).to_json()}
 
-    async def disable_webhook(request: Request, webhook_id: str) -> Any:
-        return {"webhook": (await registry.disable_webhook(webhook_id)).to_json()}
+        return answer
 
     async def delete_webhook(request: Request, webhook_id: str) -> Any:
         await registry.delete_webhook(webhook_id)
@@ -96,19 +84,21 @@ def add_routes(blueprint: Blueprint, registry: "Registry", tokens: tuple[str, ..
         return {"deliveries": await registry.list_deliveries(webhook_id, int(limit), request.args.get("before"))}
 
     one = f"{PREFIX}/<webhook_id:str>"
-    for handler, path, method in (
-        (whoami, "/api/whoami-v2", "GET"),
-        (list_webhooks, PREFIX, "GET"),
-        (create_webhook, PREFIX, "POST"),
-        (get_webhook, one, "GET"),
-        (update_webhook, one, "POST"),
-        (delete_webhook, one, "DELETE"),
-        (enable_webhook, f"{one}/enable", "POST"),
-        (disable_webhook, f"{one}/disable", "POST"),
-        (replay_delivery, f"{one}/replay/<delivery_id:str>", "POST"),
-        (list_deliveries, f"{one}/deliveries", "GET"),
+    for number, (method, path, handler) in enumerate(
+        (
+            ("GET", "/api/whoami-v2", whoami),
+            ("GET", PREFIX, list_webhooks),
+            ("POST", PREFIX, create_webhook),
+            ("GET", one, answer_webhook(registry.get_webhook)),
+            ("POST", one, update_webhook),
+            ("DELETE", one, delete_webhook),
+            ("POST", f"{one}/enable", answer_webhook(registry.enable_webhook)),
+            ("POST", f"{one}/disable", answer_webhook(registry.disable_webhook)),
+            ("POST", f"{one}/replay/<delivery_id:str>", replay_delivery),
+            ("GET", f"{one}/deliveries", list_deliveries),
+        )
     ):
-        blueprint.add_route(_guard(handler, tokens), path, methods=[method], name=handler.__name__)
+        blueprint.add_route(_guard(handler, tokens), path, methods=[method], name=f"registry_{number}")
 
     # The ``hf`` command asks for this before anything else, and without a token.
     @blueprint.get("/api/agent-harnesses", name="harnesses")

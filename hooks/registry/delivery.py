@@ -1,8 +1,7 @@
-"""One signed delivery: a single attempt, its outcome, and the schedule of retries."""
+"""One delivery: a single attempt, its outcome, and the waits between attempts."""
 
 import asyncio
 import json
-import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +14,6 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from hooks.addresses import Resolve, TargetRules
 from hooks.errors import UnsafeTarget
-from hooks.signatures import sign_standard
 from hooks.threads import start_in_thread
 
 MAX_EXCERPT = 1024  # bytes of an answer or of a job's output that are kept
@@ -26,13 +24,9 @@ MAX_READ = MAX_EXCERPT + MAX_SECRET
 
 @dataclass(frozen=True)
 class Destination:
-    """Destination of a webhook's events: a URL, or a job by its id.
+    """Destination of a webhook's events: a URL, or a job by its id with its variables ``secrets``."""
 
-    Attributes:
-        secrets: environment variables for the job.
-    """
-
-    webhook_id: str
+    id: str
     url: str | None = None
     job: str | None = None
     secret: str | None = field(default=None, repr=False)
@@ -41,13 +35,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class DeliveryRequest:
-    """One event to deliver to one webhook.
-
-    Attributes:
-        id: ``Webhook-Id``; the same in every attempt, also across restarts and replays.
-        body: JSON; the same in every attempt.
-        is_hub: whether the body is of the Hub's shape, about a repo.
-    """
+    """One event for one webhook: the same id (``Webhook-Id``) and JSON in every attempt, restart and replay."""
 
     id: str
     body: bytes
@@ -112,13 +100,7 @@ def make_excerpt(
     max_bytes: int = MAX_EXCERPT,
     longest_secret: int = MAX_SECRET,
 ) -> str:
-    """Cut the beginning (or end) of an answer as text, with echoed secrets struck out.
-
-    Args:
-        data: at most ``max_bytes + longest_secret`` bytes; this many mean that the answer was longer.
-        max_bytes: bytes of the text.
-        longest_secret: bytes of the longest secret there may be.
-    """
+    """Cut the beginning or end of an answer as text; ``data`` is longer by a secret, so that none is cut in two."""
     text = data.decode("utf-8", "replace")
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, "***")
@@ -133,51 +115,24 @@ def make_excerpt(
 MINUTE, HOUR = 60.0, 3600.0
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Waiting times before each delivery attempt.
+# Seconds before the first attempt, before the second, ...; each wait allows one attempt.
+WAITS = (0.0, 5.0, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 5 * HOUR, 10 * HOUR)
+JITTER = 0.2  # part of a wait by which it is randomly longer or shorter, so that retries spread
+MAX_RETRY_AFTER = 10 * HOUR
 
-    The default is that of Standard Webhooks in its first half day.
 
-    Attributes:
-        waits: seconds before the first attempt, before the second, ...; each wait allows one attempt.
-        jitter: part of a wait by which it is randomly longer or shorter, so that targets that came back are not all
-            met at once.
-        max_retry_after: seconds; a ``Retry-After`` above it counts as this much.
-    """
-
-    waits: tuple[float, ...] = (0.0, 5.0, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 5 * HOUR, 10 * HOUR)
-    jitter: float = 0.2
-    max_retry_after: float = 10 * HOUR
-
-    def __post_init__(self) -> None:
-        if not self.waits or any(not 0 <= wait < math.inf for wait in self.waits):
-            raise ValueError(f"waits: {self.waits!r}, wanted one number of seconds per attempt, none below 0")
-        if not 0 <= self.jitter < 1:
-            raise ValueError(f"jitter: {self.jitter!r}, wanted 0 up to below 1")
-
-    def get_wait(
-        self, failed_attempts: int, random: Callable[[], float], retry_after: float | None = None
-    ) -> float | None:
-        """Return the seconds until the next attempt; None when no attempt is left.
-
-        Args:
-            failed_attempts: attempts that failed up to now.
-            random: a number of [0, 1).
-            retry_after: seconds by the target's ``Retry-After``: never sooner than that.
-        """
-        if failed_attempts >= len(self.waits):
-            return None
-        wait = self.waits[failed_attempts] * (1 + self.jitter * (2 * random() - 1))
-        return wait if retry_after is None else max(wait, min(retry_after, self.max_retry_after))
+def get_wait(
+    waits: Sequence[float], failed_attempts: int, random: Callable[[], float], retry_after: float | None = None
+) -> float | None:
+    """Return the seconds until the next attempt, not below ``retry_after``; None when no attempt is left."""
+    if failed_attempts >= len(waits):
+        return None
+    wait = waits[failed_attempts] * (1 + JITTER * (2 * random() - 1))
+    return wait if retry_after is None else max(wait, min(retry_after, MAX_RETRY_AFTER))
 
 
 def parse_retry_after(header: str | None, now: float) -> float | None:
-    """Parse a ``Retry-After`` header, seconds or a date; None when it is missing or neither.
-
-    Args:
-        now: seconds since 1970.
-    """
+    """Return the seconds from ``now`` (since 1970) that a ``Retry-After`` header asks for; None for other texts."""
     if header is None:
         return None
     text = header.strip()
@@ -202,13 +157,9 @@ RESOLVE_TIMEOUT = 5.0
 
 
 async def resolve_host(host: str, port: int) -> Sequence[str]:
-    """Resolve a host's addresses.
+    """Resolve a host's addresses in a daemon thread; raise ``OSError`` if it is unknown or there is no answer in time.
 
-    The thread is a daemon, as an unanswered question to a name server can take half a minute, and a server that ends
-    would wait for the threads of the loop's own pool.
-
-    Raises:
-        OSError: the host is unknown, or the name server did not answer in time (``TimeoutError``).
+    A server that ends would wait for threads of the loop's own pool, and a look-up can take half a minute.
     """
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT):
@@ -255,11 +206,7 @@ BODY_TIMEOUT = 2.0
 
 
 class HttpDeliverer:
-    """Delivers events by HTTP POST.
-
-    Attributes:
-        timeout: seconds for one attempt, with the name looked up and the connection made.
-    """
+    """Delivers events by HTTP POST; ``timeout`` is the limit of one attempt in seconds, with the name's look-up."""
 
     def __init__(self, rules: TargetRules, *, timeout: float = TIMEOUT, resolve: Resolve = resolve_host):
         self.timeout = timeout
@@ -272,12 +219,10 @@ class HttpDeliverer:
         try:
             async with asyncio.timeout(self.timeout):
                 status, retry_after_header, body_start = await self._post(destination, request, now)
-        except TimeoutError:
-            return Outcome(error=f"no answer within {self.timeout:g} s", seconds=time.monotonic() - started_at)
-        except UnsafeTarget as error:
-            return Outcome(error=str(error), seconds=time.monotonic() - started_at)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Outcome(error=_describe_error(error), seconds=time.monotonic() - started_at)
+        except (aiohttp.ClientError, OSError, ValueError, UnsafeTarget) as error:
+            is_late = isinstance(error, TimeoutError)
+            text = f"no answer within {self.timeout:g} s" if is_late else _describe_error(error)
+            return Outcome(error=text, seconds=time.monotonic() - started_at)
         return Outcome(
             status=status,
             excerpt=make_excerpt(body_start, (destination.secret,)),
@@ -320,11 +265,7 @@ class HttpDeliverer:
 
 
 def build_headers(destination: Destination, request: DeliveryRequest, now: float) -> dict[str, str]:
-    """Build the headers of a delivery: the Hub's ``X-Webhook-Secret`` and a Standard Webhooks signature.
-
-    Args:
-        now: seconds since 1970; each attempt is signed again, because receivers refuse old signatures.
-    """
+    """Build the headers of a delivery that is attempted ``now``, in seconds since 1970."""
     headers = {
         "Content-Type": "application/json",
         "User-Agent": "robojax-webhooks",
@@ -332,13 +273,14 @@ def build_headers(destination: Destination, request: DeliveryRequest, now: float
         "Webhook-Timestamp": str(int(now)),
     }
     if destination.secret:
-        headers["Webhook-Signature"] = sign_standard(destination.secret, request.id, int(now), request.body)
         headers["X-Webhook-Secret"] = destination.secret
     return headers
 
 
 def _describe_error(error: BaseException) -> str:
     """Describe an error without naming files or code."""
+    if isinstance(error, UnsafeTarget):
+        return str(error)
     if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientSSLError):
         return "the target's certificate cannot be verified"
     if isinstance(error, aiohttp.ServerDisconnectedError):

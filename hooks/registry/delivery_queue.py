@@ -1,7 +1,4 @@
-"""Queue of pending deliveries and their log, in SQLite.
-
-Order is kept per webhook and subject (a repo, a session): each is a lane.
-"""
+"""Queue of pending deliveries and their log, in SQLite; each webhook and subject (repo, session) is a lane."""
 
 import json
 import secrets
@@ -22,10 +19,7 @@ def delete_log(connection: sqlite3.Connection, webhook_id: str) -> None:
 
 
 def prune_log(connection: sqlite3.Connection, before: float, max_finished: int) -> int:
-    """Delete deliveries that finished before a time, and newer ones above a number; return how many.
-
-    What waits for a webhook that is not enabled is forgotten too when it is older.
-    """
+    """Delete deliveries that ended before a time or exceed a number, and old ones of disabled webhooks."""
     count = connection.execute(
         "DELETE FROM deliveries WHERE finished_at < ? OR number IN (SELECT number FROM deliveries "
         "WHERE finished_at IS NOT NULL ORDER BY finished_at DESC, number DESC LIMIT -1 OFFSET ?) "
@@ -57,96 +51,51 @@ def list_deliveries(
         "ORDER BY number DESC LIMIT ?",
         (webhook_id, before, 0 if before else 1 << 62, limit),
     ).fetchall()
-    attempts: dict[str, list[dict[str, Any]]] = {row["id"]: [] for row in rows}
-    for attempt in connection.execute(
-        f"SELECT * FROM attempts WHERE delivery_id IN ({make_placeholders(rows)}) ORDER BY rowid",
-        [row["id"] for row in rows],
-    ):
-        attempts[attempt["delivery_id"]].append(_format_attempt(attempt))
-    return [
-        {
-            "id": row["id"],
-            "webhookDeliveryId": f"msg_{row['id']}",
-            "type": row["type"],
-            "subject": row["lane"],
-            "status": get_public_status(row["status"]),
-            "createdAt": format_time(row["created_at"]),
-            "finishedAt": format_time(row["finished_at"]),
-            "nextAttemptAt": format_time(row["due"])
-            if get_public_status(row["status"]) == "waiting" and not row["is_behind"]
-            else None,
-            "attempts": attempts[row["id"]],
-        }
-        for row in rows
-    ]
+    return [_format_delivery(row) for row in rows]
 
 
-def _format_attempt(row: sqlite3.Row) -> dict[str, Any]:
+def _format_delivery(row: sqlite3.Row) -> dict[str, Any]:
+    # A running delivery counts as waiting.
+    status = "waiting" if row["status"] == "running" else row["status"]
     return {
-        "at": format_time(row["at"]),
-        "seconds": round(row["seconds"], 3),
-        "status": row["status"],
-        "exitStatus": row["exit_status"],
-        "error": row["error"],
-        "excerpt": row["excerpt"],
-        "isReplay": bool(row["is_replay"]),
+        "id": row["id"],
+        "webhookDeliveryId": f"msg_{row['id']}",
+        "type": row["type"],
+        "subject": row["lane"],
+        "status": status,
+        "createdAt": format_time(row["created_at"]),
+        "finishedAt": format_time(row["finished_at"]),
+        "nextAttemptAt": format_time(row["due"]) if status == "waiting" and not row["is_behind"] else None,
+        "attempts": json.loads(row["attempts"]),
     }
-
-
-def get_public_status(status: str) -> str:
-    """Return the status that people see: a running delivery counts as waiting."""
-    return "waiting" if status == "running" else status
 
 
 SCHEMA = """
 CREATE TABLE messages (
     id TEXT PRIMARY KEY,
     type TEXT NOT NULL,
-    subject TEXT NOT NULL,
     is_hub INTEGER NOT NULL,
-    body TEXT NOT NULL,
-    created_at REAL NOT NULL
+    body TEXT NOT NULL
 ) STRICT;
 CREATE TABLE deliveries (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
     webhook_id TEXT NOT NULL,
     message_id TEXT NOT NULL REFERENCES messages (id),
-    subject TEXT NOT NULL,
+    lane TEXT NOT NULL,
     status TEXT NOT NULL,
+    attempt INTEGER NOT NULL DEFAULT 0,
     failed INTEGER NOT NULL DEFAULT 0,
-    due_at REAL,
+    due REAL,
     created_at REAL NOT NULL,
     finished_at REAL,
+    attempts TEXT NOT NULL DEFAULT '[]',
     UNIQUE (webhook_id, message_id)
 ) STRICT;
-CREATE INDEX due ON deliveries (due_at) WHERE due_at IS NOT NULL;
-CREATE INDEX waiting ON deliveries (webhook_id, subject, number) WHERE status = 'waiting';
+CREATE INDEX deliveries_in_lanes ON deliveries (webhook_id, lane, number) WHERE status IN ('waiting', 'running');
 CREATE INDEX of_message ON deliveries (message_id);
 CREATE INDEX finished ON deliveries (finished_at) WHERE finished_at IS NOT NULL;
-CREATE TABLE attempts (
-    delivery_id TEXT NOT NULL REFERENCES deliveries (id) ON DELETE CASCADE,
-    at REAL NOT NULL,
-    seconds REAL NOT NULL,
-    status INTEGER,
-    exit_status INTEGER,
-    error TEXT,
-    excerpt TEXT NOT NULL,
-    is_replay INTEGER NOT NULL
-) STRICT;
-CREATE INDEX of_delivery ON attempts (delivery_id, at);
 CREATE TABLE held (webhook_id TEXT PRIMARY KEY) STRICT;
-"""
-
-# The second version of the schema: what waits has its time whether it is the oldest of its lane or not.
-LANES = """
-DROP INDEX due;
-DROP INDEX waiting;
-ALTER TABLE deliveries RENAME COLUMN subject TO lane;
-ALTER TABLE deliveries RENAME COLUMN due_at TO due;
-ALTER TABLE deliveries ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0;
-UPDATE deliveries SET due = created_at WHERE status = 'waiting' AND due IS NULL;
-CREATE INDEX deliveries_in_lanes ON deliveries (webhook_id, lane, number) WHERE status IN ('waiting', 'running');
 """
 QUEUE = Queue("deliveries", group="webhook_id", ready="webhook_id NOT IN (SELECT webhook_id FROM held)")
 
@@ -156,14 +105,9 @@ MAX_ATTEMPTS = 50
 
 @dataclass(frozen=True)
 class Message:
-    """One event, stored once for all webhooks that get it.
+    """One event, stored once (by its id) for all webhooks that get it, and sent in the order of its subject.
 
-    Attributes:
-        id: of the event; a second message with the same id is ignored.
-        type: ``repo.content`` or ``session.started``, for the log.
-        subject: what its order is kept by: a repo or a session.
-        body: JSON object for each webhook; if it has the Hub's shape, ``webhook`` is added.
-        is_hub: whether it is of the Hub's shape, else of Standard Webhooks.
+    ``is_hub`` says that the body has the Hub's shape, to which ``webhook`` is added for each receiver.
     """
 
     id: str
@@ -191,17 +135,12 @@ def generate_id() -> str:
 def queue_message(
     connection: sqlite3.Connection, message: Message, webhook_ids: Collection[str], now: float, max_waiting: int
 ) -> tuple[int, dict[str, int]]:
-    """Queue an event for these webhooks.
-
-    Returns:
-        for how many it is queued, and how many older ones were dropped for it, by webhook.
-    """
+    """Queue an event; return for how many webhooks, and how many older ones were dropped for it, by webhook."""
     if not webhook_ids:
         return 0, {}
     body = json.dumps(message.body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     is_new = connection.execute(
-        "INSERT OR IGNORE INTO messages VALUES (?, ?, ?, ?, ?, ?)",
-        (message.id, message.type, message.subject, message.is_hub, body, now),
+        "INSERT OR IGNORE INTO messages VALUES (?, ?, ?, ?)", (message.id, message.type, message.is_hub, body)
     ).rowcount
     if not is_new:
         return 0, {}
@@ -225,11 +164,6 @@ def _drop_oldest(connection: sqlite3.Connection, webhook_id: str, now: float, ma
         "ORDER BY number DESC LIMIT -1 OFFSET ?)",
         (now, webhook_id, max_waiting),
     ).rowcount
-
-
-def make_placeholders(values: Collection[object]) -> str:
-    """Build SQL placeholders for values."""
-    return ", ".join("?" * len(values))
 
 
 def get_delivery(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> DueDelivery | None:
@@ -264,23 +198,21 @@ def record_attempt(
     *,
     is_replay: bool = False,
 ) -> bool:
-    """Record an attempt and its consequence: delivered, retried after ``wait`` seconds, or failed (None).
-
-    Returns:
-        whether the delivery is still there and was given up by this.
-    """
-    is_known = connection.execute("SELECT 1 FROM deliveries WHERE id = ?", (delivery.id,)).fetchone()
-    if not is_known:
+    """Record an attempt and what follows from it; return whether the delivery was given up by this attempt."""
+    row = connection.execute("SELECT attempts FROM deliveries WHERE id = ?", (delivery.id,)).fetchone()
+    if row is None:
         return False
-    connection.execute(
-        "INSERT INTO attempts VALUES (:id, :at, :seconds, :status, :exit_status, :error, :excerpt, :is_replay)",
-        vars(outcome) | {"id": delivery.id, "at": at, "is_replay": is_replay},
-    )
-    connection.execute(
-        "DELETE FROM attempts WHERE delivery_id = ? AND rowid NOT IN "
-        "(SELECT rowid FROM attempts WHERE delivery_id = ? ORDER BY rowid DESC LIMIT ?)",
-        (delivery.id, delivery.id, MAX_ATTEMPTS),
-    )
+    attempt = {
+        "at": format_time(at),
+        "seconds": round(outcome.seconds, 3),
+        "status": outcome.status,
+        "exitStatus": outcome.exit_status,
+        "error": outcome.error,
+        "excerpt": outcome.excerpt,
+        "isReplay": is_replay,
+    }
+    attempts = json.dumps([*json.loads(row["attempts"]), attempt][-MAX_ATTEMPTS:])
+    connection.execute("UPDATE deliveries SET attempts = ? WHERE id = ?", (attempts, delivery.id))
     if outcome.is_delivered:
         status, due = "delivered", None
     elif is_replay:

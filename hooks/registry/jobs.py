@@ -1,14 +1,4 @@
-"""Jobs: programs that webhooks may start, and their runs.
-
-A webhook names a job by its id only. What runs, where, and with which variables is in the file::
-
-    [jobs.retrain]
-    argv = ["/srv/retrain/.venv/bin/python", "retrain.py"]
-    cwd = "/srv/retrain"             # default: the folder of this file
-    env = { WANDB_MODE = "offline" } # in addition to PATH, HOME, LANG and the WEBHOOK_ variables
-    secrets = ["HF_TOKEN"]           # variables that a webhook may set
-    timeout = 600                    # seconds
-    max_output = 16384               # bytes of its output that are kept, the last ones
+"""Jobs: programs that webhooks may start by their ids, described in the operator's TOML file, and their runs.
 
 A job runs in a process group of its own; a program that leaves it (``setsid``) leaves these bounds, too.
 """
@@ -58,11 +48,7 @@ class Job:
 
 
 def load_jobs(path: Path | None) -> dict[str, Job]:
-    """Load the jobs of a file by id; none without a file.
-
-    Raises:
-        InvalidSettings: the file cannot be read, all users may write it, or a job in it is wrong.
-    """
+    """Load the jobs of a file by id; raise ``InvalidSettings`` for a wrong file, or one that all users may write."""
     if path is None:
         return {}
     name = f"jobs file {str(path)!r}"
@@ -103,13 +89,7 @@ GRACE_AT_STOP = 0.5
 
 
 class JobResult(NamedTuple):
-    """Result of a job's run.
-
-    Attributes:
-        status: exit status, negative for a signal; None when it did not start.
-        error: why it was ended by this server or did not start.
-        output: the last bytes of both of its outputs.
-    """
+    """Exit status (None without a start), why this server ended the job or could not start it, and last output."""
 
     status: int | None
     error: str | None
@@ -126,14 +106,7 @@ def run_process(
     stop: threading.Event,
     pid_file: Path | None = None,
 ) -> JobResult:
-    """Run a process in the calling thread; nothing of its process group is left when this returns.
-
-    Args:
-        timeout: seconds.
-        max_output: bytes to keep, the last ones.
-        stop: set it to end the job.
-        pid_file: file to write the process into, for ``end_orphaned_job``.
-    """
+    """Run a process in the calling thread until it or its time ends; its process group has ended on return."""
     try:
         process = subprocess.Popen(
             argv,
@@ -214,10 +187,7 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def _get_start_time(process: int) -> str:
-    """Return when a process began, in kernel ticks; with its id this is unique.
-
-    What psutil tells follows the system's clock, and is another number for the same process once that was set.
-    """
+    """Return when a process began, in kernel ticks, which do not follow the clock; unique with the process id."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -242,11 +212,7 @@ class JobDeliverer:
     """Delivers events by running jobs in threads, a limited number at once."""
 
     def __init__(self, jobs: Mapping[str, Job], folder: Path | None, max_jobs: int):
-        """Make a deliverer, and kill jobs that a killed server left running.
-
-        Args:
-            folder: for payloads while their jobs run; of this registry alone. None: a temporary one.
-        """
+        """Make a deliverer, and kill jobs that a killed server left running; ``folder`` is for payloads."""
         self._jobs = jobs
         self._stop = threading.Event()
         self._threads = ThreadPoolExecutor(max_jobs, "webhook-job")

@@ -1,23 +1,20 @@
 """Registry: webhooks managed on this machine, with their deliveries, while its server runs."""
 
 import asyncio
-import ipaddress
+import json
 import logging
-import math
 import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sanic import Blueprint
 
 from hooks.addresses import Resolve, TargetRules
 from hooks.database import Database, alone
-from hooks.errors import DeliveryRefused, HooksError, InvalidSettings, InvalidWebhook, UnknownWebhook
+from hooks.errors import DeliveryRefused, HooksError, InvalidWebhook, UnknownWebhook
 from hooks.payload import WebhookPayload
 from hooks.registry import delivery_queue
 from hooks.registry.api import add_routes
@@ -25,78 +22,13 @@ from hooks.registry.delivery import DeliveryRequest, Destination, HttpDeliverer,
 from hooks.registry.delivery import resolve_host as ask_name_server
 from hooks.registry.delivery_queue import Message, generate_id
 from hooks.registry.jobs import JobDeliverer, load_jobs
-from hooks.registry.sender import Sender, SenderSettings
+from hooks.registry.sender import Sender
+from hooks.registry.settings import RegistrySettings
 from hooks.registry.store import SCHEMA, Webhook, WebhookStore, WebhookUpdate, read_update
 
 logger = logging.getLogger(__name__)
 
-MIN_TOKEN = 16
-
-
-@dataclass(frozen=True)
-class RegistrySettings:
-    """Settings of a registry, for the operator.
-
-    Attributes:
-        tokens: accepted in ``Authorization: Bearer ...``; at least one.
-        database: the SQLite file; None keeps everything in memory, and a restart loses it.
-        allowed_networks: networks that may be sent to although they are not public, e.g. ``192.168.1.0/24``.
-        jobs_file: TOML of the jobs that webhooks may start; None for none.
-        max_webhooks: largest number of registered webhooks.
-        jobs_at_once: largest number of jobs that run in parallel.
-        suspend_after: number of deliveries in a row that failed for good, after which a webhook is suspended.
-        sender: retries, order, retention.
-    """
-
-    tokens: tuple[str, ...] = field(default=(), repr=False)
-    database: Path | None = None
-    allowed_networks: tuple[str, ...] = ()
-    jobs_file: Path | None = None
-    max_webhooks: int = 100
-    jobs_at_once: int = 2
-    suspend_after: int = 3
-    sender: SenderSettings = field(default_factory=SenderSettings)
-
-    def __post_init__(self) -> None:
-        wrong = []
-        if not self.tokens:
-            wrong.append(
-                "no token is configured, and without one anybody could make this server send requests and start jobs; "
-                "set at least one (e.g. from `openssl rand -hex 32`) and give it to clients as HF_TOKEN"
-            )
-        if any(len(token) < MIN_TOKEN or not token.isascii() for token in self.tokens):
-            wrong.append(f"a token is shorter than {MIN_TOKEN} characters or not ASCII; make one: openssl rand -hex 32")
-        for network in self.allowed_networks:
-            try:
-                ipaddress.ip_network(network)
-            except ValueError as error:
-                wrong.append(f"allowed network {network!r}: {error}; wanted e.g. 192.168.1.0/24")
-        for name in ("max_webhooks", "jobs_at_once", "suspend_after"):
-            if not getattr(self, name) > 0:
-                wrong.append(f"{name}: {getattr(self, name)!r}, wanted more than 0")
-        if wrong:
-            raise InvalidSettings("registry of webhooks: " + "; ".join(wrong))
-
-
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
-
-
-def _to_json_value(value: Any) -> Any:
-    """Convert a value to JSON: non-finite numbers become null, unknown objects their text."""
-    if isinstance(value, Mapping):
-        return {_replace_surrogates(key): _to_json_value(part) for key, part in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_to_json_value(part) for part in value]
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return _replace_surrogates(value)
-
-
-def _replace_surrogates(value: object) -> str:
-    """Replace lone surrogates, which names of files may have and no database takes."""
-    return str(value).encode("utf-8", "replace").decode()
 
 
 class Registry:
@@ -116,12 +48,7 @@ class Registry:
         resolve: Resolve = ask_name_server,
         clock: Callable[[], float] = time.time,
     ):
-        """Make a registry; nothing runs and no file is open before ``running``, or the server of ``blueprint``, starts.
-
-        Args:
-            resolve: names to addresses.
-            clock: seconds since 1970.
-        """
+        """Make a registry; nothing runs before ``running``, or the server of ``blueprint``, starts."""
         self.settings = settings
         self._jobs = load_jobs(settings.jobs_file)
         self._rules = TargetRules.from_networks(settings.allowed_networks)
@@ -140,10 +67,7 @@ class Registry:
         return await self._running[0].run(transaction, *arguments)
 
     def blueprint(self) -> Blueprint:
-        """Build the Hub's API; an app that serves it runs the registry from before its first request to after its last.
-
-        Paths are whole, as clients ask for them: ``/api/settings/webhooks``, ``/api/whoami-v2``.
-        """
+        """Build the Hub's API with whole paths; an app that serves it also runs the registry."""
         made = Blueprint("webhooks-registry")
         add_routes(made, self, self.settings.tokens)
         stack = AsyncExitStack()
@@ -160,15 +84,11 @@ class Registry:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Registry"]:
-        """Run the sender and jobs within this context; unfinished deliveries are sent again at the next start.
-
-        Raises:
-            StoreError: the database cannot be used, or another process uses it.
-        """
+        """Run the sender and jobs within this context; raise ``StoreError`` if another process uses the database."""
         settings = self.settings
         # Two senders on one queue would send everything twice.
         advice = "another process sends from it; end that, run one process, or give this one another file"
-        with alone(settings.database, advice), closing(Database(settings.database, SCHEMA)) as database:
+        with alone(settings.database, advice), closing(Database(settings.database, [SCHEMA])) as database:
             jobs_folder = settings.database and settings.database.with_name(settings.database.name + ".jobs")
             urls = HttpDeliverer(self._rules, resolve=self._resolve)
             jobs = JobDeliverer(self._jobs, jobs_folder, settings.jobs_at_once)
@@ -177,7 +97,7 @@ class Registry:
                 target = urls if destination.job is None else jobs
                 return await target.deliver(destination, request, now)
 
-            sender = Sender(database, self._store, deliver, settings.sender, clock=self._clock)
+            sender = Sender(database, self._store, deliver, settings, clock=self._clock)
             self._open = database, sender
             task = asyncio.create_task(sender.run(), name="webhooks sender")
             task.add_done_callback(_log_task_error)
@@ -200,15 +120,7 @@ class Registry:
         return await self._run(self._store.get, webhook_id)
 
     async def create_webhook(self, body: object) -> Webhook:
-        """Register a webhook.
-
-        Args:
-            body: JSON, as ``HfApi.create_webhook`` sends it.
-
-        Raises:
-            InvalidWebhook, UnsafeTarget: a field cannot be used.
-            UnknownWebhook: there is no such job.
-        """
+        """Register a webhook by the JSON of ``HfApi.create_webhook``; raise ``InvalidWebhook``, ``UnsafeTarget``."""
         update = await self._check_target(read_update(body, is_new=True))
         return await self._run(self._store.create, update, self._clock())
 
@@ -255,12 +167,7 @@ class Registry:
         return await self._run(delivery_queue.list_deliveries, webhook_id, limit, before)
 
     async def replay(self, webhook_id: str, delivery_id: str) -> Outcome:
-        """Send a logged delivery again now; a job is only started, and the log has how it ended.
-
-        Raises:
-            UnknownWebhook: the webhook has no such delivery.
-            DeliveryRefused: there was no HTTP answer.
-        """
+        """Send a logged delivery again, or start its job; raise ``DeliveryRefused`` if there was no HTTP answer."""
         webhook = await self.get_webhook(webhook_id)
         outcome = await self._running[1].replay(webhook_id, delivery_id, is_awaited=webhook.job is None)
         if outcome is None:
@@ -272,19 +179,16 @@ class Registry:
     # Events.
 
     async def emit_session(self, type: str, data: Mapping[str, Any]) -> int:
-        """Emit an event of a session or of the server: ``session.started``, ``server.degraded``, ...
-
-        When this returns, the event is on the disk. Order is kept by ``data["session_id"]``.
+        """Emit an event of a type such as ``session.started``, in order per ``data["session_id"]``.
 
         Returns:
-            The number of webhooks that receive it: those with the domain ``session``.
-
-        Raises:
-            ValueError: the type is not words with dots between.
+            The number of webhooks that receive it; the event is on the disk then.
         """
         if not _TYPE.fullmatch(type):
             raise ValueError(f"event type {type!r}: wanted words with dots between, e.g. session.started")
-        plain = _to_json_value(data)
+        # Other values become their text, NaN and infinities null, and lone surrogates of file names question marks.
+        text = json.dumps(data, default=str, ensure_ascii=False).encode("utf-8", "replace")
+        plain = json.loads(text, parse_constant=lambda name: None)
         body = {"type": type, "timestamp": format_time(self._clock()), "data": plain}
         message = Message(generate_id(), type, f"session:{plain.get('session_id', '')}", body, is_hub=False)
         return await self._running[1].queue_message(
@@ -315,13 +219,7 @@ class Registry:
     async def emit_payload(self, payload: WebhookPayload | Mapping[str, Any], *, event_id: str | None = None) -> int:
         """Relay a verified event of the Hub to the webhooks that watch its repo; return their number.
 
-        An event that this registry sent itself is not relayed, because it would circulate for ever.
-
-        Args:
-            event_id: the ``Webhook-Id`` of the delivery; an event with the same id is sent once.
-
-        Raises:
-            ValueError: it is not a payload of the Hub.
+        An event that this registry sent itself is not relayed, and an event with the same ``event_id`` is sent once.
         """
         event = payload if isinstance(payload, WebhookPayload) else WebhookPayload.model_validate(payload)
         body = event.model_dump(mode="json", exclude_unset=True)

@@ -7,14 +7,14 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from hooks.database import Database
 from hooks.errors import StoreError
 from hooks.queue import QueueRunner
 from hooks.registry import delivery_queue
-from hooks.registry.delivery import DeliveryRequest, Destination, Outcome, Schedule
+from hooks.registry.delivery import DeliveryRequest, Destination, Outcome, get_wait
 from hooks.registry.delivery_queue import DueDelivery, Message
+from hooks.registry.settings import RegistrySettings
 from hooks.registry.store import WebhookStore
 
 logger = logging.getLogger(__name__)
@@ -24,66 +24,32 @@ PRUNE_INTERVAL = 600.0
 STOP_TIMEOUT = 0.5
 
 
-@dataclass(frozen=True)
-class SenderSettings:
-    """Settings of the sender: retries, parallel deliveries, and retention of the log.
-
-    Attributes:
-        schedule: when a failed delivery is tried again.
-        max_parallel: deliveries of one webhook under way at once; of one repo it is always one.
-        max_waiting: deliveries of one webhook that may wait; above, the oldest are dropped.
-        retention: seconds that finished deliveries stay in the log.
-        max_retained: how many stay, over all webhooks.
-    """
-
-    schedule: Schedule = field(default_factory=Schedule)
-    max_parallel: int = 4
-    max_waiting: int = 1000
-    retention: float = 14 * 24 * 3600.0
-    max_retained: int = 10_000
-
-
 class Sender:
-    """Sends the deliveries of one database.
-
-    Attributes:
-        dropped: deliveries given up because too many waited, since the start.
-        runner: begins each when it is due.
-    """
+    """Sends the deliveries of one database; ``dropped`` counts those given up because too many waited."""
 
     def __init__(
         self,
         database: Database,
         store: WebhookStore,
         deliver: Callable[[Destination, DeliveryRequest, float], Awaitable[Outcome]],
-        settings: SenderSettings | None = None,
+        settings: RegistrySettings,
         *,
         clock: Callable[[], float] = time.time,
         random: Callable[[], float] = random.random,
     ):
-        """Make a sender; nothing is sent before ``run``.
-
-        Args:
-            deliver: makes one attempt at a time in seconds since 1970; failures are in the outcome.
-            clock: seconds since 1970.
-            random: a number of [0, 1), for the jitter.
-        """
+        """Make a sender; nothing is sent before ``run``. ``deliver`` makes one attempt and never raises."""
         self.dropped = 0
         self._database = database
         self._store = store
         self._deliver_once = deliver
-        self._settings = settings or SenderSettings()
+        self._settings = settings
         self._clock = clock
         self._random = random
         self._replays: set[asyncio.Task[object]] = set()
         self.runner = QueueRunner(database, delivery_queue.QUEUE, self._deliver, self._get_limits, clock=clock)
 
     async def queue_message(self, message: Message, webhooks: Callable[[sqlite3.Connection], Collection[str]]) -> int:
-        """Queue an event durably; return the number of webhooks that receive it.
-
-        Args:
-            webhooks: returns the ids of these webhooks, in the same transaction.
-        """
+        """Queue an event durably for the webhooks that ``webhooks`` returns; return their number."""
 
         def transaction(connection: sqlite3.Connection) -> tuple[int, dict[str, int]]:
             limit = self._settings.max_waiting
@@ -127,7 +93,7 @@ class Sender:
             await self._attempt_delivery(delivery)
 
     async def _attempt_delivery(self, delivery: DueDelivery, *, is_replay: bool = False) -> Outcome | None:
-        destination = await self.runner.write(self._store.destination, delivery.webhook_id)
+        destination = await self.runner.write(self._store.find, delivery.webhook_id)
         if destination is None:
             return None
         started_at = self._clock()
@@ -139,8 +105,18 @@ class Sender:
             outcome = Outcome(error=f"this server failed to send it ({type(error).__name__}); its log says more")
         if outcome.is_interrupted:
             return outcome
-        wait = self._settings.schedule.get_wait(delivery.failed_attempts + 1, self._random, outcome.retry_after)
-        await self.runner.write(self._record_attempt, delivery, outcome, started_at, self._clock(), wait, is_replay)
+        wait = get_wait(self._settings.waits, delivery.failed_attempts + 1, self._random, outcome.retry_after)
+        now = self._clock()
+
+        def record(connection: sqlite3.Connection) -> None:
+            is_given_up = delivery_queue.record_attempt(
+                connection, delivery, outcome, started_at, now, wait, is_replay=is_replay
+            )
+            if outcome.is_gone or outcome.is_delivered or is_given_up:
+                result = "gone" if outcome.is_gone else "delivered" if outcome.is_delivered else "exhausted"
+                self._store.record_result(connection, delivery.webhook_id, result, now)
+
+        await self.runner.write(record)
         if not outcome.is_delivered:
             logger.warning(
                 "webhook %s, delivery %s, attempt %d: %s; %s",
@@ -154,32 +130,8 @@ class Sender:
             self.runner.wake()  # a delivery that waits for this one may begin, if it was accepted
         return outcome
 
-    def _record_attempt(
-        self,
-        connection: sqlite3.Connection,
-        delivery: DueDelivery,
-        outcome: Outcome,
-        started_at: float,
-        now: float,
-        wait: float | None,
-        is_replay: bool,
-    ) -> None:
-        is_given_up = delivery_queue.record_attempt(
-            connection, delivery, outcome, started_at, now, wait, is_replay=is_replay
-        )
-        if outcome.is_gone or outcome.is_delivered or is_given_up:
-            result = "gone" if outcome.is_gone else "delivered" if outcome.is_delivered else "exhausted"
-            self._store.record_result(connection, delivery.webhook_id, result, now)
-
     async def replay(self, webhook_id: str, delivery_id: str, *, is_awaited: bool = True) -> Outcome | None:
-        """Send a logged delivery again now, with its id, to the webhook's present destination.
-
-        Args:
-            is_awaited: whether to wait for what comes of it; else that is only in the log, and here it is a 202.
-
-        Returns:
-            what came of it, or None when there is no such webhook or delivery.
-        """
+        """Send a logged delivery again now; return the outcome (202 if not awaited), or None without the delivery."""
         delivery = await self._database.run(delivery_queue.get_delivery, webhook_id, delivery_id)
         if delivery is None:
             return None

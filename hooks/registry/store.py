@@ -1,20 +1,17 @@
 """Store of registered webhooks in SQLite, with validated create and update."""
 
-import json
 import re
 import sqlite3
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from hooks.addresses import MAX_URL
 from hooks.errors import InvalidWebhook, UnknownWebhook
 from hooks.registry import delivery_queue
 from hooks.registry.delivery import MAX_JOB_SECRET, MAX_SECRET, Destination, format_time
-from hooks.signatures import sign_standard
 
 # Older versions of huggingface_hub say it in the plural.
 Domain = Annotated[
@@ -47,26 +44,21 @@ class Watched:
     name: Annotated[str, AfterValidator(_check_name)]
 
 
-@dataclass(frozen=True)
-class Webhook:
+@validated_dataclass(frozen=True)
+class Webhook(Destination):
     """A registered webhook; either ``url`` or ``job`` is set.
 
     Attributes:
-        job: id of a job in the operator's file.
         disabled: empty while it gets events, ``disabled``, or ``SUSPENDED``.
-        secrets: environment variables for the job.
+        exhausted: deliveries in a row that were given up.
     """
 
-    id: str
-    url: str | None
-    job: str | None
-    watched: tuple[Watched, ...]
-    domains: tuple[str, ...]
-    secret: str | None = field(default=None, repr=False)
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    watched: tuple[Watched, ...] = ()
+    domains: tuple[str, ...] = ()
     disabled: str = ""
     created_at: float = 0.0
     updated_at: float = 0.0
+    exhausted: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Convert to the Hub's JSON; the secrets are never in it."""
@@ -106,7 +98,6 @@ class Webhook:
 def _check_secret(secret: str) -> str:
     if not secret.isascii() or not secret.isprintable() or secret != secret.strip():
         raise ValueError("wanted printable ASCII (it is sent as a header) without spaces at its ends")
-    sign_standard(secret, "", 0, b"")  # raises InvalidWebhook, a ValueError
     return secret
 
 
@@ -120,12 +111,7 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 
 
 class WebhookUpdate(BaseModel):
-    """JSON of a create or update; an update keeps the fields that are None.
-
-    Attributes:
-        secret: empty to remove the secret.
-        secrets: variables to set; an empty value removes a variable.
-    """
+    """JSON of a create or update: an update keeps fields that are None, and removes empty secrets and variables."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -140,13 +126,7 @@ class WebhookUpdate(BaseModel):
 
 
 def read_update(body: object, *, is_new: bool) -> WebhookUpdate:
-    """Read the JSON of a create (``is_new``) or update.
-
-    An update's empty ``watched`` counts as not named: huggingface_hub sends that whenever the caller gives none.
-
-    Raises:
-        InvalidWebhook: with all that is wrong.
-    """
+    """Read the JSON of a create or update, where an empty ``watched`` counts as not given; raise ``InvalidWebhook``."""
     if not isinstance(body, dict):
         raise InvalidWebhook(f"body: {type(body).__name__}, wanted a JSON object")
     if body.get("job") is not None:
@@ -180,57 +160,36 @@ def _describe_error(error: Any) -> str:
     )
 
 
-WEBHOOKS = """
-CREATE TABLE webhooks (
-    id TEXT PRIMARY KEY,
-    url TEXT,
-    job TEXT,
-    watched TEXT NOT NULL,
-    domains TEXT NOT NULL,
-    secret TEXT,
-    secrets TEXT NOT NULL,
-    disabled TEXT NOT NULL,
-    created_at REAL NOT NULL,
-    updated_at REAL NOT NULL,
-    exhausted INTEGER NOT NULL DEFAULT 0,
-    CHECK ((url IS NULL) <> (job IS NULL))
-) STRICT;
-"""
-SCHEMA = (WEBHOOKS + delivery_queue.SCHEMA, delivery_queue.LANES)
+SCHEMA = "CREATE TABLE webhooks (id TEXT PRIMARY KEY, json TEXT NOT NULL) STRICT;" + delivery_queue.SCHEMA
+_WEBHOOK = TypeAdapter(Webhook)
 
 
 @dataclass(frozen=True)
 class WebhookStore:
-    """Transactions on registered webhooks.
-
-    Attributes:
-        max_webhooks: that there may be.
-        suspend_after: deliveries in a row that were given up, after which a webhook gets nothing more.
-
-    Raises:
-        UnknownWebhook: by every method that is given an id but the last two: there is no such webhook.
-    """
+    """Transactions on registered webhooks; those with an id raise ``UnknownWebhook`` if there is no such webhook."""
 
     max_webhooks: int
     suspend_after: int
 
     def list_webhooks(self, connection: sqlite3.Connection) -> list[Webhook]:
         """List the webhooks, oldest first."""
-        return [_read_webhook(row) for row in connection.execute("SELECT * FROM webhooks ORDER BY created_at, rowid")]
+        rows = connection.execute("SELECT json FROM webhooks ORDER BY rowid")
+        return [_WEBHOOK.validate_json(row["json"]) for row in rows]
+
+    def find(self, connection: sqlite3.Connection, webhook_id: str) -> Webhook | None:
+        """Return the webhook with this id, or None."""
+        row = connection.execute("SELECT json FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
+        return None if row is None else _WEBHOOK.validate_json(row["json"])
 
     def get(self, connection: sqlite3.Connection, webhook_id: str) -> Webhook:
         """Return the webhook with this id."""
-        row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
-        if row is None:
+        webhook = self.find(connection, webhook_id)
+        if webhook is None:
             raise UnknownWebhook("there is no webhook of this id", 404)
-        return _read_webhook(row)
+        return webhook
 
     def create(self, connection: sqlite3.Connection, fields: WebhookUpdate, now: float) -> Webhook:
-        """Register a webhook.
-
-        Raises:
-            InvalidWebhook: there are too many.
-        """
+        """Register a webhook; raise ``InvalidWebhook`` if there are too many."""
         (count,) = connection.execute("SELECT count(*) FROM webhooks").fetchone()
         if count >= self.max_webhooks:
             raise InvalidWebhook(f"there are {count} webhooks, and no more may be; delete one that is not needed")
@@ -249,11 +208,7 @@ class WebhookStore:
         return webhook
 
     def update(self, connection: sqlite3.Connection, webhook_id: str, changes: WebhookUpdate, now: float) -> Webhook:
-        """Change the named fields and keep the rest; waiting deliveries go to the new destination.
-
-        Raises:
-            InvalidWebhook: the result would watch nothing, or would be a URL with secrets for a job.
-        """
+        """Change the named fields and keep the rest; raise ``InvalidWebhook`` if the result would be unusable."""
         old = self.get(connection, webhook_id)
         url, job = old.url, old.job
         secrets = dict(old.secrets)
@@ -282,21 +237,19 @@ class WebhookStore:
 
     def enable(self, connection: sqlite3.Connection, webhook_id: str, now: float) -> Webhook:
         """Enable a webhook; deliveries that waited are sent at once."""
-        self._set_disabled(connection, webhook_id, "", now)
         delivery_queue.release_webhook(connection, webhook_id, now)
-        return self.get(connection, webhook_id)
+        return self._set_disabled(connection, webhook_id, "", now)
 
     def disable(self, connection: sqlite3.Connection, webhook_id: str, now: float, reason: str = "disabled") -> Webhook:
         """Disable a webhook; its waiting deliveries keep waiting."""
-        self._set_disabled(connection, webhook_id, reason, now)
+        webhook = self._set_disabled(connection, webhook_id, reason, now)
         delivery_queue.hold_webhook(connection, webhook_id)
-        return self.get(connection, webhook_id)
+        return webhook
 
-    def _set_disabled(self, connection: sqlite3.Connection, webhook_id: str, disabled: str, now: float) -> None:
-        self.get(connection, webhook_id)
-        connection.execute(
-            "UPDATE webhooks SET disabled = ?, exhausted = 0, updated_at = ? WHERE id = ?", (disabled, now, webhook_id)
-        )
+    def _set_disabled(self, connection: sqlite3.Connection, webhook_id: str, disabled: str, now: float) -> Webhook:
+        webhook = replace(self.get(connection, webhook_id), disabled=disabled, exhausted=0, updated_at=now)
+        _write_webhook(connection, webhook)
+        return webhook
 
     def delete(self, connection: sqlite3.Connection, webhook_id: str) -> None:
         """Delete a webhook with its waiting deliveries and its log."""
@@ -304,48 +257,22 @@ class WebhookStore:
         connection.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
         delivery_queue.delete_log(connection, webhook_id)
 
-    def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
-        """Return where a webhook's events go now."""
-        row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
-        if row is None:
-            return None
-        webhook = _read_webhook(row)
-        return Destination(webhook.id, webhook.url, webhook.job, webhook.secret, webhook.secrets)
-
     def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
         """Record a result: ``delivered``, ``exhausted`` (no attempt is left) or ``gone`` (410)."""
-        row = connection.execute("SELECT disabled, exhausted FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
-        if row is None:
+        webhook = self.find(connection, webhook_id)
+        if webhook is None:
             return
+        exhausted = webhook.exhausted + 1 if result == "exhausted" else 0
         if result == "gone":
             self.disable(connection, webhook_id, now)
-        elif result == "exhausted" and row["exhausted"] + 1 >= self.suspend_after and not row["disabled"]:
+        elif exhausted >= self.suspend_after and not webhook.disabled:
             self.disable(connection, webhook_id, now, SUSPENDED)
-        else:
-            exhausted = row["exhausted"] + 1 if result == "exhausted" else 0
-            connection.execute("UPDATE webhooks SET exhausted = ? WHERE id = ?", (exhausted, webhook_id))
+        elif exhausted != webhook.exhausted:
+            _write_webhook(connection, replace(webhook, exhausted=exhausted))
 
 
 def _write_webhook(connection: sqlite3.Connection, webhook: Webhook) -> None:
-    watched = json.dumps([[item.type, item.name] for item in webhook.watched])
-    texts = {"watched": watched, "domains": json.dumps(webhook.domains), "secrets": json.dumps(dict(webhook.secrets))}
     connection.execute(
-        "INSERT INTO webhooks (id, url, job, watched, domains, secret, secrets, disabled, created_at, updated_at) "
-        "VALUES (:id, :url, :job, :watched, :domains, :secret, :secrets, :disabled, :created_at, :updated_at) "
-        "ON CONFLICT (id) DO UPDATE SET url = excluded.url, job = excluded.job, watched = excluded.watched, "
-        "domains = excluded.domains, secret = excluded.secret, secrets = excluded.secrets, "
-        "updated_at = excluded.updated_at",
-        vars(webhook) | texts,
-    )
-
-
-def _read_webhook(row: sqlite3.Row) -> Webhook:
-    columns = {name: row[name] for name in row.keys() if name != "exhausted"}  # noqa: SIM118 (a Row is no dict)
-    return Webhook(
-        **columns
-        | {
-            "watched": tuple(Watched(*item) for item in json.loads(row["watched"])),
-            "domains": tuple(json.loads(row["domains"])),
-            "secrets": json.loads(row["secrets"]),
-        }
+        "INSERT INTO webhooks VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET json = excluded.json",
+        (webhook.id, _WEBHOOK.dump_json(webhook).decode()),
     )

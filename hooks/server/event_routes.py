@@ -79,12 +79,7 @@ def build_blueprint(
     prefix: str = "/webhooks",
     is_allowed: Callable[[Request], bool] = lambda request: False,
 ) -> Blueprint:
-    """Build the routes that list, show and replay events.
-
-    Args:
-        allowed: returns the secrets that give access; without secrets only visitors from this machine have access.
-        is_allowed: whether the app around the routes gives the sender of a request access without a secret.
-    """
+    """Build the routes of events for senders of an ``allowed`` secret, or (without secrets) this machine's visitors."""
     made = Blueprint(f"events-{secrets.token_hex(4)}", url_prefix=f"{prefix}/_events")
 
     @made.on_request

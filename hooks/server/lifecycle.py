@@ -62,10 +62,9 @@ class AtExit:
             self._is_registered = True
             register_at_exit(self._run)
 
-    def cancel(self) -> bool:
-        """Cancel the call; return whether it was scheduled."""
-        was_on, self._is_on = self._is_on, False
-        return was_on
+    def cancel(self) -> None:
+        """Cancel the call."""
+        self._is_on = False
 
     def _run(self) -> None:
         has_crashed = hasattr(sys, "last_exc") or getattr(sys, "last_type", None) is not None
@@ -94,11 +93,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def register_at_exit(function: Callable[[], Any]) -> None:
-    """Register a call for the end of the main program, while threads and name look-ups still work.
-
-    Raises:
-        RuntimeError: the program is ending already.
-    """
+    """Register a call for the end of the main program, while threads work; raise ``RuntimeError`` if it has ended."""
     # Both modules register their shutdown when they are imported, and the calls run in reverse order.
     for pools in ("concurrent.futures.thread", "concurrent.futures.process"):
         try:
@@ -118,21 +113,15 @@ def resolve_settings(
     settings: ReceiverSettings | None,
     secret: str | Sequence[str] | None,
     database: str | Path | None,
-    *,
-    has_script: bool = True,
 ) -> ReceiverSettings:
-    """Complete the settings with a secret and a database; an empty value counts as none.
-
-    Args:
-        has_script: whether the running program describes the server, and is no command that loads a description.
-    """
+    """Complete the settings with a secret and a database; an empty value counts as none."""
     settings = settings or ReceiverSettings()
     if secret and not isinstance(secret, str):
         settings = replace(settings, secrets=tuple(secret))
     elif secret := secret or (None if settings.secrets else os.environ.get(SECRET)):
         settings = replace(settings, secrets=(secret,))
     database = database or settings.database or os.environ.get(DATABASE) or None
-    if database is None and has_script:
+    if database is None:
         database = choose_database(next(_server_numbers))
     return replace(settings, database=None if database in (None, MEMORY) else Path(database))
 
@@ -143,13 +132,7 @@ def get_default_folder() -> Path:
 
 
 def choose_database(number: int) -> Path | None:
-    """Choose a database file for this script in the user's state folder, so that a restart remembers its events.
-
-    None without a script that can be started again (a REPL, a notebook, a test run), or without a writable folder.
-
-    Args:
-        number: number of the server in its script, from 1.
-    """
+    """Choose a file for the ``number``-th server of this script in the state folder; None without such a script."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None or not is_script():
         return None

@@ -1,8 +1,7 @@
-"""WebhooksServer, `webhook_endpoint` for scripts of a few functions, and the loader of a script's server."""
+"""WebhooksServer, and `webhook_endpoint` for scripts of a few functions."""
 
 import contextlib
 import functools
-import importlib
 import inspect
 import os
 import secrets
@@ -11,12 +10,11 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from sanic import HTTPResponse, Request
+from sanic import HTTPResponse, Request, Sanic
 from sanic.response import json
 
 from hooks.errors import HooksError, InvalidWebhook
@@ -26,7 +24,6 @@ from hooks.server import event_routes, pages
 from hooks.server.lifecycle import AtExit, is_interactive, register_at_exit, resolve_settings
 from hooks.server.serving import (
     BackgroundServer,
-    WebhooksApp,
     build_app,
     build_url,
     choose_address,
@@ -71,8 +68,6 @@ def format_addresses(local: str, public: str | None, paths: Sequence[str]) -> st
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 RESERVED = ("_events",)
-# Set while a command loads a script for its server and then starts the server itself.
-is_script_being_loaded: ContextVar[bool] = ContextVar("is_script_being_loaded", default=False)
 
 
 class WebhooksServer:
@@ -84,8 +79,8 @@ class WebhooksServer:
             ``WEBHOOK_SECRET`` when None or empty. Without a secret the server is open to everyone and prints a warning.
         host: address to listen on; 127.0.0.1, or all addresses on a Space.
         port: port; the first free one from 7860 on when None, any free one when 0.
-        share: whether ``cloudflared``, ``ngrok`` or ``tunnel`` makes a public address; without a secret one is made.
-        tunnel: command that makes a public address, with ``{url}``, ``{host}`` and ``{port}`` in it.
+        share: whether a tunnel makes a public address: ``cloudflared``, ``ngrok``, or the command in
+            ``ROBOJAX_WEBHOOKS_TUNNEL``; without a secret one is made.
         database: file that keeps events over a restart; when None, ``ROBOJAX_WEBHOOKS_DATABASE``, else a file of the
             script's own in ``~/.local/state/robojax/webhooks``. With ``"memory"`` or without a script, a restart
             forgets the events.
@@ -104,16 +99,13 @@ class WebhooksServer:
         host: str | None = None,
         port: int | None = None,
         share: bool = False,
-        tunnel: str | Sequence[str] | None = None,
         database: str | Path | None = None,
         settings: ReceiverSettings | None = None,
     ):
         self._ui = None if ui is None else pages.check_ui(ui)
-        self._host, self._port, self._share, self._tunnel = host, port, share, tunnel
-        self._receiver = Receiver(
-            resolve_settings(settings, webhook_secret, database, has_script=not is_script_being_loaded.get())
-        )
-        self._app: WebhooksApp | None = None
+        self._host, self._port, self._share = host, port, share
+        self._receiver = Receiver(resolve_settings(settings, webhook_secret, database))
+        self._app: Sanic[Any, Any] | None = None
         self._background: BackgroundServer | None = None
         self._local: str | None = None
         self._public: str | None = None
@@ -122,22 +114,13 @@ class WebhooksServer:
 
     @property
     def settings(self) -> ReceiverSettings:
-        """Settings of the receiver; they can be replaced while the server is stopped."""
+        """Settings of the receiver; with the secret and the database of this server."""
         return self._receiver.settings
-
-    @settings.setter
-    def settings(self, settings: ReceiverSettings) -> None:
-        self._refuse_while_running("change its settings")
-        self._receiver.settings, self._app = settings, None
-
-    def _refuse_while_running(self, what: str) -> None:
-        if self.is_running:
-            raise HooksError(f"the server runs already: close() it, {what}, launch() it again")
 
     @property
     def registered_webhooks(self) -> Mapping[str, Callable[..., Any]]:
         """Registered functions by absolute path."""
-        return self._receiver.registered
+        return {path: endpoint.handler.function for path, endpoint in self._receiver.endpoints.items()}
 
     @property
     def receiver(self) -> Receiver:
@@ -145,16 +128,11 @@ class WebhooksServer:
         return self._receiver
 
     @property
-    def app(self) -> WebhooksApp:
+    def app(self) -> Sanic[Any, Any]:
         """Sanic app with the endpoints that were added before the first use; another app after ``close``."""
         if self._app is None:
             self._app = self._new_app()
         return self._app
-
-    @property
-    def fastapi_app(self) -> WebhooksApp:
-        """The app by huggingface_hub's name for it; an ASGI test client takes it."""
-        return self.app
 
     @property
     def url(self) -> str | None:
@@ -205,7 +183,8 @@ class WebhooksServer:
                 f"a webhook is a function: found {type(function).__name__} {function!r:.60}. In a class, register the "
                 "method of an object: server.add_webhook(robot.on_push)"
             )
-        self._refuse_while_running("add the webhook")
+        if self.is_running:
+            raise HooksError("the server runs already: close() it, add the webhook, launch() it again")
         if self._app is not None:
             # The user may have added routes to the app, which another app would not have.
             raise HooksError("the app is made already, and its routes are fixed: add webhooks before .app is asked for")
@@ -213,14 +192,6 @@ class WebhooksServer:
             raise InvalidWebhook(f"webhook path {path!r} is a page of the server; give it another one")
         self._receiver.add(function, path, **options)
         return function
-
-    def start_at_exit(self) -> None:
-        """Serve when the script has ended, unless ``launch`` was called before or the script crashed."""
-        self._at_exit.arm()
-
-    def cancel_start_at_exit(self) -> bool:
-        """Cancel the start at the script's end; return whether one was scheduled."""
-        return self._at_exit.cancel()
 
     def run(self) -> None:
         """Serve until Ctrl-C or SIGTERM; short for ``launch()``."""
@@ -233,8 +204,6 @@ class WebhooksServer:
         share: bool | None = None,
         host: str | None = None,
         port: int | None = None,
-        server_name: str | None = None,
-        server_port: int | None = None,
     ) -> None:
         """Serve now and print the addresses; a server that runs already goes on.
 
@@ -242,23 +211,16 @@ class WebhooksServer:
             prevent_thread_lock: whether to return when the server answers, and serve in the background; always so in a
                 notebook, in a REPL and in a running event loop. Else this returns when Ctrl-C, SIGTERM or ``close`` has
                 ended the server.
-            server_name: gradio's name for ``host``.
-            server_port: gradio's name for ``port``.
 
         Raises:
             CannotListen: the port is taken.
             StoreError: the file of events cannot be used.
             TunnelFailed: the tunnel program gave no public address.
         """
-        if is_script_being_loaded.get():
-            return
         self._at_exit.cancel()
         if not self.is_running:
-            ports = (port, server_port, self._port)
             self._start(
-                self._share if share is None else share,
-                host or server_name or self._host,
-                next((one for one in ports if one is not None), None),
+                self._share if share is None else share, host or self._host, self._port if port is None else port
             )
         assert self._local is not None
         print_notice(format_addresses(self._local, self._public, list(self.registered_webhooks)))
@@ -268,7 +230,7 @@ class WebhooksServer:
     def _start(self, share: bool, host: str | None, port: int | None) -> None:
         command: Sequence[str] | None = None
         if share:
-            command = choose_command(self._tunnel)
+            command = choose_command()
             if not self.settings.secrets:
                 secret = secrets.token_urlsafe(32)
                 self._receiver.settings = replace(self.settings, secrets=(secret,))
@@ -294,7 +256,7 @@ class WebhooksServer:
         if command is None:
             yield
             return
-        async with open_tunnel(command, local, on_end=print_notice) as public:
+        async with open_tunnel(command, local) as public:
             self._public = public
             try:
                 yield
@@ -323,7 +285,7 @@ class WebhooksServer:
         """Stop the server."""
         self.close()
 
-    def _new_app(self) -> WebhooksApp:
+    def _new_app(self) -> Sanic[Any, Any]:
         app = build_app(self.settings.max_body)
         app.blueprint(self._receiver.blueprint())
         app.blueprint(event_routes.build_blueprint(self._receiver, lambda: self.settings.secrets))
@@ -387,55 +349,10 @@ def webhook_endpoint(path: Any = None, **options: Any) -> Any:
     def register(function: Any) -> Any:
         server = get_default_server()
         server.add_webhook(path, **options)(function)
-        server.start_at_exit()
+        server._at_exit.arm()
         # A bound method takes no attributes.
         with contextlib.suppress(AttributeError, TypeError):
             function.launch, function.run, function.close = server.launch, server.run, server.close
         return function
 
     return register
-
-
-class ServerNotFound(HooksError):
-    """No server, or more than one, was found in a script or module."""
-
-
-def load_server(target: str) -> WebhooksServer:
-    """Load the server of ``module``, ``module:name``, ``file.py`` or ``file.py:name``, without starting it.
-
-    Without a name it is the only ``WebhooksServer`` of the module, or the server of ``webhook_endpoint``.
-
-    Raises:
-        ServerNotFound: the module does not exist, or has no server or several.
-        Exception: any error of the module.
-    """
-    where, _, name = target.partition(":")
-    path = Path(where)
-    is_file = path.suffix == ".py"
-    if is_file and not path.is_file():
-        raise ServerNotFound(f"there is no file {where!r}")
-    # A script can import its neighbours.
-    sys.path.insert(0, str(path.absolute().parent) if is_file else "")
-    token = is_script_being_loaded.set(True)
-    try:
-        module = importlib.import_module(path.stem if is_file else where)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
-            raise  # the module itself imports a missing one
-        raise ServerNotFound(f"there is no module {where!r}; give a module, or the path of a .py file") from None
-    finally:
-        is_script_being_loaded.reset(token)
-        get_default_server().cancel_start_at_exit()
-    servers = {key: value for key, value in vars(module).items() if isinstance(value, WebhooksServer)}
-    if name and name not in servers:
-        kind = type(getattr(module, name, None)).__name__
-        raise ServerNotFound(f"{where}: {name!r} is {kind}; wanted the name of a WebhooksServer")
-    if name:
-        return servers[name]
-    if not servers and get_default_server().registered_webhooks:
-        return get_default_server()
-    if not servers:
-        raise ServerNotFound(f"{where} has no WebhooksServer and no function with @webhook_endpoint")
-    if len({id(server) for server in servers.values()}) > 1:
-        raise ServerNotFound(f"{where} has several servers ({', '.join(servers)}); say which one: {where}:NAME")
-    return next(iter(servers.values()))

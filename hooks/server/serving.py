@@ -8,7 +8,8 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import FrameType
 from typing import Any
@@ -47,14 +48,7 @@ class CannotListen(HooksError, OSError):
 def choose_address(
     host: str | None, port: int | None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, tuple[int, ...]]:
-    """Choose the host, and the ports to try in order.
-
-    Arguments win over ``GRADIO_SERVER_NAME`` and ``GRADIO_SERVER_PORT``. A named port is the only one to try; without a
-    name it is the first free one from 7860 on.
-
-    Raises:
-        CannotListen: the port is no port.
-    """
+    """Choose the host and the ports to try: the arguments, ``GRADIO_SERVER_*``, or the first free one from 7860."""
     is_space = bool(environment.get("SPACE_ID"))
     host = host or environment.get(HOST) or ("0.0.0.0" if is_space else "127.0.0.1")
     if port is None:
@@ -72,11 +66,7 @@ def choose_address(
 
 
 def open_listener(host: str, ports: tuple[int, ...]) -> socket.socket:
-    """Open a listening socket on the first free one of these ports.
-
-    Raises:
-        CannotListen: no port is free, or the host is no address of this machine.
-    """
+    """Open a listening socket on the first free one of these ports; raise ``CannotListen`` if there is none."""
     refused: OSError | None = None
     for port in ports:
         try:
@@ -169,37 +159,24 @@ Companion = Callable[[], AbstractAsyncContextManager[object]]
 
 
 class BackgroundServer:
-    """Server of an app in a background thread; it answers as soon as it is made.
-
-    Raises:
-        Exception: any error that kept the app from starting.
-    """
+    """Server of an app in a background thread; making it waits until it answers, and raises any error of its start."""
 
     def __init__(self, app: Sanic[Any, Any], listener: socket.socket, companion: Companion = contextlib.nullcontext):
-        """Start the server and wait until it answers.
-
-        Args:
-            listener: a listening socket; the server closes it.
-            companion: context that is open for as long as the app answers.
-        """
+        """Start the server, which closes the listening socket; ``companion`` is open for as long as the app answers."""
         self._app = app
         self._listener = listener
         self._companion = companion
-        self._has_started = threading.Event()
-        self._error: BaseException | None = None
+        self._started: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
+        self._stop = asyncio.Event()
         # A daemon, so that a script ends when its own work is done.
         self._thread = threading.Thread(target=self._run, name="webhooks", daemon=True)
         self._thread.start()
         try:
-            self._has_started.wait()
+            self._started.result()
         except BaseException:
             self.stop()
             raise
-        if self._error is not None:
-            self._thread.join(STOP_TIMEOUT)
-            raise self._error
 
     @property
     def is_running(self) -> bool:
@@ -208,11 +185,10 @@ class BackgroundServer:
 
     def stop(self) -> bool:
         """Stop the server; return whether it ended in time. From the server's own thread, only request the stop."""
-        loop, stop = self._loop, self._stop
-        if loop is not None and stop is not None:
+        if self._loop is not None:
             # The loop of a server that has ended is closed.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(stop.set)
+                self._loop.call_soon_threadsafe(self._stop.set)
         if threading.current_thread() is self._thread:
             return False
         self._thread.join(STOP_TIMEOUT)
@@ -225,16 +201,15 @@ class BackgroundServer:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
                 runner.run(self._serve())
         except BaseException as error:
-            if self._has_started.is_set():
+            if self._started.done():
                 logger.exception("the webhooks server ended by an error")
-            self._error = error
-        finally:
-            self._has_started.set()
+            else:
+                self._started.set_exception(error)
 
     async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         async with serve_app(self._app, self._listener), self._companion():
-            self._has_started.set()
+            self._started.set_result(None)
             await self._stop.wait()
 
 
@@ -257,12 +232,10 @@ async def serve_app(app: Sanic[Any, Any], listener: socket.socket) -> AsyncItera
             await server.startup()
             try:
                 await server.before_start()
-                app.ctx.loop = asyncio.get_running_loop()
                 await server.server.start_serving()
                 await server.after_start()
                 yield
             finally:
-                app.ctx.loop = None
                 await server.before_stop()
                 server.server.close()
                 await _drain_connections(server.connections)
@@ -282,64 +255,8 @@ async def _drain_connections(connections: set[Any]) -> None:
         connection.abort()
 
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-
-class WebhooksApp(Sanic[Any, Any]):
-    """Sanic app that answers ASGI calls from other loops on its server's loop.
-
-    Test clients of Starlette and httpx call from a loop of their own, where nothing of the receiver lives. An ASGI
-    server may also run the app by itself: it sends ``lifespan`` first, and everything happens on its loop.
-    """
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Loop that the app runs on; Sanic knows the loop only when Sanic made it."""
-        return getattr(self.ctx, "loop", None) or super().loop
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one ASGI call."""
-        serving: asyncio.AbstractEventLoop | None = getattr(self.ctx, "loop", None)
-        here = asyncio.get_running_loop()
-        if "path" in scope:
-            scope = {"raw_path": scope["path"].encode(), **scope}  # optional in ASGI, but Sanic needs it
-        if serving is None or serving is here:
-            if scope["type"] == "http" and not self.state.is_started:
-                raise RuntimeError(
-                    "this app does not run: call server.launch(prevent_thread_lock=True) before, or give the client "
-                    "the app as a context (lifespan events)"
-                )
-            await super().__call__(scope, receive, send)
-            return
-        if scope["type"] == "lifespan":
-            # The app runs already, and goes on when this caller ends.
-            for _ in range(2):
-                message = await receive()
-                await send({"type": f"{message['type']}.complete"})
-            return
-
-        async def receive_on_loop() -> Message:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_on_loop(receive), here))
-
-        async def send_on_loop(message: Message) -> None:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_on_loop(send, message), here))
-
-        answered = super().__call__(scope, receive_on_loop, send_on_loop)
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered, serving))
-
-
-async def _run_on_loop(call: Callable[..., Awaitable[Any]], *arguments: Message) -> Any:
-    return await call(*arguments)
-
-
-def build_app(max_body: int) -> WebhooksApp:
-    """Build an app without routes, whose errors are JSON that reveals nothing internal.
-
-    Args:
-        max_body: bytes of a body; a receiver applies its own limit to deliveries.
-    """
+def build_app(max_body: int) -> Sanic[Any, Any]:
+    """Build an app without routes, whose errors are JSON that reveals nothing internal; ``max_body`` is in bytes."""
     # Without a prefix nothing is read from the environment.
     config = Config(env_prefix="")
     config.update(
@@ -352,7 +269,7 @@ def build_app(max_body: int) -> WebhooksApp:
         MOTD=False,
         TOUCHUP=False,  # it rewrites Sanic's classes from their source: a second app of one process would not start
     )
-    app = WebhooksApp(f"webhooks-{secrets.token_hex(4)}", config=config, configure_logging=False)
+    app = Sanic[Any, Any](f"webhooks-{secrets.token_hex(4)}", config=config, configure_logging=False)
     # Sanic keeps every app in a registry, where apps of closed servers would accumulate.
     Sanic.unregister_app(app)
     app.error_handler.add(Exception, _answer_error)

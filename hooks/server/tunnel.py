@@ -8,12 +8,12 @@ import re
 import shlex
 import shutil
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hooks.errors import TunnelFailed
+from hooks.errors import HooksError
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +23,10 @@ KNOWN_COMMANDS = (
     ("cloudflared", "tunnel", "--no-autoupdate", "--url", "{url}"),
     ("ngrok", "http", "{url}", "--log", "stdout", "--log-format", "logfmt"),
 )
-# The address in the output of a program: the first group, or the whole match. Tunnel services greet with links to their
-# own pages; only the address of a tunnel has a name of its own in front.
+# Tunnel programs also print links to the pages of their vendor, so each pattern matches only addresses of tunnels.
 PATTERNS = {
     "cloudflared": r"https://(?!api\.)[a-z0-9-]+\.trycloudflare\.com",
-    "ngrok": r"\burl=(https://[^\s\"]+)",
+    "ngrok": r"(?<=\burl=)https://[^\s\"]+",
     "ssh": r"https://[\w-]+\.(?:lhr\.life|lhr\.rocks|serveo\.net|serveousercontent\.com|[\w.-]*pinggy\.\w+)",
 }
 ANY_ADDRESS = r"https?://[^\s\"'<>]+"
@@ -36,20 +35,13 @@ END_TIMEOUT = 5.0  # seconds between the request to end and the kill
 LINES = 20  # lines of the output in an error's text
 
 
-def choose_command(
-    command: str | Sequence[str] | None = None, environment: Mapping[str, str] = os.environ
-) -> tuple[str, ...]:
-    """Choose the command of a tunnel, with ``{url}``, ``{host}`` and ``{port}`` of the local server.
+class TunnelFailed(HooksError):
+    """The tunnel program did not give a public address."""
 
-    Args:
-        command: command in place of ``cloudflared`` or ``ngrok``, e.g.
-            ``ssh -o ExitOnForwardFailure=yes -R 80:{host}:{port} nokey@localhost.run``; ``ROBOJAX_WEBHOOKS_TUNNEL``
-            does the same.
 
-    Raises:
-        TunnelFailed: no tunnel program is installed, or the command cannot be used.
-    """
-    command = command or environment.get(COMMAND)
+def choose_command(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Choose the command of the environment, or an installed program; raise ``TunnelFailed`` if none."""
+    command = environment.get(COMMAND)
     if not command:
         for known in KNOWN_COMMANDS:
             if shutil.which(known[0], path=environment.get("PATH")):
@@ -60,7 +52,7 @@ def choose_command(
             "'ssh -o ExitOnForwardFailure=yes -R 80:{host}:{port} nokey@localhost.run'"
         )
     try:
-        arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
+        arguments = tuple(shlex.split(command))
     except ValueError as error:
         raise TunnelFailed(f"the tunnel's command cannot be read: {error}") from None
     if not arguments or shutil.which(arguments[0], path=environment.get("PATH")) is None:
@@ -69,25 +61,11 @@ def choose_command(
 
 
 @asynccontextmanager
-async def open_tunnel(
-    command: Sequence[str],
-    url: str,
-    *,
-    timeout: float = ADDRESS_TIMEOUT,
-    on_end: Callable[[str], object] = logger.warning,
-) -> AsyncIterator[str]:
-    """Open a public address for ``url`` within this context.
-
-    Args:
-        timeout: seconds in which the program has to print an address.
-        on_end: called with a text when the program ends by itself, because then the address is gone.
-
-    Raises:
-        TunnelFailed: the program printed no address; the text has the end of its output.
-    """
+async def open_tunnel(command: Sequence[str], url: str, *, timeout: float = ADDRESS_TIMEOUT) -> AsyncIterator[str]:
+    """Open a public address for ``url`` within this context; raise ``TunnelFailed`` without one in ``timeout`` s."""
     parts = urlsplit(url)
-    values = {"{url}": url, "{host}": parts.hostname or "", "{port}": str(parts.port or "")}
-    arguments = [re.sub(r"\{(?:url|host|port)\}", lambda found: values[found[0]], part) for part in command]
+    host, port = parts.hostname or "", str(parts.port or "")
+    arguments = [part.replace("{url}", url).replace("{host}", host).replace("{port}", port) for part in command]
     name = Path(arguments[0]).name
     process = await asyncio.create_subprocess_exec(
         *arguments,
@@ -100,18 +78,15 @@ async def open_tunnel(
     output: deque[str] = deque(maxlen=LINES)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     reading = asyncio.create_task(_read_output(process, re.compile(PATTERNS.get(name, ANY_ADDRESS)), output, address))
-    watching: asyncio.Task[None] | None = None
     try:
         await asyncio.wait({address, reading}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not address.done():
             how = f"ended with {await process.wait()}" if reading.done() else f"printed no address within {timeout:g} s"
             last = "".join(f"\n    {line}" for line in output) or " nothing"
             raise TunnelFailed(f"{name} {how}; it said:{last}")
-        watching = asyncio.create_task(_watch_process(process, name, address.result(), on_end))
         yield address.result()
     finally:
-        if watching is not None:
-            watching.cancel()
+        reading.cancel()
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
@@ -119,9 +94,6 @@ async def open_tunnel(
         except TimeoutError:
             process.kill()
             await process.wait()
-        reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await reading
 
 
 async def _read_output(
@@ -134,14 +106,8 @@ async def _read_output(
         *lines, rest = (rest + part.decode(errors="replace")).split("\n")
         for line in lines:
             output.append(line.strip()[:500])
-            match = pattern.search(line)
-            if match and not address.done():
-                address.set_result((match[1] if match.groups() else match[0]).rstrip("/.,"))
+            if not address.done() and (match := pattern.search(line)):
+                address.set_result(match[0].rstrip("/.,"))
         rest = rest[-4096:]
-
-
-async def _watch_process(
-    process: asyncio.subprocess.Process, name: str, address: str, on_end: Callable[[str], object]
-) -> None:
-    status = await process.wait()
-    on_end(f"{name} ended with {status}: {address} does not lead here now. Start the server again for a new address.")
+    if address.done():
+        logger.warning("the tunnel has ended: %s does not lead here now; start the server again", address.result())

@@ -1,12 +1,11 @@
-"""Command `webhooks`: manage webhooks, serve and send deliveries, list received events."""
+"""Command `webhooks`: manage webhooks, send sample deliveries, list received events."""
 
 import functools
 import json
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,19 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import hooks
-from hooks.errors import StoreError, TunnelFailed
+from hooks.errors import StoreError
 from robojax.cli.app import Code, fail, flatten, print_table
 
 if TYPE_CHECKING:
     from hooks.receiver.inbox import Inbox
 
-VARIABLE = "WEBHOOK_SECRET"
 DATABASE = Path("webhooks.sqlite")
-PUSH = ("repo.content",)
-STATUSES = "waiting, running, done, failed, dead, ignored"
+STATUSES = "waiting, running, done, failed, dead"
 
 plain = functools.partial(typer.Typer, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app = plain(help="Manage webhooks of the Hub (or of a robojax server), receive deliveries, list received events.")
+app = plain(help="Manage webhooks of the Hub (or of a robojax server), send sample deliveries, list received events.")
 events = plain()
 
 
@@ -40,7 +37,7 @@ Texts = list[str] | None
 File = Path | None
 Id = Annotated[str, typer.Argument(metavar="ID", help="Of the webhook.")]
 EventId = Annotated[str, typer.Argument(metavar="ID", help="Of the event.")]
-SecretFile = Annotated[File, option(f"File with the secret; default: {VARIABLE}.")]
+SecretFile = Annotated[File, option("File with the secret; default: WEBHOOK_SECRET.")]
 Events = Annotated[Path, option("File of the events.")]
 AsJson = Annotated[bool, option("JSON, for programs.", "--json")]
 
@@ -65,49 +62,33 @@ class Content:
     job_id: Annotated[Text, option("Job that it starts (from job.id), instead of --url.")] = None
     domain: Annotated[Texts, option("repo or discussion (or session, of a robojax server); repeatable.")] = None
     secret_file: Annotated[File, option("File with the secret of its deliveries.")] = None
-    secret_env: Annotated[Text, option("Environment variable with it, instead.", metavar="NAME")] = None
     generate: Annotated[bool, option("Make --secret-file if it is not there.", "--generate-secret")] = False
     allow_http: Annotated[Texts, option("Host or network that may be sent to without TLS; repeatable.")] = None
 
     def read(self, watch: Sequence[str] | None) -> dict[str, Any]:
         """Return the client's arguments; None for options that were not given."""
-        if self.secret_env is not None and self.secret_file is not None:
-            raise hooks.InvalidWebhook("--secret-file and --secret-env: give one of them")
-        if self.secret_env is not None and not os.environ.get(self.secret_env):
-            raise hooks.InvalidWebhook(f"environment variable {self.secret_env} has no secret: it is empty or not set")
-        secret = os.environ[self.secret_env] if self.secret_env else None
         return {
             "url": self.url,
             "job_id": self.job_id,
             "watched": watch or None,
             "domains": self.domain or None,
-            "secret": secret or hooks.find_secret(file=self.secret_file, generate=self.generate),
+            "secret": hooks.find_secret(file=self.secret_file, generate=self.generate),
         }
 
 
 def command(
     failure: str, *names: str, group: typer.Typer = app
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command whose errors end the process and whose warnings are printed.
-
-    Args:
-        failure: the first line when an error ends it.
-        names: of the command, if not the function's; all but the first are hidden.
-    """
+    """Register a function as a command whose errors end the process with ``failure``."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(**arguments: Any) -> None:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always", UserWarning)
-                try:
-                    function(**arguments)
-                except hooks.HooksError as error:
-                    code = Code.TRANSPORT if isinstance(error, hooks.HubTrouble | TunnelFailed) else Code.USAGE
-                    fail(code, failure, str(error), get_advice(error))
-                finally:
-                    for warning in caught:
-                        typer.secho(f"Warning: {warning.message}", fg="yellow", err=True)
+            try:
+                function(**arguments)
+            except hooks.HooksError as error:
+                code = Code.TRANSPORT if isinstance(error, hooks.HubTrouble) else Code.USAGE
+                fail(code, failure, str(error), get_advice(error))
 
         for number, name in enumerate(names or (function.__name__,)):
             group.command(name, hidden=number > 0)(flatten(run))
@@ -118,18 +99,15 @@ def command(
 
 def get_advice(error: hooks.HooksError) -> str:
     """Return the next step after an error."""
-    status = error.status if isinstance(error, hooks.HubTrouble) else None
+    if not isinstance(error, hooks.HubTrouble):
+        return "see --help for the options"
     if isinstance(error, hooks.UnknownWebhook):
         return "`robojax webhooks list` shows the webhooks of the account"
-    if status == 401:
+    if error.status == 401:
         return "log in with `hf auth login`, or set HF_TOKEN; a robojax server's log names its token file"
-    if status is not None and 400 <= status < 500 and status not in (408, 429):
-        return "change what it names; --endpoint has to be a Hub, or a robojax server with --registry"
-    if isinstance(error, hooks.HubTrouble):
+    if error.status in (None, 408, 429) or error.status >= 500:
         return "try again later; look at --endpoint and --timeout"
-    if isinstance(error, TunnelFailed):
-        return "leave --share out, or install a tunnel program"
-    return "see --help for the options"
+    return "change what it names; --endpoint has to be a Hub, or a robojax server with --registry"
 
 
 @command("the webhooks cannot be listed", "list", "ls")
@@ -140,14 +118,14 @@ def list_webhooks(
     client = hub.connect()
     shapes = [webhook_to_json(webhook) for webhook in client.list_webhooks()]
     if as_json:
-        print_json([{**shape, "watched": list_watched_names(shape)} for shape in shapes])
+        typer.echo(json.dumps(shapes, indent=2))
     elif quiet:
         typer.echo("".join(f"{shape['id']}\n" for shape in shapes), nl=False)
     elif not shapes:
         typer.echo(f"No results found: no webhooks at {client.endpoint}")
     else:
         columns = ("id", "sends to", "status", "secret", "domains", "watched")
-        rows = [webhook_to_texts(shape) | {"watched": "\n".join(list_watched_names(shape))} for shape in shapes]
+        rows = [webhook_to_texts(shape) | {"watched": "\n".join(shape["watched"])} for shape in shapes]
         # An id that is cut or folded cannot be copied.
         print_table(columns, (map(escape, row.values()) for row in rows), never_folded=("id",))
 
@@ -222,69 +200,44 @@ def replay(
         raise typer.Exit(Code.CHECK)
 
 
-@command("the webhooks server cannot start")
-def serve(
-    target: Annotated[
-        str, typer.Argument(metavar="MODULE:NAME", help="Or a .py file. Without :NAME, the only server in it.")
-    ],
-    host: Annotated[Text, option("To listen on; default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, option("Default: the first free one from 7860 on; 0: any.")] = None,
-    secret_file: SecretFile = None,
-    share: Annotated[
-        bool | None, option("Whether to ask a tunnel program for a public address.", "--share/--no-share")
-    ] = None,
-    database: Annotated[File, option(f"File of the events; default: what the module says, or {DATABASE}.")] = None,
-) -> None:
-    """Receive webhooks with the functions of a module until Ctrl-C."""
-    from hooks.server.server import load_server
-
-    secret = hooks.find_secret(file=secret_file)
-    server = load_server(target)
-    settings = replace(server.settings, database=database or server.settings.database or DATABASE)
-    server.settings = settings if secret is None else replace(settings, secrets=(secret,))
-    server.launch(host=host, port=port, share=share)
-
-
 @command("nothing was sent")
 def send(
     url: Annotated[str, typer.Argument(metavar="URL", help="Of the endpoint: http://127.0.0.1:7860/webhooks/NAME.")],
-    scope: Annotated[Texts, option("repo.content, discussion, repo:move, ...; repeatable.")] = None,
-    all_scopes: Annotated[bool, option("One of every kind that the Hub documents.", "--all-scopes")] = False,
+    scope: Annotated[Texts, option("Scope of the event, as repo.config or discussion; repeatable.")] = None,
+    all_scopes: Annotated[bool, option("One of every scope.", "--all-scopes")] = False,
     repo: Annotated[str, option("That it happened to.")] = "robotics-lab/pick-cubes",
     sha: Annotated[Text, option("Commit that it is about; default: one made up.")] = None,
     secret_file: SecretFile = None,
-    dup: Annotated[int, option("Copies of each event, with one id.", min=1, max=100)] = 1,
     as_json: Annotated[bool, option("One line of JSON for each delivery.", "--json")] = False,
 ) -> None:
     """Deliver made-up events as the Hub would. Ends with 1 when an answer is not 2xx."""
     import httpx2
 
-    from hooks.payload import SAMPLE_SCOPES, sample
+    from hooks.payload import SAMPLES, sample
 
-    secret = hooks.find_secret(file=secret_file) or os.environ.get(VARIABLE) or ""
+    secret = hooks.find_secret(file=secret_file) or os.environ.get("WEBHOOK_SECRET") or ""
     if not (secret.isascii() and secret.isprintable()):
         raise hooks.InvalidWebhook("the secret is not one line of visible ASCII, so that no header can carry it")
     accepted = 0
-    samples = [(kind, sample(kind, repo=repo, sha=sha)) for kind in (SAMPLE_SCOPES if all_scopes else scope or PUSH)]
-    for kind, payload in samples:
+    scopes = SAMPLES if all_scopes else scope or ["repo.content"]
+    samples = {kind: sample(kind, repo=repo, sha=sha) for kind in scopes}
+    for kind, payload in samples.items():
         headers = {"Webhook-Id": str(uuid.uuid4())} | ({"X-Webhook-Secret": secret} if secret else {})
-        for _ in range(dup):
-            row = {"id": headers["Webhook-Id"], "scope": kind, "status": None}
-            try:
-                answer = httpx2.post(url, json=payload, headers=headers, timeout=30, trust_env=False)
-                row |= {"status": answer.status_code, "answer": answer.text[:2000]}
-            except (httpx2.UnsupportedProtocol, httpx2.InvalidURL):
-                raise hooks.InvalidWebhook(
-                    f"{url!r} is no URL of an endpoint, as http://127.0.0.1:7860/webhooks/NAME"
-                ) from None
-            except httpx2.HTTPError as error:
-                row["answer"] = str(error) or type(error).__name__
-            accepted += str(row["status"]).startswith("2")
-            line = f"{row['status'] or '---'}  {kind:<28} {row['id']}  "
-            typer.echo(json.dumps(row) if as_json else line + escape(row["answer"].replace("\n", " "))[:100])
+        row = {"id": headers["Webhook-Id"], "scope": kind, "status": None}
+        try:
+            answer = httpx2.post(url, json=payload, headers=headers, timeout=30, trust_env=False)
+            row |= {"status": answer.status_code, "answer": answer.text[:2000]}
+        except (httpx2.UnsupportedProtocol, httpx2.InvalidURL):
+            text = f"{url!r} is not the URL of an endpoint, as http://127.0.0.1:7860/webhooks/NAME"
+            raise hooks.InvalidWebhook(text) from None
+        except httpx2.HTTPError as error:
+            row["answer"] = str(error) or type(error).__name__
+        accepted += str(row["status"]).startswith("2")
+        line = f"{row['status'] or '---'}  {kind:<18} {row['id']}  "
+        typer.echo(json.dumps(row) if as_json else line + escape(row["answer"].replace("\n", " "))[:100])
     if not as_json:
-        typer.echo(f"{accepted} of {len(samples) * dup} accepted")
-    if accepted < len(samples) * dup:
+        typer.echo(f"{accepted} of {len(samples)} accepted")
+    if accepted < len(samples):
         raise typer.Exit(Code.CHECK)
 
 
@@ -315,7 +268,7 @@ def list_events(
     with open_inbox(database) as inbox:
         listed = [summarize_event(event) for event in inbox.list(status=status, limit=limit)]
     if as_json:
-        print_json(listed)
+        typer.echo(json.dumps(listed, indent=2))
         return
     if not listed:
         typer.echo("no events")
@@ -335,7 +288,7 @@ def show_event(event_id: EventId, database: Events = DATABASE) -> None:
     from hooks.server.event_routes import serialize_event
 
     with open_inbox(database) as inbox:
-        print_json(serialize_event(inbox.get(event_id)))
+        typer.echo(json.dumps(serialize_event(inbox.get(event_id)), indent=2))
 
 
 @command("the event was not replayed", "replay", group=events)
@@ -358,17 +311,12 @@ def webhook_to_json(webhook: "hooks.WebhookInfo") -> dict[str, Any]:
         "id": webhook.id,
         "url": None if webhook.url is None else mask_url(webhook.url),
         **({} if job is None else {"job": job}),
-        "watched": [{"type": item.type, "name": item.name} for item in webhook.watched],
+        "watched": [f"{item.type}:{item.name}" for item in webhook.watched],
         "domains": list(webhook.domains),
         "has_secret": webhook.has_secret,
         "disabled": webhook.disabled,
         "status": webhook.status,
     }
-
-
-def list_watched_names(shape: Mapping[str, Any]) -> list[str]:
-    """Return what a webhook watches as ``type:name``."""
-    return [f"{item['type']}:{item['name']}" for item in shape["watched"]]
 
 
 def webhook_to_texts(shape: Mapping[str, Any]) -> dict[str, str]:
@@ -382,23 +330,18 @@ def webhook_to_texts(shape: Mapping[str, Any]) -> dict[str, str]:
         "status": shape["status"],
         "secret": "set" if shape["has_secret"] else "none",
         "domains": " ".join(shape["domains"]),
-        "watched": " ".join(list_watched_names(shape)),
+        "watched": " ".join(shape["watched"]),
     }
 
 
 def print_done(done: str, shape: Mapping[str, Any], as_json: bool, **more: Any) -> None:
     """Print what was done to which webhook; ``more`` are further fields."""
     if as_json:
-        print_json({**shape, "did": done, **more})
+        typer.echo(json.dumps({**shape, "did": done, **more}, indent=2))
         return
     typer.echo(f"Webhook {done}")
     for name, value in {**(webhook_to_texts(shape) if "status" in shape else shape), **more}.items():
         typer.echo(f"  {name + ':':<9}{escape(str(value))}")
-
-
-def print_json(value: object) -> None:
-    """Print a value as JSON."""
-    typer.echo(json.dumps(value, indent=2))
 
 
 def escape(text: str) -> str:

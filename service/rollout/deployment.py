@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from hooks.errors import SourceError
 from service.rollout.config import DeploymentSettings
 from service.rollout.gates import Verdict
 from service.rollout.records import Journal, Quarantine, Record
 from service.rollout.rollout import EXCUSED_REASONS, SESSION_REASONS, Follower, Rollout
-from service.rollout.sources import COMMIT_ERRORS, TRANSFER_ERRORS, RefTracker, Source
+from service.rollout.sources import COMMIT_ERRORS, TRANSFER_ERRORS, RefTracker, Source, SourceError
 from service.rollout.triggers import Target
 
 Result = TypeVar("Result")

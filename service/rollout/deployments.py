@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from hooks.database import Database
-from hooks.errors import SourceError
 from hooks.payload import WebhookPayload
 from service.errors import SourceFailed, UnknownDeployment, UpdateFailed
 from service.rollout.config import DeploymentSettings
 from service.rollout.deployment import ROLLED_BACK_TEXT, DeploymentQueue, DeployRequest, RefMoved, RolloutState
 from service.rollout.records import SCHEMA, Journal, OnEvent, Record
 from service.rollout.rollout import Follower, Rollout
-from service.rollout.sources import FolderSource, RefTracker, Source
+from service.rollout.sources import FolderSource, RefTracker, Source, SourceError
 from service.rollout.triggers import (
     Interpretation,
     Retries,

@@ -30,7 +30,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
-from hooks.errors import SourceError
+from hooks.errors import HooksError
 from hooks.threads import start_in_thread
 from jaxmodels import is_policy_file, list_policy_files
 from service.rollout.triggers import BRANCH, TAG, Target, is_pattern, matches_ref
@@ -46,6 +46,14 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy",
 TRANSFER_ERRORS = frozenset({"checksum", "transfer", "unreachable", "changed_meanwhile"})
 # Codes of what is wrong with the commit itself.
 COMMIT_ERRORS = frozenset({"checksum", "incomplete", "denied_file", "too_large"})
+
+
+class SourceError(HooksError):
+    """A revision of a policy cannot be found, fetched or verified; ``code`` is stable, e.g. ``unknown_revision``."""
+
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code = code
 
 
 class Source(Protocol):

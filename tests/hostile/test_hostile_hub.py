@@ -11,10 +11,9 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from hooks.errors import SourceError
 from jaxmodels import hub
 from jaxmodels.errors import HubError
-from service.rollout.sources import FolderSource
+from service.rollout.sources import FolderSource, SourceError
 from tests.testing.stub_hub import StubHub
 
 FILES = {"config.json": b'{"type": "act"}', "model.safetensors": bytes(range(256)) * 400}

@@ -28,8 +28,8 @@ from sanic.headers import parse_content_header
 
 from hooks.payload import WebhookPayload
 from hooks.receiver import parsing
+from hooks.secrets import is_valid_secret
 from hooks.server.event_routes import HOST
-from hooks.signatures import is_valid_secret
 from service import logging
 from service.api import schemas
 from service.control import limits as sources

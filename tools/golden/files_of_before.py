@@ -1,26 +1,17 @@
 """Makes a file of each kind that robojax writes: ``python files_of_before.py FOLDER`` in a checkout of its version."""
 
-import asyncio
-import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-from hooks.registry.delivery import Schedule
-from hooks.registry.registry import Registry, RegistrySettings
-from hooks.registry.sender import SenderSettings
-
 POLICY = "robojax/sim/policy"
-TOKEN = "hf_" + "t" * 30
-TARGET = 18766  # of the registry's webhooks
 TINY = {
     "chunk_size": 4, "n_action_steps": 2, "vision_backbone": "small_cnn", "dim_model": 8, "n_heads": 2,
     "dim_feedforward": 8, "n_encoder_layers": 1, "latent_dim": 4, "n_vae_encoder_layers": 1,
@@ -92,43 +83,10 @@ def make_state(folder: Path) -> None:
     server.wait()
 
 
-class _Target(http.server.BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        self.send_response(200 if self.path == "/taken" else 500)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-async def make_registry(folder: Path) -> None:
-    """A registry with a webhook whose delivery was taken, one whose delivery waits, and one that is disabled."""
-    settings = RegistrySettings(
-        tokens=(TOKEN,),
-        database=folder / "registry.sqlite3",
-        allowed_networks=("127.0.0.0/8",),
-        sender=SenderSettings(schedule=Schedule(waits=(0.0, 3600.0), jitter=0.0)),
-    )
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", TARGET), _Target)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    registry = Registry(settings)
-    async with registry.running():
-        for path in ("taken", "refused", "off"):
-            body = {"url": f"http://127.0.0.1:{TARGET}/{path}", "watched": [{"type": "user", "name": "lab"}]}
-            made = await registry.create_webhook({**body, "domains": ["session"], "secret": f"secret of {path}"})
-            if path == "off":
-                await registry.disable_webhook(made.id)
-        await registry.emit_session("session.started", {"session_id": "arm"})
-        await asyncio.sleep(2.0)
-    server.shutdown()
-
-
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True)
     make_state(folder)
-    asyncio.run(make_registry(folder))
     robojax("demo", "--episodes", "1", "--headless", "--record", str(folder / "recordings"))
     dataset = folder / "dataset"
     robojax("record-demo", str(dataset), "--episodes", "1")

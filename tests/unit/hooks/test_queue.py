@@ -8,6 +8,7 @@ import pytest
 from hooks.database import Database, insert_row
 from hooks.queue import Queue, QueueRunner
 from tests.testing.waiting import until
+from tests.unit.hooks.queues import run_due
 
 TABLE = """CREATE TABLE rows (number INTEGER PRIMARY KEY, topic TEXT NOT NULL, lane TEXT NOT NULL, status TEXT NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 0, due REAL NOT NULL) STRICT"""
@@ -89,13 +90,13 @@ async def test_a_runner_keeps_to_its_limits_follows_the_clock_and_writes_until_i
     await runner.begin_due()
     await until(lambda: began == [1, 2])
     goes_on.set()
-    await runner.run_due()
+    await run_due(runner)
     assert (began, troubles) == ([1, 2, 3, 4], [])
     assert caplog.text.count("disk is full") == 1
     wall[0] -= 3600
     await runner.begin_due()  # sees that the clock was set back
     wall[0] += 91
-    await runner.run_due()
+    await run_due(runner)
     assert began == [1, 2, 3, 4, 6]
     runner.is_ending = True
     await runner.close(1.0)

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hooks.errors import SourceError
 from service.rollout import sources
-from service.rollout.sources import FolderSource
+from service.rollout.sources import FolderSource, SourceError
 
 
 def ignore(stage: str) -> None:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hooks.errors import SourceError
-from service.rollout.sources import HubLimits, HubSource
+from service.rollout.sources import HubLimits, HubSource, SourceError
 from tests.testing.stub_hub import StubHub
 from tests.unit.rollout.world import REPO, policy, until
 

@@ -12,7 +12,6 @@ import pytest
 from hooks import WebhookWatchedItem, find_secret, generate_secret
 from hooks.client.webhook import check_webhook_id, make_body, mask_url, read_domains, read_watched, read_webhook
 from hooks.errors import HubTrouble, InvalidWebhook
-from hooks.signatures import sign_standard
 
 URL = "https://example.com/hook"
 ANSWER = {
@@ -45,7 +44,7 @@ JOB = {"dockerImage": "python:3.12", "command": ["true"], "secrets": {"HF_TOKEN"
         ({"url": URL, "watched": []}, "watched is empty"),
         ({"url": URL, "watched": ["modle arm"]}, "'modle arm' cannot be read; wanted 'type:name'"),
         ({"url": URL, "domains": []}, "domains is empty"),
-        ({"url": URL, "domains": ["repos"]}, "did you mean 'repo'"),
+        ({"url": URL, "domains": ["repos"]}, "'repos' is not known; known: repo"),
         ({"url": URL, "domains": [""]}, "known:"),
         ({"url": URL, "secrets": {"HF_TOKEN": "hf_value"}}, "`secrets` can only be set together with `job_id`."),
         ({"job_id": "687f", "secrets": {"HF_TOKEN": 5}}, "wanted a name and a text"),
@@ -101,10 +100,11 @@ def test_watched_items_are_read_in_any_form_each_once():
     ours = WebhookWatchedItem("dataset", "someone/cubes")
     forms = ["model:someone/arm", {"type": "org", "name": "someone"}, theirs, ours, "org:someone"]
     found = read_watched(forms)
-    assert [str(item) for item in found] == ["model:someone/arm", "org:someone", "dataset:someone/cubes"]
-    assert found[0] == theirs
-    assert theirs == found[0]
-    assert found[0] != huggingface_hub.WebhookWatchedItem("dataset", "someone/arm")
+    assert [(item.type, item.name) for item in found] == [
+        ("model", "someone/arm"),
+        ("org", "someone"),
+        ("dataset", "someone/cubes"),
+    ]
     for one in forms:
         assert len(read_watched(one)) == 1
 
@@ -114,12 +114,6 @@ def test_a_watched_item_that_cannot_be_read_is_quoted(item):
     with pytest.raises(InvalidWebhook, match="wanted 'type:name'") as caught:
         read_watched([item])
     assert repr(item) in str(caught.value)
-
-
-def test_a_type_that_is_not_known_is_warned_of_and_kept():
-    read_watched([f"{kind}:name" for kind in ("bucket", "dataset", "kernel", "model", "org", "space", "user")])
-    with pytest.warns(UserWarning, match=r"'modle' is not known \(did you mean 'model'\?\)"):
-        assert [str(item) for item in read_watched(["modle:arm"])] == ["modle:arm"]
 
 
 def test_domains_are_read_each_once_and_the_old_name_is_put_right():
@@ -195,7 +189,6 @@ def test_an_address_is_shown_without_what_is_secret_in_it(url, shown):
 def test_a_generated_secret_is_good_and_another_each_time(caplog):
     one, other = generate_secret(), generate_secret()
     assert make_body(url=URL, secret=one, is_new=True, shortest_secret=40)["secret"] == one != other
-    assert sign_standard(one, "id", 1000, b"{}") != sign_standard(other, "id", 1000, b"{}")
 
 
 def test_a_secret_comes_from_its_file(tmp_path):

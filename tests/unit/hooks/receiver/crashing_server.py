@@ -41,8 +41,6 @@ def receiver(folder: Path) -> Receiver:
             backoff=0.01,
             longest_backoff=0.1,
             attempts=50,
-            rate=1e6,
-            burst=1_000_000,
         )
     )
     outside = Outside(folder / "outside.sqlite3")

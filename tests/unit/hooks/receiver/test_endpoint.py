@@ -39,7 +39,7 @@ def test_any_of_the_secrets_is_enough(secrets: tuple[str, ...], headers: dict[st
         {"secrets": "text"},
         {"secrets": ("geheim-für-alle",)},
         {"max_body": 0},
-        {"rate": float("inf")},
+        {"backoff": float("inf")},
         {"answer_within": -1.0},
     ],
 )

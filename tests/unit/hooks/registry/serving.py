@@ -7,17 +7,14 @@ from typing import Any
 
 from sanic import Sanic
 
-from hooks.registry.delivery import Schedule
 from hooks.registry.registry import Registry, RegistrySettings
-from hooks.registry.sender import SenderSettings
 from service.http.server import listen, serve_app
 
 TOKEN = "hf_" + "t" * 30
-QUICK = SenderSettings(schedule=Schedule(waits=(0.0, 0.05, 0.1), jitter=0.0))
 SETTINGS = RegistrySettings(
     tokens=(TOKEN,),
     allowed_networks=("127.0.0.0/8",),
-    sender=QUICK,
+    waits=(0.0, 0.05, 0.1),
 )
 
 

@@ -7,10 +7,8 @@ import pytest
 from sanic import Sanic
 
 from hooks.registry import api
-from hooks.registry.delivery import Schedule
 from hooks.registry.jobs import load_jobs
 from hooks.registry.registry import RegistrySettings
-from hooks.registry.sender import SenderSettings
 
 PAGE = (Path(__file__).parents[4] / "docs" / "operate" / "webhooks_registry.md").read_text()
 
@@ -37,8 +35,8 @@ def test_the_jobs_on_the_page_are_read(tmp_path: Path) -> None:
 
 
 def test_the_figures_on_the_page_are_the_defaults() -> None:
-    assert Schedule().waits == (0, 5, 300, 1800, 7200, 18000, 36000)
-    assert (SenderSettings().max_parallel, SenderSettings().max_waiting) == (4, 1000)
     defaults = RegistrySettings(tokens=("t" * 16,))
+    assert defaults.waits == (0, 5, 300, 1800, 7200, 18000, 36000)
+    assert (defaults.max_parallel, defaults.max_waiting) == (4, 1000)
     assert (defaults.suspend_after, defaults.jobs_at_once) == (3, 2)
     assert f"GET {api.PREFIX}/{{id}}/deliveries" in PAGE

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,13 +11,16 @@ import pytest
 
 from hooks.database import Database
 from hooks.registry import delivery_queue
-from hooks.registry.delivery import DeliveryRequest, Destination, Outcome, Schedule
+from hooks.registry.delivery import DeliveryRequest, Destination, Outcome
 from hooks.registry.delivery_queue import Message
-from hooks.registry.sender import Sender, SenderSettings
+from hooks.registry.sender import Sender
+from hooks.registry.settings import RegistrySettings
 from hooks.registry.store import WebhookStore
 from tests.testing.waiting import until
+from tests.unit.hooks.queues import run_due
 
 MINUTE = 60.0
+SETTINGS = RegistrySettings(tokens=("t" * 16,))
 
 
 class Clock:
@@ -33,7 +37,7 @@ class Book:
     def __init__(self) -> None:
         self.results: list[tuple[str, str]] = []
 
-    def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
+    def find(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
         return Destination(webhook_id, url=f"http://{webhook_id}")
 
     def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
@@ -50,11 +54,11 @@ class ScriptedDeliverer:
         self.at_once = self.most_at_once = 0
 
     async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
-        self.got.append((destination.webhook_id, request))
+        self.got.append((destination.id, request))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
-            if gate := self.gates.get(destination.webhook_id):
+            if gate := self.gates.get(destination.id):
                 await gate.wait()
             answer = self.answers.pop(0) if self.answers else Outcome(status=200)
             if isinstance(answer, Exception):
@@ -68,15 +72,16 @@ class ScriptedDeliverer:
 
 
 class Sending:
-    def __init__(self, path: Path | None = None, **settings: object):
-        self.database = Database(path, [delivery_queue.SCHEMA, delivery_queue.LANES])
+    def __init__(self, path: Path | None = None, **settings: Any):
+        self.database = Database(path, [delivery_queue.SCHEMA])
         self.clock, self.book, self.deliverer = Clock(), Book(), ScriptedDeliverer()
         self.sender = Sender(
             self.database,
             cast(WebhookStore, self.book),
             self.deliverer.deliver,
-            SenderSettings(**{"schedule": Schedule(jitter=0.0)} | settings),  # type: ignore[arg-type]
+            replace(SETTINGS, **settings),
             clock=self.clock,
+            random=lambda: 0.5,  # no jitter
         )
 
     async def put(self, number: int, *webhooks: str, subject: str = "model:a/b") -> int:
@@ -92,7 +97,7 @@ class Sending:
         for number in numbers:
             await self.put(number, **more)
         self.clock.now += after
-        await self.sender.runner.run_due()
+        await run_due(self.sender.runner)
 
     def messages(self) -> int:
         return self.database.run_blocking(lambda one: one.execute("SELECT count(*) FROM messages").fetchone()[0])

@@ -190,6 +190,7 @@ def test_it_runs_on_the_event_loop_of_the_service(tmp_path: Path) -> None:
         ({"tokens": ("short",)}, "shorter than 16 characters"),
         ({"allowed_networks": ("10.0.0.1/8",)}, "allowed network '10.0.0.1/8'"),
         ({"suspend_after": 0}, "suspend_after: 0, wanted more than 0"),
+        *(({"waits": waits}, "waits: .* none below 0") for waits in ((), (-1.0,))),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(named: dict, reason: str) -> None:

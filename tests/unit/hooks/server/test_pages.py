@@ -83,9 +83,6 @@ def test_events_are_listed_shown_and_replayed(server):
     assert ask(f"{events}?status=odd", **given).status == 422
     assert ask(f"{events}?before={'9' * 30}", **given).json[0]["id"] == found["id"]
     assert ask(f"{events}/none", **given).status == 404
-    page = ask(f"{server.url}/").text
-    assert found["id"] in page
-    assert "a/&lt;b&gt;" in page
 
 
 @pytest.mark.parametrize(
@@ -105,7 +102,6 @@ def test_without_a_secret_events_are_for_visitors_of_this_machine_alone(make, he
         headers = {name: text.replace("{host}", host) for name, text in headers.items()}
         assert ask(f"{server.url}/webhooks/_events").status == 200
         assert ask(f"{server.url}/webhooks/_events", **headers).status == 403
-        assert "from the machine itself only" in ask(f"{server.url}/", **headers).text
 
 
 def test_with_a_secret_events_need_it_from_everywhere(make):
