@@ -6,7 +6,6 @@ from typer.testing import CliRunner
 
 import jaxmodels
 from jaxmodels import Requirements
-from robojax.cli.app import COMMANDS
 from robojax.cli.recordings import MEMORY, app, limited_memory, replay
 from tests.testing.doubles import ScriptedPolicy
 
@@ -78,7 +77,3 @@ def test_a_process_that_has_more_than_the_limit_already_gets_as_much_again():
         with pytest.raises(MemoryError):
             numpy.empty(MEMORY + (1 << 30), numpy.uint8)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
-
-
-def test_the_commands_are_listed():
-    assert {"replay", "recordings"} <= set(COMMANDS)
