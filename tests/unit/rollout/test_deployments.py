@@ -216,14 +216,6 @@ async def test_one_session_goes_first_and_the_others_follow_when_it_has_proved_i
     assert world.deployments.list()[0].sessions == ["a", "b", "c"]
 
 
-async def test_nobody_follows_a_session_that_failed(world: World) -> None:
-    world.robots.robots += [Robot("b")]
-    world.robots["a"].verdicts["probation"] = Verdict("jump", "joint 'wrist'")
-    await world.arrive(policy(1))
-    assert {session for _, session, _ in world.robots.steps} == {"a"}
-    assert world.deployments.list()[0].figures["a"]["result"] == "rolled_back"
-
-
 @pytest.mark.parametrize("reason", ["busy", "gone"])
 async def test_a_session_that_is_held_or_gone_does_not_keep_it_from_the_others(world: World, reason: str) -> None:
     world.robots.robots += [Robot("b"), Robot("c")]
@@ -415,16 +407,15 @@ async def test_a_rollback_by_request_does_not_wait_for_a_disk_that_hangs(world: 
     assert (await asked).result == "rolled_back"
 
 
-@pytest.mark.parametrize("how", [500, "drop", "hang"])
-async def test_a_rollback_needs_nothing_of_the_hub_and_the_next_push_after_it_is_back_arrives(
-    world: World, monkeypatch: pytest.MonkeyPatch, how: int | str
+async def test_rollback_needs_no_hub_and_the_next_push_is_deployed(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = world.robots["a"].sha
     fail = world.robots.probation
     away: list[Failure] = []
 
     async def probation(session_id: str, sha: str) -> Verdict:
-        away.append(world.hub.script(".*", how, times=None))
+        away.append(world.hub.script(".*", "hang", times=None))
         world.robots["a"].verdicts["probation"] = Verdict("not_finite", "not a number")
         return await fail(session_id, sha)
 
@@ -509,16 +500,6 @@ async def test_a_staged_policy_that_the_session_lost_is_prepared_again(world: Wo
     assert world.robots.of("prepare") == [sha, sha]
 
 
-async def test_a_deployment_that_the_end_of_the_process_cut_off_says_so(world: World) -> None:
-    world.robots.may_prepare.clear()
-    sha = world.push(policy(1))
-    await until(lambda: world.robots.of("prepare") == [sha])
-    id = world.deployments.list()[0].id
-    await world.restart()
-    record = world.deployments.get(id)
-    assert (record.result, record.reason, record.sha) == ("failed", "interrupted", sha)
-
-
 async def test_a_repo_that_is_gone_is_an_alert_and_serving_goes_on(world: World) -> None:
     gone = pushed(None, event={"action": "delete", "scope": "repo"}, updatedRefs=None)
     reading = world.deployments.handle_delivery(gone, "1")
@@ -535,21 +516,6 @@ async def test_a_listener_that_fails_harms_no_deployment(world: World) -> None:
     await world.arrive(policy(1))
     sha = await world.arrive(policy(2))
     assert world.robots["a"].sha == sha
-
-
-async def test_a_folder_on_disk_is_followed_too(world: World, tmp_path: Path) -> None:
-    folder = tmp_path / "policy"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes(b"1")
-    running = await FolderSource(tmp_path / "other").head(str(folder), None)
-    world.robots.robots = [Robot("disk", repo=str(folder), sha=running)]
-    (folder / "model.safetensors").write_bytes(b"2")
-    world.deployments.handle_change(str(folder))
-    await world.idle()
-    (record,) = world.deployments.list()
-    assert (record.result, record.trigger) == ("swapped", "folder")
-    assert (world.robots.folders[0] / "model.safetensors").read_bytes() == b"2"
 
 
 async def test_a_folder_that_is_written_to_while_it_is_copied_is_looked_at_again(
@@ -573,5 +539,5 @@ async def test_a_folder_that_is_written_to_while_it_is_copied_is_looked_at_again
     world.deployments.handle_change(str(folder))
     await world.idle()
     (record,) = world.deployments.list()
-    assert record.result == "swapped"
+    assert (record.result, record.trigger) == ("swapped", "folder")
     assert (world.robots.folders[0] / "model.safetensors").read_bytes() == b"22"
