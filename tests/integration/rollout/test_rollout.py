@@ -172,16 +172,24 @@ async def test_what_a_session_was_promised_follows_its_policy(rig: Rig, monkeypa
     assert engine.get_stats()["promised_per_second"] == per_second
 
 
-async def test_a_policy_that_needs_something_else_is_refused_with_what_differs(rig: Rig) -> None:
-    session = await rig.running()
-    other = ScriptedPolicy(replace(SO100_REQUIREMENTS, cameras={"front": (48, 64), "wrist": (48, 64)}, chunk=7))
+@pytest.mark.parametrize(
+    ("changes", "differences"),
+    [
+        (
+            {"cameras": {"front": (48, 64), "wrist": (48, 64)}, "chunk": 7},
+            ["cameras", "chunk: the session has 20, the new policy needs 7"],
+        ),
+        ({"language": True}, ["language: the session has False, the new policy needs True"]),
+    ],
+)
+async def test_policy_with_other_requirements_is_refused(
+    rig: Rig, changes: dict[str, Any], differences: list[str]
+) -> None:
+    session = await rig.running(replace(NEW, language_instruction="lift"))
+    other = ScriptedPolicy(replace(SO100_REQUIREMENTS, **changes))
     verdict = await rig.prepare(other)
-    assert verdict.reason == "requirements"
-    assert "cameras" in verdict.text
-    assert "chunk: the session has 20, the new policy needs 7" in verdict.text
-    assert session.policies.staged is None
-    assert other.acted == 0
-    assert rig.sha == SHA
+    assert (verdict.reason, session.policies.staged, other.acted, rig.sha) == ("requirements", None, 0, SHA)
+    assert all(text in verdict.text for text in differences)
 
 
 NAMES = SO100_REQUIREMENTS.joint_names or ()
@@ -240,14 +248,6 @@ async def test_a_push_without_statistics_is_refused_and_the_old_one_runs(tmp_pat
         sent = rig.policy.acted
         await until(lambda: rig.policy.acted > sent)
         assert session.stage is Stage.RUNNING
-
-
-async def test_a_policy_that_reads_language_does_not_take_over_from_one_that_reads_none(rig: Rig) -> None:
-    session = await rig.running(replace(NEW, language_instruction="lift"))
-    other = ScriptedPolicy(replace(SO100_REQUIREMENTS, language=True))
-    verdict = await rig.prepare(other)
-    assert (verdict.reason, session.policies.staged, other.acted) == ("requirements", None, 0)
-    assert "language: the session has False, the new policy needs True" in verdict.text
 
 
 async def test_a_policy_is_tried_out_with_the_instruction_and_refused_when_it_cannot_read_it(rig: Rig) -> None:
@@ -361,18 +361,6 @@ async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(
         assert session.robot_io.controller.hold is None
 
 
-async def test_a_policy_that_fails_on_its_probation_is_taken_back_before_the_session_fails(watched: Rig) -> None:
-    rig = watched
-    session = await rig.swapped(later := ScriptedPolicy(step=0.2))
-    later.failures.extend(np.full((1, 20, 6), np.nan, np.float32) for _ in range(50))
-    verdict = await rig.rollout.probation("s", NEXT)
-    assert verdict.reason == "not_finite"
-    assert rig.sha == SHA
-    sent = len(rig.transport.link.sent)
-    await until(lambda: len(rig.transport.link.sent) > sent + 10)
-    assert str(session.stage) == "running"
-
-
 async def test_ticks_that_a_pause_costs_are_no_reason_to_take_a_policy_back_and_more_of_them_are() -> None:
     async with rigged(seconds=30.0, missed=0.02, limits=UNHURRIED) as rig:
         session = await rig.swapped()
@@ -422,18 +410,6 @@ async def test_the_answer_that_ends_a_hold_of_other_things_may_take_its_time() -
         verdict = await judging
         assert verdict.reason is None, verdict
         assert session.policies.running.commit == NEXT
-
-
-async def test_a_failure_of_the_very_first_inference_is_the_new_policys(watched: Rig) -> None:
-    rig = watched
-    await rig.running()
-    later = ScriptedPolicy()
-    assert (await rig.prepare(later)).reason is None
-    later.failures.extend(RuntimeError("x") for _ in range(50))
-    assert (await rig.rollout.swap("s", NEXT)).reason is None
-    verdict = await rig.rollout.probation("s", NEXT)
-    assert verdict.reason == "policy_failed"
-    assert rig.sha == SHA
 
 
 async def test_an_emergency_stop_on_probation_takes_the_policy_back_and_stays_latched(watched: Rig) -> None:
@@ -524,7 +500,7 @@ async def test_a_session_that_ends_while_a_policy_is_loaded_leaves_nothing_behin
     assert rig.sessions.engine.get_stats()["policies_loaded"] == 0
 
 
-async def test_what_happens_to_a_session_is_told(rig: Rig) -> None:
+async def test_each_move_of_a_session_is_an_event(rig: Rig) -> None:
     await rig.running()
     await rig.sessions.stop("s")
     await rig.sessions.emergency_stop("test")
@@ -772,22 +748,6 @@ async def test_no_policy_is_slow_because_one_camera_of_two_is_not_there_yet(rig:
     await rig.sessions.create(replace(NEW, camera_names=("front", "wrist")))
     rig.transport.link.deliver_frame("front", np.zeros((24, 32, 3), np.uint8))
     assert (await rig.prepare(CompilesInTheMiddle(needs))).reason is None
-
-
-async def test_a_policy_that_hangs_is_taken_back() -> None:
-    async with rigged(stuck_after=0.2, seconds=30.0) as rig:
-        session = await rig.running()
-        later, gate = ScriptedPolicy(), threading.Event()
-        assert (await rig.prepare(later)).reason is None
-        later.failures.append(gate)
-        assert (await rig.rollout.swap("s", NEXT)).reason is None
-        assert (await rig.rollout.probation("s", NEXT)).reason == "stuck"
-        gate.set()
-        assert rig.sha == SHA
-        assert str(session.stage) == "error"
-        await rig.sessions.restart("s")
-        sent = len(rig.transport.link.sent)
-        await until(lambda: len(rig.transport.link.sent) > sent + 5)
 
 
 async def test_what_the_running_policy_answered_wrongly_is_nothing_to_compare_with(rig: Rig) -> None:
