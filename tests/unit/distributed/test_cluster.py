@@ -256,19 +256,6 @@ async def test_an_update_is_loaded_into_one_after_the_other(begin: Any, folder: 
     assert front.house.most == 1
 
 
-async def test_an_update_that_one_engine_cannot_have_is_refused_and_what_runs_goes_on(
-    begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.05)
-    front = await begin(House(3))
-    first = await front.load(folder)
-    front.house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
-    with pytest.raises(PolicyError, match=r"cannot be loaded: 2: out of memory"):
-        await front.load(update, like=first.policy)
-    assert where(first) == ["1", "2", "3"]
-    await until(lambda: front.trouble == "")
-
-
 async def test_so_is_another_one_where_robots_ask(begin: Any, folder: Path) -> None:
     house = House(3)
     house.load = 0.2
@@ -294,29 +281,6 @@ async def test_a_copy_that_failed_is_tried_again_and_spoken_of_until_it_is_there
     await until(lambda: front.trouble == "")
     assert house.loads.count("2") == 5
     assert (house.loads.count("1"), house.loads.count("3")) == (1, 1), "those that have it are left alone"
-
-
-@pytest.mark.parametrize("name", ["1", "2"])
-async def test_whichever_engine_cannot_have_it_the_others_do(begin: Any, folder: Path, name: str) -> None:
-    house = House(3)
-    house.refusals[f"robojax-{name}"] = [Refusal("engine", "its disk is full")] * 1000
-    front = await begin(house)
-    assert where(await front.load(folder)) == sorted({"1", "2", "3"} - {name})
-    await until(lambda: f"{name} is missing policy" in front.trouble)
-
-
-async def test_what_no_engine_can_load_is_refused_with_its_reason_and_not_tried_again(
-    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.02)
-    house = House(2)
-    house.refusals = {name: [Refusal("policy", "config.json: no such type")] * 1000 for name in house.names}
-    front = await begin(house)
-    with pytest.raises(PolicyError, match=r"cannot be loaded: config.json: no such type"):
-        await front.load(folder)
-    await asyncio.sleep(0.2)
-    assert sorted(house.loads) == ["1", "2"]
-    assert front.trouble == ""
 
 
 async def test_what_nobody_wants_any_more_is_neither_tried_nor_spoken_of(
