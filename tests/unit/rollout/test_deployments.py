@@ -116,7 +116,7 @@ async def test_a_commit_without_weights_or_with_a_pickle_is_refused(world: World
     assert not [request for request in world.hub.requests if "/resolve/" in request.path]
 
 
-async def test_a_gate_that_is_not_passed_is_quarantine_that_survives_a_restart_and_a_poll(world: World) -> None:
+async def test_quarantine_survives_a_restart_and_a_poll(world: World) -> None:
     world.robots["a"].verdicts["prepare"] = Verdict("not_finite", "joint 'wrist': NaN")
     bad = await world.arrive(policy(1))
     (record,) = world.deployments.list()
@@ -207,7 +207,7 @@ async def test_a_delivery_of_what_is_being_prepared_changes_nothing(world: World
     assert world.results == ["swapped"]
 
 
-async def test_one_session_goes_first_and_the_others_follow_when_it_has_proved_itself(world: World) -> None:
+async def test_other_sessions_follow_after_the_first_probation(world: World) -> None:
     world.robots.robots += [Robot("b"), Robot("c")]
     sha = await world.arrive(policy(1))
     order = [(step, session) for step, session, _ in world.robots.steps]
@@ -241,7 +241,7 @@ async def test_a_session_that_is_made_anew_meanwhile_gets_only_what_it_follows(w
     assert [world.robots[session].sha == sha for session in "abc"] == [True, False, True]
 
 
-async def test_a_rollback_that_comes_in_the_last_question_before_the_swap_is_heard(world: World) -> None:
+async def test_rollback_just_before_a_swap_wins(world: World) -> None:
     first = world.robots["a"].sha
     await world.arrive(policy(1))
     world.robots.may_prepare.clear()
@@ -271,7 +271,7 @@ async def test_a_rollback_ends_what_was_asked_for_before_it(world: World) -> Non
     assert world.robots["a"].sha == first
 
 
-async def test_what_was_asked_for_is_not_replaced_by_a_hint_that_waited_behind_it(world: World) -> None:
+async def test_request_is_not_replaced_by_a_waiting_trigger(world: World) -> None:
     first = world.robots["a"].sha
     await world.arrive(policy(1))
     second = world.hub.head(REPO)
@@ -323,7 +323,7 @@ async def test_sessions_that_are_off_are_left_alone_until_somebody_asks(world: W
         await world.deploy("z")
 
 
-async def test_an_older_commit_is_only_deployed_by_request_and_stays_until_something_newer_comes(world: World) -> None:
+async def test_older_commit_is_deployed_only_by_request(world: World) -> None:
     first = world.robots["a"].sha
     second = await world.arrive(policy(1))
     world.hub.repo(REPO).refs["refs/heads/main"] = str(first)
@@ -367,7 +367,7 @@ async def test_a_rollback_by_request_is_at_once_and_not_undone_by_a_poll(world: 
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-async def test_a_process_that_is_killed_in_a_rollback_comes_back_without_what_ran(
+async def test_kill_during_a_rollback_quarantines_the_commit(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool
 ) -> None:
     step, killed = "rollback" if is_asked else "probation", tmp_path / "killed"
@@ -407,9 +407,7 @@ async def test_a_rollback_by_request_does_not_wait_for_a_disk_that_hangs(world: 
     assert (await asked).result == "rolled_back"
 
 
-async def test_rollback_needs_no_hub_and_the_next_push_is_deployed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rollback_needs_no_hub(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     first = world.robots["a"].sha
     fail = world.robots.probation
     away: list[Failure] = []
@@ -518,9 +516,7 @@ async def test_a_listener_that_fails_harms_no_deployment(world: World) -> None:
     assert world.robots["a"].sha == sha
 
 
-async def test_a_folder_that_is_written_to_while_it_is_copied_is_looked_at_again(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_folder_changed_during_its_copy(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "policy"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
