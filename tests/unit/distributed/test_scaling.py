@@ -126,7 +126,7 @@ def why(
     )
 
 
-def test_engines_that_have_their_place_and_whose_processes_are_slow_are_waited_for() -> None:
+def test_slow_start_is_no_shortage() -> None:
     assert why(0) == ""
 
 
