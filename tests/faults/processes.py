@@ -1,5 +1,6 @@
 """Processes that a test starts, pauses, kills and starts again; each ends with the test, whatever happens."""
 
+import asyncio
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +18,7 @@ from service.transport.link import Rooms
 
 ROOT = Path(__file__).parents[2]
 STARTING = 60.0
+_STARTER = ThreadPoolExecutor(1)
 
 
 class Process:
@@ -75,6 +78,10 @@ class Process:
             time.sleep(0.01)
         self.url = found[1]
         return self
+
+    async def start_again(self) -> None:
+        """Start it next to a running event loop, in a thread that stays: the system ends a child with its thread."""
+        await asyncio.get_running_loop().run_in_executor(_STARTER, self.start)
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)

@@ -69,13 +69,11 @@ class TellingPose:
 
 
 class Life:
-    """What the robot does 25 times a second. ``camera``: live, frozen (the same picture again) or stalled."""
+    """Reports and pictures, 25 times a second; ``camera`` is live, frozen (the same picture again) or stalled."""
 
     def __init__(self, robot: Robot, pose: Callable[[float], Mapping[str, float]]):
         self.camera = "live"
-        self.is_reporting = True
         self.shown_at = 0.0
-        self.reported_at = 0.0
         self._robot = robot
         self._pose = pose
 
@@ -83,9 +81,7 @@ class Life:
         number, due = 0, time.monotonic()
         while True:
             now = time.monotonic()
-            if self.is_reporting:
-                self._robot.send_joints(self._pose(now))
-                self.reported_at = now
+            self._robot.send_joints(self._pose(now))
             if self.camera != "stalled":
                 number += self.camera == "live"
                 picture = np.full((*size, 3), 60, np.uint8)

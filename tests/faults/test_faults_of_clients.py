@@ -3,13 +3,14 @@
 These tests cover other faults of the table, where no real process is needed:
 
     F10, F11  unit/inference (files by name, the child that reads them, a child out of memory)
-    F12  unit/recording (misses next to an unrecorded session)
+    F12  unit/recording (write errors), hostile/test_hostile_recordings.py (a disk that is full at any byte)
     F14  unit/sessions/test_interrupted.py, benchmarks.crash_recovery (200 kills)
     F15, F16  integration/http/test_hostile_requests.py, benchmarks.hostile_requests (10,000)
     F18  integration/rooms/test_transport_server.py (frames), hostile/test_floods.py (next to a robot)
     F20  unit/sessions (the wall clock orders nothing and ends nothing)
     F21  unit/sessions/test_sessions_random_walk.py (every order of moves and faults)
     F23  hostile/test_hostile_hub.py
+    F24  hostile/test_blocked_loop.py (a paused server)
 """
 
 import asyncio
@@ -44,9 +45,7 @@ async def _is_unmoved(arm: Arm, since: float) -> None:
     await arm.until(is_moving, within=0.5)
 
 
-async def test_f17_hundreds_of_half_open_requests_delay_no_robot(
-    scripted: Process, moving: Arm, moment: random.Random
-) -> None:
+async def test_f17_half_open_requests_delay_no_robot(scripted: Process, moving: Arm, moment: random.Random) -> None:
     """500 half-open headers: /health below 50 ms meanwhile, and no robot notices."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))

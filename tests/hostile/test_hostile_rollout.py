@@ -200,7 +200,7 @@ async def test_kill_on_probation_does_not_keep_the_tried_policy(tmp_path: Path) 
             policy.push("nan")
             tried = await server.until_on_probation(1)
             server.process.kill()
-            await asyncio.to_thread(server.process.start)
+            await server.process.start_again()
             (kept_away,) = await server.get("/quarantine")
             assert (kept_away["sha"], kept_away["reason"]) == (tried["sha"], "interrupted")
             # It is in the folder still, and nothing would judge it.
