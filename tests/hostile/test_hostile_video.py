@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -106,11 +107,26 @@ async def test_no_case_ends_or_holds_up_the_process_that_decodes():
 # Before anybody has proved who he is.
 
 
-async def test_an_empty_datagram_of_a_stranger_ends_no_connection(pair):
-    await throw(b"", pair.address)
-    assert pair.server.datagram_filter.dropped["size"] == 1
+BAD_STUN = struct.pack("!HHI12s", 1, 8, 0x2112A442, b"x" * 12) + struct.pack("!HHI", 0x24, 3, 1)
+BAD_REPORT = b"\x8f\xce\x00\x04" + b"\0" * 8 + b"REMB\xff\xff\xff\xff"  # announces 255 sources and has none
+
+
+@pytest.mark.parametrize(
+    ("data", "is_encrypted", "dropped"),
+    [(b"", False, {"size": 1}), (BAD_STUN, False, {"malformed": 10}), (BAD_REPORT, True, {"malformed": 1})],
+    ids=["empty", "STUN", "report"],
+)
+async def test_malformed_datagram_ends_no_connection(pair, data, is_encrypted, dropped):
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    if is_encrypted:
+        await pair.send(data)
+    else:
+        await throw(data, pair.address, *dropped.values())
+    await until(lambda: pair.server.datagram_filter.dropped.items() >= dropped.items())
+    assert errors == []
     assert pair.server.state == "connected"
-    assert await pair.is_seen(120)
+    assert await pair.is_seen(150)
 
 
 async def test_what_strangers_send_before_the_handshake_is_not_kept(browser):
@@ -136,15 +152,6 @@ async def test_what_calls_itself_stun_is_not_read_for_longer_than_stun_is(pair, 
     await throw(struct.pack("!HHI12s", 1, 0, 0, b"x" * 12), pair.address)
     assert [len(data) for data in read] == [1620]
     assert pair.server.datagram_filter.dropped == {"size": 1, "stranger": 1, "rate": 0, "sources": 0, "malformed": 2}
-
-
-async def test_stun_that_cannot_be_read_is_no_error_of_the_event_loop(pair):
-    errors: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
-    short = struct.pack("!HHI12s", 1, 8, 0x2112A442, b"x" * 12) + struct.pack("!HHI", 0x24, 3, 1)
-    await throw(short, pair.address, 10)
-    assert errors == []
-    assert pair.server.datagram_filter.dropped["malformed"] == 10
 
 
 async def test_a_flood_of_one_stranger_is_dropped_and_the_picture_still_comes(pair):
@@ -429,13 +436,6 @@ async def test_sources_without_end_are_not_remembered(pair):
     assert pair.server.state == "connected"
 
 
-async def test_a_report_that_cannot_be_read_ends_no_connection(pair):
-    await pair.send(b"\x8f\xce\x00\x04" + b"\0" * 8 + b"REMB\xff\xff\xff\xff")  # of 255 sources none follows
-    await until(lambda: pair.server.datagram_filter.dropped["malformed"] == 1)
-    assert pair.server.state == "connected"
-    assert await pair.is_seen(150)
-
-
 async def test_a_goodbye_does_not_wait_for_the_pictures_before_it(pair):
     """aiortc joins its decoder's thread on the event loop, behind all that waits."""
     receiver, began, may_go_on = pair.server._pc.getReceivers()[0], threading.Event(), threading.Event()
@@ -458,21 +458,21 @@ async def test_a_goodbye_does_not_wait_for_the_pictures_before_it(pair):
     may_go_on.set()
 
 
+def idle_decoder(clock: Callable[[], float], want: Callable[[], object] = lambda: None) -> DecoderThread:
+    """A decoder whose thread never begins."""
+    receiver: Any = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None)
+    return DecoderThread(receiver, lambda frame: None, lambda: None, want, clock=clock)
+
+
 async def test_surplus_pictures_are_dropped_and_a_keyframe_is_requested():
-    receiver = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None)
-    now, wanted = 0.0, 0
-
-    def want() -> None:
-        nonlocal wanted
-        wanted += 1
-
-    decoder = DecoderThread(receiver, lambda frame: None, lambda: None, want, clock=lambda: now)  # type: ignore[arg-type]
+    now, requests = 0.0, list[bool]()
+    decoder = idle_decoder(lambda: now, lambda: requests.append(True))
     vp8, key = SimpleNamespace(name="VP8"), JitterFrame(b"\x10\x02\x00\x9d\x01\x2a\x80\x07\x38\x04" + b"x" * 100, 0)
     for _ in range(500):
         decoder.put((vp8, key))  # type: ignore[arg-type]
     assert decoder.qsize() <= DECODE_RATE[1]
     assert decoder.overrun + decoder.qsize() == 500
-    assert wanted > 0
+    assert requests
     for _ in range(300):  # at a rate that is allowed, while the decoder stands still
         now += 1 / DECODE_RATE[0]
         decoder.put((vp8, key))  # type: ignore[arg-type]
@@ -480,8 +480,8 @@ async def test_surplus_pictures_are_dropped_and_a_keyframe_is_requested():
 
 
 async def test_stream_continues_at_a_keyframe_after_a_dropped_picture():
-    receiver, now = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None), 0.0
-    decoder = DecoderThread(receiver, lambda frame: None, lambda: None, lambda: None, clock=lambda: now)  # type: ignore[arg-type]
+    now = 0.0
+    decoder = idle_decoder(lambda: now)
     vp8 = SimpleNamespace(name="VP8")
     key = JitterFrame(b"\x10\x02\x00\x9d\x01\x2a\x10\x00\x10\x00", 0)  # 16x16
     built_on_it = JitterFrame(b"\x11\x02\x00", 0)
@@ -510,8 +510,7 @@ async def test_stream_continues_at_a_keyframe_after_a_dropped_picture():
     ],
 )
 async def test_what_a_decoder_would_make_room_for_first_is_never_given_to_it(name, data):
-    receiver = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None)
-    decoder = DecoderThread(receiver, lambda frame: None, lambda: None, lambda: None)  # type: ignore[arg-type]
+    decoder = idle_decoder(time.monotonic)
     decoder.put((SimpleNamespace(name=name), JitterFrame(data, 0)))  # type: ignore[arg-type]
     assert (decoder.oversize, decoder.qsize()) == (1, 0)
 
