@@ -39,6 +39,7 @@ def test_names_of_huggingface_hub_are_here_too() -> None:
         ("jaxmodels, jaxmodels.errors, jaxmodels.types", "jax"),
         ("jaxmodels.data", "jax pyarrow av"),
         ("jaxmodels.text", "tokenizers"),
+        ("robojax.client", "jax sanic aiortc av pydantic service numpy"),
     ],
 )
 def test_importing_a_package_imports_nothing_heavy(imported: str, heavy: str) -> None:
