@@ -43,7 +43,7 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "host"), [("serve", "0.0.0.0"), ("transport", "::")])
-def test_other_machines_are_not_let_in_without_a_key(robojax, command, host):
+def test_other_machines_need_a_key(robojax, command, host):
     told = robojax(command, "--host", host, "--port", "0")
     assert (told.returncode, told.stdout) == (2, "")
     for text in ("robojax token new --role operator", f"robojax {command} --host {host} --keys-file", "--insecure"):

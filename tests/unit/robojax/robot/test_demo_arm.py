@@ -34,7 +34,6 @@ def scene() -> ServoArm:
 def test_the_scenes_joints_follow_the_servos_and_the_camera_sees_it(scene: ServoArm) -> None:
     with scene, open_arm(RobotConfig("simulated"), scene.servos) as arm:
         folded = arm.read_pose()
-        assert folded is not None
         assert folded["shoulder_lift"] < -30  # as the demo begins
         time.sleep(0.2)
         assert arm.read_pose() == pytest.approx(folded, abs=1)  # an arm without torque stays where it is
