@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -28,19 +26,13 @@ OBSERVATION = {"observation.state": np.zeros((1, 6), np.float32)}
 
 
 class Engine:
-    """An engine that answers when the test says so.
-
-    Attributes:
-        asked: calls so far.
-        done: settles the answer of each call that `answers` had nothing for.
-        answers: results or errors of the next calls.
-    """
+    """An engine that answers when the test says so."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
-        self.done: list[Callable[[Any], None]] = []
+        self.answers: list[Any] = []  # results or errors of the next calls
+        self.done: list[Callable[[Any], None]] = []  # settle all other calls
         self.threads: set[str] = set()
-        self.answers: list[Any] = []
 
     def ask(self, method: str, *arguments: Any) -> "Future[Any]":
         self.threads.add(threading.current_thread().name)
@@ -163,7 +155,6 @@ async def test_a_late_engine_is_asked_last_until_it_answers(
     assert (worker.is_late, worker.pending) == (True, 1)
     await engine.until_asked()
     engine.done[0](check_answer())
-    assert late.value.answer is not None
     assert (await late.value.answer).total > 0.02
     assert (worker.is_late, worker.pending) == (False, 0)
 
@@ -175,7 +166,6 @@ async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
     worker._stuck_after = 0.3
     with pytest.raises(Overdue) as late:
         await worker.submit(replica, OBSERVATION, None, may_move=True)
-    assert late.value.answer is not None
     with pytest.raises(InferenceStuck, match=r"did not return in 0.3 s"):
         await late.value.answer
     assert worker.is_late, "it owes it for ever"
@@ -251,9 +241,3 @@ async def test_nothing_is_sent_to_a_lost_engine(engine: Engine, worker: RemoteWo
 async def test_it_says_what_the_engine_said_last(worker: RemoteWorker) -> None:
     worker.facts = EngineFacts(load=0.5, waiting=3, batches={1: 2, 4: 8})
     assert (worker.load(0.0), worker.waiting, worker.batches) == (0.5, 3, {1: 2, 4: 8})
-
-
-def test_what_needs_no_ray_does_not_import_it() -> None:
-    modules = ("scaling", "artifacts", "engine_actor", "remote_engine")
-    program = "import sys\n" + "".join(f"import service.distributed.{name}\n" for name in modules)
-    subprocess.run([sys.executable, "-c", f"{program}assert 'ray' not in sys.modules"], check=True)

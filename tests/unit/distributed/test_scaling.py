@@ -42,12 +42,6 @@ def test_there_are_never_fewer_or_more_than_the_bounds_say() -> None:
     assert after(scaling, 100, engines(2, 0.0)) == 2
 
 
-def test_bounds_of_one_keep_one() -> None:
-    scaling = Scaling(Bounds())
-    assert after(scaling, 100, engines(1, 1.0, 1.0)) == 1
-    assert after(scaling, 100, engines(1, 0.0)) == 1
-
-
 @pytest.mark.parametrize(("load", "queue"), [(0.9, 0.0), (0.5, 0.1)], ids=["busy", "late"])
 def test_one_more_when_devices_are_busy_or_requests_late_for_a_while(load: float, queue: float) -> None:
     scaling = Scaling(BOUNDS)
@@ -113,9 +107,6 @@ def test_steps_of_load_are_followed_and_no_more() -> None:
         assert abs(wanted - there) <= 1
         changes, there = changes + (wanted != there), wanted
     assert changes == 9
-
-
-# When Ray is said to have no place for an engine, and when only to be slow.
 
 
 def why(

@@ -3,59 +3,18 @@ import logging
 import shutil
 import sqlite3
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from huggingface_hub import HfApi
 
 from hooks.database import Database
 from hooks.errors import StoreError
 from service.errors import UpdateFailed
 from service.rollout.sources import FolderSource, HubLimits, HubSource
 from service.rollout.triggers import MAX_DELIVERY_IDS
-from tests.testing.stub_hub import DeliveryPlan, Failure, Receiver
+from tests.testing.stub_hub import Failure
 from tests.unit.rollout.world import REPO, SETTINGS, Robot, Verdict, World, policy, pushed, until
-
-
-# The peer: delivers no policies; a handler that loads would load four times.
-async def test_a_publish_of_four_commits_is_one_swap_to_the_last(world: World) -> None:
-    """Deliveries come twice, in any order, over HTTP, into another thread."""
-    all_came, begin = threading.Event(), time.monotonic()
-    world.now = lambda: time.monotonic() if all_came.is_set() else begin
-    with Receiver(world.deployments.handle_delivery) as receiver:
-        api = HfApi(endpoint=world.hub.url, token="hf_someone")
-        hook = await asyncio.to_thread(
-            api.create_webhook, url=receiver.url, watched=[{"type": "model", "name": REPO}], domains=["repo"]
-        )
-        world.hub.plan = DeliveryPlan(copies=2, reorder=4)
-        new = policy(1)
-        made = [world.hub.push(REPO, {name: new[name]}) for name in reversed(new)]
-        await asyncio.to_thread(world.hub.settle)
-        all_came.set()
-        await world.idle()
-    assert len(receiver.got) == 8
-    assert world.robots.of("swap") == [made[-1]]
-    (record,) = world.deployments.list()
-    assert (record.result, record.sha, record.webhook_id) == ("swapped", made[-1], hook.id)
-    assert sorted(record.delivery_ids) == sorted({*receiver.ids})
-    assert [stage.name for stage in record.stages] == [
-        "resolving",
-        "listing",
-        "downloading",
-        "verifying",
-        "loading",
-        "checking",
-        "swapping",
-        "probation",
-    ]
-    assert all(stage.seconds is not None for stage in record.stages)
-    assert record.figures["a"]["swap"] == {"seconds": 0.01}
-    ((event, data),) = world.events
-    assert event == "policy.swapped"
-    assert data == record.as_json()
-    assert (world.robots.folders[0] / "model.safetensors").read_bytes() == new["model.safetensors"]
 
 
 async def test_what_the_payload_says_is_not_deployed_but_the_head(world: World) -> None:
@@ -67,7 +26,6 @@ async def test_what_the_payload_says_is_not_deployed_but_the_head(world: World) 
     assert world.results == ["swapped"]  # nothing to do, and no record of it
 
 
-# The peer's download: accepted, as only sizes are compared.
 async def test_same_size_corruption_is_refused_while_the_old_policy_runs_on(world: World) -> None:
     running = world.robots["a"].sha
     corrupt = world.hub.script("GET .*/resolve/.*model.safetensors", "corrupt", times=None)
@@ -162,9 +120,7 @@ async def test_only_the_fault_of_a_commit_is_quarantined(
 
 @pytest.mark.parametrize("is_delivered", [True, False])
 async def test_a_newer_head_supersedes_one_that_is_being_prepared(world: World, is_delivered: bool) -> None:
-    world.robots.may_prepare.clear()
-    older = world.push(policy(1))
-    await until(lambda: world.robots.of("prepare") == [older])
+    (older,) = await world.preparing(policy(1))
     newer = world.push(policy(2)) if is_delivered else world.hub.push(REPO, policy(2), deliver=False)
     if is_delivered:
         await until(lambda: world.robots.of("prepare") == [older, newer])
@@ -177,11 +133,8 @@ async def test_a_newer_head_supersedes_one_that_is_being_prepared(world: World, 
 
 async def test_pushes_that_come_faster_than_one_is_prepared_arrive_all_the_same(world: World) -> None:
     await world.restart(replace(SETTINGS, superseded=1))
-    world.robots.may_prepare.clear()
-    made = []
-    for step in (1, 2):
-        made.append(world.push(policy(step)))
-        await until(lambda: world.robots.of("prepare") == made)
+    made = await world.preparing(policy(1), policy(2))
+    assert world.robots.of("prepare") == made
     made.append(world.push(policy(3)))
     await until(lambda: not world.deployments._trigger_queue.is_empty)
     await until(lambda: world.deployments._trigger_queue.is_empty)
@@ -192,9 +145,7 @@ async def test_pushes_that_come_faster_than_one_is_prepared_arrive_all_the_same(
 
 
 async def test_a_delivery_of_what_is_being_prepared_changes_nothing(world: World) -> None:
-    world.robots.may_prepare.clear()
-    sha = world.push(policy(1))
-    await until(lambda: world.robots.of("prepare") == [sha])
+    (sha,) = await world.preparing(policy(1))
     world.deployments.handle_delivery(pushed(sha), "again")
     await until(lambda: "again" in world.deployments.list()[0].delivery_ids)
     for number in range(2 * MAX_DELIVERY_IDS):
@@ -232,9 +183,7 @@ async def test_a_session_that_is_held_or_gone_does_not_keep_it_from_the_others(w
 
 async def test_a_session_that_is_made_anew_meanwhile_gets_only_what_it_follows(world: World) -> None:
     world.robots.robots += [Robot("b"), Robot("c")]
-    world.robots.may_prepare.clear()
-    sha = world.push(policy(1))
-    await until(lambda: bool(world.robots.of("prepare")))
+    (sha,) = await world.preparing(policy(1))
     world.robots["b"].mode = "off"
     world.robots.may_prepare.set()
     await world.idle()
@@ -244,9 +193,7 @@ async def test_a_session_that_is_made_anew_meanwhile_gets_only_what_it_follows(w
 async def test_rollback_just_before_a_swap_wins(world: World) -> None:
     first = world.robots["a"].sha
     await world.arrive(policy(1))
-    world.robots.may_prepare.clear()
-    world.push(policy(2))
-    await until(lambda: len(world.robots.of("prepare")) == 2)
+    await world.preparing(policy(2))
     hanging = world.hub.script("GET /api/models/.*", "hang", times=1)
     world.robots.may_prepare.set()
     await until(lambda: hanging.met == 1)
@@ -343,9 +290,7 @@ async def test_a_request_comes_before_what_is_prepared_by_itself(world: World) -
     first = world.robots["a"].sha
     second = world.hub.push(REPO, policy(1), tag="v1", deliver=False)
     world.robots["a"].sha = second
-    world.robots.may_prepare.clear()
-    third = world.push(policy(2))
-    await until(lambda: world.robots.of("prepare") == [third])
+    await world.preparing(policy(2))
     asked = await world.deployments.begin_deployment("a", str(first))
     assert asked.result is None
     world.robots.may_prepare.set()
