@@ -95,7 +95,6 @@ class Client:
 
     def turn(self) -> None:
         """Read what there is, and send what is to be sent."""
-        assert self.raw is not None
         with contextlib.suppress(BlockingIOError):
             for _ in range(4):
                 got = self.raw.recv(1 << 16)

@@ -42,12 +42,7 @@ def children() -> set[int]:
 
 
 class Loader:
-    """Files are opened and proved as by a server; what they would make is a script, so that no program is compiled.
-
-    Attributes:
-        gate: a folder called ``slow`` is built for as long as it is not set.
-        waiting: how many were.
-    """
+    """Opens and inspects files as a server does, and returns a script; a folder ``slow`` waits for ``gate``."""
 
     def __init__(self, roots: list[Path] | None = None):
         self.roots = roots

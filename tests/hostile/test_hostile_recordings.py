@@ -359,7 +359,6 @@ def killed_at_the_end(script: str, *arguments: Path) -> Iterator[None]:
         text=True,
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         yield
     finally:
