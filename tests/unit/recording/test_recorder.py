@@ -77,7 +77,7 @@ def test_a_tick_that_was_skipped_is_filled_with_the_step_before(record):
     assert [float(step.action[0]) for step in steps[3:7]] == [3.5, 3.5, 3.5, 6.5]
 
 
-def test_an_episode_has_one_task_and_another_instruction_begins_another_episode(tmp_path):
+def test_new_instruction_begins_an_episode(tmp_path):
     said = ["pick up the cube"]
     recorder = Recorder(tmp_path / "a.mcap", subject(cameras=()), get_task=lambda: said[0])
     begun = time.monotonic()
@@ -165,7 +165,7 @@ def test_a_disk_that_is_too_slow_costs_frames_and_never_a_wait(tmp_path):
     ("error", "state"),
     [(errno.ENOSPC, "disk_full"), (errno.EFBIG, "disk_full"), (errno.EDQUOT, "disk_full"), (errno.EIO, "failed")],
 )
-def test_a_write_that_fails_ends_the_recording_and_leaves_a_file_that_can_be_read(tmp_path, error, state):
+def test_failed_write_leaves_a_readable_file(tmp_path, error, state):
     path = tmp_path / "a.mcap"
     recorder = Recorder(path, subject(), open_file=lambda path: Narrow(path, 40_000, error))
     recorder.begin_episode("by request")

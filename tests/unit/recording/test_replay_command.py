@@ -44,7 +44,7 @@ def test_an_error_above_the_limit_is_a_check_that_failed(run, record, limit, cod
     assert run(record(episodes=1), "--policy", "front", "--limit", limit).exit_code == code
 
 
-def test_a_policy_that_does_not_fit_and_a_recording_that_is_not_there_have_their_codes(run, record, tmp_path):
+def test_exit_codes_of_a_misfit_and_a_missing_recording(run, record, tmp_path):
     found = run(record(episodes=1), "--policy", "wrist")
     assert (found.exit_code, "it looks through wrist" in found.output) == (3, True)
     found = run(tmp_path / "no.mcap", "--policy", "front")

@@ -31,21 +31,30 @@ def test_refs_that_a_session_follows(followed: str | None, moved: str, wanted: b
     assert (reading.ignored is None) is wanted
 
 
-@pytest.mark.parametrize("ref", ["refs/pr/1", "refs/convert/parquet"])
-def test_proposals_and_conversions_are_no_release(ref: str) -> None:
-    assert interpret_delivery(pushed(SHA, ref), [Robot("a", ref=ref)]).targets == ()
+def of_a_dataset() -> WebhookPayload:
+    payload = pushed(SHA)
+    payload.repo.type = "dataset"
+    return payload
 
 
-def test_a_deleted_ref_is_not_looked_at() -> None:
-    reading = interpret_delivery(pushed(None), [Robot("a")])
-    assert reading.targets == ()
-    assert "refs/heads/main deleted" in str(reading.ignored)
+@pytest.mark.parametrize(
+    ("payload", "robot"),
+    [
+        (pushed(SHA, "refs/pr/1"), Robot("a", ref="refs/pr/1")),
+        (pushed(SHA, "refs/convert/parquet"), Robot("a", ref="refs/convert/parquet")),
+        (pushed(None), Robot("a")),
+        (of_a_dataset(), Robot("a")),
+        (pushed(SHA), Robot("a", mode="off")),
+    ],
+    ids=["proposal", "conversion", "deleted ref", "dataset", "off"],
+)
+def test_deliveries_that_deploy_nothing(payload: WebhookPayload, robot: Robot) -> None:
+    assert interpret_delivery(payload, [robot]).targets == ()
 
 
 def test_sessions_of_one_ref_are_one_target() -> None:
     robots = [Robot("a"), Robot("b"), Robot("c", ref="main"), Robot("d", ref="dev"), Robot("e", repo="someone/leg")]
     assert interpret_delivery(pushed(SHA), robots).targets == (MAIN,)
-    assert interpret_delivery(pushed(SHA), [Robot("a", mode="off")]).targets == ()
 
 
 def test_a_delivery_that_does_not_say_which_ref_moved_is_about_all() -> None:
@@ -60,12 +69,6 @@ def test_refs_that_cannot_be_read_are_about_all_refs() -> None:
         body = pushed(SHA).model_dump(mode="json", exclude_unset=True) | {"updatedRefs": refs}
         payload = WebhookPayload.model_validate(body)
         assert interpret_delivery(payload, [Robot("a"), Robot("b", ref="v1")]).targets == (MAIN, Target(REPO, "v1"))
-
-
-def test_a_dataset_of_the_same_name_is_no_policy() -> None:
-    payload = pushed(SHA)
-    payload.repo.type = "dataset"
-    assert interpret_delivery(payload, [Robot("a")]).targets == ()
 
 
 @pytest.mark.parametrize(

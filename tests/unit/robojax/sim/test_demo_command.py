@@ -5,10 +5,8 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from robojax.client import Client
 from robojax.sim.demo import serve_demo
 from service.http.server import CannotListen
 from service.processes import ChildDied
+from tests.testing.http_answers import answering
 from tests.testing.pauses import Pauses
 
 pytestmark = pytest.mark.usefixtures("can_draw")
@@ -108,26 +107,8 @@ def _wait_until_moving(client: Client) -> None:
 
 @pytest.fixture
 def other_server() -> Iterator[tuple[int, list[str]]]:
-    """Port of an HTTP server that answers 200 to each request, and the requests that it got."""
-    requests: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            requests.append(self.requestline)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"status": "healthy"}')
-
-        do_POST = do_GET
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.server_port, requests
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(200, b'{"status": "healthy"}') as (port, paths):
+        yield port, paths
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
