@@ -22,12 +22,7 @@ _STARTER = ThreadPoolExecutor(1)
 
 
 class Process:
-    """``python -m module arguments`` on a leash.
-
-    Attributes:
-        log: what it wrote, of all its lives.
-        url: where it answers; the same port in every life.
-    """
+    """``python -m module arguments``, with one log and one port for all its starts."""
 
     def __init__(self, log: Path, module: str, *arguments: str, env: dict[str, str] | None = None):
         self.log = log
@@ -39,7 +34,6 @@ class Process:
 
     @property
     def pid(self) -> int:
-        assert self._running is not None
         return self._running.pid
 
     @property
@@ -95,7 +89,6 @@ class Process:
 
     def ended(self, within: float) -> int:
         """Its exit code, when it has ended in time; blocks."""
-        assert self._running is not None
         return self._running.wait(within)
 
 

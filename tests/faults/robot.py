@@ -1,5 +1,4 @@
-"""A robot whose reports tell the time: from a command it can be read which of them the policy saw, and which action
-of the chunk the command is."""
+"""A robot whose pose tells the time: a command shows which report the policy saw, and which action of a chunk it is."""
 
 import asyncio
 import json
@@ -31,13 +30,7 @@ QUICK = TransportTimeouts(retry_first=0.05, retry_longest=0.1, greet=0.05)
 
 @dataclass(frozen=True)
 class Reading:
-    """What a command says of itself.
-
-    Attributes:
-        is_hold: whether it is a pose that was measured, not an action; the jaw may be where it was sent last.
-        observed_at: when the robot reported what the command was computed from.
-        due_at: when the action is due.
-    """
+    """Times of the report that a command was computed from and of its action; a hold is a measured pose."""
 
     is_hold: bool
     observed_at: float

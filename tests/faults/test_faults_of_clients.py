@@ -21,7 +21,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +32,6 @@ from tests.faults.processes import Process, server
 from tests.faults.script import Script
 
 Make = Callable[..., Any]
-
-
-async def _is_unmoved(arm: Arm, since: float) -> None:
-    """The robot went on as if nothing had happened."""
-    await arm.moves(10)
-    times = [at for at, _ in arm.history.motions(since)]
-    gap = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
-    late = arm.meter.worst(since, ways=2)
-    assert gap <= 0.1 + late, f"it stood for {gap:.3f} s; the machine was {late:.3f} s late"
-    await arm.until(is_moving, within=0.5)
 
 
 async def test_f17_half_open_requests_delay_no_robot(scripted: Process, moving: Arm, moment: random.Random) -> None:
@@ -66,7 +55,8 @@ async def test_f17_half_open_requests_delay_no_robot(scripted: Process, moving: 
                 took.append(time.monotonic() - asked)
         took.sort()
         assert took[5] <= 0.05 + moving.meter.worst(began), f"/health took {took[5] * 1e3:.0f} ms"
-        await _is_unmoved(moving, time.monotonic() - 0.3)
+        await moving.moves(10)
+        await moving.is_undisturbed(began)
     finally:
         for writer in opened:
             writer.transport.abort()
@@ -84,7 +74,8 @@ async def test_f19_garbage_datagrams_do_not_stop_a_robot(scripted: Process, movi
             there.sendto(head + moment.randbytes(moment.randrange(1200)), ("127.0.0.1", moment.choice(ports)))
             if number % 100 == 0:
                 await asyncio.sleep(0)
-    await _is_unmoved(moving, time.monotonic() - 0.2)
+    await moving.moves(10)
+    await moving.is_undisturbed(began)
     assert scripted.is_alive
     assert moving.history.statuses[-1].ended > began
 
@@ -103,4 +94,5 @@ async def test_f12_a_full_disk_ends_the_recording_and_never_the_control(
     await arm.moves(20)
     await arm.until(lambda session: "disk_full" in json.dumps(session["stats"]["recording"]))
     await arm.until(is_moving, within=0.5)
-    await _is_unmoved(arm, began)
+    await arm.moves(10)
+    await arm.is_undisturbed(began)

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.faults.arm import Arm, is_moving
+from tests.faults.arm import Arm
 from tests.faults.processes import ROOT, Process, server
 from tests.faults.script import Script
 
@@ -60,7 +60,6 @@ async def test_f13_signal_holds_all_robots_and_ends_the_server_in_5_s(
             ]
             assert held, "no hold arrived"
             assert held[0] - began <= 0.1 + late
-            assert arm.rooms is not None
             for kind in ("robotics", "video"):
                 async with http.get(f"{transport.url}/{kind}/workspaces/{arm.rooms.workspace_id}/rooms") as answer:
                     assert (await answer.json())["rooms"] == [], f"{kind} rooms are left behind"
@@ -178,12 +177,9 @@ async def test_f20_a_clock_that_jumps_an_hour_changes_nothing(
         began = time.monotonic()
         clock.write_text(str(jump))
         await asyncio.sleep(0.7)
-        times = [at for at, _ in arm.history.motions(began - 0.2)]
-        gap = max(later - earlier for earlier, later in itertools.pairwise(times))
-        assert gap <= 0.1 + arm.meter.worst(began, ways=2)
-        session = await arm.until(is_moving, within=0.5)
-        others = sum(session["stats"]["holds"].values()) - session["stats"]["holds"].get("camera_missing", 0)
-        assert others <= arm.meter.pauses(0.0), session["stats"]["holds"]
+        await arm.is_undisturbed(began - 0.2)
+        holds = arm.session["stats"]["holds"]
+        assert sum(holds.values()) - holds.get("camera_missing", 0) <= arm.meter.pauses(0.0), holds
 
 
 async def test_f21_one_of_fifty_creates_wins_and_two_starts_make_one_loop(
@@ -254,7 +250,7 @@ async def test_f22_emergency_stop_of_a_blocked_server_survives_a_kill(
 
 
 async def test_f25_running_compiles_nothing(own: ExitStack, arms: Make, tmp_path: Path, moment: random.Random) -> None:
-    """Shapes fixed, warm-up before ready: 0 programs compiled during `running`, a real policy on the real server."""
+    """A real policy on the real server moves at its rate; no program is compiled during `running`."""
     real = own.enter_context(server(tmp_path / "real", scripted=False, env={"JAX_LOG_COMPILES": "1"}))
     arm: Arm = await arms(real, None)
     await arm.create(policy=str(SHIPPED))
@@ -265,8 +261,12 @@ async def test_f25_running_compiles_nothing(own: ExitStack, arms: Make, tmp_path
     # The newest look may be from before it moved.
     session = await arm.until(lambda session: session["stats"]["commands_sent"] >= 3)
     compiled, waited = real.words().count("ompiling "), session["stats"]["holds"].get("compiling", 0)
+    began, sent = arm.history.statuses[-1].began, session["stats"]["commands_sent"]
     await asyncio.sleep(moment.uniform(1.0, 1.5))
-    await arm.until(lambda session: session["inference_stats"]["inference_count"] >= 3)
+    session = await arm.until(lambda session: session["inference_stats"]["inference_count"] >= 3)
+    took = arm.history.statuses[-1].ended - began
+    rate = (session["stats"]["commands_sent"] - sent) / (took - min(arm.meter.lost(began), 0.5 * took))
+    assert rate >= 0.85 * 25, "the policy's own rate is 25 Hz"
     assert real.words().count("ompiling ") == compiled, real.words()[-2000:]
     # A larger batch whose compilation had begun before the start was let end before the robot moved.
     assert arm.session["stats"]["holds"].get("compiling", 0) == waited <= 1 + arm.meter.pauses(0.0)

@@ -155,9 +155,7 @@ async def test_f24_robot_of_a_paused_process_replans(place: Place, moving: tuple
     await asyncio.sleep(PAUSE)
     resumed = time.monotonic()
     place.server.send(signal.SIGCONT)
-    first = arm.history.pose.read(arm.history.motions(await arm.moves(20))[0][1])
-    assert first is not None
-    assert first.observed_at > resumed - 0.1
+    assert arm.first_observation(await arm.moves(20)) > resumed - 0.1
     await _until_logged(place, said, "this process stood still for")
     after = await _figures(place.server.url)
     assert after["process_paused_total"] == before["process_paused_total"] + 1
@@ -300,7 +298,6 @@ def test_process_that_does_not_end_is_killed(tmp_path: Path, what: str, reaction
     command = [sys.executable, "-c", DEAF, str(tmp_path / "guard.py"), what]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as running:
         try:
-            assert running.stdout is not None
             assert running.stdout.readline() == "ready\n"
             running.send_signal(signal.SIGTERM)
             _, said = running.communicate(timeout=10)
