@@ -6,6 +6,7 @@ in one block answers the next. Blocks of docs/start that repeat README.md, or a 
 have no mark. The reader's Hub is a local stub that has the repositories which the guides name.
 """
 
+import json
 import os
 import re
 import shutil
@@ -14,9 +15,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from jaxmodels.transformer2d.diffusers_config import read_block_config
+from jaxmodels.transformer2d.diffusers_folder import tensor_names
 from tests.testing.compiling import QUICK
 from tests.testing.models import golden_folder as golden_folder
 from tests.testing.stub_hub import StubHub
@@ -46,6 +52,15 @@ for line in sys.stdin:
     exec(compile(open(file).read(), file, "exec"), names)
     print("done", file=answers, flush=True)
 """
+UNET: dict[str, Any] = {
+    "_class_name": "UNet2DConditionModel",
+    "block_out_channels": [16],
+    "down_block_types": ["DownBlock2D"],
+    "up_block_types": ["UpBlock2D"],
+    "cross_attention_dim": 12,
+    "attention_head_dim": 2,
+    "norm_num_groups": 4,
+}
 WAIT = 300  # seconds that a page may take on a busy machine
 
 
@@ -70,7 +85,21 @@ def clone(tmp_path: Path) -> Path:
     folder = tmp_path / "clone"
     shutil.copytree(POLICY, folder / "robojax" / "sim" / "policy")
     (folder / ".venv").symlink_to(sys.prefix)
+    write_unet(folder / "stable-diffusion" / "unet")
     return folder
+
+
+def write_unet(folder: Path) -> None:
+    """Write the UNet of the guide to Transformer2DModel: a very small transformer, and another tensor."""
+    prefix, random = "mid_block.attentions.0", np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(UNET))
+    tensors = {
+        f"{prefix}.{place.theirs}": random.standard_normal(place.shape, np.float32)
+        for place in tensor_names(read_block_config(UNET, prefix))
+    }
+    tensors["conv_in.bias"] = np.zeros(16, np.float32)
+    save_file(tensors, folder / "diffusion_pytorch_model.safetensors")
 
 
 def free_port() -> int:

@@ -33,15 +33,13 @@ RATE = 25  # ticks per second of the arm
 WITHHELD = 0.02  # seconds of waiting for a core, within a twentieth of a second, of which a tick may be late
 
 
-def policy_files(scale: float = 1.0, **config: Any) -> dict[str, bytes | str]:
+def policy_files(scale: float = 1.0) -> dict[str, bytes | str]:
     """The shipped policy as a push, its weights scaled (1.0001 is another policy that does the same)."""
     files: dict[str, bytes | str] = {
         path.name: path.read_bytes() for path in POLICY.iterdir() if path.suffix in (".json", ".safetensors")
     }
     weights = load((POLICY / "model.safetensors").read_bytes())
     files["model.safetensors"] = save({name: np.float32(array * np.float32(scale)) for name, array in weights.items()})
-    if config:
-        files["config.json"] = json.dumps(json.loads((POLICY / "config.json").read_text()) | config)
     return files
 
 
@@ -149,9 +147,7 @@ async def _listen(stage: Stage) -> None:
 @pytest.mark.alone  # a policy is on probation in it, and what computes beside it makes a sound one look slow
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_good_push_swaps_once_and_bad_pushes_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: Pauses
-) -> None:
+async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: Pauses) -> None:
     with StubHub() as hub:
         first = hub.push(REPO, policy_files(), deliver=False)
         async with staged(hub, tmp_path, monkeypatch, pauses) as stage:
@@ -187,7 +183,7 @@ async def test_good_push_swaps_once_and_bad_pushes_change_nothing(
             assert after["missed_ticks"] - before["missed_ticks"] <= stage.excused(began)
             assert after["starvations"] - before["starvations"] <= 2 + stage.excused(began)
 
-            # Three that must not get in.
+            # Two bad pushes: one cannot be loaded, the other would move the arm to other places.
             hub.plan = DeliveryPlan()
             poisoned = policy_files()
             numbers = load(bytes(poisoned["model.safetensors"]))  # type: ignore[arg-type]
@@ -198,26 +194,8 @@ async def test_good_push_swaps_once_and_bad_pushes_change_nothing(
             assert (refused["result"], refused["reason"]) == ("rejected", "load"), refused
             assert "NaN" in refused["text"], refused
 
-            corruption = hub.script(r"GET /lab/pick/resolve/.*/model.safetensors", "corrupt", times=None)
-            hub.push(REPO, {"model.safetensors": policy_files(scale=1.0002)["model.safetensors"]})
-            *_, refused = await stage.until(lambda found: len(found) >= 3)
-            assert (refused["result"], refused["reason"]) == ("rejected", "checksum"), refused
-            corruption.times = 0
-
-            config = json.loads((POLICY / "config.json").read_text())
-            cameras = {key.replace("front", "wrist"): value for key, value in config["input_features"].items()}
-            other = {name: content for name, content in policy_files(input_features=cameras).items()}
-            for name in ("policy_preprocessor.json", "policy_postprocessor.json"):
-                if name in other:
-                    other[name] = bytes(other[name]).replace(b"images.front", b"images.wrist")  # type: ignore[arg-type]
-            hub.push(REPO, other)
-            *_, refused = await stage.until(lambda found: len(found) >= 4)
-            assert refused["result"] == "rejected", refused
-            assert refused["reason"] in ("requirements", "load"), refused
-
-            # And one that loads, and would move the arm elsewhere.
             hub.push(REPO, policy_files(scale=1.5))
-            *_, refused = await stage.until(lambda found: len(found) >= 5)
+            *_, refused = await stage.until(lambda found: len(found) >= 3)
             assert (refused["result"], refused["sha"]) == ("rejected", hub.head(REPO)), refused
             assert refused["reason"] in ("differs", "out_of_range", "not_finite"), refused
 

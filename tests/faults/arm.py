@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -20,13 +21,7 @@ LOOK = 0.02  # seconds between looks at the session's status
 
 
 class Arm:
-    """A session on a server, and its robot.
-
-    Attributes:
-        chain: the processes that its messages pass.
-        session: what the last look saw, as ``GET /sessions/{id}`` tells it.
-        stops: emergency stops that the robot was told of.
-    """
+    """A session on a server, and its robot; ``session`` is the newest answer of ``GET /sessions/{id}``."""
 
     def __init__(self, server: Process, script: Script | None, session_id: str, http: aiohttp.ClientSession):
         self.server, self.script, self.id = server, script, session_id
@@ -38,19 +33,9 @@ class Arm:
         self.transport_url = server.url
         self.rooms: Rooms | None = None
         self._http = http
-        self._life: Life | None = None
-        self._robot: Robot | None = None
+        self.life: Life
+        self.robot: Robot
         self._robots = AsyncExitStack()
-
-    @property
-    def life(self) -> Life:
-        assert self._life is not None
-        return self._life
-
-    @property
-    def robot(self) -> Robot:
-        assert self._robot is not None
-        return self._robot
 
     async def call(self, method: str, path: str, body: Any = None, timeout: float = 60) -> tuple[int, Any]:
         """One call, which the history keeps."""
@@ -96,8 +81,7 @@ class Arm:
 
     async def connect(self, url: str | None = None, size: tuple[int, int] = (48, 64)) -> Robot:
         """The robot joins, straight, whichever way the server takes."""
-        assert self.rooms is not None
-        self._robot, self._life = await self._robots.enter_async_context(
+        self.robot, self.life = await self._robots.enter_async_context(
             living_robot(
                 url or self.transport_url,
                 self.rooms,
@@ -108,16 +92,14 @@ class Arm:
                 sessions=self.server.url,
             )
         )
-        return self._robot
+        return self.robot
 
     async def be_heard_by_a_witness(self) -> None:
         """Commands are kept though there is no robot in this process."""
-        assert self.rooms is not None
         await self._robots.enter_async_context(witness(self.transport_url, self.rooms, self.history.heard))
 
     async def disconnect(self) -> None:
         await self._robots.aclose()
-        self._robot = self._life = None
 
     async def go(self, moving: int = 5, *, straight_to: str | None = None, **more: Any) -> None:
         """Make, connect, start, and wait until it moves; see `connect` for where to."""
@@ -159,6 +141,24 @@ class Arm:
             assert time.monotonic() < began + within, f"no motion in {within} s; the session is {self.session}"
             await asyncio.sleep(LOOK / 4)
         return found[0][0]
+
+    def first_observation(self, since: float) -> float:
+        """When the robot reported what the first action since then was computed from."""
+        reading = self.history.pose.read(self.history.motions(since)[0][1])
+        return reading.observed_at
+
+    async def is_undisturbed(self, since: float) -> None:
+        """The robot has moved without a pause since then, and still does."""
+        times = [at for at, _ in self.history.motions(since)]
+        gap = max((later - earlier for earlier, later in pairwise([*times, time.monotonic()])), default=float("inf"))
+        late = self.meter.worst(since, ways=2)
+        assert gap <= 0.1 + late, f"it did not move for {gap:.3f} s; the machine was {late:.3f} s late"
+        await self.until(is_moving, within=0.5)
+
+    async def stays(self, since: float, seconds: float = 0.2) -> None:
+        """For this time the robot gets no action that was sent after ``since``."""
+        await asyncio.sleep(seconds)
+        assert self.history.motions(since + 0.05 + self.meter.worst(since)) == []
 
     async def listed(self) -> set[str]:
         async with self._http.get(f"{self.server.url}/sessions") as got:

@@ -1,6 +1,7 @@
 """Servers that faults happen to, and repeats: ``pytest tests/faults --repeat 50 --seed 7``."""
 
 import random
+import signal
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
@@ -12,7 +13,7 @@ import pytest
 
 from tests.faults.arm import Arm
 from tests.faults.arm import arm as open_arm
-from tests.faults.processes import Process, server
+from tests.faults.processes import Process, rooms, server
 from tests.faults.script import Script
 
 _numbers = count(1)
@@ -57,6 +58,23 @@ def scripted(place: Path) -> Iterator[Process]:
     """A server whose policies follow scripts; shared by the tests, which have sessions of their own."""
     with server(place / "scripted") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def transport(place: Path) -> Iterator[Process]:
+    """Rooms on a server of their own, which no test ends."""
+    with rooms(place / "rooms") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def mortal(place: Path) -> Iterator[Process]:
+    """A server that tests end, kill and pause; each test leaves it running."""
+    # A child inherits an ignored SIGHUP, as of tests under nohup, but not a handler.
+    kept = signal.signal(signal.SIGHUP, lambda number, frame: None)
+    with server(place / "mortal") as running:
+        yield running
+    signal.signal(signal.SIGHUP, kept)
 
 
 @pytest.fixture

@@ -61,9 +61,8 @@ class History:
     """Everything about one session.
 
     Attributes:
-        breaks: when the robot's connection, or the server, was away: what came before says nothing about after.
-        late: how late the machine was by itself from one moment to another, for something that passes it so many
-            times; added to every limit of time.
+        breaks: times at which the robot's link or the server was away; steps across them are not judged.
+        late: lateness of the machine between two times, for a number of passes; added to every time limit.
         step: the largest step from one target to the next, or None.
     """
 

@@ -1,5 +1,4 @@
-"""How late this machine is by itself, which tells a busy machine from a slow server: a bare loop, how long the kernel
-let the processes wait for a core that a message passes on its way, and what the hypervisor took."""
+"""Lateness of this machine, which tells a busy machine from a slow server."""
 
 import asyncio
 import os
@@ -16,12 +15,7 @@ PAUSE = 0.2  # a machine that stood still for so long may have held a robot: a f
 
 
 class Meter:
-    """Wakes up a hundred times a second and notes how late.
-
-    Attributes:
-        chain: ids of the processes that a message passes, of those that live.
-        waited: when it was looked, and the seconds that they had waited by then.
-    """
+    """Wakes up a hundred times a second and records its lateness, and how long processes waited for a core."""
 
     def __init__(self, chain: Callable[[], Collection[int]] = tuple) -> None:
         self.chain = chain
@@ -40,10 +34,7 @@ class Meter:
             self.look()
 
     def look(self) -> None:
-        """Note how long the processes have waited since the last look: the first thread of each, and the worst other.
-
-        The first thread has the event loop, another one of a server infers; the rest works beside them.
-        """
+        """Record how long the main threads, with the event loops, and the worst of all other threads have waited."""
         known, stolen = self._known, stolen_seconds()
         new, self._stolen = stolen - self._stolen, stolen
         self._known = {}

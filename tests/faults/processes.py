@@ -1,5 +1,6 @@
 """Processes that a test starts, pauses, kills and starts again; each ends with the test, whatever happens."""
 
+import asyncio
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,15 +18,11 @@ from service.transport.link import Rooms
 
 ROOT = Path(__file__).parents[2]
 STARTING = 60.0
+_STARTER = ThreadPoolExecutor(1)
 
 
 class Process:
-    """``python -m module arguments`` on a leash.
-
-    Attributes:
-        log: what it wrote, of all its lives.
-        url: where it answers; the same port in every life.
-    """
+    """``python -m module arguments``, with one log and one port for all its starts."""
 
     def __init__(self, log: Path, module: str, *arguments: str, env: dict[str, str] | None = None):
         self.log = log
@@ -36,7 +34,6 @@ class Process:
 
     @property
     def pid(self) -> int:
-        assert self._running is not None
         return self._running.pid
 
     @property
@@ -76,6 +73,10 @@ class Process:
         self.url = found[1]
         return self
 
+    async def start_again(self) -> None:
+        """Start it next to a running event loop, in a thread that stays: the system ends a child with its thread."""
+        await asyncio.get_running_loop().run_in_executor(_STARTER, self.start)
+
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
@@ -88,7 +89,6 @@ class Process:
 
     def ended(self, within: float) -> int:
         """Its exit code, when it has ended in time; blocks."""
-        assert self._running is not None
         return self._running.wait(within)
 
 

@@ -1,4 +1,4 @@
-"""A wire that fails: a TCP proxy on loopback whose connections are cut, half open, slow or corrupted."""
+"""A link that fails: a TCP proxy on loopback whose connections are cut, refused, half open or corrupted."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,14 +7,12 @@ from urllib.parse import urlsplit
 
 
 class FaultProxy:
-    """Passes bytes on to another server, as long as nothing is wrong.
+    """Passes bytes on to another server until a test breaks the link.
 
     Attributes:
-        is_half_open: bytes of both directions are swallowed, connections stay open and new ones get no answer.
-        delay: seconds that each piece waits.
-        drip: seconds between single bytes, or None.
-        corrupt: (what, instead) of the same length, replaced in what the server sends.
-        swallowed: bytes that got lost.
+        is_half_open: drop the bytes of both directions, keep connections open, and do not answer new ones.
+        is_refusing: close new connections at once.
+        corrupt: (old, new) of the same length, replaced in what the server sends.
     """
 
     def __init__(self, target: str):
@@ -25,10 +23,7 @@ class FaultProxy:
         self.url = ""
         self.is_half_open = False
         self.is_refusing = False
-        self.delay = 0.0
-        self.drip: float | None = None
         self.corrupt: tuple[bytes, bytes] | None = None
-        self.swallowed = 0
 
     def cut(self) -> None:
         """Reset every connection."""
@@ -40,7 +35,7 @@ class FaultProxy:
         if self.is_half_open:
             self.cut()
         self.is_half_open = self.is_refusing = False
-        self.delay, self.drip, self.corrupt = 0.0, None, None
+        self.corrupt = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -52,8 +47,8 @@ class FaultProxy:
             if self.is_refusing:
                 return
             if self.is_half_open:
-                while data := await reader.read(65536):
-                    self.swallowed += len(data)
+                while await reader.read(65536):
+                    pass
                 return
             back, there = await asyncio.open_connection(*self._target)
             self._writers.add(there)
@@ -72,18 +67,10 @@ class FaultProxy:
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_down: bool) -> None:
         while data := await reader.read(65536):
             if self.is_half_open:
-                self.swallowed += len(data)
                 continue
-            if self.delay:
-                await asyncio.sleep(self.delay)
             if is_down and self.corrupt is not None:
                 data = data.replace(*self.corrupt)
-            if self.drip is None:
-                writer.write(data)
-            else:
-                for place in range(len(data)):
-                    writer.write(data[place : place + 1])
-                    await asyncio.sleep(self.drip)
+            writer.write(data)
             await writer.drain()
         if not self.is_half_open and writer.can_write_eof():
             writer.write_eof()

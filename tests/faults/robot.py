@@ -1,5 +1,4 @@
-"""A robot whose reports tell the time: from a command it can be read which of them the policy saw, and which action
-of the chunk the command is."""
+"""A robot whose pose tells the time: a command shows which report the policy saw, and which action of a chunk it is."""
 
 import asyncio
 import json
@@ -31,13 +30,7 @@ QUICK = TransportTimeouts(retry_first=0.05, retry_longest=0.1, greet=0.05)
 
 @dataclass(frozen=True)
 class Reading:
-    """What a command says of itself.
-
-    Attributes:
-        is_hold: whether it is a pose that was measured, not an action; the jaw may be where it was sent last.
-        observed_at: when the robot reported what the command was computed from.
-        due_at: when the action is due.
-    """
+    """Times of the report that a command was computed from and of its action; a hold is a measured pose."""
 
     is_hold: bool
     observed_at: float
@@ -69,13 +62,11 @@ class TellingPose:
 
 
 class Life:
-    """What the robot does 25 times a second. ``camera``: live, frozen (the same picture again) or stalled."""
+    """Reports and pictures, 25 times a second; ``camera`` is live, frozen (the same picture again) or stalled."""
 
     def __init__(self, robot: Robot, pose: Callable[[float], Mapping[str, float]]):
         self.camera = "live"
-        self.is_reporting = True
         self.shown_at = 0.0
-        self.reported_at = 0.0
         self._robot = robot
         self._pose = pose
 
@@ -83,9 +74,7 @@ class Life:
         number, due = 0, time.monotonic()
         while True:
             now = time.monotonic()
-            if self.is_reporting:
-                self._robot.send_joints(self._pose(now))
-                self.reported_at = now
+            self._robot.send_joints(self._pose(now))
             if self.camera != "stalled":
                 number += self.camera == "live"
                 picture = np.full((*size, 3), 60, np.uint8)

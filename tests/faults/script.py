@@ -22,12 +22,7 @@ REQUIREMENTS = replace(SO100_REQUIREMENTS, chunk=CHUNK, action_steps=CHUNK // 2,
 
 
 class Script:
-    """The test's side: the folder of a policy, and what it shall do.
-
-    ``says("nan", times=1)``: the next chunk holds a NaN, those after it are good. Modes: ``good``, ``nan``, ``inf``,
-    ``shape``, ``wild``, ``outside``, ``jump``, ``raise``, ``memory``, ``hang`` (until the next word), ``late``; with
-    ``when="FILE"`` not before that file is there.
-    """
+    """Folder of a policy. ``says("nan", times=1)`` puts a NaN into the next chunk; `FollowedPolicy` has all modes."""
 
     def __init__(self, folder: Path, **settings: Any):
         self.folder = folder

@@ -1,19 +1,16 @@
-"""Faults F1 to F6 and F24 of what a session hears and says: rooms, cameras, joints, and a server that was paused."""
+"""Faults F1 to F6 of what a session receives and sends: rooms, cameras and joints."""
 
 import asyncio
 import random
-import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from tests.faults.arm import Arm, is_moving
-from tests.faults.processes import Process, robot, rooms, server
+from tests.faults.processes import Process, robot, rooms
 from tests.faults.proxy import fault_proxy
 from tests.faults.robot import FRAMES
-from tests.faults.script import Script
 
 Make = Callable[..., Any]
 LONGEST_BACKOFF = 10.0
@@ -29,9 +26,7 @@ async def went_blind(arm: Arm, last_frame: float) -> None:
     assert not moved or moved[-1][0] - last_frame <= FRAME_AGE + late, f"moved on for {moved[-1][0] - last_frame:.3f} s"
 
 
-async def test_f01_killed_transport_holds_until_a_fresh_frame_arrives(
-    scripted: Process, arm: Arm, tmp_path: Path, moment: random.Random
-) -> None:
+async def test_f01_killed_transport_holds(scripted: Process, arm: Arm, tmp_path: Path, moment: random.Random) -> None:
     """HOLD `link_lost`; status `reconnecting`; at once on RST; rooms made again, within one backoff of the return."""
     with rooms(tmp_path) as transport:
         arm.goes_through(transport)
@@ -47,19 +42,15 @@ async def test_f01_killed_transport_holds_until_a_fresh_frame_arrives(
         assert arm.session["stats"]["commands_sent"] == sent, "a link that is lost takes nothing"
         assert arm.session["status"] == "reconnecting"
         began = time.monotonic()
-        await asyncio.to_thread(transport.start)
+        await transport.start_again()
         back = time.monotonic()
         arm.history.breaks.append(back)
         await arm.until(is_moving, within=LONGEST_BACKOFF + 1)
         await arm.moves()
-        first = arm.history.pose.read(arm.history.motions(began)[0][1])
-        assert first is not None
-        assert first.observed_at > back, "what it planned before the link was lost is not done any more"
+        assert arm.first_observation(began) > back, "no action of a plan from before the link was lost"
 
 
-async def test_f02_a_half_open_link_is_noticed_by_its_heartbeat_within_11_s(
-    scripted: Process, arm: Arm, moment: random.Random
-) -> None:
+async def test_f02_heartbeat_finds_a_half_open_link(scripted: Process, arm: Arm, moment: random.Random) -> None:
     """As F1, by a missed heartbeat's answer, at most 11 s."""
     async with fault_proxy(scripted.url) as proxy:
         arm.transport_url = proxy.url
@@ -79,10 +70,8 @@ async def test_f02_a_half_open_link_is_noticed_by_its_heartbeat_within_11_s(
         await arm.until(is_moving, within=LONGEST_BACKOFF + 1)
         arm.history.breaks.append(healed)
         await arm.moves()
-        first = arm.history.pose.read(arm.history.motions(healed)[0][1])
-        assert first is not None
-        # The robot's own link was whole: the pose that came with its newest frame may be that frame older.
-        assert first.observed_at > healed - 1 / FRAMES
+        # The robot's own link was whole: the pose of its newest frame may be one frame older.
+        assert arm.first_observation(healed) > healed - 1 / FRAMES
 
 
 async def test_f03_a_stalled_camera_holds_within_350_ms(moving: Arm, moment: random.Random) -> None:
@@ -96,9 +85,7 @@ async def test_f03_a_stalled_camera_holds_within_350_ms(moving: Arm, moment: ran
     assert moving.history.motions(held + moving.meter.worst(last)) == []
     moving.life.camera = "live"
     fresh = time.monotonic()
-    first = moving.history.pose.read(moving.history.motions(await moving.moves())[0][1])
-    assert first is not None
-    assert first.observed_at > fresh - 0.1
+    assert moving.first_observation(await moving.moves()) > fresh - 0.1
     assert is_moving(moving.session) or await moving.until(is_moving, within=1)
     # A machine that stood still showed nothing either.
     assert (
@@ -124,9 +111,7 @@ def _is_frozen(session: dict[str, Any]) -> bool:
     return "camera_frozen" in str(session["stats"].get("warnings"))
 
 
-async def test_f05_killed_producer_holds_and_its_successor_continues(
-    scripted: Process, arm: Arm, tmp_path: Path, moment: random.Random
-) -> None:
+async def test_f05_killed_producer_holds(scripted: Process, arm: Arm, tmp_path: Path, moment: random.Random) -> None:
     """The age of the frame acts, not 30 s of ICE consent; the offer of a peer that comes back is accepted."""
     rooms = await arm.create()
     await arm.be_heard_by_a_witness()
@@ -142,14 +127,10 @@ async def test_f05_killed_producer_holds_and_its_successor_continues(
         back = time.monotonic()
         await arm.moves()
         assert await arm.until(is_moving, within=2)
-        action = arm.history.pose.read(arm.history.motions(back)[0][1])
-        assert action is not None
-        assert action.observed_at > killed, "only what the new producer shows moves the robot again"
+        assert arm.first_observation(back) > killed, "only what the new producer shows moves the robot again"
 
 
-async def test_f06_bad_joint_values_are_dropped_and_twenty_a_second_stop(
-    scripted: Process, arm: Arm, moment: random.Random
-) -> None:
+async def test_f06_twenty_bad_joint_values_a_second_stop(scripted: Process, arm: Arm, moment: random.Random) -> None:
     """Dropped and counted, the last good pose kept, never zero-filled; 20 bad in 1 s -> STOP `bad_input`."""
     async with fault_proxy(scripted.url) as proxy:
         arm.transport_url = proxy.url
@@ -170,34 +151,10 @@ async def test_f06_bad_joint_values_are_dropped_and_twenty_a_second_stop(
         session = await arm.until(lambda session: session["status"] == "stopped", within=2)
         assert session["stats"]["emergency_stop"].startswith("bad_input")
         stopped = time.monotonic()
-        await asyncio.sleep(0.3)
-        assert arm.history.motions(stopped + 0.05 + arm.meter.worst(stopped)) == []
+        await arm.stays(stopped)
         status, _ = await arm.call("POST", f"/sessions/{arm.id}/start")
         assert status == 409, "a stop is latched"
 
 
 def _bad_inputs(session: dict[str, Any]) -> int:
     return sum(session["stats"]["inputs_dropped"].values())
-
-
-async def test_f24_a_paused_server_drops_what_expired_and_holds_once(
-    own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
-) -> None:
-    """SIGSTOP for 2 s: expired actions dropped, one HOLD, then a new inference; nothing older than a period is sent."""
-    transport, paused = own.enter_context(rooms(tmp_path)), own.enter_context(server(tmp_path / "paused"))
-    arm: Arm = await arms(paused, script())
-    arm.goes_through(transport)
-    await arm.go()
-    await asyncio.sleep(moment.uniform(0.1, 0.6))
-    holds = sum(arm.session["stats"]["holds"].values())
-    began = arm.history.statuses[-1].began
-    paused.send(signal.SIGSTOP)
-    await asyncio.sleep(2)
-    resumed = time.monotonic()
-    paused.send(signal.SIGCONT)
-    first = arm.history.pose.read(arm.history.motions(await arm.moves(20))[0][1])
-    assert first is not None
-    assert first.observed_at > resumed - 0.1
-    session = await arm.until(is_moving, within=1)
-    # Of the machine's own pauses each is a hold, too.
-    assert 1 <= sum(session["stats"]["holds"].values()) - holds <= 1 + arm.meter.pauses(began)

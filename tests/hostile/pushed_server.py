@@ -1,8 +1,4 @@
-"""``python -m tests.hostile.pushed_server serve ...``: the scripted server, whose scripts are files that are deployed.
-
-A policy's script is its ``config.json``, so a push brings another one. What another user of the machine makes a robot
-miss is not held against a policy on its probation.
-"""
+"""``python -m tests.hostile.pushed_server serve ...``: the scripted server; a push brings a new ``config.json``."""
 
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
-"""Sixty sockets that send as fast as they can, beside a robot: no turn of the server's loop is long, and a stop is
-prompt.
+"""Under floods of sixty sockets no turn of the server's loop is long, and a stop is prompt.
 
-What is measured is processor time of the loop's own thread: how busy the machine is otherwise does not count.
-``python -m tests.hostile.test_floods`` measures in a process of its own, as a server is one.
+``python -m tests.hostile.test_floods`` measures processor time of the loop's thread, in its own process.
 """
 
 import asyncio
@@ -56,14 +54,9 @@ async def flood(kind: str, url: str, path: str, seconds: float, sockets: int = S
 
 
 class Turns:
-    """Processor seconds of each turn of the running loop, while it is open.
+    """The ``longest`` turn of the running loop in processor seconds, without garbage collection and stolen time.
 
-    Collections of garbage do not count, which take a fifth of a second in a process of many tests; nor does what the
-    hypervisor took, which the kernel counts as the thread's own.
-
-    Attributes:
-        longest: of all turns.
-        where: what the loop did in turns longer than ``PERIOD`` by the clock, as a thread beside it saw.
+    ``where`` has stacks of turns that took longer than ``PERIOD`` by the clock.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
-"""Whatever a stranger sends, reading it takes a time that its length bounds, and never long enough to miss a tick.
+"""Reading untrusted bytes takes time in proportion to their length, and less than half a tick.
 
-Every reader of strangers' bytes stands in ``READERS`` with what is worst for it, at the largest size that can reach it.
-A new one is added there.
+``READERS`` has every such reader with its worst input, at the largest size that reaches it.
 """
 
 import asyncio
@@ -56,20 +55,13 @@ HEAD = 8192  # bytes of a request's head
 
 @dataclass(frozen=True)
 class Reader:
-    """One function that reads what strangers send.
-
-    Attributes:
-        call: takes what ``worst`` builds.
-        worst: builds it, of about so many bytes.
-        most: the largest size that comes so far.
-        is_on_loop: else it runs in a thread, and keeps the loop waiting only for Python's lock.
-    """
+    """One function that reads untrusted bytes."""
 
     name: str
     call: Callable[[Any], object]
-    worst: Callable[[int], Any]
-    most: int
-    is_on_loop: bool = True
+    worst: Callable[[int], Any]  # builds the argument of `call` from a size
+    most: int  # the largest size that reaches it
+    is_on_loop: bool = True  # else it runs in a thread
 
 
 def repeated(piece: str, head: str = "", tail: str = "") -> Callable[[int], str]:

@@ -42,12 +42,7 @@ def children() -> set[int]:
 
 
 class Loader:
-    """Files are opened and proved as by a server; what they would make is a script, so that no program is compiled.
-
-    Attributes:
-        gate: a folder called ``slow`` is built for as long as it is not set.
-        waiting: how many were.
-    """
+    """Opens and inspects files as a server does, and returns a script; a folder ``slow`` waits for ``gate``."""
 
     def __init__(self, roots: list[Path] | None = None):
         self.roots = roots
@@ -96,13 +91,8 @@ def body(folder: Path, session_id: str = "arm") -> dict:
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """The policy of the demo, in a root."""
-    return Path(shutil.copytree(DEMO, tmp_path / "root" / "policy"))
-
-
-@pytest.fixture
 def good(tmp_path):
+    """The policy of the demo, in a root."""
     return Path(shutil.copytree(DEMO, tmp_path / "root" / "good"))
 
 
@@ -220,7 +210,8 @@ async def test_spoiled_folder_is_refused_by_check_and_session(tmp_path, good):
         assert call.complaints == []
 
 
-async def test_a_check_of_what_is_refused_takes_no_memory_of_the_server(folder):
+async def test_refused_check_takes_no_memory_of_the_server(good):
+    folder = good
     sparse(rename_state(folder, "numbers.safetensors"), 16 << 20)
     os.truncate(folder / "numbers.safetensors", 15 << 20)
     before = _peak()
@@ -320,10 +311,8 @@ async def test_loads_are_refused_after_too_many_abandoned_ones(tmp_path, good, m
         assert facts()["loads_left_behind"] == 4
         status, text = await call("POST", "/sessions", **body(good))
         assert (status, "loads_stuck" in text) == (503, True)
-        assert [(await call("GET", "/ready"))[0], "loads that were ended" in (await call("GET", "/ready"))[1]] == [
-            503,
-            True,
-        ]
+        status, text = await call("GET", "/ready")
+        assert (status, "loads that were ended" in text) == (503, True)
         assert "robojax_loads_left_behind 4.0" in (await call("GET", "/metrics"))[1]
         load.gate.set()
         await until(lambda: facts()["loads_left_behind"] == 0)

@@ -101,18 +101,21 @@ def busy() -> Iterator[None]:
         burning.wait()
 
 
+async def moving_arms(server: Server, stack: AsyncExitStack, policy: Pushed, modes: list[str]) -> list[Arm]:
+    """Robots whose sessions have these modes of updates; the first session, which tries pushes, is the oldest."""
+    arms = [await stack.enter_async_context(arm(server.process, None, f"arm{n}")) for n in range(len(modes))]
+    goes = [
+        one.go(2, policy=str(policy.folder), auto_update=mode, rate=25) for one, mode in zip(arms, modes, strict=True)
+    ]
+    await goes[0]
+    await asyncio.gather(*goes[1:])
+    return arms
+
+
 async def test_rollback_under_load_costs_no_tick_and_precedes_next_push(tmp_path: Path) -> None:
     policy = Pushed(tmp_path / "policy")
     async with serving(tmp_path) as server, AsyncExitStack() as stack:
-        arms: list[Arm] = [await stack.enter_async_context(arm(server.process, None, f"arm{n}")) for n in range(4)]
-        modes = dict.fromkeys(arms[:2], "swap") | dict.fromkeys(arms[2:], "off")
-
-        async def go(*some: Arm) -> None:
-            told = (one.go(2, policy=str(policy.folder), auto_update=modes[one], rate=25) for one in some)
-            await asyncio.gather(*told)
-
-        await go(arms[0])  # the oldest session is the first to get a push
-        await go(*arms[1:])
+        arms = await moving_arms(server, stack, policy, ["swap", "swap", "off", "off"])
 
         async def figures(name: str) -> dict[str, int]:
             return {one.id: (await server.get(f"/sessions/{one.id}"))["stats"][name] for one in arms}
@@ -157,9 +160,7 @@ REASONS = {"wild": "wild", "jump": "jump", "late": "starved", "hang": "stuck"}
 async def test_bad_policy_on_probation_is_removed_and_others_continue(tmp_path: Path) -> None:
     policy = Pushed(tmp_path / "policy")
     async with serving(tmp_path) as server, AsyncExitStack() as stack:
-        trying, *others = [await stack.enter_async_context(arm(server.process, None, f"arm{n}")) for n in range(3)]
-        modes = {trying: "swap"} | dict.fromkeys(others, "off")
-        await asyncio.gather(*(one.go(2, policy=str(policy.folder), auto_update=modes[one], rate=25) for one in modes))
+        trying, *others = await moving_arms(server, stack, policy, ["swap", "off", "off"])
         first = (await server.get("/sessions/arm0"))["stats"]["policy_commit"]
         expected = {}
         with busy():
@@ -200,7 +201,7 @@ async def test_kill_on_probation_does_not_keep_the_tried_policy(tmp_path: Path) 
             policy.push("nan")
             tried = await server.until_on_probation(1)
             server.process.kill()
-            await asyncio.to_thread(server.process.start)
+            await server.process.start_again()
             (kept_away,) = await server.get("/quarantine")
             assert (kept_away["sha"], kept_away["reason"]) == (tried["sha"], "interrupted")
             # It is in the folder still, and nothing would judge it.

@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -65,6 +66,14 @@ async def browser():
     await made.close()
 
 
+@pytest.fixture
+async def peer():
+    """The answering side, ours."""
+    made = Peer([])
+    yield made
+    await made.close()
+
+
 async def offer_of(browser: RTCPeerConnection) -> str:
     browser.addTransceiver("video", direction="sendonly")
     await browser.setLocalDescription()
@@ -103,18 +112,29 @@ async def test_no_case_ends_or_holds_up_the_process_that_decodes():
     assert sum(found["long_turns"].values()) <= 2 + CASES / 200, found
 
 
-# Before anybody has proved who he is.
+BAD_STUN = struct.pack("!HHI12s", 1, 8, 0x2112A442, b"x" * 12) + struct.pack("!HHI", 0x24, 3, 1)
+BAD_REPORT = b"\x8f\xce\x00\x04" + b"\0" * 8 + b"REMB\xff\xff\xff\xff"  # announces 255 sources and has none
 
 
-async def test_an_empty_datagram_of_a_stranger_ends_no_connection(pair):
-    await throw(b"", pair.address)
-    assert pair.server.datagram_filter.dropped["size"] == 1
+@pytest.mark.parametrize(
+    ("data", "is_encrypted", "dropped"),
+    [(b"", False, {"size": 1}), (BAD_STUN, False, {"malformed": 10}), (BAD_REPORT, True, {"malformed": 1})],
+    ids=["empty", "STUN", "report"],
+)
+async def test_malformed_datagram_ends_no_connection(pair, data, is_encrypted, dropped):
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    if is_encrypted:
+        await pair.send(data)
+    else:
+        await throw(data, pair.address, *dropped.values())
+    await until(lambda: pair.server.datagram_filter.dropped.items() >= dropped.items())
+    assert errors == []
     assert pair.server.state == "connected"
-    assert await pair.is_seen(120)
+    assert await pair.is_seen(150)
 
 
-async def test_what_strangers_send_before_the_handshake_is_not_kept(browser):
-    peer = Peer([])
+async def test_what_strangers_send_before_the_handshake_is_not_kept(browser, peer):
     await peer.answer_offer(await offer_of(browser), no_screen())
     protocol = sockets_of(peer)[0]
     # No more at a time than a socket's buffer holds, however late it is read.
@@ -122,7 +142,6 @@ async def test_what_strangers_send_before_the_handshake_is_not_kept(browser):
         await throw(b"\x80" * 1400, protocol.transport.get_extra_info("sockname")[:2], 50)
         await until(lambda count=50 * number: peer.datagram_filter.dropped["stranger"] == count)
     assert protocol.receiver._queue.qsize() == 0
-    await peer.close()
 
 
 async def test_what_calls_itself_stun_is_not_read_for_longer_than_stun_is(pair, monkeypatch):
@@ -138,15 +157,6 @@ async def test_what_calls_itself_stun_is_not_read_for_longer_than_stun_is(pair, 
     assert pair.server.datagram_filter.dropped == {"size": 1, "stranger": 1, "rate": 0, "sources": 0, "malformed": 2}
 
 
-async def test_stun_that_cannot_be_read_is_no_error_of_the_event_loop(pair):
-    errors: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
-    short = struct.pack("!HHI12s", 1, 8, 0x2112A442, b"x" * 12) + struct.pack("!HHI", 0x24, 3, 1)
-    await throw(short, pair.address, 10)
-    assert errors == []
-    assert pair.server.datagram_filter.dropped["malformed"] == 10
-
-
 async def test_a_flood_of_one_stranger_is_dropped_and_the_picture_still_comes(pair):
     head = struct.pack("!HHI12s", 1, 36, 0x2112A442, b"x" * 12)
     wrong = head + struct.pack("!HH8s", 6, 8, b"abcd:efg") + struct.pack("!HH20s", 8, 20, b"y" * 20)
@@ -160,11 +170,7 @@ async def test_a_flood_of_one_stranger_is_dropped_and_the_picture_still_comes(pa
 
 
 class Selector(selectors.SelectSelector):
-    """Waits in no time; ``now`` passes by what is worked, and by what would be waited.
-
-    Attributes:
-        longest: seconds of work between two looks at it.
-    """
+    """A selector that does not wait: ``now`` is the time of work and of waits, ``longest`` the work of one turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,9 +308,6 @@ def test_the_checks_of_all_peers_together_take_a_bounded_time_of_a_turn(run_by_w
     assert set(answered.values()) == {STRANGER_RATE[1]}
 
 
-# Descriptions and candidates.
-
-
 def with_lines(sdp: str, line: str, count: int) -> str:
     return sdp + "".join(line.format(number) + "\r\n" for number in range(count))
 
@@ -317,12 +320,11 @@ def with_lines(sdp: str, line: str, count: int) -> str:
         ("a=x:" + "9" * 2100, 1), ("a=ice-ufrag:" + "a" * 300, 1), ("a=fmtp:97 " + "x" * 1900, 40),
     ],
 )  # fmt: skip
-async def test_a_description_that_is_too_large_is_refused_before_it_is_parsed(browser, monkeypatch, line, count):
-    offer, peer = with_lines(await offer_of(browser), line, count), Peer([])
+async def test_a_description_that_is_too_large_is_refused_before_it_is_parsed(browser, peer, monkeypatch, line, count):
+    offer = with_lines(await offer_of(browser), line, count)
     monkeypatch.setattr("aiortc.sdp.SessionDescription.parse", lambda sdp: pytest.fail("it was parsed"))
     with pytest.raises(BadSignal, match=r"at most|more than"):
         await peer.answer_offer(offer, no_screen())
-    await peer.close()
 
 
 async def test_of_the_codecs_offered_only_ours_are_looked_at(browser):
@@ -343,9 +345,9 @@ async def test_an_offer_that_lacks_something_is_refused_and_ends_no_session(rece
     await until(lambda: receiver.signals.sent)
 
 
-async def test_candidates_are_tried_up_to_a_number_by_whichever_way_they_come(browser):
+async def test_candidates_are_tried_up_to_a_number_by_whichever_way_they_come(browser, peer):
     plain = "a=candidate:{0} 1 udp 5 10.0.0.{0} 50000 typ host"
-    offer, peer = with_lines(await offer_of(browser), plain, 100).replace("a=end-of-candidates\r\n", ""), Peer([])
+    offer = with_lines(await offer_of(browser), plain, 100).replace("a=end-of-candidates\r\n", "")
     await peer.answer_offer(offer, no_screen())
     each = ({"candidate": plain.format(number)[2:], "sdpMLineIndex": 0} for number in range(100, 250))
     peer.add_candidates(each)
@@ -353,29 +355,25 @@ async def test_candidates_are_tried_up_to_a_number_by_whichever_way_they_come(br
     await asyncio.gather(*peer._adding)
     (transport,) = datagrams.transports_of(peer._pc)
     assert len(transport.transport._connection._remote_candidates) == MAX_CANDIDATES
-    await peer.close()
 
 
-async def test_a_data_channel_never_opens(browser):
+async def test_a_data_channel_never_opens(browser, peer):
     opened: list[Any] = []
     channel = browser.createDataChannel("shell")
     channel.on("open", lambda: opened.append(channel))
     browser.addTransceiver("video", direction="sendonly")
     await browser.setLocalDescription()
-    peer = Peer([])
     answer = await peer.answer_offer(browser.localDescription.sdp, no_screen())
     await browser.setRemoteDescription(aiortc.RTCSessionDescription(answer, "answer"))
     await until(lambda: peer.connected_at and browser.connectionState == "connected")
     await asyncio.sleep(0.2)
     assert opened == []
     assert all(transport._data_receiver is None for transport in datagrams.transports_of(peer._pc))
-    await peer.close()
 
 
-async def test_the_sockets_of_a_data_channel_are_guarded_as_others_are(browser):
+async def test_the_sockets_of_a_data_channel_are_guarded_as_others_are(browser, peer):
     browser.createDataChannel("shell")
     await browser.setLocalDescription()
-    peer = Peer([])
     await peer.answer_offer(browser.localDescription.sdp.replace("a=end-of-candidates\r\n", ""), no_screen())
     (protocol, *_) = sockets_of(peer)
     await throw(b"", protocol.transport.get_extra_info("sockname")[:2])
@@ -384,7 +382,6 @@ async def test_the_sockets_of_a_data_channel_are_guarded_as_others_are(browser):
     named = SimpleNamespace(host="x.local", port=50_000, component=1, transport="udp", type="host")
     protocol.receiver._add_remote_candidate(named, "169.254.169.254")  # as somebody resolved its name
     assert len(protocol.receiver._remote_candidates) == before
-    await peer.close()
 
 
 async def test_a_second_handshake_is_refused(monkeypatch):
@@ -413,9 +410,6 @@ async def test_a_second_handshake_is_refused(monkeypatch):
     await pair.close()
 
 
-# With the keys in its hand.
-
-
 async def test_sources_without_end_are_not_remembered(pair):
     kind = pair.kind("VP8")
     for number in range(200):
@@ -427,13 +421,6 @@ async def test_sources_without_end_are_not_remembered(pair):
     receiver = pair.server._pc.getReceivers()[0]
     assert len(receiver._RTCRtpReceiver__remote_streams) <= MAX_SOURCES
     assert pair.server.state == "connected"
-
-
-async def test_a_report_that_cannot_be_read_ends_no_connection(pair):
-    await pair.send(b"\x8f\xce\x00\x04" + b"\0" * 8 + b"REMB\xff\xff\xff\xff")  # of 255 sources none follows
-    await until(lambda: pair.server.datagram_filter.dropped["malformed"] == 1)
-    assert pair.server.state == "connected"
-    assert await pair.is_seen(150)
 
 
 async def test_a_goodbye_does_not_wait_for_the_pictures_before_it(pair):
@@ -453,26 +440,25 @@ async def test_a_goodbye_does_not_wait_for_the_pictures_before_it(pair):
     await until(began.is_set)
     await pair.send(bytes(RtcpByePacket(sources=[SSRC])))
     await until(lambda: receiver._RTCRtpReceiver__decoder_thread is None)
-    assert decoder._thread is not None
     assert decoder._thread.is_alive()
     may_go_on.set()
 
 
+def idle_decoder(clock: Callable[[], float], want: Callable[[], object] = lambda: None) -> DecoderThread:
+    """A decoder whose thread never begins."""
+    receiver: Any = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None)
+    return DecoderThread(receiver, lambda frame: None, lambda: None, want, clock=clock)
+
+
 async def test_surplus_pictures_are_dropped_and_a_keyframe_is_requested():
-    receiver = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None)
-    now, wanted = 0.0, 0
-
-    def want() -> None:
-        nonlocal wanted
-        wanted += 1
-
-    decoder = DecoderThread(receiver, lambda frame: None, lambda: None, want, clock=lambda: now)  # type: ignore[arg-type]
+    now, requests = 0.0, list[bool]()
+    decoder = idle_decoder(lambda: now, lambda: requests.append(True))
     vp8, key = SimpleNamespace(name="VP8"), JitterFrame(b"\x10\x02\x00\x9d\x01\x2a\x80\x07\x38\x04" + b"x" * 100, 0)
     for _ in range(500):
         decoder.put((vp8, key))  # type: ignore[arg-type]
     assert decoder.qsize() <= DECODE_RATE[1]
     assert decoder.overrun + decoder.qsize() == 500
-    assert wanted > 0
+    assert requests
     for _ in range(300):  # at a rate that is allowed, while the decoder stands still
         now += 1 / DECODE_RATE[0]
         decoder.put((vp8, key))  # type: ignore[arg-type]
@@ -480,8 +466,8 @@ async def test_surplus_pictures_are_dropped_and_a_keyframe_is_requested():
 
 
 async def test_stream_continues_at_a_keyframe_after_a_dropped_picture():
-    receiver, now = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None), 0.0
-    decoder = DecoderThread(receiver, lambda frame: None, lambda: None, lambda: None, clock=lambda: now)  # type: ignore[arg-type]
+    now = 0.0
+    decoder = idle_decoder(lambda: now)
     vp8 = SimpleNamespace(name="VP8")
     key = JitterFrame(b"\x10\x02\x00\x9d\x01\x2a\x10\x00\x10\x00", 0)  # 16x16
     built_on_it = JitterFrame(b"\x11\x02\x00", 0)
@@ -510,8 +496,7 @@ async def test_stream_continues_at_a_keyframe_after_a_dropped_picture():
     ],
 )
 async def test_what_a_decoder_would_make_room_for_first_is_never_given_to_it(name, data):
-    receiver = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None)
-    decoder = DecoderThread(receiver, lambda frame: None, lambda: None, lambda: None)  # type: ignore[arg-type]
+    decoder = idle_decoder(time.monotonic)
     decoder.put((SimpleNamespace(name=name), JitterFrame(data, 0)))  # type: ignore[arg-type]
     assert (decoder.oversize, decoder.qsize()) == (1, 0)
 
@@ -547,9 +532,6 @@ async def test_a_viewer_has_packets_sent_again_once_each_and_not_without_end():
     for _ in range(20):
         await sender._handle_rtcp_packet(RtcpRtpfbPacket(fmt=1, ssrc=1, media_ssrc=2, lost=list(range(6000))))
     assert len(asked) <= 2 * RETRANSMIT_RATE[1]
-
-
-# The rooms' signals.
 
 
 class Signals:

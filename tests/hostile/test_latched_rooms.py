@@ -56,6 +56,10 @@ class Scene:
     def stats(self) -> Any:
         return self.app.ctx.sessions.get("arm").status().stats
 
+    @property
+    def link(self) -> Any:
+        return self.app.ctx.sessions.get_live("arm").robot_io._link
+
     async def create(self) -> None:
         body = {"session_id": "arm", "policy_path": "p", "workspace_id": "w", "rate": 50}
         status, told = await self.call("POST", "/sessions", body | {"transport_server_url": self.url})
@@ -111,6 +115,16 @@ async def scene(tmp_path: Path | None = None, *, keeps_rooms: bool = True, port:
             for room in ("arm-joint-output", "arm-joint-input"):
                 await made.call("POST", ROOMS, {"room_id": room})
         yield made
+
+
+@pytest.fixture
+async def moving() -> AsyncIterator[Scene]:
+    """A scene whose session runs, with its robot in the rooms."""
+    async with scene() as made:
+        await made.create()
+        async with made.with_robot():
+            await made.ask("/sessions/arm/start")
+            yield made
 
 
 async def over_rest(scene: Scene, prefix: str, joints: list[dict[str, Any]]) -> None:
@@ -176,39 +190,30 @@ async def test_no_stranger_moves_the_robot_of_a_session(stage: str) -> None:
                 assert made.app.ctx.sessions.get("arm").is_latched, "a stranger may stop, at any time"
 
 
-async def test_room_passes_the_session_and_nothing_out_of_range() -> None:
-    async with scene() as made:
-        await made.create()
-        async with made.with_robot():
-            await made.ask("/sessions/arm/start")
-            link = made.app.ctx.sessions.get_live("arm").robot_io._link
-            for value in (340.0, -100.5):  # as if the guard had failed
-                assert link.send([JointValue("Rotation", value), JointValue("Jaw", 9.0)])
-            assert link.send([JointValue("Tail", 0.0)])
-            assert link.send([JointValue("Rotation", 12.0)])
-            await until(lambda: {"Rotation": 12.0} in made.got)
-            assert made.got == [{"Rotation": 12.0}], "not even the half of it that was right"
-            assert made.stats["refused_at_room"] == {"position": 2, "unknown_joint": 1}
+async def test_room_passes_the_session_and_nothing_out_of_range(moving: Scene) -> None:
+    for value in (340.0, -100.5):  # as if the guard had failed
+        assert moving.link.send([JointValue("Rotation", value), JointValue("Jaw", 9.0)])
+    assert moving.link.send([JointValue("Tail", 0.0)])
+    assert moving.link.send([JointValue("Rotation", 12.0)])
+    await until(lambda: {"Rotation": 12.0} in moving.got)
+    assert moving.got == [{"Rotation": 12.0}], "a command is refused whole"
+    assert moving.stats["refused_at_room"] == {"position": 2, "unknown_joint": 1}
 
 
-async def test_a_fault_of_the_session_itself_moves_nothing_while_it_is_latched() -> None:
-    async with scene() as made:
-        await made.create()
-        async with made.with_robot() as robot:
-            await made.ask("/sessions/arm/start")
-            await made.ask("/sessions/arm/emergency_stop")
-            await until(lambda: robot.latch)
-            made.got.clear()
-            link = made.app.ctx.sessions.get_live("arm").robot_io._link
-            link.send([JointValue("Rotation", 12.0)])
-            await until(lambda: made.stats["refused_at_room"].get("latched"))
-            assert (made.got, robot.refused) == ([], 0), "it did not even come to the robot"
+async def test_latched_room_refuses_its_own_session(moving: Scene) -> None:
+    robot = moving.robot
+    await moving.ask("/sessions/arm/emergency_stop")
+    await until(lambda: robot.latch)
+    moving.got.clear()
+    moving.link.send([JointValue("Rotation", 12.0)])
+    await until(lambda: moving.stats["refused_at_room"].get("latched"))
+    assert (moving.got, robot.refused) == ([], 0), "the room refuses the command before the robot does"
 
 
 async def test_seat_is_kept_during_reconnection_and_after_a_restart(tmp_path) -> None:
     async with scene(tmp_path, keeps_rooms=False) as made:
         await made.create()
-        connection = made.app.ctx.sessions.get_live("arm").robot_io._link._output
+        connection = made.link._output
         connection._membership._transport.abort()
         for _ in range(5):
             await over_a_socket(made, "", EVIL, "producer", "joint_update")
@@ -226,7 +231,7 @@ async def test_seat_is_kept_during_reconnection_and_after_a_restart(tmp_path) ->
         assert heard[0]["data"] == {}
         await made.ask("/debug/sessions/arm/reset")
         await made.ask("/sessions/arm/restart")
-        assert made.app.ctx.sessions.get_live("arm").robot_io._link._output.participant_id, "the session itself gets in"
+        assert made.link._output.participant_id, "the session itself gets in"
 
 
 async def test_rooms_without_a_session_keep_the_rules_of_the_wire() -> None:
@@ -245,31 +250,28 @@ async def test_rooms_without_a_session_keep_the_rules_of_the_wire() -> None:
             assert (await made.call("POST", f"{OUTPUT}/command", {"joints": NEAR}))[0] == 200
 
 
-async def test_robot_refuses_commands_until_its_server_clears_the_latch(caplog) -> None:
+async def test_robot_refuses_commands_until_its_server_clears_the_latch(moving: Scene, caplog) -> None:
     caplog.set_level(logging.WARNING)
-    async with scene() as made:
-        await made.create()
-        async with made.with_robot() as robot:
-            await made.ask("/sessions/arm/start")
-            await made.ask("/sessions/arm/emergency_stop")
-            await until(lambda: robot.latch)
-            assert made.stops, "it is told of a stop that came over HTTP"
-            # As on a server that lets everybody command: what comes is refused all the same.
-            robot._take_command({"Rotation": 90.0}, 0.0)
-            robot._take_command({"Rotation": POSE["Rotation"]}, 0.0)
-            assert robot.refused == 1
-            assert "a command is refused: an emergency stop is latched" in caplog.text
-            assert robot.health()["latch"] == robot.latch
-            assert all(one.items() <= POSE.items() for one in made.got)
-            robot._output.rejoin("a test")
-            await until(lambda: robot._output.participant_id is None)
-            await until(lambda: robot.is_connected)
-            await asyncio.sleep(0.1)
-            assert robot.latch, "a new connection forgets nothing"
-            await made.ask("/debug/sessions/arm/reset")
-            await until(lambda: robot.latch is None)
-            robot._take_command({"Rotation": 90.0}, 0.0)
-            assert {"Rotation": 90.0} in made.got
+    robot = moving.robot
+    await moving.ask("/sessions/arm/emergency_stop")
+    await until(lambda: robot.latch)
+    assert moving.stops, "the robot is notified of a stop over HTTP"
+    # As from a server that lets every client command.
+    robot._take_command({"Rotation": 90.0}, 0.0)
+    robot._take_command({"Rotation": POSE["Rotation"]}, 0.0)
+    assert robot.refused == 1
+    assert "a command is refused: an emergency stop is latched" in caplog.text
+    assert robot.health()["latch"] == robot.latch
+    assert all(one.items() <= POSE.items() for one in moving.got)
+    robot._output.rejoin("a test")
+    await until(lambda: robot._output.participant_id is None)
+    await until(lambda: robot.is_connected)
+    await asyncio.sleep(0.1)
+    assert robot.latch, "a new connection keeps the latch"
+    await moving.ask("/debug/sessions/arm/reset")
+    await until(lambda: robot.latch is None)
+    robot._take_command({"Rotation": 90.0}, 0.0)
+    assert {"Rotation": 90.0} in moving.got
 
 
 async def test_robot_that_joins_during_a_latch_is_latched() -> None:
@@ -314,7 +316,7 @@ async def test_session_keeps_and_returns_its_room_on_a_rooms_server() -> None:
         assert status == 200, told
         assert await command() == 409
         await made.ask("/sessions/arm/emergency_stop")
-        output = made.app.ctx.sessions.get_live("arm").robot_io._link._output
+        output = made.link._output
         output._membership._transport.abort()  # the session is away for a moment
         async with http.ws_connect(f"{rooms}{OUTPUT}/ws") as there:
             await there.send_json({"participant_id": "stranger", "role": "producer"})

@@ -1,7 +1,6 @@
-"""Cases of a hostile camera, made from a seed and run in this process, which decodes: what they cost, as one JSON line.
+"""``python -m tests.hostile.video_cases --cases 5000 --seed 7``: cases of a hostile camera for a real ``Peer``.
 
-``python -m tests.hostile.video_cases --cases 5000 --seed 7``. Half are mutations of packets that an encoder made, the
-others are built: each goes the way it would from the network, sockets, DTLS and SRTP included, into a real ``Peer``.
+Half are mutated packets of an encoder. The result is one line of JSON.
 """
 
 import argparse

@@ -4,11 +4,10 @@ import asyncio
 import gc
 import json
 import os
-import shutil
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import jaxmodels
 from service.errors import PolicyFailed
 from service.inference.batching import LatencyModel
 from service.inference.device_worker import DeviceGone
@@ -135,19 +133,6 @@ async def test_a_better_policy_takes_over_at_a_chunk_boundary_and_stays(rig: Rig
     assert rig.sha == NEXT
 
 
-async def test_a_swap_costs_no_tick(rig: Rig, pauses: Pauses) -> None:
-    """A busy machine may cost one at any moment; what a swap itself costs, every swap does."""
-    await rig.running()
-    figures: Mapping[str, Any] = {}
-    for number in range(5):
-        assert (await rig.prepare(ScriptedPolicy(), sha=str(number) * 40)).reason is None
-        kept_waiting = KeptWaiting(pauses)
-        figures = (await rig.rollout.swap("s", str(number) * 40)).figures
-        if figures["missed_ticks"] + figures["starvations"] <= kept_waiting.ticks:
-            return
-    pytest.fail(f"no swap of five was without a missed tick: {figures}")
-
-
 async def test_what_a_session_was_promised_follows_its_policy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else there is no more room for others when a policy comes that is twice as fast."""
     learn = LatencyModel.record
@@ -172,16 +157,22 @@ async def test_what_a_session_was_promised_follows_its_policy(rig: Rig, monkeypa
     assert engine.get_stats()["promised_per_second"] == per_second
 
 
-async def test_a_policy_that_needs_something_else_is_refused_with_what_differs(rig: Rig) -> None:
-    session = await rig.running()
-    other = ScriptedPolicy(replace(SO100_REQUIREMENTS, cameras={"front": (48, 64), "wrist": (48, 64)}, chunk=7))
+@pytest.mark.parametrize(
+    ("changes", "differences"),
+    [
+        (
+            {"cameras": {"front": (48, 64), "wrist": (48, 64)}, "chunk": 7},
+            ["cameras", "chunk: the session has 20, the new policy needs 7"],
+        ),
+        ({"language": True}, ["language: the session has False, the new policy needs True"]),
+    ],
+)
+async def test_other_requirements_are_refused(rig: Rig, changes: dict[str, Any], differences: list[str]) -> None:
+    session = await rig.running(replace(NEW, language_instruction="lift"))
+    other = ScriptedPolicy(replace(SO100_REQUIREMENTS, **changes))
     verdict = await rig.prepare(other)
-    assert verdict.reason == "requirements"
-    assert "cameras" in verdict.text
-    assert "chunk: the session has 20, the new policy needs 7" in verdict.text
-    assert session.policies.staged is None
-    assert other.acted == 0
-    assert rig.sha == SHA
+    assert (verdict.reason, session.policies.staged, other.acted, rig.sha) == ("requirements", None, 0, SHA)
+    assert all(text in verdict.text for text in differences)
 
 
 NAMES = SO100_REQUIREMENTS.joint_names or ()
@@ -215,42 +206,7 @@ async def test_a_pushed_policy_has_the_joints_of_the_session(rig: Rig, running, 
     assert list(session.status().stats["safety"]["limits"]) == list(POSE)  # type: ignore[index]
 
 
-class FolderRig(Rig):
-    """Policies that are folders are loaded from them."""
-
-    def load(self, path: str, revision: str | None = None, /, **more: Any) -> Any:
-        return jaxmodels.load_policy(path) if Path(path).is_dir() else super().load(path, revision, **more)
-
-
-async def test_a_push_without_statistics_is_refused_and_the_old_one_runs(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree("robojax/sim/policy", tmp_path / NEXT, copy_function=shutil.copyfile))
-    for name in ("policy_preprocessor.json", "policy_postprocessor.json"):
-        values = json.loads((folder / name).read_text())
-        for step in values["steps"]:
-            if "normalizer" in step["registry_name"]:
-                step["config"]["features"] = {}
-                del step["state_file"]
-        (folder / name).write_text(json.dumps(values))
-    async with FolderRig(RolloutSettings(UNHURRIED), 5.0) as rig:
-        session = await rig.running()
-        verdict = await rig.rollout.prepare("s", "owner/name", NEXT, folder, rig.told.append)
-        assert verdict.reason == "load"
-        assert "feature 'action' (type ACTION, mode MEAN_STD) has no statistics" in verdict.text
-        assert (session.policies.staged, session.status().stats["policy_commit"]) == (None, SHA)
-        sent = rig.policy.acted
-        await until(lambda: rig.policy.acted > sent)
-        assert session.stage is Stage.RUNNING
-
-
-async def test_a_policy_that_reads_language_does_not_take_over_from_one_that_reads_none(rig: Rig) -> None:
-    session = await rig.running(replace(NEW, language_instruction="lift"))
-    other = ScriptedPolicy(replace(SO100_REQUIREMENTS, language=True))
-    verdict = await rig.prepare(other)
-    assert (verdict.reason, session.policies.staged, other.acted) == ("requirements", None, 0)
-    assert "language: the session has False, the new policy needs True" in verdict.text
-
-
-async def test_a_policy_is_tried_out_with_the_instruction_and_refused_when_it_cannot_read_it(rig: Rig) -> None:
+async def test_policy_that_cannot_read_the_instruction_is_refused(rig: Rig) -> None:
     reads = replace(SO100_REQUIREMENTS, language=True)
     rig.policies["owner/name"] = ScriptedPolicy(reads, commit=SHA)
     session = await rig.sessions.create(replace(NEW, language_instruction="lift"))  # it has seen nothing yet
@@ -263,9 +219,7 @@ async def test_a_policy_is_tried_out_with_the_instruction_and_refused_when_it_ca
 
 
 @pytest.mark.parametrize("policy", [ScriptedPolicy(compile_failure=DeviceGone("gone")), ScriptedPolicy(step=30.0)])
-async def test_nothing_is_said_against_a_policy_when_what_it_was_to_run_on_is_gone(
-    policy: ScriptedPolicy, rig: Rig
-) -> None:
+async def test_lost_device_is_not_blamed_on_the_policy(policy: ScriptedPolicy, rig: Rig) -> None:
     session = await rig.running()
     rig.sessions.engine.replica_manager.retire_device(policy.device, "the device is gone")
     verdict = await rig.prepare(policy)
@@ -281,7 +235,7 @@ async def test_nor_when_all_engines_of_a_cluster_have_left(rig: Rig, monkeypatch
     assert (verdict.reason, verdict.text) == ("busy", "no device works: none is there")
 
 
-async def test_a_probation_in_which_the_last_device_goes_says_nothing_against_the_policy(rig: Rig) -> None:
+async def test_lost_device_on_probation_is_not_blamed_on_the_policy(rig: Rig) -> None:
     await rig.swapped(later := ScriptedPolicy())
     rig.sessions.engine.replica_manager.retire_device(later.device, "the device is gone")
     later.failures.extend(PolicyFailed("the device is gone") for _ in range(50))
@@ -337,12 +291,9 @@ class Raising(ScriptedPolicy):
         (ScriptedPolicy(compile_failure=ValueError("a secret of the file")), "load"),
     ],
 )
-async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(
-    policy: ScriptedPolicy, reason: str, pauses: Pauses
-) -> None:
+async def test_bad_policy_is_refused_while_the_old_runs(policy: ScriptedPolicy, reason: str, pauses: Pauses) -> None:
     async with rigged(limits=GateLimits() if reason == "slow" else UNHURRIED) as rig:
         session = await rig.running()
-        assert session.robot_io is not None
         missed, verdict = [], Verdict("unknown", "")
         # A first inference that the machine kept back would make all of them slow ones.
         usual = session.robot_io.runner.seconds["total"]
@@ -361,22 +312,9 @@ async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(
         assert session.robot_io.controller.hold is None
 
 
-async def test_a_policy_that_fails_on_its_probation_is_taken_back_before_the_session_fails(watched: Rig) -> None:
-    rig = watched
-    session = await rig.swapped(later := ScriptedPolicy(step=0.2))
-    later.failures.extend(np.full((1, 20, 6), np.nan, np.float32) for _ in range(50))
-    verdict = await rig.rollout.probation("s", NEXT)
-    assert verdict.reason == "not_finite"
-    assert rig.sha == SHA
-    sent = len(rig.transport.link.sent)
-    await until(lambda: len(rig.transport.link.sent) > sent + 10)
-    assert str(session.stage) == "running"
-
-
-async def test_ticks_that_a_pause_costs_are_no_reason_to_take_a_policy_back_and_more_of_them_are() -> None:
+async def test_only_many_missed_ticks_take_a_policy_back() -> None:
     async with rigged(seconds=30.0, missed=0.02, limits=UNHURRIED) as rig:
         session = await rig.swapped()
-        assert session.robot_io is not None
         control = session.robot_io.controller
         allowed = int(0.02 * 30.0 / control.period)
         probation = asyncio.create_task(rig.rollout.probation("s", NEXT))
@@ -388,14 +326,12 @@ async def test_ticks_that_a_pause_costs_are_no_reason_to_take_a_policy_back_and_
         verdict = await probation
         assert verdict.reason == "missed_ticks"
         assert f"{allowed} may be" in verdict.text
-        assert session.policies.running is not None
         assert session.policies.running.commit == SHA
 
 
-async def test_a_policy_that_is_too_late_for_the_robot_to_move_does_not_pass_as_one_whose_robot_stands() -> None:
+async def test_policy_whose_actions_are_always_late_fails_probation() -> None:
     async with rigged(seconds=30.0, patience=1.5, standing=0.5) as rig:
         session = await rig.swapped(late := ScriptedPolicy())
-        assert session.robot_io is not None
         # Each answer finds all actions of its chunk over, so the queue runs dry only once.
         late.latency = 1.2 * session.robot_io.controller.config.chunk / session.robot_io.controller.config.action_rate
         verdict = await rig.rollout.probation("s", NEXT)
@@ -409,7 +345,6 @@ async def test_a_policy_that_is_too_late_for_the_robot_to_move_does_not_pass_as_
 async def test_the_answer_that_ends_a_hold_of_other_things_may_take_its_time() -> None:
     async with rigged(seconds=1.5, standing=0.1) as rig:
         session = await rig.swapped(slow := ScriptedPolicy())
-        assert session.robot_io is not None
         control = session.robot_io.controller
         slow.latency = 0.5 * control.config.chunk / control.config.action_rate
         judging = asyncio.ensure_future(rig.rollout.probation("s", NEXT))
@@ -424,28 +359,18 @@ async def test_the_answer_that_ends_a_hold_of_other_things_may_take_its_time() -
         assert session.policies.running.commit == NEXT
 
 
-async def test_a_failure_of_the_very_first_inference_is_the_new_policys(watched: Rig) -> None:
-    rig = watched
-    await rig.running()
-    later = ScriptedPolicy()
-    assert (await rig.prepare(later)).reason is None
-    later.failures.extend(RuntimeError("x") for _ in range(50))
-    assert (await rig.rollout.swap("s", NEXT)).reason is None
-    verdict = await rig.rollout.probation("s", NEXT)
-    assert verdict.reason == "policy_failed"
-    assert rig.sha == SHA
-
-
-async def test_an_emergency_stop_on_probation_takes_the_policy_back_and_stays_latched(watched: Rig) -> None:
+@pytest.mark.parametrize("by", ["emergency_stop", "taken_back"])
+async def test_person_ends_a_probation(watched: Rig, by: str) -> None:
     rig = watched
     session = await rig.swapped()
     watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
     await asyncio.sleep(0.05)
-    await rig.sessions.emergency_stop("a hand in the way")
-    verdict = await watching
-    assert verdict.reason == "emergency_stop"
-    assert rig.sha == SHA
-    assert session.is_latched
+    if by == "emergency_stop":
+        await rig.sessions.emergency_stop("a hand in the way")
+    else:
+        assert (await rig.rollout.rollback("s")).reason is None
+    assert (await watching).reason == by
+    assert (rig.sha, session.is_latched) == (SHA, by == "emergency_stop")
 
 
 async def test_a_plain_stop_only_pauses_the_probation(rig: Rig) -> None:
@@ -494,19 +419,20 @@ async def test_a_stopped_robot_changes_at_once_and_a_robot_that_never_ran_too(ri
     assert rig.sha == NEXT
 
 
-async def test_a_robot_that_is_held_gives_no_boundary_and_keeps_its_policy() -> None:
+async def test_held_robot_allows_a_rollback_but_no_swap() -> None:
     async with rigged(patience=0.3) as rig:
-        session = await rig.running()
-        assert (await rig.prepare(ScriptedPolicy())).reason is None
+        session = await rig.swapped()
+        third = "c" * 40
+        assert (await rig.prepare(ScriptedPolicy(), third)).reason is None
         rig.robots[0].cancel()
         await until(lambda: session.status().stats["hold_code"] == "camera_stale")
-        verdict = await rig.rollout.swap("s", NEXT)
-        assert verdict.reason == "busy"
-        assert "camera 'front'" in verdict.text
+        verdict = await rig.rollout.swap("s", third)
+        assert (verdict.reason, "camera 'front'" in verdict.text, rig.sha) == ("busy", True, NEXT)
+        assert (await rig.rollout.rollback("s")).reason is None
         assert rig.sha == SHA
 
 
-async def test_a_session_that_ends_while_a_policy_is_loaded_leaves_nothing_behind(rig: Rig) -> None:
+async def test_session_deleted_during_a_load_leaves_nothing(rig: Rig) -> None:
     await rig.running()
     gate = threading.Event()
     load = rig.load
@@ -524,7 +450,7 @@ async def test_a_session_that_ends_while_a_policy_is_loaded_leaves_nothing_behin
     assert rig.sessions.engine.get_stats()["policies_loaded"] == 0
 
 
-async def test_what_happens_to_a_session_is_told(rig: Rig) -> None:
+async def test_each_move_of_a_session_is_an_event(rig: Rig) -> None:
     await rig.running()
     await rig.sessions.stop("s")
     await rig.sessions.emergency_stop("test")
@@ -560,18 +486,7 @@ async def test_trouble_before_a_swap_is_not_blamed_on_the_new_policy(rig: Rig, t
     assert rig.sha == NEXT
 
 
-async def test_a_policy_that_somebody_takes_back_has_not_passed_its_probation(watched: Rig) -> None:
-    rig = watched
-    await rig.swapped()
-    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
-    await asyncio.sleep(0.05)
-    assert (await rig.rollout.rollback("s")).reason is None
-    assert (await watching).reason == "taken_back"
-
-
-async def test_going_back_does_not_wait_for_a_swap_and_that_swap_does_not_come_after_it(
-    rig: Rig, pauses: Pauses
-) -> None:
+async def test_rollback_ends_a_swap_that_waits(rig: Rig, pauses: Pauses) -> None:
     session = await rig.swapped()
     third = "c" * 40
     assert (await rig.prepare(ScriptedPolicy(), third)).reason is None
@@ -587,7 +502,7 @@ async def test_going_back_does_not_wait_for_a_swap_and_that_swap_does_not_come_a
     assert (await rig.rollout.swap("s", third)).reason == "not_staged"
 
 
-async def test_an_inference_of_the_old_policy_that_fails_late_is_not_blamed_on_the_new_one(rig: Rig) -> None:
+async def test_late_failure_of_the_old_policy_is_not_blamed_on_the_new(rig: Rig) -> None:
     session = await rig.running()
     gate = threading.Event()
 
@@ -597,8 +512,6 @@ async def test_an_inference_of_the_old_policy_that_fails_late_is_not_blamed_on_t
             raise RuntimeError("x")
 
     old = session.policies.running
-    assert old is not None
-    assert session.robot_io is not None
     assert (await rig.prepare(ScriptedPolicy())).reason is None
     old.loaded.policy = Late()
     asked = session.robot_io.controller
@@ -612,7 +525,7 @@ async def test_an_inference_of_the_old_policy_that_fails_late_is_not_blamed_on_t
     assert (await rig.rollout.probation("s", NEXT)).reason is None
 
 
-async def test_frames_of_another_size_since_it_was_staged_do_not_keep_a_policy_out_or_in(rig: Rig) -> None:
+async def test_new_frame_sizes_do_not_prevent_swap_or_rollback(rig: Rig) -> None:
     session = await rig.running()
     assert (await rig.prepare(ScriptedPolicy())).reason is None
     rig.size = (24, 32)
@@ -638,15 +551,6 @@ async def test_the_plan_of_a_policy_that_is_taken_back_is_not_done_to_its_end(pa
         began = time.monotonic()
         assert (await rig.rollout.rollback("s")).reason is None
         assert pauses.running(began) < 0.5
-        assert rig.sha == SHA
-
-
-async def test_a_robot_that_is_held_goes_back_at_once() -> None:
-    async with rigged(patience=0.3) as rig:
-        session = await rig.swapped()
-        rig.robots[0].cancel()
-        await until(lambda: session.status().stats["hold_code"] == "camera_stale")
-        assert (await rig.rollout.rollback("s")).reason is None
         assert rig.sha == SHA
 
 
@@ -721,7 +625,7 @@ async def test_a_robot_that_was_moved_by_hand_while_it_stood_makes_no_jump(rig: 
     assert rig.sha == NEXT
 
 
-async def test_what_was_verified_acts_and_not_what_somebody_else_loaded_under_the_same_name(rig: Rig) -> None:
+async def test_verified_files_act_not_another_load_of_the_same_name(rig: Rig) -> None:
     session = await rig.running()
     unverified = ScriptedPolicy(commit=NEXT)
     rig.policies["owner/name"] = unverified
@@ -736,7 +640,6 @@ async def test_a_policy_that_was_replaced_twice_is_not_in_memory_any_more(rig: R
     session = await rig.running()
     seen: list[weakref.ref[ScriptedPolicy]] = []
     for number in range(4):
-        assert session.policies.running is not None
         seen.append(weakref.ref(session.policies.running.loaded.policy))  # type: ignore[arg-type]
         sha = str(number) * 40
         await rig.swap_in(ScriptedPolicy(), sha)
@@ -759,7 +662,6 @@ class CompilesInTheMiddle(ScriptedPolicy):
 async def test_no_policy_is_slow_because_of_frames_that_do_not_come_any_more(rig: Rig) -> None:
     rig.size = (30, 40)
     session = await rig.running()
-    assert session.robot_io is not None
     await until(lambda: session.robot_io is not None and len(session.robot_io.runner.recent) >= 2)
     rig.size = (24, 32)
     await until(lambda: session.robot_io is not None and session.robot_io.buffer.sizes == {"front": (24, 32)})
@@ -774,25 +676,8 @@ async def test_no_policy_is_slow_because_one_camera_of_two_is_not_there_yet(rig:
     assert (await rig.prepare(CompilesInTheMiddle(needs))).reason is None
 
 
-async def test_a_policy_that_hangs_is_taken_back() -> None:
-    async with rigged(stuck_after=0.2, seconds=30.0) as rig:
-        session = await rig.running()
-        later, gate = ScriptedPolicy(), threading.Event()
-        assert (await rig.prepare(later)).reason is None
-        later.failures.append(gate)
-        assert (await rig.rollout.swap("s", NEXT)).reason is None
-        assert (await rig.rollout.probation("s", NEXT)).reason == "stuck"
-        gate.set()
-        assert rig.sha == SHA
-        assert str(session.stage) == "error"
-        await rig.sessions.restart("s")
-        sent = len(rig.transport.link.sent)
-        await until(lambda: len(rig.transport.link.sent) > sent + 5)
-
-
-async def test_what_the_running_policy_answered_wrongly_is_nothing_to_compare_with(rig: Rig) -> None:
+async def test_bad_answers_of_the_running_policy_are_not_compared(rig: Rig) -> None:
     session = await rig.running()
-    assert session.robot_io is not None
     old = rig.policies["owner/name"]
     old.failures.append(np.full((1, 20, 6), np.nan, np.float32))
     await until(lambda: session.robot_io is not None and session.robot_io.controller.rejected == 1)

@@ -83,36 +83,22 @@ class Actor:
 
 
 class House:
-    """All engines.
-
-    Attributes:
-        loading: names of those that load now.
-        most: how many did so at a time.
-        gate: what each waits for while it loads.
-        refusals: of each, what its next loads come to.
-        load: that each says it has.
-        looks: questions to the pool.
-        meanwhile: happens while the pool is asked.
-        silence: what a question to the pool comes to then.
-        unreached: what a question to an engine comes to.
-        is_there: whether it can be joined.
-        store: of objects, by what stands for them.
-    """
+    """All engines and their pool: what each test makes them answer, and what they were asked."""
 
     def __init__(self, count: int):
         self.names = [f"robojax-{number}" for number in range(1, count + 1)]
         self.loading: set[str] = set()
-        self.most = 0
-        self.gate: Callable[[], object] = lambda: None
-        self.refusals: dict[str, list[Refusal]] = {}
+        self.most = 0  # engines that were loading at a time
+        self.gate: Callable[[], object] = lambda: None  # each engine calls it while it loads
+        self.refusals: dict[str, list[Refusal]] = {}  # answers to the next loads of an engine
         self.loads: list[str] = []
-        self.is_there = True
+        self.is_there = True  # whether the cluster can be joined
         self.store: dict[int, bytes] = {}
-        self.load = 0.0
-        self.silence: Exception | None = None
-        self.looks = 0
-        self.meanwhile: Callable[[], object] = lambda: None
-        self.unreached: dict[str, Exception] = {}
+        self.load = 0.0  # of each engine
+        self.silence: Exception | None = None  # answer to each question to the pool
+        self.looks = 0  # questions to the pool
+        self.meanwhile: Callable[[], object] = lambda: None  # called during such a question
+        self.unreached: dict[str, Exception] = {}  # answer to each question to an engine
         self._lock = threading.Lock()
 
     def open(self) -> None:
@@ -256,19 +242,6 @@ async def test_an_update_is_loaded_into_one_after_the_other(begin: Any, folder: 
     assert front.house.most == 1
 
 
-async def test_an_update_that_one_engine_cannot_have_is_refused_and_what_runs_goes_on(
-    begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.05)
-    front = await begin(House(3))
-    first = await front.load(folder)
-    front.house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
-    with pytest.raises(PolicyError, match=r"cannot be loaded: 2: out of memory"):
-        await front.load(update, like=first.policy)
-    assert where(first) == ["1", "2", "3"]
-    await until(lambda: front.trouble == "")
-
-
 async def test_so_is_another_one_where_robots_ask(begin: Any, folder: Path) -> None:
     house = House(3)
     house.load = 0.2
@@ -278,9 +251,7 @@ async def test_so_is_another_one_where_robots_ask(begin: Any, folder: Path) -> N
     assert house.most == 1
 
 
-async def test_a_copy_that_failed_is_tried_again_and_spoken_of_until_it_is_there(
-    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_copy_is_reported_and_retried(begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.05)
     house = House(3)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 4
@@ -296,32 +267,7 @@ async def test_a_copy_that_failed_is_tried_again_and_spoken_of_until_it_is_there
     assert (house.loads.count("1"), house.loads.count("3")) == (1, 1), "those that have it are left alone"
 
 
-@pytest.mark.parametrize("name", ["1", "2"])
-async def test_whichever_engine_cannot_have_it_the_others_do(begin: Any, folder: Path, name: str) -> None:
-    house = House(3)
-    house.refusals[f"robojax-{name}"] = [Refusal("engine", "its disk is full")] * 1000
-    front = await begin(house)
-    assert where(await front.load(folder)) == sorted({"1", "2", "3"} - {name})
-    await until(lambda: f"{name} is missing policy" in front.trouble)
-
-
-async def test_what_no_engine_can_load_is_refused_with_its_reason_and_not_tried_again(
-    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.02)
-    house = House(2)
-    house.refusals = {name: [Refusal("policy", "config.json: no such type")] * 1000 for name in house.names}
-    front = await begin(house)
-    with pytest.raises(PolicyError, match=r"cannot be loaded: config.json: no such type"):
-        await front.load(folder)
-    await asyncio.sleep(0.2)
-    assert sorted(house.loads) == ["1", "2"]
-    assert front.trouble == ""
-
-
-async def test_what_nobody_wants_any_more_is_neither_tried_nor_spoken_of(
-    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unwanted_copy_is_not_retried(begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.3)
     house = House(2)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
@@ -362,7 +308,7 @@ async def test_a_pool_that_does_not_answer_is_said_and_engines_go_on(begin: Any,
     ("error", "why"),
     [(ActorDiedError(), "its process ended"), (ActorUnavailableError("lost", None), "it cannot be reached")],
 )
-async def test_whether_an_engine_ended_is_only_said_where_it_is_known(
+async def test_reason_of_a_lost_engine(
     begin: Any, error: Exception, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     house = House(2)
@@ -389,9 +335,7 @@ async def test_whether_an_engine_ended_is_only_said_where_it_is_known(
         (ValueError(), "ValueError()"),
     ],
 )
-async def test_what_ray_says_of_a_cluster_that_cannot_be_joined_is_told_without_its_traceback(
-    raised: Exception, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_join_error_has_no_traceback(raised: Exception, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(*args: object, **more: object) -> None:
         raise raised
 
@@ -419,7 +363,7 @@ async def test_what_listens_and_refuses_may_want_another_token(monkeypatch: pyte
         Connection("auto").open()
 
 
-async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_run(
+async def test_lost_cluster_is_joined_again_with_its_policies(
     begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cluster_module, "REJOIN_AFTER", 0.05)
@@ -449,7 +393,7 @@ async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_
     assert caplog.text.count("cannot be joined again yet") == 1
 
 
-async def test_engines_that_are_silent_are_not_waited_for_where_the_pool_is_silent_too(
+async def test_silent_engine_of_a_silent_pool_is_left(
     begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -481,9 +425,7 @@ async def test_engines_that_are_silent_are_not_waited_for_where_the_pool_is_sile
     await until(lambda: len(front.cluster.facts()["engines"]) == 2)
 
 
-async def test_what_others_put_into_the_folder_meanwhile_is_not_run(
-    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_changed_folder_is_not_loaded(begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     house = House(1)
     front = await begin(house)
     await front.load(folder)

@@ -50,7 +50,7 @@ def test_resources_are_read_from_a_flag() -> None:
         ("ray", {"engine": "ray-local"}, r"engine: ray-local needs Ray .*pip install -e '\.\[ray\]'"),
     ],
 )
-def test_without_its_driver_it_is_said_how_to_get_it(
+def test_missing_driver_is_named(
     driver: str, settings: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What imports a driver, and is imported only by servers that need one, is imported anew, and put back afterwards.

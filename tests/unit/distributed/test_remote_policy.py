@@ -111,9 +111,7 @@ def test_a_copy_is_of_the_same_files(engines: Engines, policy: RemotePolicy) -> 
     assert engines.copies == ["one", "two"]
 
 
-def test_engines_that_nobody_asks_load_a_first_one_as_well_and_an_update_comes_to_each_in_its_turn(
-    engines: Engines, folder: Path
-) -> None:
+def test_idle_engines_load_at_once_and_update_in_turn(engines: Engines, folder: Path) -> None:
     engines.idle = ("two", "three")
     policy = RemoteLoader(engines)(str(folder))
     assert engines.calls == [("one", "load"), ("two", "load"), ("three", "load")]
@@ -149,9 +147,7 @@ def test_of_an_error_whose_text_may_hold_anything_only_its_kind_is_said(engines:
     assert "secret" not in str(engines.not_ready)
 
 
-def test_an_update_that_an_engine_cannot_have_is_refused_with_its_name(
-    engines: Engines, policy: RemotePolicy, folder: Path
-) -> None:
+def test_update_that_one_engine_cannot_load_is_refused(engines: Engines, policy: RemotePolicy, folder: Path) -> None:
     update = RemoteLoader(engines)(str(folder), like=policy)
     engines.answers["two load"] = Refusal("policy", "out of memory")
     with pytest.raises(CheckpointError, match=r"^two: out of memory$"):
@@ -172,9 +168,7 @@ def test_where_none_can_have_it_the_reason_is_the_policys(engines: Engines, fold
     assert engines.not_ready == []
 
 
-def test_it_is_said_what_the_slowest_engine_does(
-    engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_of_the_slowest_engine(engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_engine, "POLL_PERIOD", 0.001)
     engines.idle, told = ("two",), []
     slow = {name: Future[Any]() for name in ("one", "two")}
@@ -210,9 +204,7 @@ def test_it_acts_and_says_what_that_took(engines: Engines, policy: RemotePolicy)
     assert engines.calls[-1] == ("one", "prepare_task")
 
 
-def test_it_is_compiled_once_for_frames_of_a_size_and_asks_nobody_whether_it_is(
-    engines: Engines, policy: RemotePolicy
-) -> None:
+def test_policy_is_compiled_once_per_frame_size(engines: Engines, policy: RemotePolicy) -> None:
     before = len(engines.calls)
     assert policy.is_compiled()
     assert policy.is_compiled(1, {"front": (48, 64)})

@@ -42,12 +42,6 @@ def test_there_are_never_fewer_or_more_than_the_bounds_say() -> None:
     assert after(scaling, 100, engines(2, 0.0)) == 2
 
 
-def test_bounds_of_one_keep_one() -> None:
-    scaling = Scaling(Bounds())
-    assert after(scaling, 100, engines(1, 1.0, 1.0)) == 1
-    assert after(scaling, 100, engines(1, 0.0)) == 1
-
-
 @pytest.mark.parametrize(("load", "queue"), [(0.9, 0.0), (0.5, 0.1)], ids=["busy", "late"])
 def test_one_more_when_devices_are_busy_or_requests_late_for_a_while(load: float, queue: float) -> None:
     scaling = Scaling(BOUNDS)
@@ -115,9 +109,6 @@ def test_steps_of_load_are_followed_and_no_more() -> None:
     assert changes == 9
 
 
-# When Ray is said to have no place for an engine, and when only to be slow.
-
-
 def why(
     free: float, *, there: float = 2, running: int = 0, waiting: int = 2, seconds: float = PLACEMENT_TIMEOUT + 1
 ) -> str:
@@ -126,7 +117,7 @@ def why(
     )
 
 
-def test_engines_that_have_their_place_and_whose_processes_are_slow_are_waited_for() -> None:
+def test_slow_start_is_no_shortage() -> None:
     assert why(0) == ""
 
 

@@ -23,9 +23,6 @@ def dataset(record, tmp_path):
     return tmp_path / "dataset"
 
 
-# What lerobot 0.4.4 wrote itself, and read of ours.
-
-
 def test_the_folder_has_the_files_of_version_3(dataset):
     files = {str(path.relative_to(dataset)) for path in dataset.rglob("*") if path.is_file()}
     assert files == {

@@ -65,7 +65,7 @@ def test_a_policy_that_reads_language_is_told_what_was_to_be_done(record):
 
 
 @pytest.mark.parametrize(("rate", "apart"), [(None, 1), (10.0, 2)])
-def test_a_policy_of_two_observations_is_asked_with_one_of_its_own_rate_before(record, rate, apart):
+def test_second_observation_is_one_period_earlier(record, rate, apart):
     seen = []
 
     class Looking(ScriptedPolicy):

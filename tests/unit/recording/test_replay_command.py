@@ -6,7 +6,6 @@ from typer.testing import CliRunner
 
 import jaxmodels
 from jaxmodels import Requirements
-from robojax.cli.app import COMMANDS
 from robojax.cli.recordings import MEMORY, app, limited_memory, replay
 from tests.testing.doubles import ScriptedPolicy
 
@@ -45,7 +44,7 @@ def test_an_error_above_the_limit_is_a_check_that_failed(run, record, limit, cod
     assert run(record(episodes=1), "--policy", "front", "--limit", limit).exit_code == code
 
 
-def test_a_policy_that_does_not_fit_and_a_recording_that_is_not_there_have_their_codes(run, record, tmp_path):
+def test_exit_codes_of_a_misfit_and_a_missing_recording(run, record, tmp_path):
     found = run(record(episodes=1), "--policy", "wrist")
     assert (found.exit_code, "it looks through wrist" in found.output) == (3, True)
     found = run(tmp_path / "no.mcap", "--policy", "front")
@@ -78,7 +77,3 @@ def test_a_process_that_has_more_than_the_limit_already_gets_as_much_again():
         with pytest.raises(MemoryError):
             numpy.empty(MEMORY + (1 << 30), numpy.uint8)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
-
-
-def test_the_commands_are_listed():
-    assert {"replay", "recordings"} <= set(COMMANDS)

@@ -20,7 +20,6 @@ class EvenTime:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        assert self.camera is not None
         wanted = self.camera.pictures + (self.camera.config.fps or 0) * seconds
         until = time.monotonic() + 30
         while self.camera.pictures < wanted:

@@ -40,21 +40,26 @@ async def test_the_commit_of_a_folder_is_its_policy_s_content(folder: Path, sour
     assert await source.head(str(folder), None) not in (first, second)
 
 
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that were read and hashed."""
+    names: list[str] = []
+    content_hash = FolderSource._content_hash
+    monkeypatch.setattr(
+        FolderSource, "_content_hash", lambda self, path: names.append(path.name) or content_hash(self, path)
+    )
+    return names
+
+
 @pytest.mark.parametrize("jump", [-3600, 3600])
-async def test_after_a_clock_jumped_an_hour_a_folder_is_not_read_at_each_look(
-    folder: Path, source: FolderSource, monkeypatch: pytest.MonkeyPatch, jump: int
+async def test_files_are_hashed_once_after_a_clock_jump(
+    folder: Path, source: FolderSource, hashed: list[str], monkeypatch: pytest.MonkeyPatch, jump: int
 ) -> None:
-    wall, read, hashed = time.time, [], FolderSource._content_hash
-
-    def hash_it(self: FolderSource, path: Path) -> str:
-        read.append(path.name)
-        return hashed(self, path)
-
+    wall = time.time
     monkeypatch.setattr(time, "time", lambda: wall() + jump)
-    monkeypatch.setattr(FolderSource, "_content_hash", hash_it)
     for _ in range(3):
         await source.head(str(folder), None)
-    assert len(read) == len(set(read))
+    assert len(hashed) == len(set(hashed))
 
 
 async def test_what_is_fetched_is_a_copy_that_writers_do_not_reach(folder: Path, source: FolderSource) -> None:
@@ -67,9 +72,7 @@ async def test_what_is_fetched_is_a_copy_that_writers_do_not_reach(folder: Path,
     assert await source.fetch(str(folder), sha, ignore) == copy
 
 
-async def test_shards_and_files_of_a_model_are_of_the_policy(
-    folder: Path, source: FolderSource, tmp_path: Path
-) -> None:
+async def test_shards_and_nested_files_are_copied(folder: Path, source: FolderSource, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text("{}")
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"second")
@@ -132,27 +135,20 @@ async def test_what_is_no_policy_is_refused(folder: Path, source: FolderSource, 
 @pytest.mark.parametrize(
     ("name", "ref", "code"), [("policy", "v1", "unknown_revision"), ("nothing", None, "unknown_repo")]
 )
-async def test_unknown_folders_and_revisions_have_a_code(
-    folder: Path, source: FolderSource, name: str, ref: str | None, code: str
-) -> None:
+async def test_unknown_folder_code(folder: Path, source: FolderSource, name: str, ref: str | None, code: str) -> None:
     with pytest.raises(SourceError) as raised:
         await source.head(str(folder.parent / name), ref)
     assert raised.value.code == code
 
 
-async def test_files_that_did_not_change_are_not_read_again(
-    folder: Path, source: FolderSource, monkeypatch: pytest.MonkeyPatch
+async def test_unchanged_files_are_hashed_once(
+    folder: Path, source: FolderSource, hashed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[str] = []
-    content_hash = FolderSource._content_hash
-    monkeypatch.setattr(
-        FolderSource, "_content_hash", lambda self, path: read.append(path.name) or content_hash(self, path)
-    )
     monkeypatch.setattr(sources, "SETTLE_SECONDS", -1.0)
-    os.utime(folder / "config.json", (1, 1))  # or all of this may come within one tick of the file system
+    os.utime(folder / "config.json", (1, 1))  # the file system's clock may not tick during this test
     for _ in range(3):
         await source.head(str(folder), None)
-    assert sorted(read) == ["config.json", "model.safetensors"]
+    assert sorted(hashed) == ["config.json", "model.safetensors"]
     (folder / "config.json").write_text("[]")
     await source.head(str(folder), None)
-    assert sorted(read) == ["config.json", "config.json", "model.safetensors"]
+    assert sorted(hashed) == ["config.json", "config.json", "model.safetensors"]

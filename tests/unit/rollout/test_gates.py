@@ -67,20 +67,16 @@ def test_without_anything_to_compare_with_the_other_gates_still_close() -> None:
     assert judge_trial(trial(changed(0, 0, 130), **alone), TABLE, GateLimits()).reason == "out_of_range"
 
 
-def test_a_joint_without_a_range_is_measured_by_how_far_the_running_policy_moves_it() -> None:
-    table = JointTable([Joint("lift", 0)])
-    old = np.linspace(0, 2, 20, dtype=np.float32)[:, None]
-    same = {"references": [old], "seconds": [0.01], "executed": 20, "budget": 1.0}
-    assert judge_trial(Trial(chunks=[old + 0.4], **same), table, GateLimits()).reason is None  # type: ignore[arg-type]
-    assert judge_trial(Trial(chunks=[old + 0.6], **same), table, GateLimits()).reason == "differs"  # type: ignore[arg-type]
+MOVING = np.linspace(0, 2, 20, dtype=np.float32)[:, None]
+RESTING = np.tile(np.array([1.5, 0.0], np.float32), (20, 1))
 
 
-def test_a_joint_without_a_range_that_stood_still_lately_may_differ_a_little() -> None:
-    table = JointTable([Joint("lift", 0), Joint("turn", 1)])
-    old = np.tile(np.array([1.5, 0.0], np.float32), (20, 1))
-    same = {"references": [old], "seconds": [0.01], "executed": 20, "budget": 1.0}
-    assert judge_trial(Trial(chunks=[old + 0.02], **same), table, GateLimits()).reason is None  # type: ignore[arg-type]
-    assert judge_trial(Trial(chunks=[old + 0.06], **same), table, GateLimits()).reason == "differs"  # type: ignore[arg-type]
+@pytest.mark.parametrize(("old", "passes", "fails"), [(MOVING, 0.4, 0.6), (RESTING, 0.02, 0.06)])
+def test_joint_without_range_is_judged_by_the_running_policy(old: np.ndarray, passes: float, fails: float) -> None:
+    table = JointTable([Joint("lift", 0), Joint("turn", 1)][: old.shape[1]])
+    for offset, reason in ((passes, None), (fails, "differs")):
+        tried = Trial(chunks=[old + offset], references=[old], seconds=[0.01], executed=20, budget=1.0)
+        assert judge_trial(tried, table, GateLimits()).reason == reason
 
 
 def test_figures_of_an_action_that_is_as_large_as_numbers_go_can_be_told() -> None:

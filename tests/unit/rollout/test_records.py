@@ -1,3 +1,5 @@
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,22 @@ from service.rollout.records import SCHEMA, Journal, Record
 from tests.unit.rollout.world import REPO
 
 
-async def test_records_are_there_after_a_restart_and_the_oldest_are_dropped(tmp_path: Path) -> None:
-    database = Database(tmp_path / "d.sqlite", SCHEMA)
-    records = Journal(database, 3, None)
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Callable[[], Journal]]:
+    """Opens the journal of deployments, each time as after a restart."""
+    with ExitStack() as databases:
+
+        def reopen() -> Journal:
+            databases.close()
+            database = Database(tmp_path / "d.sqlite", SCHEMA)
+            databases.callback(database.close)
+            return Journal(database, 3, None)
+
+        yield reopen
+
+
+async def test_only_the_newest_records_survive_a_restart(journal: Callable[[], Journal]) -> None:
+    records = journal()
     made = [Record(REPO, None, "poll", sha=str(number) * 40, at=float(number)) for number in range(5)]
     for record in made:
         record.begin_stage("resolving")
@@ -17,49 +32,35 @@ async def test_records_are_there_after_a_restart_and_the_oldest_are_dropped(tmp_
         record.end("swapped", text="fine")
         await records.save(record)
     assert records.list() == made[:1:-1]
-    database.close()
-    database = Database(tmp_path / "d.sqlite", SCHEMA)
-    again = Journal(database, 3, None)
+    again = journal()
     assert again.list() == made[:1:-1]
     assert again.list()[0].stages[1].name == "downloading"
     assert again.get(made[0].id) is None
-    database.close()
 
 
-async def test_what_a_killed_process_was_at_is_said_to_have_failed(tmp_path: Path) -> None:
-    database = Database(tmp_path / "d.sqlite", SCHEMA)
+async def test_deployment_of_a_killed_process_has_failed(journal: Callable[[], Journal]) -> None:
     record = Record(REPO, None, "webhook", webhook_id="hook", delivery_ids=["1"])
     record.begin_stage("compiling")
-    await Journal(database, 3, None).save(record)
-    database.close()
+    await journal().save(record)
     for _ in range(2):
-        database = Database(tmp_path / "d.sqlite", SCHEMA)
-        (again,) = Journal(database, 3, None).list()
+        (again,) = journal().list()
         assert (again.id, again.result, again.reason, again.delivery_ids) == (record.id, "failed", "interrupted", ["1"])
-        database.close()
 
 
 @pytest.mark.parametrize(("stage", "is_kept_away"), [("checking", False), ("swapping", True), ("probation", True)])
-async def test_what_a_robot_tried_when_its_process_was_killed_is_in_quarantine(
-    tmp_path: Path, stage: str, is_kept_away: bool
+async def test_commit_on_trial_at_a_kill_is_quarantined(
+    journal: Callable[[], Journal], stage: str, is_kept_away: bool
 ) -> None:
-    database = Database(tmp_path / "d.sqlite", SCHEMA)
     record = Record(REPO, None, "webhook", sha="a" * 40, sessions=["arm"])
     record.begin_stage(stage)
-    await Journal(database, 3, None).save(record)
-    database.close()
-    database = Database(tmp_path / "d.sqlite", SCHEMA)
-    journal = Journal(database, 3, None)
-    found = journal.quarantine.get(REPO, "a" * 40)
+    await journal().save(record)
+    quarantine = journal().quarantine
+    found = quarantine.get(REPO, "a" * 40)
     assert (found is not None) == is_kept_away
     if found is not None:
         assert (found.reason, found.deployment) == ("interrupted", record.id)
-        # Once it is released it stays so.
-        await journal.quarantine.release("a" * 40)
-        database.close()
-        database = Database(tmp_path / "d.sqlite", SCHEMA)
-        assert Journal(database, 3, None).quarantine.list() == []
-    database.close()
+        await quarantine.release("a" * 40)
+        assert journal().quarantine.list() == []
 
 
 def test_stages_follow_each_other_and_one_that_is_told_twice_is_one() -> None:

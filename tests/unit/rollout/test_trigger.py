@@ -24,30 +24,37 @@ SHA = "1" * 40
         ("deploy-*", "refs/heads/deploy-12", False),
     ],
 )
-def test_a_ref_is_followed_by_branch_tag_whole_name_or_pattern_of_tags(
-    followed: str | None, moved: str, wanted: bool
-) -> None:
+def test_refs_that_a_session_follows(followed: str | None, moved: str, wanted: bool) -> None:
     assert matches_ref(followed or "main", moved) is wanted
     reading = interpret_delivery(pushed(SHA, moved), [Robot("a", ref=followed)])
     assert reading.targets == ((Target(REPO, followed or "main"),) if wanted else ())
     assert (reading.ignored is None) is wanted
 
 
-@pytest.mark.parametrize("ref", ["refs/pr/1", "refs/convert/parquet"])
-def test_proposals_and_conversions_are_no_release(ref: str) -> None:
-    assert interpret_delivery(pushed(SHA, ref), [Robot("a", ref=ref)]).targets == ()
+def of_a_dataset() -> WebhookPayload:
+    payload = pushed(SHA)
+    payload.repo.type = "dataset"
+    return payload
 
 
-def test_a_deleted_ref_is_not_looked_at() -> None:
-    reading = interpret_delivery(pushed(None), [Robot("a")])
-    assert reading.targets == ()
-    assert "refs/heads/main deleted" in str(reading.ignored)
+@pytest.mark.parametrize(
+    ("payload", "robot"),
+    [
+        (pushed(SHA, "refs/pr/1"), Robot("a", ref="refs/pr/1")),
+        (pushed(SHA, "refs/convert/parquet"), Robot("a", ref="refs/convert/parquet")),
+        (pushed(None), Robot("a")),
+        (of_a_dataset(), Robot("a")),
+        (pushed(SHA), Robot("a", mode="off")),
+    ],
+    ids=["proposal", "conversion", "deleted ref", "dataset", "off"],
+)
+def test_deliveries_that_deploy_nothing(payload: WebhookPayload, robot: Robot) -> None:
+    assert interpret_delivery(payload, [robot]).targets == ()
 
 
-def test_sessions_of_one_ref_are_one_target_and_those_that_are_off_are_none() -> None:
+def test_sessions_of_one_ref_are_one_target() -> None:
     robots = [Robot("a"), Robot("b"), Robot("c", ref="main"), Robot("d", ref="dev"), Robot("e", repo="someone/leg")]
     assert interpret_delivery(pushed(SHA), robots).targets == (MAIN,)
-    assert interpret_delivery(pushed(SHA), [Robot("a", mode="off")]).targets == ()
 
 
 def test_a_delivery_that_does_not_say_which_ref_moved_is_about_all() -> None:
@@ -64,12 +71,6 @@ def test_refs_that_cannot_be_read_are_about_all_refs() -> None:
         assert interpret_delivery(payload, [Robot("a"), Robot("b", ref="v1")]).targets == (MAIN, Target(REPO, "v1"))
 
 
-def test_a_dataset_of_the_same_name_is_no_policy() -> None:
-    payload = pushed(SHA)
-    payload.repo.type = "dataset"
-    assert interpret_delivery(payload, [Robot("a")]).targets == ()
-
-
 @pytest.mark.parametrize(
     ("scope", "action", "parts", "code"),
     [
@@ -83,9 +84,7 @@ def test_a_dataset_of_the_same_name_is_no_policy() -> None:
         ("repo.content.later", "update", {}, "looked at"),
     ],
 )
-def test_what_is_no_push_deploys_nothing_and_some_of_it_is_an_alert(
-    scope: str, action: str, parts: dict, code: str | None
-) -> None:
+def test_events_that_are_no_push_deploy_nothing(scope: str, action: str, parts: dict, code: str | None) -> None:
     reading = interpret_delivery(pushed(SHA, event={"scope": scope, "action": action}, **parts), [Robot("a")])
     if code == "looked at":
         assert reading.targets == (MAIN,)

@@ -169,6 +169,15 @@ class World:
         await self.idle()
         return sha
 
+    async def preparing(self, *files: Mapping[str, bytes | str | None]) -> list[str]:
+        """Push commits, each while the one before it is held in its preparation; `Robots.may_prepare` ends that."""
+        self.robots.may_prepare.clear()
+        made: list[str] = []
+        for one in files:
+            made.append(self.push(one))
+            await until(lambda: self.robots.of("prepare")[-1:] == made[-1:])
+        return made
+
     async def told(self, sha: str) -> None:
         self.tell(sha)
         await self.idle()

@@ -59,13 +59,8 @@ def test_serve_shows_the_settings_that_most_people_need_and_all_when_asked(call,
     assert f"Show all {len(FIELDS)} settings" in told.stdout
 
 
-def test_a_command_that_is_none_is_compared_with_those_there_are(call):
-    told = call("serv")
-    assert (told.returncode, "Did you mean 'serve'?" in told.stderr) == (2, True)
-
-
-def test_the_version_is_told(robojax):
-    told = robojax("--version")
+def test_version_is_printed(call):
+    told = call("--version")
     assert (told.returncode, told.stdout.split()[0]) == (0, "robojax")
 
 
@@ -95,24 +90,38 @@ def test_a_command_without_its_extra_ends_with_2_and_says_what_to_install(enviro
     assert "Traceback" not in done.stderr
 
 
+NOWHERE = ("--server", "http://127.0.0.1:9")
+
+
 @pytest.mark.parametrize(
-    "arguments", [("fly",), ("serve", "--colour", "red"), ("check",), ("stop",), ("stop", "a", "--all")]
+    ("arguments", "code", "said"),
+    [
+        (("fly",), 2, ()),
+        (("serve", "--colour", "red"), 2, ()),
+        (("check",), 2, ()),
+        (("stop",), 2, ()),
+        (("stop", "a", "--all"), 2, ()),
+        (("sessions", "--server", "ftp://x"), 2, ()),
+        (
+            ("serve", "--rate", "fast"),
+            2,
+            ("rate (flag --rate)", "port (environment ROBOJAX_PORT)", "did you mean 'port'", "Do: "),
+        ),
+        (("check", "/no/such/policy"), 3, ("neither a folder here nor a repo id",)),
+        (("sessions", *NOWHERE), 4, ("robojax serve",)),
+        (("stop", "--all", *NOWHERE), 4, ("robojax serve",)),
+        (("stop", "arm", *NOWHERE), 4, ("robojax serve",)),
+    ],
 )
-def test_wrong_usage_ends_with_2(call, arguments):
-    told = call(*arguments)
-    assert (told.returncode, told.stdout) == (2, "")
-
-
-def test_wrong_settings_end_with_2_and_say_what_to_do(call, tmp_path):
+def test_exit_codes(call, tmp_path, arguments, code, said):
     (tmp_path / "robojax.toml").write_text("prot = 1")
-    told = call("serve", "--rate", "fast", ROBOJAX_PORT="x")
-    assert told.returncode == 2
-    for text in ("rate (flag --rate)", "port (environment ROBOJAX_PORT)", "did you mean 'port'", "Do: "):
-        assert text in told.stderr
+    told = call(*arguments, ROBOJAX_PORT="x", HF_HUB_OFFLINE="1", ROBOJAX_COMPILE_CACHE="off")
+    assert (told.returncode, told.stdout) == (code, "")
+    assert [text for text in said if text not in told.stderr] == []
 
 
 @pytest.mark.parametrize("after", [0.0, 0.5], ids=["at once", "while jax is imported"])
-def test_a_server_starts_answers_before_jax_is_there_and_ends_with_0_at_sigterm(serve, pauses, after):
+def test_server_answers_before_jax_and_ends_with_0_at_sigterm(serve, pauses, after):
     with serve() as (process, url):
         told = _health(url)
         assert (told["status"], told["device"], told["uptime"] < 2 + pauses.lost(0.0)) == ("healthy", None, True)
@@ -120,7 +129,7 @@ def test_a_server_starts_answers_before_jax_is_there_and_ends_with_0_at_sigterm(
         _end(process, pauses)
 
 
-def test_a_server_that_has_jax_ends_with_0_at_sigterm_and_nobody_else_gets_its_port(serve, robojax, call, pauses):
+def test_server_with_jax_keeps_its_port_and_ends_with_0_at_sigterm(serve, robojax, call, pauses):
     with serve() as (process, url):
         began = time.monotonic()
         _is_refused_a_taken_port(robojax, url)
@@ -158,15 +167,7 @@ def _lists_and_stops_sessions(call, url):
     assert (told.returncode, "Session nobody not found" in told.stderr) == (4, True)
 
 
-def test_a_server_that_is_not_there_ends_with_4(call):
-    for arguments in (("sessions",), ("stop", "--all"), ("stop", "arm")):
-        told = call(*arguments, "--server", "http://127.0.0.1:9")
-        assert told.returncode == 4
-        assert "robojax serve" in told.stderr
-    assert call("sessions", "--server", "ftp://x").returncode == 2
-
-
-def test_a_stop_that_a_server_does_not_answer_says_what_stops_the_robot_now(call):
+def test_unanswered_stop_names_what_stops_the_robot(call):
     with socket.create_server(("127.0.0.1", 0)) as silent:
 
         def hear() -> None:
@@ -180,12 +181,6 @@ def test_a_stop_that_a_server_does_not_answer_says_what_stops_the_robot_now(call
     assert told.returncode != 0
     assert "does not answer" in told.stderr
     assert "robots hold by themselves after 0.5 s" in " ".join(told.stderr.split())
-
-
-def test_a_policy_that_is_not_there_ends_with_3(call):
-    told = call("check", "/no/such/policy", HF_HUB_OFFLINE="1", ROBOJAX_COMPILE_CACHE="off")
-    assert (told.returncode, told.stdout) == (3, "")
-    assert "neither a folder here nor a repo id" in told.stderr
 
 
 def _walk(command, context, path=()):
@@ -234,16 +229,13 @@ def test_a_mistyped_command_or_option_suggests_the_nearest(tree, call):
         assert (found.returncode, option in found.stderr) == (2, True), found.stderr
 
 
-def test_the_server_is_the_one_of_the_flag_then_of_the_environment(call):
+def test_server_of_the_flag_precedes_the_environment(call):
     def address(*arguments: str, **environment: str) -> str:
         found = call("sessions", *arguments, **environment)
         assert found.returncode == 4
         return found.stderr.splitlines()[0].removeprefix("Error: no robojax server answers at ")
 
     assert address("--server", "http://127.0.0.1:9", ROBOJAX_SERVER="http://127.0.0.1:7") == "http://127.0.0.1:9"
-    assert address(ROBOJAX_SERVER="http://127.0.0.1:7/", ROBOJAX_PORT="9") == "http://127.0.0.1:7"
-    assert address(ROBOJAX_PORT="9") == "http://127.0.0.1:9"
     assert address(ROBOJAX_PORT="9", ROBOJAX_HOST="0.0.0.0") == "http://127.0.0.1:9"
-    for wrong in ({"ROBOJAX_SERVER": "localhost:9"}, {"ROBOJAX_PORT": "0"}, {"ROBOJAX_PORT": "x"}):
-        found = call("sessions", **wrong)
-        assert (found.returncode, next(iter(wrong.values())) in found.stderr) == (2, True), found.stderr
+    found = call("sessions", ROBOJAX_SERVER="localhost:9")
+    assert (found.returncode, "localhost:9" in found.stderr) == (2, True), found.stderr

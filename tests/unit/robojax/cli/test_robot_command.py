@@ -21,18 +21,6 @@ def robojax(*arguments: str) -> Any:
 
 
 @pytest.mark.usefixtures("even_cameras")
-def test_a_check_says_what_is_wrong_as_json_and_ends_with_one() -> None:
-    pytest.importorskip("scservo_sdk", reason="the extra 'robot' is not installed")
-    done = robojax("--check", "--json", *SIMULATED, CAMERA)
-    assert done.exit_code == 1, done.stderr
-    levels = {each["name"]: each["level"] for each in json.loads(done.stdout)}
-    assert levels.pop("server") == "fail"
-    assert {levels.pop(name) for name in ("policy", "joints", "units", "rate")} == {"warn"}
-    assert set(levels.values()) == {"ok"}
-    assert {"port", "gripper", "readings", "camera front"} <= set(levels)
-
-
-@pytest.mark.usefixtures("even_cameras")
 def test_a_check_shows_every_line_although_flags_are_missing() -> None:
     done = robojax("--check", "--json", "--robot.type=so101_follower", "--server=http://127.0.0.1:9", CAMERA)
     assert done.exit_code == 1, done.stderr

@@ -1,6 +1,5 @@
 """Tables of what others named."""
 
-import json
 from typing import Literal
 
 import pytest
@@ -42,16 +41,3 @@ def test_a_finding_that_failed_ends_the_command(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "1 of 3 need repair" in out
     assert "thing [fail]" in out
-
-
-def test_findings_of_which_none_failed_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    show_findings(FINDINGS[:2], as_json=False)
-    assert capsys.readouterr().out.splitlines()[-1] == "fit"
-
-
-def test_programs_get_findings_as_json_and_the_same_end(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit):
-        show_findings(FINDINGS, as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert [finding["level"] for finding in told] == ["ok", "warn", "fail"]
-    assert told[0] == {"name": "thing [ok]", "level": "ok", "found": "found", "fix": ""}

@@ -1,14 +1,20 @@
 """``robojax train``: flags as LeRobot writes them, and refusals that say what was meant."""
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from jaxmodels.data import DatasetWriter
 from robojax.cli import train
 from robojax.cli.train import app
 from robojax.cli.train_flags import InvalidFlags, policy_values, read_flags
+from tests.testing.compiling import compiling_quickly
 
 
-def test_values_come_after_an_equals_sign_or_a_blank_and_flags_may_stand_alone() -> None:
+def test_flags_of_train_are_parsed() -> None:
     given = read_flags(
         ["--policy.type=act", "--steps", "50", "--resume", "--dataset.episodes=[0, 2,5-7]", "--policy.chunk_size=10"]
     )
@@ -115,9 +121,7 @@ def test_fields_of_any_policy_pass_until_its_type_is_known() -> None:
     assert "wanted one of --policy.type" in result.output
 
 
-def test_a_log_is_told_of_long_decoding_at_times_and_not_at_each_frame(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_is_logged_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(train.time, "monotonic", lambda: now)
     with train.ProgressDisplay(is_enabled=True) as shown:
@@ -133,3 +137,47 @@ def test_help_lists_every_flag_and_the_fields_of_a_policy() -> None:
     assert "--gradient_accumulation_steps" in result.output
     assert "--policy.kl_weight" in result.output
     assert "diffusion2d" in CliRunner().invoke(app, ["--help", "--policy.type=actt"]).output
+
+
+@pytest.mark.timeout(600)  # a slow machine compiles for a minute
+def test_training_and_resuming_by_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", "off")
+    with DatasetWriter(tmp_path / "demos", fps=10, joint_names=("x",), environment_state=("where",)) as writer:
+        for place in np.float32((0.1, 0.5, 0.9)):
+            for share in np.linspace(0, 1, 5, dtype=np.float32):
+                state = {"observation.state": np.array([share * place]), "action": np.array([place])}
+                writer.add({**state, "observation.environment_state": np.array([place])})
+            writer.end_episode("reach")
+    arguments = [
+        "--policy.type=act",
+        "--preset=small",
+        "--policy.device=cpu",
+        "--policy.dim_model=16",
+        "--policy.dim_feedforward=16",
+        "--policy.n_encoder_layers=1",
+        "--policy.chunk_size=4",
+        "--policy.n_action_steps=2",
+        "--optimizer.lr=0.01",
+        f"--dataset.root={tmp_path / 'demos'}",
+        "--dataset.episodes=0-1",
+        f"--output_dir={tmp_path / 'run'}",
+        "--steps=4",
+        "--batch_size=4",
+        "--log_freq=2",
+        "--dataset.image_transforms.noise=0.02",
+    ]
+    with compiling_quickly():
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "2 episodes, 10 frames at 10 Hz; 4 steps of 4" in result.output
+    assert "step 4/4  loss" in result.output
+    config = json.loads((tmp_path / "run" / "policy" / "config.json").read_text())
+    assert (config["dim_model"], config["device"], config["push_to_hub"]) == (16, "cpu", False)
+    setup = json.loads((tmp_path / "run" / "training.json").read_text())
+    assert setup["training"]["optimizer"]["lr"] == 0.01
+    assert setup["training"]["optimizer"]["lr_backbone"] == 1e-3
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 3
+    assert "--resume=true" in again.output
+    with compiling_quickly():
+        assert CliRunner().invoke(app, [*arguments, "--resume=true"]).exit_code == 0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from robojax.robot import arm_thread, bus
+from robojax.robot import _scservo, arm_thread, bus
 from robojax.robot.arm import JOINTS, Arm
 from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.errors import BusLost, RobotError
@@ -63,11 +63,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_held(arm: Arm, servos: 
     assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in ALL)
 
 
-def test_one_lost_reading_is_no_lost_servo_but_three_are(arm: Arm, servos: SimulatedBus) -> None:
+def test_three_lost_readings_are_a_lost_servo(arm: Arm, servos: SimulatedBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    patience = _scservo.PACKET_TIMEOUT
+    monkeypatch.setattr(_scservo, "PACKET_TIMEOUT", 300.0)
     servos.line.silent.add(2)
     assert arm.read_pose() is None
     servos.line.silent.clear()
+    monkeypatch.setattr(_scservo, "PACKET_TIMEOUT", patience)
     assert arm.read_pose() is not None
+    monkeypatch.setattr(_scservo, "PACKET_TIMEOUT", 300.0)
     servos.line.silent.add(2)
     assert (arm.read_pose(), arm.read_pose()) == (None, None)
     with pytest.raises(BusLost, match="servo 2"):
@@ -75,9 +79,7 @@ def test_one_lost_reading_is_no_lost_servo_but_three_are(arm: Arm, servos: Simul
 
 
 @pytest.mark.parametrize("how", ["position", "sensor"])
-def test_a_servo_that_does_not_know_where_it_is_is_not_told_to_stay_there(
-    arm: Arm, servos: SimulatedBus, how: str
-) -> None:
+def test_servo_without_a_position_gets_no_goal(arm: Arm, servos: SimulatedBus, how: str) -> None:
     arm.enable_torque()
     if how == "position":
         servos.servo(2).set_position(30_000)
@@ -103,9 +105,6 @@ def test_torque_goes_off_only_when_asked(arm: Arm, servos: SimulatedBus) -> None
     arm.enable_torque()
     arm.disable_torque()
     assert arm.held == []
-
-
-# The arm's thread.
 
 
 def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:

@@ -83,9 +83,7 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
         read_calibration(file, JOINTS)
 
 
-# Conversions compared with LeRobot 0.4.4's own, whose results are in ``lerobot_units.json``.
-
-
+# Results of LeRobot 0.4.4.
 CASES = json.loads((Path(__file__).parent / "lerobot_units.json").read_text())
 JOINT = JointCalibration(1, 0, 0, 1000, 3000)
 

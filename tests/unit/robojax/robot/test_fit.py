@@ -67,9 +67,7 @@ def ranges(**ends: float) -> list[list[float]]:
         (None, False, "warn", "cannot be compared"),
     ],
 )
-def test_unit_of_the_arm_is_compared_with_the_training(
-    action_range: Any, use_degrees: bool | None, level: str, said: str
-) -> None:
+def test_unit_is_compared_with_training(action_range: Any, use_degrees: bool | None, level: str, said: str) -> None:
     fit = read_policy_fit(answer(action_range=action_range))
     found = compare_units(fit, use_degrees, CALIBRATION)
     assert (found.name, found.level) == ("units", level), found

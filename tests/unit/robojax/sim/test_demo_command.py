@@ -5,10 +5,8 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from robojax.client import Client
 from robojax.sim.demo import serve_demo
 from service.http.server import CannotListen
 from service.processes import ChildDied
+from tests.testing.http_answers import answering
 from tests.testing.pauses import Pauses
 
 pytestmark = pytest.mark.usefixtures("can_draw")
@@ -34,25 +33,6 @@ app.command()(sim.demo)
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [*ROBOJAX, "demo", "--headless", "--port", "0", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-
-
-def test_an_episode_goes_through_the_whole_stack_and_is_counted(pauses: Pauses) -> None:
-    began = time.monotonic()
-    ended = demo("--episodes", "1", "--require", "0")
-    assert ended.returncode == 0, ended.stderr
-    assert re.search(r"cube +1 \(seed 5000\): (lifted|missed)", ended.stdout), ended.stdout
-    assert "of 1 cubes lifted" in ended.stdout
-    url = re.search(r"server: (http://127.0.0.1:\d+)", ended.stdout)
-    assert url is not None
-    assert f"curl -X POST {url[1]}/sessions " in ended.stdout
-    commands = re.search(r"commands: (\d+) sent, (\d+) late actions dropped", ended.stdout)
-    assert commands is not None
-    assert (LATE_ACTIONS in ended.stdout) == (commands[2] != "0")
-    assert int(commands[1]) >= 100, "110 ticks were driven by the policy"
-    shown = re.search(r"camera fps: front ([\d.]+)", ended.stdout)
-    assert shown is not None
-    # 20 to 30, of the newest 32 pictures; for each of them the machine may have stood still.
-    assert 32 / (32 / 20 + pauses.lost(began)) <= float(shown[1]) < 30
 
 
 @pytest.mark.parametrize(
@@ -76,13 +56,14 @@ def test_too_few_cubes_are_a_failure(
     assert ended.stderr == ("" if wanted is None else f"fewer than the {wanted} cubes wanted\n")
 
 
-def test_a_stopped_demo_waits_for_a_person_and_plays_the_episode_again() -> None:
+def test_stopped_demo_waits_for_a_person_and_repeats_the_episode(pauses: Pauses) -> None:
     command = [*ROBOJAX, "demo", "--headless", "--port", "0", "--episodes", "1", "--require", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
+        printed: list[str] = []
 
         def read_until(pattern: str) -> re.Match[str]:
             for line in running.stdout:  # type: ignore[union-attr]
+                printed.append(line)
                 if found := re.search(pattern, line):
                     return found
             raise AssertionError(f"the demo ended before it printed {pattern!r}")
@@ -90,7 +71,7 @@ def test_a_stopped_demo_waits_for_a_person_and_plays_the_episode_again() -> None
         try:
             url = read_until(r"server: (http://127.0.0.1:\d+)")[1]
             with Client(url) as client:
-                # Once by the emergency stop of all robots, then by a stop of the one session.
+                # First the emergency stop of all robots, then a stop of the one session.
                 for stop, repair in (("stop --all", "reset demo-arm"), ("stop demo-arm", "start demo-arm")):
                     _wait_until_moving(client)
                     subprocess.run([*ROBOJAX, *stop.split(), "--server", url], check=True, timeout=60)
@@ -99,11 +80,22 @@ def test_a_stopped_demo_waits_for_a_person_and_plays_the_episode_again() -> None
                     assert client.session("demo-arm").status().status == "stopped"
                     subprocess.run([*ROBOJAX, *shlex.split(advice)], check=True, timeout=60)
                     read_until("goes on: episode 1 is played again")
+            began = time.monotonic()
             read_until(r"cube +1 \(seed 5000\): (lifted|missed)")
-            assert re.search(r"of 1 cubes lifted", running.stdout.read())
+            text = "".join(printed) + running.stdout.read()
             assert running.wait(60) == 0
         finally:
             running.terminate()
+    assert "of 1 cubes lifted" in text
+    assert f"curl -X POST {url}/sessions " in text
+    commands = re.search(r"commands: (\d+) sent, (\d+) late actions dropped", text)
+    assert commands is not None
+    assert (LATE_ACTIONS in text) == (commands[2] != "0")
+    assert int(commands[1]) >= 100, "an episode has 110 ticks"
+    shown = re.search(r"camera fps: front ([\d.]+)", text)
+    assert shown is not None
+    # 20 to 30 per second, over the newest 32 pictures; the machine may have paused during any of them.
+    assert 32 / (32 / 20 + pauses.lost(began)) <= float(shown[1]) < 30
 
 
 def _wait_until_moving(client: Client) -> None:
@@ -119,26 +111,8 @@ def _wait_until_moving(client: Client) -> None:
 
 @pytest.fixture
 def other_server() -> Iterator[tuple[int, list[str]]]:
-    """Port of an HTTP server that answers 200 to each request, and the requests that it got."""
-    requests: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            requests.append(self.requestline)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"status": "healthy"}')
-
-        do_POST = do_GET
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.server_port, requests
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(200, b'{"status": "healthy"}') as (port, paths):
+        yield port, paths
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
@@ -166,7 +140,7 @@ async def test_another_server_on_the_port_is_never_called(other_server: tuple[in
     assert requests == []
 
 
-def test_the_demo_listens_on_the_default_port_or_a_free_one(
+def test_demo_takes_port_8001_or_a_free_one(
     other_server: tuple[int, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ROBOJAX_PORT", raising=False)
@@ -180,7 +154,7 @@ def test_the_demo_listens_on_the_default_port_or_a_free_one(
     assert choose_port(None) == 0
 
 
-def test_a_policy_that_cannot_be_loaded_is_named_and_nothing_is_left_running(tmp_path: Path) -> None:
+def test_demo_refuses_an_unloadable_policy(tmp_path: Path) -> None:
     ended = demo("--episodes", "1", "--policy", str(tmp_path))
     assert ended.returncode == 4
     assert "the server refused the policy with 422: policy_path: " in ended.stderr

@@ -1,6 +1,5 @@
 """Demonstrations: what is recorded, that a seed decides it, and that nothing half-written is left."""
 
-import json
 import os
 import signal
 import subprocess
@@ -23,13 +22,11 @@ PICTURES = f"observation.images.{CAMERA}"
 
 
 @pytest.fixture(scope="module")
-def recording() -> Demonstration:
-    found = demonstrate(TaskName.PICK, 0)
-    assert found is not None
-    return found
+def recording() -> Demonstration | None:
+    return demonstrate(TaskName.PICK, 0)
 
 
-def test_a_demonstration_holds_what_the_robot_sends_and_what_the_expert_wanted(arm: Arm, recording: Demonstration):
+def test_contents_of_a_demonstration(arm: Arm, recording: Demonstration):
     steps = len(recording.arrays["action"])
     assert {name: (array.shape, array.dtype.str) for name, array in recording.arrays.items()} == {
         "observation.state": ((steps, 6), "<f4"),
@@ -56,18 +53,17 @@ def test_actions_are_the_experts_and_not_the_pushed_ones(recording: Demonstratio
 
 def test_a_dataset_has_a_task_for_each_episode_and_follows_from_its_seed(tmp_path: Path):
     folder = tmp_path / "two"
-    with demonstrations(folder, TWO_CUBES, episodes=3, seed=11, workers=2) as recorded:
+    with demonstrations(folder, TWO_CUBES, episodes=2, seed=11, workers=2) as recorded:
         seeds = [*recorded]
         assert not folder.exists(), "half a dataset must not look like one"
-    assert seeds == [11, 12, 13]
+    assert seeds == [11, 12]
     dataset = open_dataset(folder)
     assert (dataset.fps, dataset.joint_names, dataset.robot_type) == (RATE, JOINTS, "so100_simulated")
     starts = [int(start) for start in dataset.starts]
     told = [dataset.tasks[dataset.task_index[start]] for start in starts]
-    assert told == ["pick up the blue cube", "pick up the red cube", "pick up the blue cube"]
+    assert told == ["pick up the blue cube", "pick up the red cube"]
     again = demonstrate(TaskName.TWO_CUBES, 12)
-    assert again is not None
-    rows = slice(starts[1], starts[2])
+    rows = slice(starts[1], None)
     np.testing.assert_array_equal(dataset.vectors("action")[rows], again.arrays["action"])
     np.testing.assert_array_equal(dataset.vectors("observation.state")[rows], again.arrays["observation.state"])
     frames = dataset.frames(PICTURES, [starts[1], starts[1] + 40])
@@ -95,40 +91,35 @@ def test_a_recording_that_fails_leaves_nothing(tmp_path: Path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_recording_that_is_asked_to_end_leaves_nothing(tmp_path: Path):
-    command = [sys.executable, "-m", "robojax.cli", "record-demo", str(tmp_path / "pick"), "--episodes", "400"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        deadline = time.monotonic() + 60
-        while not [*tmp_path.glob("pick.*.partial/**/*.mp4")]:  # its workers are at work
-            assert running.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        running.send_signal(signal.SIGTERM)
-        _, told = running.communicate(timeout=60)
-    assert running.returncode == 1
-    assert "ended after" in told
-    assert "Traceback" not in told
-    assert not [*tmp_path.iterdir()]
-
-
-def test_ctrl_c_while_its_workers_begin_is_no_traceback(tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ended_recording_leaves_nothing(tmp_path: Path, number: signal.Signals):
+    """SIGTERM while the workers record, and Ctrl-C while they begin."""
     command = [sys.executable, "-m", "robojax.cli", "record-demo", str(tmp_path / "pick"), "--workers", "2"]
-    # What a shell starts in the background ignores Ctrl-C, and so does what that starts.
+    # A child inherits an ignored SIGINT, as of a background job of a shell.
     here = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     finally:
         signal.signal(signal.SIGINT, here)
+
+    def is_time() -> bool:
+        if number == signal.SIGTERM:
+            return bool([*tmp_path.glob("pick.*.partial/**/*.mp4")])
+        return "spawn_main" in "".join(map(_command_line, psutil.Process(running.pid).children()))
+
     with running:
         deadline = time.monotonic() + 60
-        while "spawn_main" not in "".join(map(_command_line, psutil.Process(running.pid).children())):
+        while not is_time():
             assert running.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        os.killpg(running.pid, signal.SIGINT)
+        if number == signal.SIGTERM:
+            running.send_signal(number)
+        else:
+            os.killpg(running.pid, number)
         _, told = running.communicate(timeout=60)
     assert running.returncode == 1
-    assert "ended after 0 of 200" in told
+    assert ("ended after 0 of 200" if number == signal.SIGINT else "ended after") in told
     assert "Traceback" not in told
     assert not [*tmp_path.iterdir()]
 
@@ -138,12 +129,3 @@ def _command_line(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
-
-
-def test_the_command_says_what_it_recorded(tmp_path: Path):
-    folder = tmp_path / "pick"
-    command = [sys.executable, "-m", "robojax.cli", "record-demo", str(folder), "--episodes", "1", "--workers", "1"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert "1 demonstrations, seeds 0 to 0" in ended.stdout
-    assert json.loads((folder / "meta" / "info.json").read_text())["codebase_version"] == "v3.0"

@@ -15,12 +15,7 @@ from typer.testing import CliRunner, Result
 from robojax.cli.sim import evaluate as command
 from robojax.cli.sim import select_policy
 from robojax.sim.evaluation import Evaluation, hash_policy_files
-from robojax.sim.tasks import PICK, TWO_CUBES, Outcome
-
-
-def evaluate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "robojax.cli", "eval", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+from robojax.sim.tasks import PICK, TWO_CUBES, Outcome, Score, wilson
 
 
 def evaluation(task: Any = TWO_CUBES, episodes: int = 4, **options: Any) -> Evaluation:
@@ -32,6 +27,7 @@ def test_a_report_counts_by_instruction_and_says_what_was_wrong():
     for number, (lifted, wrong) in enumerate([(True, None), (False, "red"), (False, None), (True, None)], 1):
         instruction = TWO_CUBES.choose_cube(9 + number).instruction
         run.score.outcomes.append(Outcome(number, 9 + number, instruction, lifted, wrong, 110))
+    assert str(run.score) == "2 of 4 cubes lifted, 1 times a wrong one"
     found = json.loads(json.dumps(run.as_json()))
     assert found["is_complete"] is True
     assert found["all"]["lifted"] == 2
@@ -61,8 +57,10 @@ def test_a_report_knows_the_very_files_of_the_policy(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("can_draw")
-def test_cubes_are_counted_filmed_and_reported_and_too_few_are_a_failure(tmp_path: Path):
-    ended = evaluate("--episodes", "2", "--seed", "5000", "--require", "3", "--output", str(tmp_path / "run"))
+def test_cubes_are_counted_filmed_and_reported(refused: Callable[..., Result], tmp_path: Path):
+    arguments = ("--episodes", "2", "--seed", "5000", "--require", "3", "--output", str(tmp_path / "run"))
+    command = [sys.executable, "-m", "robojax.cli", "eval", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 1, ended.stderr
     assert "at least 3 were wanted" in ended.stderr
     told = " ".join(ended.stdout.split())
@@ -74,8 +72,8 @@ def test_cubes_are_counted_filmed_and_reported_and_too_few_are_a_failure(tmp_pat
     assert {"jax", "mujoco", "robojax"} <= set(found["machine"]["packages"])
     for episode in found["episodes"]:
         assert (tmp_path / "run" / episode["film"]).stat().st_size > 1000
-    again = evaluate("--output", str(tmp_path / "run"))
-    assert again.returncode == 2
+    again = refused("--output", str(tmp_path / "run"))
+    assert again.exit_code == 2
     assert "it is not written over" in again.stderr
 
 
@@ -99,3 +97,25 @@ def test_what_cannot_be_evaluated_is_said_with_what_to_do(refused: Callable[...,
     assert "none is shipped for the task two-cubes" in untrained.stderr
     assert "robojax record-demo data/two-cubes --task two-cubes" in untrained.stderr
     assert refused("--whole-stack", "--delay", "1").exit_code == 2
+
+
+RED = "pick up the red cube"
+
+
+def test_an_episode_is_lifted_missed_or_wrong():
+    assert Outcome(1, 5001, RED, True, None, 110).verdict == "lifted"
+    assert Outcome(1, 5001, RED, False, None, 110).verdict == "missed"
+    assert Outcome(1, 5001, RED, False, "blue", 110).verdict == "wrong, lifted the blue cube"
+
+
+def test_before_the_first_episode_nothing_is_known():
+    assert Score().interval == (0.0, 1.0)
+    assert str(Score()) == "0 of 0 cubes lifted"
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 1), (1, 1), (17, 20), (36, 40), (40, 40), (0, 40), (96, 100)])
+def test_the_interval_is_wilsons(successes: int, trials: int):
+    from scipy.stats import binomtest
+
+    expected = binomtest(successes, trials).proportion_ci(0.95, method="wilson")
+    assert wilson(successes, trials) == pytest.approx((expected.low, expected.high), abs=1e-12)

@@ -59,7 +59,7 @@ class Listening:
 
 
 @pytest.mark.usefixtures("can_draw")
-def test_a_policy_that_reads_language_is_told_the_cube_and_the_film_ends_with_the_verdict(tmp_path: Path):
+def test_instruction_names_the_cube_and_film_has_the_verdict(tmp_path: Path):
     policy = Listening()
     outcomes = [*evaluate(policy, [4, 5], task=TWO_CUBES, films=tmp_path)]  # pyright: ignore[reportArgumentType]
     assert [told.tolist() for told in policy.heard] == [["pick up the red cube"], ["pick up the blue cube"]]

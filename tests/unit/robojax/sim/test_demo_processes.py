@@ -38,22 +38,15 @@ async def test_a_child_that_dies_is_reported_with_its_code_and_its_last_words(mo
             running.check()
 
 
-async def test_a_living_child_passes_its_check_and_is_ended_with_the_context(modules: Path):
-    (modules / "sleeper.py").write_text(SLEEPER)
-    async with child("a sleeper", "sleeper") as running:
-        assert await running.next_line() == "up"
-        running.check()
-    assert not running.is_alive
-
-
-async def test_a_child_is_ended_also_when_the_context_fails(modules: Path):
+async def test_child_ends_with_its_context(modules: Path):
     (modules / "sleeper.py").write_text(SLEEPER)
     started = []
 
     async def fail() -> None:
         async with child("a sleeper", "sleeper") as running:
             started.append(running)
-            await running.next_line()
+            assert await running.next_line() == "up"
+            running.check()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -86,7 +79,6 @@ def test_a_child_does_not_outlive_a_parent_that_was_killed(modules: Path):
         "asyncio.run(main())\n"
     )
     with subprocess.Popen([sys.executable, "-m", "parent"], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         orphan = int(parent.stdout.readline())
         parent.kill()
     deadline = time.monotonic() + 30

@@ -66,7 +66,7 @@ def test_a_picture_is_rgb_in_the_size_asked_for_and_the_same_each_time(arm: Arm)
     np.testing.assert_array_equal(first, arm.picture("front", 60, 80))
 
 
-def test_without_a_way_to_draw_the_arm_moves_and_drawing_says_what_to_install():
+def test_arm_moves_without_OpenGL_and_drawing_is_explained():
     code = (
         "from robojax.sim.arm import Arm\n"
         "arm = Arm(); arm.reset(0); arm.step(arm.joints); print('moved')\n"
@@ -79,9 +79,6 @@ def test_without_a_way_to_draw_the_arm_moves_and_drawing_says_what_to_install():
     assert found.returncode == 0, found.stderr
     assert "moved" in found.stdout
     assert "apt-get install libegl1" in found.stdout
-
-
-# Radians and wire values.
 
 
 poses = st.lists(st.floats(-4, 4), min_size=6, max_size=6).map(np.array)
