@@ -73,8 +73,7 @@ class _Http(Http):
 
     async def _read_head(self) -> None:
         if self._is_pipelined:
-            # What is in the buffer is answered without waiting for anything: thousands of requests at a stretch, while
-            # robots and emergency stops wait.
+            # Buffered requests are answered without waiting: a long run of them would delay robots and emergency stops.
             await asyncio.sleep(_PIPELINE_PAUSE)
         await self._receive_head()
         await cast(DeadlineProtocol, self.protocol).wait_for_turn(STOP_LINE.match(self.recv_buffer) is not None)
@@ -97,10 +96,7 @@ class _Http(Http):
         return await super().read()
 
     async def _check_chunk(self) -> None:
-        """Refuse a chunk size that is no number by RFC 9112, 7.1, but one to Python: ``0x2``, `` 2``, ``2_0``.
-
-        And a chunk that does not end where its size says: whoever else reads it would see another request's beginning.
-        """
+        """Reject a chunk size that only Python accepts (``0x2``; RFC 9112, 7.1), and a chunk with a wrong end."""
         buffer = self.recv_buffer
         if self.expecting_continue:
             self.expecting_continue = False
@@ -185,8 +181,8 @@ class DeadlineProtocol(WebSocketProtocol):
             self.loop.call_later(SPARE_TIMEOUT, self.abort)
         self._queue = FairQueue.of_running_loop()
         self._queue.charge_turn(CONNECTION)
-        # No task, and nothing else of an HTTP connection, before there is a request to read: those who come and go as
-        # fast as they can take the time that a new connection costs, and one with a stop waits behind them.
+        # Create the task and the HTTP state only when there is a request: short-lived connections must not delay a
+        # stop.
         self.transport = transport
         self.connections.add(self)
         self.recv_buffer = bytearray()
@@ -276,9 +272,8 @@ class DeadlineProtocol(WebSocketProtocol):
         super().data_received(data)
 
     def take_early_bytes(self) -> bytes:
-        """Take all bytes since the upgrade, for the protocol that takes the connection over.
-
-        Of a route with ``ctx_is_handed_over``; what Sanic would have read of it would be lost, in the midst of a frame.
+        """Take the bytes received since the upgrade, for the protocol that takes over a route with
+        ``ctx_is_handed_over``.
         """
         early = bytes(self._backlog)
         self._backlog.clear()
@@ -288,10 +283,8 @@ class DeadlineProtocol(WebSocketProtocol):
         return early
 
     async def wait_for_turn(self, is_stop: bool = False) -> None:
-        """Wait until the request may be answered: callers with many requests get turns one after the other.
-
-        Args:
-            is_stop: it is to stop robots, and goes before all others; no more often than anybody means it, though.
+        """Wait for the fair turn of this caller's request; an emergency stop (``is_stop``) goes first, at a limited
+        rate.
         """
         if not self._has_waited:
             self._has_waited = True
@@ -301,11 +294,7 @@ class DeadlineProtocol(WebSocketProtocol):
         await self._queue.wait_turn(self._asking, REQUEST)
 
     async def _receive(self, timeout: float | None = None) -> str | bytes | None:
-        """Return the next message; replaces Sanic's ``recv``, which makes a task per message and per read.
-
-        Raises:
-            WebsocketClosed: there is none any more.
-        """
+        """Return the next message or raise WebsocketClosed; Sanic's own ``recv`` makes a task per message."""
         inbox = self._inbox
         if inbox.offered is None and (inbox.messages or not inbox.is_over):
             waiter = inbox.waiter = self.loop.create_future()
@@ -441,11 +430,10 @@ class DeadlineProtocol(WebSocketProtocol):
         return socket
 
     async def _close_down(self, socket: WebsocketImplProtocol) -> None:
-        """End the connection when the WebSocket is over; Sanic's own fails when the peer is gone already.
+        """End the connection after the WebSocket is closed; Sanic's own closer fails if the peer is already gone.
 
-        A peer that still sends when it is cut off can read why: what it sends is thrown away for a moment. What arrives
-        unread at a connection that is closed makes the kernel reset it, and the peer loses the close frame that it has
-        not read yet (RFC 6455, 7.1.1; RFC 2525, 2.17).
+        Data that arrives after the close is discarded for a moment. Unread data would make the kernel reset the
+        connection, and the peer would lose the close frame with the reason (RFC 6455, 7.1.1; RFC 2525, 2.17).
         """
         assert socket.data_finished_fut is not None
         assert socket.connection_lost_waiter is not None
@@ -551,10 +539,9 @@ class DeadlineProtocol(WebSocketProtocol):
 
 
 def _is_strict(request: Request[Any, Any], body: object) -> bool:
-    """Whether every other reader of these bytes would see the same request: proxies, and the rules of origins.
+    """Whether proxies and the origin rules read this request as Sanic does.
 
-    Sanic takes more than that: "Content-Length : 5" is no such header to it, nor is a bare carriage return the end of a
-    line. Where two might see two hosts or two lengths, there is no answer but 400.
+    Sanic accepts malformed headers. A request that two readers could assign to different hosts or lengths gets 400.
     """
     headers = request.headers
     if not all(_NAME.fullmatch(name) and not _CONTROL.search(value) for name, value in headers.items()):
@@ -590,14 +577,7 @@ def _is_cut_off(socket: WebsocketImplProtocol) -> bool:
 
 
 class _Inbox:
-    """Messages of one WebSocket, between the frames they come in and the handler that takes them.
-
-    Attributes:
-        messages: those that are whole: of one piece that was read.
-        offered: the one that may be taken now; None when it is not its turn yet.
-        waiter: who waits for it.
-        is_over: there will be no more frames.
-    """
+    """Messages of one WebSocket: complete ones, the one offered to the handler, and the handler's future."""
 
     __slots__ = ("_data", "_is_text", "is_over", "messages", "offered", "waiter")
 
@@ -615,11 +595,7 @@ class _Inbox:
         return self.offered is None and not self.messages
 
     def put(self, frame: Frame) -> None:
-        """Add one frame: a part of a message, or all of it.
-
-        Raises:
-            UnicodeDecodeError: it is no text.
-        """
+        """Add one frame of a message; raises UnicodeDecodeError if a text message is not UTF-8."""
         if frame.opcode is not Opcode.CONT:
             self._is_text = frame.opcode is Opcode.TEXT
         self._data += frame.data

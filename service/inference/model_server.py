@@ -1,9 +1,7 @@
 """Model server: forward passes of models that are no policies, at lower priority than robots.
 
-A pass begins only when no session waits for an inference, on a thread of its own with less priority than theirs: an
-inference that is asked for meanwhile does not queue behind it, but shares the device with it. A pass cannot be
-interrupted, so that a long one is refused while a robot runs. Reading bodies, compiling and writing answers go the
-same way, one request after the other, and never on the event loop.
+A pass begins only if no session waits for an inference, on a low-priority thread. It cannot be interrupted, so a long
+pass is refused while a robot runs. Reading, compiling and writing also run off the event loop, one at a time.
 """
 
 import asyncio
@@ -32,18 +30,12 @@ STAGES = ("queue", "read", "to_device", "compute", "to_host", "total")
 _SAMPLES = 512
 
 
-# Loads a model in a worker thread: (path, revision, *, on_progress). Raises JaxModelsError with a text that clients may
-# read.
+# Loads a model in a thread: (path, revision, *, on_progress). Raises JaxModelsError with a text for clients.
 LoadModel = Callable[..., "LoadedModel"]
 
 
 class ServedModel:
-    """One model in memory, with its counters.
-
-    Attributes:
-        source: the repo, or the last part of the folder's path.
-        forwards, errors, compiles: counted since the start.
-    """
+    """One model in memory; ``source`` is its repo or folder name, the counters start at zero."""
 
     def __init__(self, name: str, source: str, model: "LoadedModel"):
         self.name = name
@@ -207,9 +199,7 @@ class ForwardQueue:
             raise ModelFailed("the model gave NaN or infinity, which JSON has not; ask for npz") from error
 
     async def _compile(self, served: ServedModel, inputs: Mapping[str, np.ndarray]) -> float:
-        """Compile for new shapes. That takes both cores of a small machine: not while a policy is loaded, nor two at
-        once.
-        """
+        """Compile for new shapes, never during a policy load or another compile: both cores are busy then."""
         if await self._call(lambda: served.model.is_compiled(inputs)):
             return 0.0
         async with self._engine.policy_cache.building:
@@ -274,11 +264,7 @@ async def _wait_for_first(awaited: Awaitable[object], other: Awaitable[object]) 
 
 
 class ModelServer:
-    """All models of one process.
-
-    Attributes:
-        forwards: the queue of what is asked of them.
-    """
+    """All models of one process, and the queue ``forwards`` of their requests."""
 
     def __init__(
         self,
@@ -288,12 +274,7 @@ class ModelServer:
         answer_deadline: float = 30.0,
         has_running_robot: Callable[[], bool] = lambda: False,
     ):
-        """Begin without any.
-
-        Args:
-            answer_deadline: seconds from the whole body to the answer; a pass that is estimated to take longer is
-                refused at once.
-        """
+        """Create an empty server; a pass estimated to exceed ``answer_deadline`` seconds is refused."""
         self.forwards = ForwardQueue(engine, settings or ModelSettings(), answer_deadline, has_running_robot)
         self._engine = engine
         self._models: dict[str, ServedModel] = {}

@@ -1,7 +1,4 @@
-"""Policy cache: loads and compiles each policy once; larger batches are compiled later.
-
-A load that nobody waits for any more, or that takes too long, is ended (``service.inference.sandbox``).
-"""
+"""Policy cache: loads and compiles each policy once, larger batches later; unneeded loads are cancelled."""
 
 import asyncio
 import gc
@@ -54,11 +51,10 @@ class PolicyCache:
     """Policies in memory; each is loaded in its own thread, and one at a time is built and compiled.
 
     Args:
-        replicate: a loaded policy on each device it is to run on; in a thread.
-        on_loaded: called with every policy that is ready.
-        are_remote: devices are not of this process. What comes from there is compiled already, which says nothing
-            of whose programs it runs, so nothing that was learnt of another policy is believed of it.
-        build_timeout: seconds that building and compiling one may take.
+        replicate: copies a policy to each of its devices, in a thread.
+        on_loaded: called with each ready policy.
+        are_remote: devices belong to other processes, so latencies of a similar policy are not inherited.
+        build_timeout: seconds for building and compiling one policy.
     """
 
     def __init__(
@@ -221,10 +217,7 @@ class PolicyCache:
     async def _run(self, job: LoadJob, call: Callable[[], Result], name: str) -> Result:
         """Call in a thread that is abandoned when the job is cancelled.
 
-        Raises:
-            LoadCancelled: it was.
-            LoadsStuck: too many others were.
-            Exception: what the call raises.
+        Raises LoadCancelled, LoadsStuck (too many abandoned threads), or the error of the call.
         """
         if (why := self.why_refused()) is not None:
             raise LoadsStuck(why)
@@ -300,11 +293,7 @@ class PolicyCache:
             del self._compiling[loaded, frozenset(sizes.items())]
 
     async def copy(self, loaded: LoadedPolicy, device: str, worker: int) -> Replica:
-        """Copy a loaded policy to one more device, compiled for all that the others are compiled for.
-
-        Raises:
-            Exception: whatever the device raises.
-        """
+        """Copy a policy to another device and compile it for all present frame sizes; raises the device's errors."""
 
         job = LoadJob(self._building, self._build_timeout)
 
@@ -369,14 +358,14 @@ class _CompileJob:
 
 
 class BatchCompiler:
-    """Compiles the larger batch sizes one after the other while no robot runs.
+    """Compiles larger batch sizes in sequence while no robot runs.
 
     Args:
         batches: sizes besides 1.
-        is_allowed: whether it may begin now: no robot runs, and nothing else is being loaded.
+        is_allowed: whether it may start: no robot runs and nothing else loads.
 
     Attributes:
-        idle: set while nothing is being compiled, not even what began before a robot was started.
+        idle: set while nothing is compiled.
     """
 
     def __init__(self, batches: Sequence[int], is_allowed: Callable[[], bool], niceness: int):

@@ -78,14 +78,7 @@ class InferenceTrace(NamedTuple):
 
 
 class _ModelInput(NamedTuple):
-    """Decoded observation of one act, with those before it that the policy looks at.
-
-    Attributes:
-        snapshot: frames and pose, with the moments before.
-        instruction: what is to be done.
-        out_of_range: joints whose measured values are far outside of their ranges.
-        decode_seconds: seconds that pictures took.
-    """
+    """Decoded observation of one act with its history, and the seconds that decoding its pictures took."""
 
     snapshot: Snapshot
     instruction: str | None
@@ -94,10 +87,10 @@ class _ModelInput(NamedTuple):
 
 
 class ObservationWindow:
-    """Observations of one client, for policies that look at several (``Requirements.observation_steps``).
+    """Observations of one client, for policies that read several (``Requirements.observation_steps``).
 
-    A client sends single moments; those one, two and so on of the policy's steps ago are given with the newest, by the
-    client's own clock where it says its times, else by when they came. What is not there is the next newer one.
+    The window adds earlier moments by the client's timestamps, or by arrival time. A missing moment is replaced by the
+    next newer one.
     """
 
     def __init__(self) -> None:
@@ -111,16 +104,16 @@ class ObservationWindow:
         self._newest = -math.inf
 
     def add(self, snapshot: Snapshot, timestamp: float | None, steps: int, period: float) -> Snapshot:
-        """Keep an observation, and return it with those before.
+        """Keep an observation and return it with its history.
 
         Args:
-            snapshot: with a past, it is all that the policy looks at, and what came before is forgotten.
-            timestamp: by the client's clock; None where it says nothing, and ``snapshot.observed_at`` is taken.
-            steps: observations that the policy looks at.
+            snapshot: if it has a past, the past replaces the window.
+            timestamp: seconds of the client's clock; None selects ``snapshot.observed_at``.
+            steps: observations that the policy reads.
             period: seconds between them.
 
         Raises:
-            InvalidRequest: it is older than the one before it.
+            InvalidRequest: the timestamp decreases.
         """
         if (self._history.steps, self._history.period) != (steps, period):
             self._history = ObservationHistory(steps, period)
@@ -147,11 +140,11 @@ class ObservationWindow:
 
 
 class DirectInference:
-    """Inference of one client, with the plan and the actions that the client got last, and its window of observations.
+    """Inference of one client: its current plan, executed actions and observation window.
 
     Args:
-        max_pixels: of one picture, at most.
-        compile_timeout: seconds that a compile for pictures of a new size is waited for.
+        max_pixels: limit of one picture.
+        compile_timeout: seconds to wait for a compile for pictures of a new size.
     """
 
     def __init__(
@@ -433,8 +426,7 @@ class DirectInference:
         for stage in STAGES:
             runner.seconds[stage].add(getattr(inference, stage))
         if runner.recent and not is_published:
-            # Of a client that asks as fast as it can, eight observations are nearly the same: their 2.4 MB pushed all
-            # else out of the processor's cache, and a request took a tenth longer for it.
+            # Keeping more observations of a fast client gains nothing and displaces the processor's cache.
             runner.recent.pop()
         runner.recent.append((inputs, inference.chunk))
         if runner.shadow is not None:
@@ -461,10 +453,8 @@ class DirectInference:
     def _check_chunk(
         self, robot_io: RobotIO, answer: object, motion: Motion | None
     ) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Return the chunk inside the limits, and why it was changed.
-
-        Args:
-            motion: that it follows; None where its actions are no targets of joints, and nothing measured compares.
+        """Return the chunk inside the limits and the reasons for changes; ``motion`` is None if actions are not joint
+        targets.
         """
         guard = robot_io.controller.guard
         problem = guard.check_shape(answer)
@@ -499,11 +489,8 @@ class DirectInference:
     ) -> tuple[np.ndarray, int, InferenceTrace | None]:
         """Return one action (a,), the number of actions left of its chunk, and the inference if the policy ran.
 
-        A new instruction ends the plan: the action is the first action of a new chunk, which begins at the measured
-        pose.
-
-        Args:
-            observed_at: monotonic time at which the observation came; now when None.
+        A new instruction starts a new chunk at the measured pose. ``observed_at`` is monotonic seconds and defaults to
+        now.
 
         Raises:
             As ``infer``.
@@ -543,12 +530,10 @@ class DirectInference:
         return action, min(steps, len(self._plan)) - self._next_action, trace
 
     async def resolve_instruction(self, observed: Observation, robot_io: RobotIO) -> str | None:
-        """Return the instruction: what the client says, else what was said last.
-
-        It is the session's instruction from now on, and what recordings call it.
+        """Return the client's instruction, or the last one, and store it in the session.
 
         Raises:
-            InvalidRequest: the policy cannot read it, or wants one and there is none.
+            InvalidRequest: the policy cannot read the instruction, or needs one and has none.
         """
         prompt, session = observed.prompt, self.session
         if prompt is None or not prompt.strip():

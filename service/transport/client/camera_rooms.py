@@ -30,8 +30,7 @@ from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import Camera, CameraTrack
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
 
-# Offers answered, a second and at once. A robot offers once in OFFER_INTERVAL seconds; each costs 10 ms of the event
-# loop and a few sockets.
+# Offers answered, a second and at once. A robot offers once in OFFER_INTERVAL seconds; each takes 10 ms of the loop.
 ANSWER_RATE = (1.0, 5)
 PEER_CHECK_INTERVAL = 0.5  # seconds between looks at whether the peer is of use
 
@@ -39,10 +38,7 @@ ConsumerSignal = WebrtcOffer | WebrtcIce | ParticipantLeft
 
 
 class CameraReceiver(SessionRoomListener):
-    """Receives one camera: the listener of its room, and the task ``run``.
-
-    Pictures of a peer go on while the room is lost, until the producer's new offer replaces it.
-    """
+    """Receives one camera. Pictures continue while the room is lost, until the producer's new offer."""
 
     def __init__(
         self,
@@ -183,9 +179,7 @@ class CameraReceiver(SessionRoomListener):
             self._counts[name] += count
 
     async def _rejoin_when_needed(self, connection: RoomConnection) -> None:
-        """Join the room again when the peer is useless while its producer is there: this makes the producer offer
-        anew.
-        """
+        """Join the room again if the peer is useless while its producer is present, to get a new offer."""
         is_useless = self._peer is not None and self._peer.is_useless(self._timeouts.connect)
         now = time.monotonic()
         self._fault = self._fault or self._find_fault(now)

@@ -93,10 +93,10 @@ class Robot:
     """A robot in its rooms; ``connect_robot`` creates it.
 
     Attributes:
-        on_emergency_stop: told of every emergency stop of somebody else; may be set at any time.
-        commands: joint updates handed to ``on_command``.
-        refused: those that were not, because of an emergency stop.
-        latch: the reason of an emergency stop that this robot knows of and that is not known to be reset, or None.
+        on_emergency_stop: called for each emergency stop of others; may be set at any time.
+        commands: joint updates passed to ``on_command``.
+        refused: joint updates dropped because of an emergency stop.
+        latch: reason of a known emergency stop that is not reset, or None.
     """
 
     def __init__(
@@ -184,9 +184,8 @@ class Robot:
         self._cameras[camera].show(image)
 
     def emergency_stop(self, reason: str) -> bool:
-        """Ask everybody in both joint rooms to stop.
-
-        Returns False when a room is down; the stop is then sent there as soon as it is joined again.
+        """Send an emergency stop to both joint rooms; False if one is down, which gets the stop when it is joined
+        again.
         """
         self._latch_stop(reason)
         return all([room.send_stop(reason) for room in (self._input_listener, self._output_listener)])
@@ -255,9 +254,7 @@ class Robot:
         self._on_command(values, received_at)
 
     def _is_hold(self, values: Mapping[str, float]) -> bool:
-        """Whether a command keeps the robot at a pose that it reported just now: that takes the force out of a joint
-        that something blocks, and moves no other one, whoever sends it.
-        """
+        """Whether a command holds the robot at its reported pose, which releases a blocked joint and moves none."""
         oldest = time.monotonic() - POSE_MAX_AGE
         poses = [self._pose, *(pose for until, pose in self._past_poses if until >= oldest)]
         return any(
@@ -323,12 +320,7 @@ class LatchState:
 
 
 class SessionLatch:
-    """Client for the emergency stop of one session, as the session's own server knows it.
-
-    Attributes:
-        session_id: None where the rooms are no session's.
-        url: the session's, which is asked.
-    """
+    """Client for the emergency stop of one session (None without a session), as the session's server knows it."""
 
     def __init__(self, api: RoomsApi, address: Address, session_id: str | None):
         self.session_id = session_id
@@ -361,10 +353,7 @@ class SessionLatch:
 
 
 class JointRoomListener(RoomListener):
-    """Listens for the robot in one joint room, and sends the stops that were not sent there yet.
-
-    ``state_sync`` is not obeyed: it holds commands of unknown age, perhaps of a session that is long over.
-    """
+    """Listener of one joint room, which sends pending stops. It ignores ``state_sync``: its commands may be old."""
 
     def __init__(
         self,

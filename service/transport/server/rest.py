@@ -243,11 +243,7 @@ class RoomEndpoints:
         return [room for path, room in self.table.rooms.items() if path.kind is self.kind]
 
     def _find_room(self, request: Request, workspace: str, room: str) -> Room:
-        """Return a room that the caller may see.
-
-        Raises:
-            UnknownRoom: there is none, or it is somebody else's: the answer is the same.
-        """
+        """Return a room that the caller may see, else raise UnknownRoom; rooms of other owners give the same answer."""
         target = self.table.get(RoomPath(self.kind, workspace, room))
         if not caller_of(request).sees(target.owner):
             raise UnknownRoom(f"no {self.kind} room {room!r} in workspace {workspace!r}")

@@ -1,7 +1,6 @@
-"""Table of rooms and participants; pure: it returns what is to be sent.
+"""Table of rooms and participants, without I/O: it returns messages to send as effects.
 
-A connection is any hashable object by which the caller reaches one socket. The table returns it inside effects and
-does nothing else with it.
+A connection is any hashable object; the table only returns it in effects.
 """
 
 import asyncio
@@ -68,11 +67,7 @@ class Commander(Protocol):
         ...
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
-        """Return why this command of the session itself must not leave, or None; a refused one is counted and logged.
-
-        Args:
-            delivered: joint to what left last.
-        """
+        """Return why a command of this session must not leave, given the last delivered joints; None allows it."""
         ...
 
 
@@ -100,12 +95,7 @@ class RoomLimits:
 
 @dataclass(frozen=True)
 class Participant:
-    """One participant of a room: its connection, and the fields of its join.
-
-    Attributes:
-        key_name: name of the key that it came with; None where there are no keys.
-        claim: the secret of the session that it came with, or None.
-    """
+    """One participant: its connection, join fields, key name (None without keys) and session secret."""
 
     connection: Connection
     path: RoomPath
@@ -221,12 +211,11 @@ class RoomTable:
         owner: str | None = None,
         claim: str | None = None,
     ) -> Room:
-        """Create a room. One that exists is replaced when it is empty and left as it is when somebody is in it, so that
-        two clients which both make sure of their room cannot throw each other out.
+        """Create a room, or replace an empty one; an occupied room stays, so that two clients cannot evict each other.
 
         Raises:
             TooManyRooms: the limit is reached.
-            CommandRefused: it is a session's, and this is not the session.
+            CommandRefused: the room belongs to another session.
         """
         existing = self.rooms.get(path)
         if existing is not None:
@@ -281,9 +270,8 @@ class RoomTable:
     # Who commands.
 
     def commander(self, room: Room) -> Commander | None:
-        """Return the session that this room's robot takes its commands from; None for a room without one.
-
-        A producer that was there before the session came keeps the room: the session is refused, as the robot is taken.
+        """Return the session that commands this room's robot, or None; a producer that joined before the session keeps
+        it.
         """
         if room.path.kind is not Kind.ROBOTICS:
             return None
@@ -322,12 +310,12 @@ class RoomTable:
         is_allowed: Callable[[Room, Role], bool] = lambda room, role: True,
         claim: str | None = None,
     ) -> Effects:
-        """Answer the first frame of a connection: accept it, or refuse and close it.
+        """Accept or refuse the first frame of a connection.
 
         Args:
-            key_name: name of the key that it came with.
-            is_allowed: whether it may have this role in this room.
-            claim: the secret of the session that it came with.
+            key_name: name of the caller's key.
+            is_allowed: whether the caller may have this role in this room.
+            claim: secret of the caller's session.
         """
         participant = Participant(connection, path, join.participant_id, join.role, key_name, claim)
         room = self.rooms.get(path)
@@ -380,11 +368,7 @@ class RoomTable:
         room.claimed_until = math.inf
 
     def leave(self, connection: Connection, is_orderly: bool = False) -> Effects:
-        """Remove the participant of a closed connection; nothing follows for one that never joined.
-
-        Args:
-            is_orderly: whether it took its leave: a session that did gives its room back.
-        """
+        """Remove the participant of a closed connection; an orderly close of a session also releases its room."""
         participant = self._participants.pop(connection, None)
         if participant is None:
             return []
