@@ -99,10 +99,10 @@ class Metrics:
             self._preparing.labels(step.replace(" ", "_")).observe(seconds)
 
     async def text(self, own: Collection[str] | None = None) -> bytes:
-        """Return all metrics in Prometheus's text format; of sessions only ``own``, or all of them when None.
+        """Return metrics in Prometheus's text format, of the ``own`` sessions or all (None).
 
-        With many sessions it takes 60 ms, so it is written in a thread, and one thread only, at most half of the time:
-        several that want the interpreter keep every tick waiting. Whoever asks meanwhile shares the next one.
+        Many sessions take 60 ms, so one thread writes at most half of the time, and concurrent callers share its
+        result.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._generate_blocking(), name="figures")

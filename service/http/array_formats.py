@@ -39,12 +39,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.]{1,128}")
 
 @dataclass(frozen=True)
 class ArrayLimits:
-    """Limits on the arrays of one body.
-
-    Attributes:
-        bytes: of all arrays together, whatever they were packed into.
-        arrays: how many.
-    """
+    """Limits on the arrays of one body: their bytes after unpacking, and their number."""
 
     bytes: int = 64 << 20
     arrays: int = 16
@@ -362,12 +357,11 @@ class ArrayFormat:
     """One format of arrays in a body: its content type, decoder and encoder.
 
     Attributes:
-        content_type: what it is called.
-        aliases: what others call it.
-        decode: a body, its limits and the usual dtypes by name to arrays by name.
-        encode: arrays and milliseconds by stage to a body in pieces.
-        max_numbers: in an answer; None leaves it to the limits.
-        is_small: whether bodies are held to the limit of other requests: it is slow to read, and holds up the rest.
+        aliases: other accepted content types.
+        decode: (body, limits, usual dtypes by name) to arrays by name.
+        encode: (arrays, milliseconds by stage) to a body in pieces.
+        max_numbers: limit of an answer, or None.
+        is_small: whether the limit of ordinary requests applies, because reading is slow.
     """
 
     content_type: str

@@ -31,12 +31,12 @@ class DirectLink:
     """``Link`` to the clients that stream to a session.
 
     Attributes:
-        inbox: where what they show goes.
+        inbox: receiver of joints and pictures.
         driver: client whose robot the session commands, or None.
-        listeners: all clients that receive events of the session, including the driver.
-        pending_acts: acts that are not answered yet.
-        answered_acts: those that were answered.
-        published_at: monotonic time at which somebody who acts last showed what it saw to whoever looks on.
+        listeners: clients that receive the session's events, including the driver.
+        pending_acts: acts in progress.
+        answered_acts: acts done.
+        published_at: monotonic time of the last observation of an act that was published to viewers.
     """
 
     def __init__(self, rooms: Rooms, inbox: Inbox):
@@ -103,11 +103,7 @@ class DirectLink:
 
 
 class DirectTransport:
-    """``Transport`` of sessions whose clients stream to the server.
-
-    Attributes:
-        links: session id to its link, while it lasts.
-    """
+    """``Transport`` of sessions whose clients stream to the server; ``links`` maps session ids to open links."""
 
     def __init__(self) -> None:
         self.links: dict[str, DirectLink] = {}

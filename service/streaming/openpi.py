@@ -1,8 +1,7 @@
 """openpi's WebSocket protocol and key names.
 
-A client connects, is sent metadata as soon as the policy is loaded, and from then on each observation that it sends is
-answered with a chunk. An error is a text frame, which that client raises, and the end of the connection.
-Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server.py and packages/openpi-client.
+A client receives metadata when the policy is loaded, then a chunk for each observation. An error is a text frame, which
+closes the connection. Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server.py.
 """
 
 import asyncio
@@ -81,11 +80,7 @@ def read_openpi_observation(body: memoryview, spec: ObservationSpec) -> Observat
 
 
 def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
-    """Find the keys of the cameras, the state and the prompt.
-
-    Raises:
-        InvalidRequest: as ``rename_keys``.
-    """
+    """Find the keys of the cameras, the state and the prompt; raises as ``rename_keys``."""
     cameras: list[tuple[str, str]] = []
     problems: list[str] = []
     for camera in spec.cameras:
@@ -115,11 +110,7 @@ def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
 
 
 def _join_state(flat: Mapping[str, Any], keys: Sequence[str]) -> np.ndarray:
-    """Put the parts of a state one behind the other; a gripper may be one number without an axis.
-
-    Raises:
-        InvalidRequest: a part is no array of numbers.
-    """
+    """Concatenate the parts of a state, scalars included; raises InvalidRequest if a part is not a numeric array."""
     parts = [np.atleast_1d(np.asarray(flat[key])) for key in keys]
     for key, part in zip(keys, parts, strict=True):
         if part.dtype.kind not in "iuf" or part.ndim != 1:
@@ -196,11 +187,9 @@ class OpenpiProtocol:
             self._close_with_error("internal: the server's log says more")
 
     async def _wait_loaded(self) -> None:
-        """Wait until the policy is loaded; nothing is sent, because the client takes the first message as metadata.
+        """Wait until the policy is loaded, silently, because the client takes the first message as metadata.
 
-        Raises:
-            SocketClosed: the client is gone, or was closed with the reason: the load failed, the session was deleted,
-                or the key was revoked.
+        Raises SocketClosed if the client left, the load failed, the session was deleted or the key was revoked.
         """
         while True:
             try:

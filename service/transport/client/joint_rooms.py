@@ -35,10 +35,9 @@ class SessionRoomListener(RoomListener):
 
 
 class JointOutputListener(SessionRoomListener):
-    """Listens in the room that a session commands, and announces an emergency stop there while it is latched.
+    """Announces a latched emergency stop in the room that a session commands.
 
-    Rooms do not keep a stop, so it is said again after a lost connection, and when somebody is new in the room. The
-    server of the room may have said it to them at once; once more does no harm.
+    Rooms do not keep a stop, so it is repeated after a reconnection and for each new participant.
     """
 
     def __init__(self, room: str, inbox: Inbox, send: Callable[[Message], bool]):
@@ -115,9 +114,7 @@ class JointInputListener(SessionRoomListener):
         super().on_message(message, received_at)
 
     def _is_set_over_rest(self, update: JointUpdate) -> bool:
-        """Whether somebody set joints over REST beside the robot: what the robot does not report itself is no
-        measurement.
-        """
+        """Whether joints were set over REST and not by the robot, so that they are no measurement."""
         return update.source == REST_SOURCE and self._is_reporting
 
     def on_malformed(self) -> None:

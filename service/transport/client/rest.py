@@ -42,11 +42,10 @@ class RedirectRefused(TransportError):
 async def refuse_redirects(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """Refuse redirects, as an aiohttp middleware: whoever gave us the URL decided where we go, not the server behind
-    it.
+    """Refuse redirects, as an aiohttp middleware: only the URL's author decides where requests go.
 
     Raises:
-        RedirectRefused: it points elsewhere.
+        RedirectRefused: the response redirects.
     """
     response = await handler(request)
     if response.status in (301, 302, 303, 307, 308):
@@ -62,11 +61,7 @@ async def refuse_redirects(
 async def http_session(
     connector: aiohttp.BaseConnector | None = None, headers: Mapping[str, str] | None = None
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """Open an aiohttp session for one link: no proxies from the environment, no cookies, no redirects.
-
-    Args:
-        headers: sent with everything, so it is for one server.
-    """
+    """Open an aiohttp session for one server and its ``headers``, without proxies, cookies or redirects."""
     async with aiohttp.ClientSession(
         connector=connector,
         headers=headers,
@@ -194,8 +189,7 @@ class RoomsApi:
         return answer
 
 
-# What a session sends beside its key, to every transport server: only who sends the same may command its robot. Servers
-# that know nothing of it ignore it.
+# Header with a session's secret, which limits commands of its robot to the session; other servers ignore it.
 CLAIM_HEADER = "x-robojax-claim"
 
 

@@ -25,11 +25,11 @@ class RoomsTransport:
     """The ``Transport`` over rooms of a transport server (the RobotHub wire).
 
     Args:
-        timeouts: how long things may take.
-        ice_servers: STUN and TURN URLs. Empty by default: on a local network they are not needed, and without a
-            way to the internet each peer connection would wait five seconds for them.
-        destinations: where links may go; None where whoever gives the URLs is trusted.
-        keys: which key is sent to which server. Without them no key is sent.
+        timeouts: timeouts of links.
+        ice_servers: STUN and TURN URLs. Empty by default, because without internet each connection waits five seconds
+            for them.
+        destinations: allowed servers; None if URLs are trusted.
+        keys: keys by server; None sends no key.
     """
 
     def __init__(
@@ -73,14 +73,13 @@ class RoomsTransport:
         inbox: Inbox,
         created_rooms: CreatedRooms | None = None,
     ) -> AsyncIterator["RoomsLink"]:
-        """Create the rooms, join them, deliver to ``inbox`` until the context ends; then leave.
+        """Create and join the rooms, deliver to ``inbox`` until the context ends, then leave.
 
-        A room of one of our names that exists already (left by a crash, or made by the robot's side) is joined as
-        it is: making it again would cut off everybody in it without a word. Only rooms that this link made are
-        removed at its end, and those in ``created_rooms``: this server's from before it was killed.
+        An existing room is joined as it is, because recreating it would disconnect its participants. At the end, only
+        rooms of this link and ``created_rooms`` (this server's before a restart) are removed.
 
         Raises:
-            InvalidRequest: the URL or a name cannot be used, or the URL leads where links may not go.
+            InvalidRequest: the URL or a name is invalid, or the URL is not allowed.
             TransportError: the server could not be reached, refused, or does not speak this wire.
         """
         rooms = rooms_of(session_id, cameras, workspace_id)
@@ -174,9 +173,7 @@ class RoomsLink:
         return self._output.send(JointUpdate(data), COMMAND_LIFETIME)
 
     def latch(self, reason: str | None) -> None:
-        """Announce a latched emergency stop to the robot's room, and to whoever joins it while it lasts. None: it
-        was reset.
-        """
+        """Announce a latched emergency stop, or None for a reset, to the robot's room and later participants."""
         self._output_listener.announce_latch(reason)
 
     def health(self) -> Mapping[str, object]:

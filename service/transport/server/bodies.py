@@ -10,8 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from service.transport import protocol
 
-# Ids stand un-encoded in URL paths; "." and ".." would be resolved away by clients. A room id is longer than
-# the 64 of the names it is made of: session, "-", camera.
+# Ids are parts of URL paths, where clients resolve "." and "..". A room id is session, "-", camera.
 _IDENTIFIER = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]{1,160}")
 
 Body = TypeVar("Body", bound=BaseModel)
