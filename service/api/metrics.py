@@ -250,18 +250,13 @@ class _Loop(Collector):
     def collect(self) -> Iterable[Metric]:
         """Collect the stalls of the event loop."""
         blocked, paused = self._watchdog.blocked, self._watchdog.paused
-        yield CounterMetricFamily(
-            "robojax_loop_blocked", "Times that the event loop was blocked for 250 ms or longer", value=blocked.count
-        )
-        yield CounterMetricFamily(
-            "robojax_loop_blocked_seconds", "Time that the event loop was blocked so", value=blocked.seconds
-        )
-        yield CounterMetricFamily(
-            "robojax_process_paused", "Times that the whole process stood still for so long", value=paused.count
-        )
-        yield CounterMetricFamily(
-            "robojax_process_paused_seconds", "Time that the whole process stood still so", value=paused.seconds
-        )
+        for name, text, value in (
+            ("loop_blocked", "Times that the event loop was blocked for 250 ms or longer", blocked.count),
+            ("loop_blocked_seconds", "Time that the event loop was blocked so", blocked.seconds),
+            ("process_paused", "Times that the whole process stood still for so long", paused.count),
+            ("process_paused_seconds", "Time that the whole process stood still so", paused.seconds),
+        ):
+            yield CounterMetricFamily(f"robojax_{name}", text, value=value)
 
 
 def _histogram(name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Recent]]) -> Metric:

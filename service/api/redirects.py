@@ -111,9 +111,7 @@ class Redirects:
         return json_response(body, status, {FORWARDED_HEADER: owning.name})
 
     async def stop_all(self, request: Request, reason: str) -> dict[str, Any]:
-        """Stop all robots of all other servers, even those without a heartbeat; returns the count and servers not
-        reached.
-        """
+        """Stop the robots of all other servers, heartbeat or not; returns the count and the servers not reached."""
         if FORWARDED_HEADER in request.headers or self.front is None:
             return {}
         others = [*self.front.others, *self.front.silent]

@@ -125,13 +125,10 @@ class _Http(Http):
 
 
 class DeadlineProtocol(WebSocketProtocol):
-    """Sanic's protocol with deadlines: Sanic's own request timeout starts anew with every byte.
+    """Sanic's protocol with deadlines, because Sanic's own request timeout restarts with every byte.
 
-    The deadline is the app's ``REQUEST_DEADLINE`` in seconds, from a request's first byte to the last of its body.
-    The app's ``CONNECTIONS`` say how many there may be.
-
-    Attributes:
-        is_spare: this is one too many, which may stop robots and nothing else.
+    The app's ``REQUEST_DEADLINE`` (seconds) limits a whole request with its body; ``CONNECTIONS`` limits connections. A
+    connection beyond them (``is_spare``) may only stop robots.
     """
 
     HTTP_CLASS = _Http
@@ -272,9 +269,7 @@ class DeadlineProtocol(WebSocketProtocol):
         super().data_received(data)
 
     def take_early_bytes(self) -> bytes:
-        """Take the bytes received since the upgrade, for the protocol that takes over a route with
-        ``ctx_is_handed_over``.
-        """
+        """Take the bytes since the upgrade, for the new protocol of a route with ``ctx_is_handed_over``."""
         early = bytes(self._backlog)
         self._backlog.clear()
         if self.http is not None:
@@ -283,9 +278,7 @@ class DeadlineProtocol(WebSocketProtocol):
         return early
 
     async def wait_for_turn(self, is_stop: bool = False) -> None:
-        """Wait for the fair turn of this caller's request; an emergency stop (``is_stop``) goes first, at a limited
-        rate.
-        """
+        """Wait for the fair turn of this caller's request; emergency stops go first, at a limited rate."""
         if not self._has_waited:
             self._has_waited = True
             return  # it did before there was a task to wait

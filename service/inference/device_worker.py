@@ -160,9 +160,7 @@ class Request:
 
     @property
     def due(self) -> float:
-        """Monotonic time of the answer's deadline; computed once, by the device's thread, only if several requests
-        wait.
-        """
+        """Monotonic time by which to answer; computed on demand by the device's thread."""
         if self._due is None:
             due = self.deadline
             if due is None:

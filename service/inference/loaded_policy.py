@@ -147,9 +147,7 @@ class Replica:
         latency.mark_fresh()
 
     def inherit_latency(self, before: "Replica") -> None:
-        """Copy the latencies of a replica that runs the same program. Call it before ``prepare``, which then only
-        tests.
-        """
+        """Copy the latencies of a replica with the same program. Call it before ``prepare``, which then only tests."""
         if before.policy.requirements != self.policy.requirements:
             return
         for frames, sizes in tuple(before.batch_sizes.items()):

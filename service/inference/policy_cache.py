@@ -215,10 +215,7 @@ class PolicyCache:
         return loaded
 
     async def _run(self, job: LoadJob, call: Callable[[], Result], name: str) -> Result:
-        """Call in a thread that is abandoned when the job is cancelled.
-
-        Raises LoadCancelled, LoadsStuck (too many abandoned threads), or the error of the call.
-        """
+        """Call in a thread that is abandoned when the job is cancelled; raises LoadCancelled or LoadsStuck."""
         if (why := self.why_refused()) is not None:
             raise LoadsStuck(why)
         thread = call_in_thread(partial(job.run, call), name, self._niceness)

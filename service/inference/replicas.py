@@ -61,9 +61,7 @@ class Devices:
     """
 
     def __init__(self, workers: Sequence[DeviceWorker], names: Sequence[str], join_timeout: float = 0.0):
-        """Add the initial devices; ``names`` are those of the settings. ``join_timeout`` is in seconds, 0 without
-        joining.
-        """
+        """Add the initial devices, named as in the settings. ``join_timeout`` is in seconds, 0 without joining."""
         self.workers: dict[int, DeviceWorker] = dict(enumerate(workers))
         self.health = DeviceHealth()
         self._configured_names = dict(enumerate(names))  # as they were named; none where nobody named one

@@ -280,8 +280,7 @@ class CheckpointSandbox:
         self._program = program
 
     def __call__(self, folder: PolicyFolder | Path) -> None:
-        """Check every file, then wait for the build slot; called in a loader's thread. Messages show the folder's name
-        only.
+        """Check every file in a loader's thread, then wait for the build slot; messages show the folder's name only.
 
         Raises:
             CheckpointError: the files are invalid, or their reader failed.

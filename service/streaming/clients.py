@@ -45,9 +45,7 @@ class StreamClients:
         self._socket_owners: list[str | None] = []
 
     def create_inference(self, session: AnySession, patience: float | None = None) -> DirectInference:
-        """Create the inference of one client; ``patience`` (seconds to wait for a compile) defaults to the sockets'
-        setting.
-        """
+        """Create one client's inference; ``patience`` is how many seconds it waits for a compile."""
         sessions, patience = self._sessions(), self.settings.compile_patience if patience is None else patience
         return DirectInference(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
 

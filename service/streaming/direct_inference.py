@@ -453,7 +453,7 @@ class DirectInference:
     def _check_chunk(
         self, robot_io: RobotIO, answer: object, motion: Motion | None
     ) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Return the chunk inside the limits and the reasons for changes; ``motion`` is None if actions are not joint
+        """Return the chunk inside the limits and why it changed; ``motion`` is None for actions that are no joint
         targets.
         """
         guard = robot_io.controller.guard

@@ -187,9 +187,8 @@ class OpenpiProtocol:
             self._close_with_error("internal: the server's log says more")
 
     async def _wait_loaded(self) -> None:
-        """Wait until the policy is loaded, silently, because the client takes the first message as metadata.
-
-        Raises SocketClosed if the client left, the load failed, the session was deleted or the key was revoked.
+        """Wait until the policy is loaded, silently: clients read the first message as metadata. May raise
+        SocketClosed.
         """
         while True:
             try:

@@ -317,14 +317,8 @@ class Stream:
         shown = (status, reason, hold.code if hold else None, session.latch)
         if shown != self._sent_status:
             self._sent_status = shown
-            self._send(
-                "status",
-                status=status,
-                reason=reason,
-                hold=hold.text if hold else None,
-                hold_code=shown[2],
-                latch=shown[3],
-            )
+            hold_text = hold.text if hold else None
+            self._send("status", status=status, reason=reason, hold=hold_text, hold_code=shown[2], latch=shown[3])
 
     def _send_error(self, error: ServiceError, number: int | None) -> None:
         self._send("error", code=error.code, detail=str(error), number=number)

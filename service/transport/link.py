@@ -39,9 +39,7 @@ class JointValue:
 
 
 class Inbox(Protocol):
-    """Receiver of a link's data on the event loop; methods are quick. ``observed_at`` is monotonic receive or decode
-    time.
-    """
+    """Receiver of a link's data, on the event loop; ``observed_at`` is the monotonic receive or decode time."""
 
     def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Take one picture: uint8, (h, w, 3), RGB. The array is the receiver's to keep."""

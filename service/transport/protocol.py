@@ -177,9 +177,7 @@ class JoinRefused:
 
 @dataclass(frozen=True)
 class VideoError:
-    """A refusal by the video service (``code`` is null), or by the robotics service about a session's room (with a
-    code).
-    """
+    """A refusal by the video service (``code`` null), or by the robotics service for a session's room."""
 
     type: ClassVar[str] = "error"
     nulls: ClassVar[frozenset[str]] = frozenset({"code"})
@@ -294,9 +292,7 @@ class WebrtcAnswer:
 
 @dataclass(frozen=True)
 class WebrtcIce:
-    """A candidate from a producer or consumer: one id is set, the other null. It may be empty or an mDNS ``.local``
-    name.
-    """
+    """A candidate from a producer or consumer (one id is set), possibly empty or an mDNS ``.local`` name."""
 
     type: ClassVar[str] = "webrtc_ice"
     nulls: ClassVar[frozenset[str]] = frozenset({"from_producer", "from_consumer"})

@@ -37,18 +37,17 @@ class TransportTimeouts:
     """Timeouts and intervals of a link, in seconds.
 
     Attributes:
-        join: from opening a socket to ``joined``; then the attempt has failed.
-        request: one REST call, likewise.
-        heartbeat: between heartbeats, and between looks at who is in the room.
-        missed: heartbeats in a row without an answer that mean the link is lost.
-        retry_first, retry_longest: the first and the longest wait before joining again, doubled, with full jitter.
+        join: from opening a socket to ``joined``.
+        request: one REST call.
+        heartbeat: between heartbeats, and between checks of a room's participants.
+        missed: unanswered heartbeats in a row after which the link is lost.
+        retry_first, retry_longest: first and longest wait before joining again, doubled, with full jitter.
         leave: for the closing handshake, and again for removing the rooms.
-        greet: from a producer's join to its offers to consumers that were there before. The reference waits a second;
-            whoever is listed has joined, and an offer that comes to nothing is made again.
+        greet: from a producer's join to its offers to earlier consumers; failed offers are repeated.
         answer: for answering one offer.
-        connect: from an offer or an answer to a connected peer; then a new offer is wanted.
-        silence: a connected peer that sends no picture for so long is asked for a new offer.
-        ask_first, ask_longest: between such requests, doubled each time until a picture comes.
+        connect: from an offer or an answer to a connected peer; then a new offer is requested.
+        silence: without a picture from a connected peer; then a new offer is requested.
+        ask_first, ask_longest: between such requests, doubled each time until a picture arrives.
     """
 
     join: float = 5.0

@@ -149,11 +149,11 @@ class RoomsApi:
     async def request_json(
         self, method: str, url: str, body: object = None, missing_is_none: bool = False, expected_type: type = dict
     ) -> Any:
-        """Send any request that answers JSON, to this server or to the one that its rooms are for.
+        """Send a request that answers JSON, to this server or to the session's server.
 
         Args:
-            missing_is_none: return None where the server does not know the room.
-            form: ``list`` for a call that answers a JSON array.
+            missing_is_none: return None if the server does not know the room.
+            expected_type: ``list`` for a call that answers a JSON array.
         """
         what = f"{method} {url}"
         try:

@@ -50,25 +50,21 @@ async def connect_robot(
 ) -> AsyncIterator["Robot"]:
     """Join a session's rooms as its robot: producer of the cameras and of joint-input, consumer of joint-output.
 
-    It joins again by itself whenever a connection is lost, sends its pose again and offers its cameras again,
-    until the context ends. The rooms are the session's: they are neither made nor removed here.
-
-    From an emergency stop on (its own too, and one that was latched before it came), it hands no command to
-    ``on_command`` but one: to stay at the pose that it reported itself. Nothing that is said in a room ends that, as
-    anybody could say it. It ends when the server of the session says that the latch was reset, or with ``unlatch``.
+    Lost connections are restored until the context ends. The rooms belong to the session and are neither created nor
+    removed. After any emergency stop, ``on_command`` gets only commands that hold the robot at its reported pose. Rooms
+    cannot end that, because anybody can write there: only a reset at the session's server does, or ``unlatch``.
 
     Args:
         url: the transport server, as in ``transport_server_url``.
-        rooms: as the session's creation answered them.
-        on_command: takes (wire name to target, monotonic time it was read), on the event loop. The server forwards
-            only joints whose target changed, so merge by name and hold the others. Nothing is said when commands stay
-            away (a server that is blocked): hold the robot then, as ``robojax.robot.arm_thread.Follower`` does.
-        on_emergency_stop: told of every emergency stop of somebody else in any of the rooms.
-        name: what the robot's participant ids begin with.
-        rate: the most pictures a second that each camera sends.
-        key: an operator's key or token, of the session's owner, where the server wants one. It goes to ``url`` and to
-            ``sessions`` alone.
-        sessions: the server of the session, where its rooms are on a server of their own; else that of the rooms.
+        rooms: as in the answer to the session's creation.
+        on_command: takes (wire name to target, monotonic time it was read), on the event loop. Only changed joints are
+            included, so merge by name and hold the others. Hold the robot when commands stop arriving, as
+            ``robojax.robot.arm_thread.Follower`` does.
+        on_emergency_stop: called for each emergency stop of others in any room.
+        name: prefix of the robot's participant ids.
+        rate: largest number of pictures per second and camera.
+        key: key or token of an operator, the session's owner; sent to ``url`` and ``sessions`` only.
+        sessions: URL of the session's server. Defaults to ``url``.
 
     Raises:
         InvalidRequest: the URL or the key cannot be used.
@@ -184,9 +180,7 @@ class Robot:
         self._cameras[camera].show(image)
 
     def emergency_stop(self, reason: str) -> bool:
-        """Send an emergency stop to both joint rooms; False if one is down, which gets the stop when it is joined
-        again.
-        """
+        """Send an emergency stop to both joint rooms; False if one is down, which gets it at the next join."""
         self._latch_stop(reason)
         return all([room.send_stop(reason) for room in (self._input_listener, self._output_listener)])
 

@@ -47,12 +47,7 @@ class RoomsTransport:
 
     @asynccontextmanager
     async def _open_api(self, url: str, session_id: str | None, claim: str | None = None) -> AsyncIterator[RoomsApi]:
-        """Open the REST calls of the transport server at a URL, with the keys for it.
-
-        Raises:
-            InvalidRequest: the URL is malformed, or the settings do not allow its host.
-            TransportError: the host cannot be resolved, or the file of keys cannot be read.
-        """
+        """Open the REST calls of a server with its keys; raises InvalidRequest or TransportError."""
         address, headers = Address.parse(url), dict[str, str]()
         if self._keys is not None:
             address, headers = self._keys.for_address(address, session_id)

@@ -131,7 +131,7 @@ class RoomEndpoints:
             time.monotonic(),
             config=new.config if isinstance(new, NewVideoRoom) else None,
             consumer_limit=new.consumer_limit if new else None,
-            # One that is made anew stays whose it was.
+            # A recreated room keeps its owner.
             owner=caller.owner if existing is None else existing.owner,
             claim=claim_of(request),
         )

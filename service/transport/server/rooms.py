@@ -270,9 +270,7 @@ class RoomTable:
     # Who commands.
 
     def commander(self, room: Room) -> Commander | None:
-        """Return the session that commands this room's robot, or None; a producer that joined before the session keeps
-        it.
-        """
+        """Return the session that commands this room's robot, or None; a producer from before the session stays."""
         if room.path.kind is not Kind.ROBOTICS:
             return None
         commander = None if room.has_foreign_producer else self._authority(room.path, room.owner)

@@ -60,9 +60,7 @@ class OutboxLimits:
 
 
 class WriteQueue:
-    """Queue of sockets with data to write; writing takes at most half of the event loop, in slices of ``SLICE``
-    seconds.
-    """
+    """Queue of sockets with data to write, in slices of ``SLICE`` seconds; uses at most half of the event loop."""
 
     SLICE = 0.001
 
