@@ -55,15 +55,7 @@ _KEPT_PER_STEP = 8
 
 
 class InferenceTrace(NamedTuple):
-    """Result of one inference: a chunk that may be done, and what it took.
-
-    Attributes:
-        actions: (t, a) float32, inside the limits.
-        clamped: why the guard changed something.
-        inference: what it took.
-        decode_seconds: seconds that pictures took.
-        out_of_range: joints whose measured values are far outside of their ranges.
-    """
+    """Actions (t, a) float32 inside the limits, the guard's reasons for changes, times, and joints far out of range."""
 
     actions: np.ndarray
     clamped: tuple[str, ...]
@@ -228,10 +220,10 @@ class DirectInference:
         return refusal
 
     def check_available(self) -> tuple[DirectLink, RobotIO]:
-        """Refuse when no client may control by itself now.
+        """Check that clients may control the robot now.
 
         Raises:
-            MoveRefused: says why, and what to do.
+            MoveRefused: an emergency stop, the session's own loop or a dry run forbids it.
             SessionLoading: the policy is still being loaded.
         """
         link, robot_io = self.get_link()
@@ -252,10 +244,10 @@ class DirectInference:
         return link, robot_io
 
     def check_not_stopped(self) -> tuple[DirectLink, RobotIO]:
-        """Refuse when this client may not control by itself now: a stop is for whoever controlled until then.
+        """Check that this client may control the robot now; a stop ends its control until ``reset``.
 
         Raises:
-            MoveRefused: says why, and what to do.
+            MoveRefused: as ``check_available``, or the session was stopped.
         """
         found = self.check_available()
         if self._stop_count != _count_stops(self.session):
@@ -266,10 +258,8 @@ class DirectInference:
         return found
 
     def reset(self) -> None:
-        """Let this client control the robot, again after a stop; its plan and history are dropped.
-
-        Raises:
-            MoveRefused: nobody may now.
+        """Let this client control the robot (again after a stop); drops its plan and history. Raises as
+        ``check_available``.
         """
         self.check_available()
         self._stop_count = _count_stops(self.session)
@@ -323,11 +313,7 @@ class DirectInference:
         return trace
 
     async def observe(self, observed: Observation, observed_at: float | None = None) -> None:
-        """Keep a complete observation that nothing is asked about, for a policy that looks at several.
-
-        Raises:
-            As ``infer``.
-        """
+        """Keep a complete observation for later inferences of a policy that reads several; raises as ``infer``."""
         robot_io = self.get_link()[1]
         # While the session's own control loop runs, its own history counts.
         if robot_io.runner.loaded.requirements.observation_steps > 1 and self.session.stage in IDLE_STAGES:
@@ -453,9 +439,7 @@ class DirectInference:
     def _check_chunk(
         self, robot_io: RobotIO, answer: object, motion: Motion | None
     ) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Return the chunk inside the limits and why it changed; ``motion`` is None for actions that are no joint
-        targets.
-        """
+        """Return the chunk inside the limits and why it changed; without ``motion`` only its shape is checked."""
         guard = robot_io.controller.guard
         problem = guard.check_shape(answer)
         if problem is None:
@@ -489,11 +473,8 @@ class DirectInference:
     ) -> tuple[np.ndarray, int, InferenceTrace | None]:
         """Return one action (a,), the number of actions left of its chunk, and the inference if the policy ran.
 
-        A new instruction starts a new chunk at the measured pose. ``observed_at`` is monotonic seconds and defaults to
-        now.
-
-        Raises:
-            As ``infer``.
+        A new instruction starts a new chunk at the measured pose. ``observed_at`` is monotonic seconds, by default now.
+        Raises as ``infer``.
         """
         robot_io = self.check_not_stopped()[1]
         self.check_units(observed, robot_io)  # actions of a plan are given out without another inference
@@ -607,13 +588,10 @@ ACT_FIELDS = (*observation.OBSERVATION_FIELDS, "want", "executed", "reset", "kin
 async def answer_act(
     inference: DirectInference, message: Mapping[str, Any], observed_at: float | None = None
 ) -> dict[str, Any]:
-    """Answer an act; ``docs/robots/direct.md`` has the fields.
-
-    Args:
-        observed_at: monotonic time at which it came; now when None.
+    """Answer an act (fields: ``docs/robots/direct.md``) that was received at ``observed_at``, by default now.
 
     Raises:
-        InvalidRequest: something of it cannot be used.
+        InvalidRequest: a field is invalid.
         ServiceError: as ``DirectInference.infer``.
     """
     observation.check_fields(message, ACT_FIELDS)
@@ -655,11 +633,7 @@ async def answer_act(
 
 
 def read_integer(message: Mapping[str, Any], name: str) -> int | None:
-    """Read an integer of a message; None when it has none of this name.
-
-    Raises:
-        InvalidRequest: it is something else.
-    """
+    """Return an integer of a message, None if it is missing; raises InvalidRequest for other types."""
     value = message.get(name)
     if value is not None and (type(value) is not int or not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT):
         raise InvalidRequest(f"{name}: wanted an integer", ("body", name))

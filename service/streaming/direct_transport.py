@@ -71,11 +71,7 @@ class DirectLink:
         }
 
     def take_control(self, driver: "Stream", silence_timeout: float) -> bool:
-        """Give a client control of the robot; False while another client has control and sends messages.
-
-        Args:
-                silence_timeout: seconds without a message after which the client in control counts as gone.
-        """
+        """Give a client control of the robot; False while another client was active in ``silence_timeout`` seconds."""
         if self.driver is driver:
             return True
         if self.driver is not None:

@@ -28,10 +28,10 @@ _BASE64_PIECE = 1 << 18  # characters of base64, a multiple of 4: Python's lock 
 
 
 def check_image(camera: str, image: np.ndarray, max_pixels: int) -> np.ndarray:
-    """Check a picture (h, w, 3) uint8 that came as an array.
+    """Check a picture (h, w, 3) uint8.
 
     Raises:
-        InvalidRequest, TooLarge: it is none, or has more than ``max_pixels`` pixels.
+        InvalidRequest, TooLarge: another type or shape, or over ``max_pixels`` pixels.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
         wanted = "uint8 [height, width, 3]"
@@ -75,11 +75,7 @@ def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -
 
 
 def decode_base64(camera: str, text: str) -> bytes:
-    """Decode a file that stands in JSON.
-
-    Raises:
-        InvalidRequest: it is no base64.
-    """
+    """Decode a base64 file of a JSON message; raises InvalidRequest."""
     try:
         text = text.partition(",")[2] if text.startswith("data:") else text
         parts = [text[start : start + _BASE64_PIECE] for start in range(0, len(text), _BASE64_PIECE)]
@@ -305,11 +301,7 @@ def _read_window(message: Mapping[str, Any], images: Mapping[str, Any], spec: Ob
 
 
 def check_same_sizes(frames: Mapping[str, np.ndarray], sizes: Mapping[str, tuple[int, int]]) -> None:
-    """Check that pictures of a moment have the sizes of the newest one's.
-
-    Raises:
-        InvalidRequest: they have not.
-    """
+    """Check that pictures of a moment have the sizes of the newest one's; raises InvalidRequest."""
     wrong = {camera: frame.shape[:2] for camera, frame in frames.items() if frame.shape[:2] != sizes[camera]}
     if wrong:
         named = "; ".join(f"camera {camera!r} has {list(size)} before" for camera, size in wrong.items())

@@ -51,12 +51,11 @@ _Keys = tuple[Sequence[tuple[str, str]], Sequence[str], str | None]
 def rename_keys(message: Mapping[Any, Any], spec: ObservationSpec) -> dict[str, Any]:
     """Rename the keys of an observation from openpi's names to ours.
 
-    Each camera is looked up by its exact feature name first, then by the usual spellings of it. Where the policy has
-    one camera and the client sent one picture under openpi's usual name, that picture is used. Keys that are left over
-    are ignored, as policies of openpi ignore them.
+    A camera's exact feature name takes precedence over its usual spellings. A single picture under openpi's usual name
+    serves a policy with one camera. Other keys are ignored, as in openpi.
 
     Raises:
-        InvalidRequest: a key is missing or ambiguous; the message lists the keys that were received.
+        InvalidRequest: a key is missing or ambiguous; the message lists the received keys.
     """
     flat = _flatten(message)
     cameras, state, prompt = _find_keys(flat, spec)
@@ -187,9 +186,7 @@ class OpenpiProtocol:
             self._close_with_error("internal: the server's log says more")
 
     async def _wait_loaded(self) -> None:
-        """Wait until the policy is loaded, silently: clients read the first message as metadata. May raise
-        SocketClosed.
-        """
+        """Wait silently for the policy, as clients read the first message as metadata; may raise SocketClosed."""
         while True:
             try:
                 self._inference.get_link()

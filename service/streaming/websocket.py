@@ -183,11 +183,7 @@ class FrameReader:
         return True
 
     def add(self, count: int) -> bool:
-        """Count received bytes; False as long as a frame that was begun is not whole.
-
-        Raises:
-            BadFrame: it makes no sense; ``end`` it.
-        """
+        """Count received bytes; False while a started frame is incomplete. Raises BadFrame; ``end`` the reader then."""
         if self._header is not None and len(self._target) > self._filled:
             self._filled += count
             if self._filled < len(self._target):
@@ -198,11 +194,7 @@ class FrameReader:
         return True
 
     def next_frame(self, now: float) -> bool:
-        """Begin the next frame; False when not even its header is there.
-
-        Raises:
-            BadFrame: it makes no sense; ``end`` it.
-        """
+        """Start the next frame; False if its header is incomplete. Raises BadFrame; ``end`` the reader then."""
         head = read_header(self._scratch[self._start : self._end])
         if head is not None:
             self._begin_frame(head, now)
@@ -297,11 +289,11 @@ class SocketLimits:
 
     Attributes:
         bytes: of one message.
-        text: likewise, of one that is text.
-        unsent: bytes that may wait to be read by the peer; what comes on top is not taken.
-        slow: a peer that reads nothing for so long, with something waiting for it, is cut off.
-        heartbeat: from one ping to the next; a peer that sends nothing for two of them is cut off.
-        message: from a message's first byte to its last; a peer that takes longer is cut off.
+        text: of one text message.
+        unsent: bytes that may wait for the peer; further messages are refused.
+        slow: time without reading, with data waiting, after which a peer is cut off.
+        heartbeat: time between pings; a peer that is silent for two of them is cut off.
+        message: time from a message's first byte to its last.
     """
 
     bytes: int = 16 << 20

@@ -162,10 +162,7 @@ class Destinations:
     def __init__(
         self, allowed_hosts: Iterable[str], rules: AddressRules, own_port: Callable[[], int | None] = lambda: None
     ) -> None:
-        """
-        Raises:
-            ValueError: an entry is neither a host nor a network.
-        """
+        """Raises ValueError if an entry is neither a host nor a network."""
         self._allowed_hosts = tuple(map(AllowedHost.parse, allowed_hosts))
         self._rules = rules
         self._own_port = own_port
