@@ -160,7 +160,7 @@ def _escape(text: str) -> str:
 
 
 class _Constant(ValueError):
-    """NaN or Infinity stands in the JSON, which Python would accept."""
+    """NaN or Infinity in JSON, which Python would accept."""
 
 
 def _refuse_constant(literal: str) -> NoReturn:
@@ -169,7 +169,7 @@ def _refuse_constant(literal: str) -> NoReturn:
 
 def _decode(raw: bytes) -> Any:
     try:
-        # Not brackets: as many of them as there can be take 5 ms.
+        # Brackets are not counted: the most that fit take 5 ms.
         return loads(
             raw, MAX_VALUES, counted=",{", parse_constant=_refuse_constant, object_pairs_hook=reject_repeated_names
         )
@@ -354,7 +354,7 @@ REASON = {"properties": {"reason": {"title": "Reason", "description": "Text that
 
 
 async def read_reason(request: Request[Any, Any]) -> str:
-    """Read the reason from the body of an emergency stop, as far as it has arrived: a stop waits for nobody."""
+    """Read the reason from the body of an emergency stop, as far as it has arrived, because a stop must not wait."""
     body = bytearray()
     with suppress(TimeoutError, SanicException):
         async with asyncio.timeout(REASON_TIMEOUT):

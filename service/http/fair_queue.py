@@ -32,7 +32,7 @@ UNREAD = 16_384
 MESSAGE, REQUEST, CONNECTION = 250e-6, 1e-3, 100e-6
 # New connections with budgets of their own, per caller: a second and at once. A robot with eight cameras has twenty.
 NEWCOMERS, NEWCOMERS_AT_ONCE = 20.0, 64.0
-# Of one caller: requests that go before all others, a second and at once.
+# Priority requests of one caller, a second and at once.
 URGENT, URGENT_AT_ONCE = 50.0, 20.0
 
 
@@ -97,7 +97,7 @@ class _Lane:
         return caller
 
     def charge(self, flow: Flow, caller: _Caller, cost: float) -> None:
-        # Whoever was silent has no claim to what it did not use.
+        # An idle flow has no claim to unused time.
         caller.now = max(caller.now, flow.start)
         flow.start = caller.now + cost
         self._now = max(self._now, caller.start)
@@ -205,7 +205,7 @@ class FairQueue:
 
         def go() -> tuple[float, bool]:
             if waiter.done():
-                return 0.0, False  # who waited was cancelled
+                return 0.0, False  # the waiting task was cancelled
             waiter.set_result(None)
             return cost, False
 

@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD = 8192  # bytes of a request's first line and headers
 _PIPELINE_PAUSE = 0.001  # seconds from an answer to the next of requests that were sent at once
-# Of a WebSocket, bytes that are read at a stretch, and frames a second: all at once, and as many in the long run.
+# Bytes of a WebSocket read per turn; frames as a burst, and frames a second.
 _READ_BYTES = 512
 _FRAMES, _FRAMES_PER_SECOND = 2000, 1000
-# Of a body in chunks, pieces that are read at a stretch; and the line before each: bytes, and what it is.
+# Chunks of a body read per turn; and the length and form of a chunk's size line.
 _PIECES = 64
 _CHUNK_LINE = 64
 _CHUNK = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
@@ -119,7 +119,7 @@ class _Http(Http):
         try:
             super().create_empty_request()
         except BadRequest:
-            # It stands in for a request whose URL could not be parsed, and would not be parsed either.
+            # It replaces a URL that cannot be parsed, so it is not parsed either.
             self.url = None
             super().create_empty_request()
 
@@ -163,10 +163,10 @@ class DeadlineProtocol(WebSocketProtocol):
         self._inbox = _Inbox()
         self._pausing: asyncio.TimerHandle | None = None
         self._is_handed_over = False
-        self._is_fresh = True  # its first request has not begun
-        self._is_known = False  # to the queue
-        self._has_waited = False  # for the turn of its first request
-        self._frames = (float(_FRAMES), 0.0)  # that may come now, as of when
+        self._is_fresh = True  # no request has begun
+        self._is_known = False  # whether the queue knows it
+        self._has_waited = False  # whether the first request had its turn
+        self._frames = (float(_FRAMES), 0.0)  # remaining frames, and the time of that count
 
     def set_peer(self, address: str, is_spare: bool) -> None:
         """Set the address under which this connection is counted, before it is made."""
@@ -235,7 +235,7 @@ class DeadlineProtocol(WebSocketProtocol):
     def begin_next_request(self) -> bool:
         """Begin the next request after the last one was answered; returns whether it was pipelined."""
         if self._is_fresh:
-            self._is_fresh = False  # its deadline is that of its first byte
+            self._is_fresh = False  # the deadline of its first byte applies
             return False
         self._disarm()
         if self.recv_buffer:
@@ -334,7 +334,7 @@ class DeadlineProtocol(WebSocketProtocol):
     def _read_piece(self, socket: WebsocketImplProtocol) -> None:
         """Read at most ``_READ_BYTES`` of what has arrived, and answer pings."""
         proto = socket.ws_proto
-        is_ending = proto.close_sent is not None  # by this side: then nobody takes messages any more
+        is_ending = proto.close_sent is not None  # this side closed, so messages are not read
         proto.receive_data(bytes(self._backlog[:_READ_BYTES]))
         del self._backlog[:_READ_BYTES]
         events = proto.events_received()
@@ -396,7 +396,7 @@ class DeadlineProtocol(WebSocketProtocol):
         return not self._inbox.is_empty
 
     def _frame_delay(self, count: int) -> float:
-        """Return seconds until more may be read, after so many frames."""
+        """Return seconds until more may be read, after this many frames."""
         left, at = self._frames
         now = time.monotonic()
         left = min(left + (now - at) * _FRAMES_PER_SECOND, _FRAMES) - count
@@ -564,7 +564,7 @@ def _is_target(request: Request[Any, Any], host: str) -> bool:
 
 
 def _is_cut_off(socket: WebsocketImplProtocol) -> bool:
-    """Whether the peer was told what it did wrong: what it still sends does not matter."""
+    """Whether the peer got a close frame with an error, after which its data is ignored."""
     sent = socket.ws_proto.close_sent
     return sent is not None and sent.code not in (1000, 1001)
 

@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 # Seconds of accepting in one turn of the loop, doubled after each turn that left some waiting, up to the maximum. A
 # stop waits behind earlier connections in the kernel, so a flood must be accepted faster.
 ACCEPT_SECONDS, MOST_ACCEPT_SECONDS = 0.001, 0.004
-CONNECTIONS_PER_TURN = 4  # that are made of sockets
-MAX_READY = 1024  # of one caller, those that have asked for something and wait until connections are made of them
-MAX_READABLE = 64  # sockets of which something came, in one turn
-SWEEP_INTERVAL = 1.0  # seconds between looks for those that never say anything
+CONNECTIONS_PER_TURN = 4  # connections created from sockets
+MAX_READY = 1024  # sockets of one caller with data that wait for a connection
+MAX_READABLE = 64  # sockets with new data handled in one turn
+SWEEP_INTERVAL = 1.0  # seconds between checks for silent sockets
 RETRY_DELAY = 0.5  # seconds without accepting when the process has no descriptors left
-PEEK_BYTES = 1024  # bytes of a request that are looked at; a stop's first line is shorter
+PEEK_BYTES = 1024  # bytes of a request inspected; a stop's first line is shorter
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -75,7 +75,7 @@ class Acceptor:
         self._newcomers: dict[int, _SilentSocket] = {}  # silent, the oldest first
         self._stops: deque[_SilentSocket] = deque()
         self._ready: deque[_SilentSocket] = deque()
-        self._waiting: Counter[str] = Counter()  # of the ready ones, how many each caller has
+        self._waiting: Counter[str] = Counter()  # ready sockets by caller
         self._made: set[asyncio.Task[object]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_scheduled = False

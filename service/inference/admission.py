@@ -91,7 +91,7 @@ def compute_admission(
     return Admission(before + share <= limit + 1e-9 and per_second <= alone, share, possible, text)
 
 
-# The frames that a session's policy is asked with; None while nobody knows.
+# Frame sizes that a session sends; None while unknown.
 ReadFrameSizes = Callable[[], FrameSizes | None]
 
 

@@ -74,8 +74,8 @@ class LatencyModel:
         # Of each size the seconds, and the same divided by the device's pace at the time.
         self._windows: dict[int, tuple[_SlidingWindow, _SlidingWindow]] = {}
         self._count = 0
-        self._ratios = deque([1.0] * PACE_WINDOW, PACE_WINDOW)  # one batch that is held up at the beginning is no pace
-        # By size, and the pace. Replaced and never changed: who reads needs no lock, and nobody waits for a reader.
+        self._ratios = deque([1.0] * PACE_WINDOW, PACE_WINDOW)  # one slow batch at the start must not set the pace
+        # Latencies by size, and the pace. Replaced and never mutated, so that readers need no lock.
         self._now: tuple[Mapping[int, _Known], float] = ({}, 1.0)
 
     def record(self, size: int, seconds: float) -> None:
@@ -299,7 +299,7 @@ def _choose_batch(
         return any(at_once + cost <= due < end + cost for due, cost in others)
 
     for size in sizes[1:]:
-        # A size that was measured in a bad moment would never be run again, and never be known to be better.
+        # Measure a stale size again: it may have been measured in a slow moment.
         if size <= len(together) and latency.is_stale(size):
             end = now + latency.upper_bound(size)
             if not (forecast.is_late(size, end) or is_another_late(end)):
@@ -319,7 +319,7 @@ class _QueueForecast:
 
     def __init__(self, dues: Sequence[float], now: float, costs: LatencyModel, sizes: Sequence[int]):
         self._dues = dues
-        # So many are late even if they run now: nobody's reason to hurry.
+        # Number of requests that are late even if they run now, so they do not constrain the choice.
         self._already_late = bisect_left(dues, now + costs.predict(1).p90)
         expected = [(size, costs.predict(size)) for size in sizes]
         self._sizes = [(size, max(taken.median, 1e-9), taken.p90) for size, taken in expected]

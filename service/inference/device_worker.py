@@ -123,9 +123,9 @@ logger = logging.getLogger(__name__)
 # second value applies before any measurement.
 MIN_OVERDUE = 0.1
 OVERDUE_UNMEASURED = 1.0
-# Seconds after which a request goes before those that are due sooner: whoever has much time is not forgotten.
+# Seconds after which a request goes before earlier deadlines, so that it does not starve.
 LONGEST_WAIT = 1.0
-# Seconds that a device's load is of.
+# Window of a device's load, in seconds.
 LOAD_WINDOW = 5.0
 # Threads left behind that may still come back; with so many a batch is waited for until it is stuck.
 MAX_ABANDONED = 8
@@ -221,7 +221,7 @@ class _Inbox:
         """Move new requests to the scheduler, with ``wait`` sleep until there is one; False when closed."""
         while wait and not self._arriving:
             self._is_reader_asleep = True
-            # Looked at again: what was put before that was said has woken nobody.
+            # Check again: an earlier request did not wake this thread.
             if not self._arriving:
                 os.read(self._read_end, 64)
             self._is_reader_asleep = False
@@ -373,7 +373,7 @@ class InferenceWorker:
             if member.may_move and member.is_awaited:
                 member.outcome.set_exception(overdue)
             elif len(batch.members) > 1:
-                # One of them may be what it does not come back from.
+                # Any of these calls may block forever.
                 self._requeue(member)
         return True
 
@@ -437,7 +437,7 @@ class InferenceWorker:
             try:
                 loop.call_soon_threadsafe(self._set_results, batch, results)
             except RuntimeError:
-                # When the loop is closed, nobody waits for the results.
+                # Once the loop is closed, the results are not needed.
                 if not loop.is_closed():
                     raise
             if is_left:
@@ -461,7 +461,7 @@ def _run_batch(batch: Batch, stacks: StackingBuffers) -> Sequence[InferenceResul
         timings = dict(policy.timings)
         if len(members) > 1 and (not isinstance(chunks, np.ndarray) or chunks.shape[:1] != (batch.size,)):
             raise ValueError(f"a batch of {batch.size} was answered with {np.shape(chunks)}")
-    except BaseException as error:  # whatever it is belongs to the waiting side, which raises it there
+    except BaseException as error:  # raised again by the waiting side
         return error
     spent = ended - batch.started
     # Limit one outlier, such as a batch that hung for a minute; a slower device still shows in many samples.
@@ -469,7 +469,7 @@ def _run_batch(batch: Batch, stacks: StackingBuffers) -> Sequence[InferenceResul
     results = []
     for row, member in enumerate(members):
         result = InferenceResult(
-            # A copy each: what one session does with its rows is nobody else's business.
+            # Copy each row, so that sessions cannot change each other's results.
             chunk=chunks[row : row + 1].copy() if len(members) > 1 else chunks,
             queue=batch.started - member.submitted,
             to_device=timings.get("to_device", 0.0),

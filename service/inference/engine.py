@@ -94,7 +94,7 @@ class Dispatcher:
     ) -> InferenceResult:
         """Ask another device, and return its answer or a late one of the first device, whichever comes first."""
         late = failure.answer if isinstance(failure, Overdue) else None
-        # Some may have left while the first one was waited for.
+        # Devices may have left meanwhile.
         others = [replica for replica in loaded.usable if replica.policy.device != failed.policy.device]
         if not others and late is None:
             _raise_refusal(failure)
@@ -142,7 +142,7 @@ async def _first_success(answers: Sequence[asyncio.Future[InferenceResult]]) -> 
 
 
 def _raise_refusal(error: Exception) -> NoReturn:
-    """Raise an error as one whose text clients may read."""
+    """Raise an error with a text for clients."""
     if isinstance(error, PolicyFailed):
         raise error
     if isinstance(error, JaxModelsError):
@@ -154,9 +154,9 @@ def _raise_refusal(error: Exception) -> NoReturn:
 
 # Seconds that a trial waits for a moment in which no robot waits.
 MAX_TRIAL_WAIT = 1.0
-# Requests of a caller that have to go well after one that failed, before they are batched with others again.
+# Successful requests that a caller needs after a failure before its requests are batched again.
 PROBATION = 16
-# Seconds without a question after which nobody is served: clients without a control loop here ask when they like.
+# Seconds without a request after which the engine counts as idle: direct clients send requests at any time.
 QUIET_SECONDS = 3.0
 
 

@@ -29,7 +29,7 @@ class Policy(Protocol):
     def device(self) -> str: ...
 
     commit: str | None
-    """What its files are called, when that is known: a commit of the Hub, the hash of a folder."""
+    """Commit on the Hub or content hash of its files, or None."""
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the action chunk (b, t, a), float32, for feature names to arrays with a batch axis."""
@@ -56,7 +56,7 @@ class Policy(Protocol):
         ...
 
     def on(self, device: str) -> "Policy":
-        """Return a copy on another device; on its own, one that shares the weights."""
+        """Return a copy on another device; a copy on its own device shares the weights."""
         ...
 
 
@@ -82,12 +82,12 @@ class InferenceStuck(PolicyFailed):
 
     @classmethod
     def after(cls, seconds: float) -> "InferenceStuck":
-        """The error of one that was given up after so many seconds."""
+        """Create the error of an inference that was given up after this many seconds."""
         return cls(f"inference did not return in {seconds:g} s; one that needs longer here wants more (stuck_after)")
 
 
 class LatencyModels(dict[FrameSizesKey, LatencyModel]):
-    """Latencies of batches by the sizes of their frames; those of new sizes begin empty. Read by any thread."""
+    """Latencies of batches by frame sizes, empty for new sizes. Read by any thread."""
 
     def __missing__(self, frames: FrameSizesKey) -> LatencyModel:
         return self.setdefault(frames, LatencyModel())
@@ -183,7 +183,7 @@ class LoadedPolicy:
 
     @property
     def commit(self) -> str | None:
-        """Commit or content hash of its files, when that is known."""
+        """Commit or content hash of its files, or None."""
         return self.policy.commit
 
     def add_replica(self, replica: Replica) -> None:

@@ -134,7 +134,7 @@ class ForwardQueue:
         task = asyncio.create_task(self._run_in_turn(served, request), name=f"forward {served.name}")
         self._passes.add(task)
         task.add_done_callback(self._passes.discard)
-        # Looked at here, or it would be reported as lost when nobody waits for it.
+        # Retrieve the exception, or asyncio logs it as lost when the caller has left.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             async with asyncio.timeout(self.answer_deadline):

@@ -69,9 +69,9 @@ HINT = (
     "it is neither in a folder of the setting policy_roots nor a Hub repo (owner/name) of one in policy_owners; "
     "whoever runs the server may start it with --policy-roots FOLDER or --policy-owners OWNER"
 )
-# Whoever has an account can open one in the repo of an allowed owner, with a policy of theirs.
+# Any account can open a pull request with its own policy in an allowed owner's repo.
 _PULL_REQUEST = re.compile(r"(refs/)?pr/.*|refs/convert/.*", re.IGNORECASE | re.DOTALL)
-# What could be opened of a folder, which is asked again of every file when it is opened (`jaxmodels.PolicyFolder`).
+# Whether a folder can be opened; `jaxmodels.PolicyFolder` checks every file again.
 _READABLE_FILES = re.compile(r".+\.(json|safetensors)|orbax", re.DOTALL)
 _CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
 
@@ -103,7 +103,7 @@ class SourceRules:
         self.check_revision(revision, field.replace("policy_path", "revision"))
 
     def check_revision(self, revision: str | None, field: str = "revision") -> None:
-        """Refuse a revision that anybody may have opened: a pull request.
+        """Refuse a pull request, which any account can open.
 
         Raises:
             InvalidRequest: at ``field``.

@@ -64,7 +64,7 @@ class Devices:
         """Add the initial devices, named as in the settings. ``join_timeout`` is in seconds, 0 without joining."""
         self.workers: dict[int, DeviceWorker] = dict(enumerate(workers))
         self.health = DeviceHealth()
-        self._configured_names = dict(enumerate(names))  # as they were named; none where nobody named one
+        self._configured_names = dict(enumerate(names))  # names in the settings; may be empty
         self._device_names = dict(self._configured_names)  # as policies call them
         self._numbers = count(len(names) or 1)
         self.join_timeout = join_timeout

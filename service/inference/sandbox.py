@@ -106,7 +106,7 @@ class LoadJob:
     # On the event loop.
 
     def cancel(self, reason: str) -> None:
-        """Cancel the job: nobody waits for its result any more."""
+        """Cancel the job, whose result is not needed."""
         with self._lock:
             if self._reason is not None:
                 return
@@ -192,7 +192,7 @@ def begin_building() -> None:
 
 
 class BuildSlot:
-    """The slot for building and compiling: one job at a time, and more beside one that takes long."""
+    """The slot for building and compiling: one job at a time, and more next to slow jobs."""
 
     def __init__(self) -> None:
         # Two loads at once would take both cores of a small machine away from the control loops.
@@ -244,7 +244,7 @@ class ReadSlots:
                 while self._queue[0] is not turn or not self._has_free_slot():
                     if load is not None:
                         load.raise_if_cancelled()
-                    self._changed.wait(0.05)  # a child that became slow tells nobody
+                    self._changed.wait(0.05)  # a child becomes slow without a notification
             finally:
                 self._queue.remove(turn)
                 self._changed.notify_all()

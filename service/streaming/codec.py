@@ -27,9 +27,9 @@ _MAX_ON_LOOP = 1 << 17
 # Backslashes and characters outside of strings, which take five times as long to read as other text.
 _MAX_ESCAPES = 1 << 17
 _MAX_BARE = 1 << 17
-# An observation has fewer than a hundred values; so many take half a millisecond to read.
+# Values of a message, read in half a millisecond; an observation has fewer than a hundred.
 _MAX_VALUES = 512
-_MAX_NUMBERS = 1 << 32  # numbers of an array, those of empty axes not counted
+_MAX_NUMBERS = 1 << 32  # numbers of an array, without empty axes
 _BY_NAME: Mapping[object, np.dtype] = {name: kind for name, kind in DTYPES.items() if name != "bfloat16"}
 # Dtypes as `dtype.str` of numpy writes them, in both byte orders.
 _BY_CODE: Mapping[object, np.dtype] = {
@@ -256,7 +256,7 @@ def _convert_map(key: object, found: dict[Any, Any]) -> Any:
         return _read_array(key, found, _OPENPI_ARRAY_KEYS, _BY_CODE, lambda name: found[name.encode()])
     if b"__npgeneric__" in found:
         return _read_scalar(key, found)
-    # Only whole arrays: a map that has one of these names may be something else.
+    # Other maps may also have some of these names.
     return _read_array(key, found, _ARRAY_KEYS, _BY_NAME, found.__getitem__) if found.keys() == _ARRAY_KEYS else found
 
 

@@ -142,8 +142,8 @@ def _check_size(camera: str, height: int, width: int, max_pixels: int) -> None:
 _DECODERS = ThreadPoolExecutor(max(min((os.cpu_count() or 2) - 1, 4), 1), "pictures")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _MAX_PROMPT = 2048
-_LATEST_TIMESTAMP = 1e11  # seconds; beyond, a float64 says no milliseconds any more
-_PARTS = (list, Mapping, np.ndarray, str, memoryview)  # what pictures and joints of one moment may be in a list
+_LATEST_TIMESTAMP = 1e11  # seconds; beyond, a float64 has no milliseconds
+_PARTS = (list, Mapping, np.ndarray, str, memoryview)  # types of one moment's pictures and joints in a list
 # Accepted names of the instruction: openpi's, this service's, LeRobot's.
 _PROMPT_KEYS = ("prompt", "language_instruction", "task")
 # Control characters would act in records, logs and pages, and a lone surrogate cannot be encoded by any of them.

@@ -319,7 +319,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         self.received_at = time.monotonic()
         self.refused = 0
         self.handler_seconds: float | None = None
-        self._charged = 0.0  # for the newest message, if it was beyond the budget
+        self._charged = 0.0  # seconds charged for the newest message, if beyond the budget
         self._limits = limits
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()

@@ -150,7 +150,7 @@ class HeartbeatAck:
 
 @dataclass(frozen=True)
 class EmergencyStop:
-    """Stop everything: from anybody, to everybody in the room, its sender included. The room does not latch it."""
+    """Emergency stop by any participant, sent to all in the room and its sender. The room does not latch it."""
 
     type: ClassVar[str] = "emergency_stop"
     reason: LenientText = None
@@ -196,14 +196,14 @@ class _ParticipantEvent:
 
 @dataclass(frozen=True)
 class ParticipantJoined(_ParticipantEvent):
-    """Somebody else joined this video room."""
+    """Another participant joined this video room."""
 
     type: ClassVar[str] = "participant_joined"
 
 
 @dataclass(frozen=True)
 class ParticipantLeft(_ParticipantEvent):
-    """Somebody else left this video room."""
+    """Another participant left this video room."""
 
     type: ClassVar[str] = "participant_left"
 
@@ -353,7 +353,7 @@ class WireError(TransportError):
         self.position = position
 
 
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # ``json.dumps`` would make one of each frame
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # ``json.dumps`` would create an encoder per frame
 
 
 class _NotFinite(Exception):
@@ -417,7 +417,7 @@ def parse_join(raw: str | bytes) -> Join:
 
 
 def decode(raw: str | bytes) -> Any:
-    """Decode any JSON value. Numbers may be infinite or NaN: whoever uses them checks.
+    """Decode any JSON value. Callers must check for infinite and NaN numbers.
 
     Raises:
         WireError: too long, not UTF-8, not JSON, or nested too deep.

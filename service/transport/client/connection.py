@@ -68,7 +68,7 @@ class TransportTimeouts:
 # Bytes that may wait in this process, and in the kernel; commands behind them (350 bytes for six joints) are refused.
 MAX_SEND_BUFFER = 4096
 KERNEL_SEND_BUFFER = 16384
-# Seconds after a message in which leaving waits until it was heard.
+# Seconds after a message in which leaving waits for its confirmation.
 CONFIRM_WINDOW = 1.0
 
 

@@ -88,7 +88,7 @@ class JointInputListener(SessionRoomListener):
         self._workspace = rooms.workspace_id
         self._api = api
         self._producer: str | None = None
-        self._is_reporting = False  # whether a robot is in the room, rather than somebody who sets joints over REST
+        self._is_reporting = False  # whether a robot is in the room, not a REST client
         self._received_names: set[str] = set()
 
     def on_joined(self, participant_id: str) -> None:
@@ -115,7 +115,7 @@ class JointInputListener(SessionRoomListener):
         super().on_message(message, received_at)
 
     def on_malformed(self) -> None:
-        """Report a frame that is no message as one unusable value, whatever it was meant to say."""
+        """Report a malformed frame as one unusable value."""
         self.inbox.on_event(BadInput({"malformed": 1}))
 
     async def on_presence(self, presence: Presence) -> None:

@@ -297,7 +297,7 @@ class Robot:
         elif self.latch is not None and self._is_confirmed:
             self.unlatch()
         elif self.latch is not None and time.monotonic() - self._latched_at > STOP_REPORT_DELAY:
-            # Its session may go on as if nothing had happened, and nobody would have to reset anything.
+            # Report the stop again, because the session may not know of it and go on without a reset.
             await self._session_latch.report_stop(self.latch)
 
     def _on_stop(self, message: StopMessage) -> None:

@@ -90,7 +90,7 @@ class RoomsTransport:
     async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """Remove rooms that nobody is in, one after the other; returns those that somebody is in.
+        """Remove empty rooms in sequence; returns the occupied ones.
 
         Raises:
             InvalidRequest: the URL leads where links may not go.
@@ -189,7 +189,7 @@ class RoomsLink:
 
         Raises:
             TransportError: something failed; ``close`` removes what was made.
-            RobotTaken: somebody else commands this robot.
+            RobotTaken: another participant commands this robot.
         """
         for room, connection in self._connections.items():
             await self._ensure_room(connection.kind, room)
@@ -223,7 +223,7 @@ class RoomsLink:
     async def close(self) -> None:
         """Leave every room and remove those that this link created; the log names what cannot be removed."""
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
-        # Those that were given to another server meanwhile are not ours any more.
+        # Rooms that were given to another server meanwhile stay.
         created = [
             (room, kind)
             for room, kind in self._rooms_to_remove.items()

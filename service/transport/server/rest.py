@@ -46,7 +46,7 @@ from service.transport.server.websocket import WriteQueue, perform_effects, time
 VERSION = "2.0.0"
 JsonObject = dict[str, Any]
 Handler = Callable[..., JsonObject]
-# Method, path under the service, what answers, and the least role of a key (None: everybody's).
+# Method, path under the service, what answers, and the least role of a key (None: public).
 Route = tuple[str, str, Handler, KeyRole | None]
 ROOM = "/workspaces/<workspace:str>/rooms/<room:str>"
 
@@ -113,7 +113,7 @@ class RoomEndpoints:
         ]
 
     def index(self, request: Request, workspace: str) -> JsonObject:
-        """List the rooms of a workspace that the caller may see; none of a workspace that nobody knows."""
+        """List the visible rooms of a workspace; an unknown workspace has none."""
         caller = caller_of(request)
         rooms = [room for room in self._list_rooms() if room.path.workspace == workspace and caller.sees(room.owner)]
         return {**_workspace_head(workspace), "rooms": [_summarize_room(room) for room in rooms], "total": len(rooms)}
@@ -230,7 +230,7 @@ class RoomEndpoints:
         return BANNER
 
     def _check_sender(self, request: Request, path: RoomPath, client_id: str) -> None:
-        """Refuse a signal of another key than the one that joined: signals are posted beside the socket."""
+        """Refuse a signal with another key than the participant's socket."""
         caller = caller_of(request)
         room = self.table.rooms.get(path)
         if room is not None and not caller.sees(room.owner):

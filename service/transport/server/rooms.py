@@ -63,7 +63,7 @@ class Commander(Protocol):
         ...
 
     def refuse_stranger(self) -> CommandRefused:
-        """Count a command of somebody else, and return the error for it."""
+        """Count a command of another sender, and return its error."""
         ...
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
@@ -84,7 +84,7 @@ class RoomLimits:
     """Limits of one table: rooms, participants in all rooms, joint names per room.
 
     Attributes:
-        per_owner: rooms of one owner, and participants in them, so that nobody takes the last ones from others.
+        per_owner: rooms of one owner, and participants in them, so that none uses up the total.
     """
 
     rooms: int = 1024
@@ -167,7 +167,7 @@ class RemoteCommander:
         return matches_secret(claim, self._claim)
 
     def refuse_stranger(self) -> CommandRefused:
-        """Return the error for everybody but the session."""
+        """Return the error for other senders."""
         return CommandRefused("robot_taken", "only the session that this room belongs to may command its robot")
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
@@ -237,7 +237,7 @@ class RoomTable:
         return room
 
     def delete(self, path: RoomPath, claim: str | None = None) -> Effects:
-        """Delete a room; everybody in it is disconnected.
+        """Delete a room and disconnect its participants.
 
         Raises:
             UnknownRoom: there is none there.
@@ -260,7 +260,7 @@ class RoomTable:
         return gone
 
     def is_occupied(self, path: RoomPath) -> bool:
-        """Whether anybody is connected to this room."""
+        """Whether the room has participants."""
         return any(participant.path == path for participant in self._by_id.values())
 
     def connections(self, kind: Kind) -> int:
@@ -279,10 +279,10 @@ class RoomTable:
         return commander
 
     def check_commander(self, room: Room, claim: str | None) -> None:
-        """Refuse everybody but the session of this room.
+        """Refuse callers other than the session of this room.
 
         Raises:
-            CommandRefused: it is another one.
+            CommandRefused: the claim is not the session's.
         """
         commander = self.commander(room)
         if commander is not None and not commander.is_own(claim):
@@ -359,7 +359,7 @@ class RoomTable:
             return
         is_session = self._authority(room.path, room.owner) is not None
         if is_session or claim is not None:
-            # Nothing of whoever commanded before the session is left for whoever joins.
+            # Commands from before the session must not reach later participants.
             room.joints.clear()
         room.claim = None if is_session else claim
         room.has_foreign_producer = not is_session
@@ -444,7 +444,7 @@ class RoomTable:
         return [*([] if producer is None else [producer]), *self.consumers(room)]
 
     def others(self, room: Room | None, excluded: Participant) -> list[Participant]:
-        """Return everybody in a room but one."""
+        """Return the other participants of a room."""
         return [one for one in self.participants(room) if (one.role, one.id) != (excluded.role, excluded.id)]
 
 

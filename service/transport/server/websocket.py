@@ -334,7 +334,7 @@ def _relay_to_others(table: RoomTable, participant: Participant, room: Room | No
 
 
 def _apply_update(config: VideoConfig, update: Json) -> VideoConfig:
-    """Return the settings after a producer's update; one that does not fit is relayed but not kept."""
+    """Return the settings after a producer's update; an invalid update is relayed but not kept."""
     known = {key: value for key, value in update.items() if key in VideoConfig.model_fields}
     try:
         return VideoConfig.model_validate({**config.model_dump(), **known})
@@ -426,7 +426,7 @@ async def serve_participant(
     finally:
         # Synchronous on purpose: when the peer is gone this runs inside a cancellation.
         is_orderly = socket.ws_proto is not None and socket.ws_proto.close_rcvd is not None
-        # In the next turn: where the server ends, nobody is told that the others are gone. Pictures go on between them.
+        # Sent in the next turn, so that at a shutdown participants do not see each other leave and video continues.
         perform_effects(table.leave(outbox, is_orderly), max_immediate=0)
         writer.cancel()
         key_watch.cancel()

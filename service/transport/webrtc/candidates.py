@@ -47,7 +47,7 @@ class EarlyCandidates:
 
 
 def trim_candidate(candidate: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a candidate without superfluous fields; None for one that is too long to be one."""
+    """Return a candidate without superfluous fields; None for an oversized one."""
     fields = {name: value for name in _FIELDS if isinstance(value := candidate.get(name), str | int)}
     return (
         fields

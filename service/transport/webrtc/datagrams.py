@@ -17,13 +17,13 @@ from service.http.fair_queue import FairQueue, Flow
 from service.http.limits import Bucket, source_key
 from service.transport.webrtc.candidates import MAX_CANDIDATES, explain_refused_address
 
-MAX_DATAGRAM = 2048  # bytes; whoever sends media or a handshake keeps to 1500, the size of an Ethernet frame
-MAX_WAITING = 256  # of one peer, until they are read
+MAX_DATAGRAM = 2048  # bytes; media and handshakes keep to 1500, the size of an Ethernet frame
+MAX_WAITING = 256  # unread datagrams of one peer
 # (a second, at once) of one peer. 8 Mbit/s of video are 1,000 packets a second, and a keyframe has 300.
 MEDIA_RATE = (3000, 1500)
 HANDSHAKE_RATE = (100, 50)
 CHECK_RATE = (100, 100)  # STUN of addresses that have proved who they are or were named to us
-STRANGER_RATE = (50, 50)  # STUN of anybody else: the first check of a peer behind a NAT is among them
+STRANGER_RATE = (50, 50)  # other STUN, such as the first check of a peer behind a NAT
 # Seconds of the event loop, a second and at once, for one peer's media before it counts as a flood; 1,000 packets of a
 # camera take 0.1.
 MEDIA_BUDGET = (0.1, 0.05)

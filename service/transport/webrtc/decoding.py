@@ -142,7 +142,7 @@ class DecoderThread:
         while (task := self._wait_next()) is not None:
             try:
                 frames = self._decode(*task)
-            except Exception:  # FFmpeg's errors, and whatever PyAV makes of an odd picture
+            except Exception:  # errors of FFmpeg and PyAV
                 self._on_error()
                 continue
             for frame in frames:
@@ -316,5 +316,5 @@ class FrameDecoder:
         self.size = (image.shape[0], image.shape[1])
         try:
             self._on_frame(image, self.decoded_at)
-        except Exception as error:  # whatever it is, it goes to the owner: aiortc would swallow it
+        except Exception as error:  # passed to the owner, because aiortc would swallow it
             self._on_error(error)

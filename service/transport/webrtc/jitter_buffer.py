@@ -17,7 +17,7 @@ from aiortc.utils import uint16_add
 # Profiles whose description has chroma and scaling lists in it.
 _PROFILES_WITH_CHROMA = {44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244}
 _MAX_LEADING_ZEROS = 32  # zeros before a number; more are no H.264
-UNREADABLE_SIZE = 1 << 62  # pixels: whoever describes a picture that way is not decoded
+UNREADABLE_SIZE = 1 << 62  # pixels; reported for invalid descriptions, which are not decoded
 
 
 # Limits of one picture. Usual are 200 slices (one per packet) and one parameter set, of up to 1 ms each.
@@ -27,7 +27,7 @@ _START_CODE = b"\0\0\1"
 
 
 def _unit_pattern(kind: int) -> re.Pattern[bytes]:
-    """Return a pattern of a start code with the first byte of such a unit, whatever its importance."""
+    """Return a pattern of a start code with the first byte of such a unit, of any importance."""
     return re.compile(_START_CODE + b"[" + b"".join(b"\\x%02x" % (high << 5 | kind) for high in range(8)) + b"]")
 
 

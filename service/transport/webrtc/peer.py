@@ -39,7 +39,7 @@ MAX_LINES_OF_KIND = {
     "a=rtpmap": 64, "a=fmtp": 64, "a=rtcp-fb": 256, "a=ssrc": 64, "a=ssrc-group": 16, "a=extmap": 64,
     "a=candidate": 128, "a=fingerprint": 8,
 }  # fmt: skip
-MAX_CODECS = 16  # of a section of video, of those that we decode; Chrome has VP8 and seven kinds of H.264, each twice
+MAX_CODECS = 16  # decodable codecs per video section; Chrome has VP8 and seven kinds of H.264, each twice
 MAX_FEEDBACK = 8  # kinds of RTCP feedback of one codec; Chrome has six
 MAX_CREDENTIAL = 256  # characters of a=ice-ufrag and a=ice-pwd (RFC 8839, 5.4); they go out with each check
 
