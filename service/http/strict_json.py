@@ -29,11 +29,7 @@ class TooManyValues(ValueError):
 
 
 def reject_repeated_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object and refuse repeated names; an ``object_pairs_hook``. Python alone takes the last value.
-
-    Raises:
-        Repeated: a name stands there twice.
-    """
+    """Build a JSON object (an ``object_pairs_hook``); raises RepeatedName, where Python alone takes the last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise RepeatedName("a name stands twice in one object")
@@ -67,10 +63,8 @@ def _get_decoder(**hooks: Any) -> json.JSONDecoder:
 
 
 def loads_slowly(text: str | bytes, **hooks: Any) -> Any:
-    """Parse JSON in Python code, five times slower than C: other threads get turns meanwhile. For threads only.
-
-    Raises:
-        ValueError, RecursionError: as ``loads``.
+    """Parse JSON in Python code, in a thread: five times slower than C, but without blocking others. Raises as
+    ``loads``.
     """
     decoder: Any = json.JSONDecoder(parse_int=_parse_integer, **hooks)
     # As the json package does where it has no C code.

@@ -246,11 +246,7 @@ class Engine:
         return is_quiet and not (self._pending or self.policy_cache.building.locked() or self.has_running_robot())
 
     async def compile(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
-        """Compile a policy for frames of these sizes, outside of the device thread.
-
-        Raises:
-            PolicyFailed: it cannot be compiled for them.
-        """
+        """Compile a policy for frames of these sizes, outside of the device thread; raises PolicyFailed."""
         sizes = loaded.to_own_names(sizes)
         await self.policy_cache.compile(loaded.unnamed, sizes)
         self.batch_compiler.schedule(loaded.unnamed, sizes)
@@ -301,11 +297,7 @@ class Engine:
             await self._idle.wait()
 
     async def run_trial(self, loaded: LoadedPolicy, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
-        """Run one inference for no robot, at lower priority than theirs; returns the chunk and its seconds.
-
-        Raises:
-            PolicyFailed: the policy raised.
-        """
+        """Run one low-priority inference for no robot; returns the chunk and its seconds. Raises PolicyFailed."""
 
         named = loaded.to_own_names(observation)
 

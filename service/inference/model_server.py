@@ -106,11 +106,7 @@ class ForwardQueue:
 
     @contextmanager
     def reserve_slot(self) -> Iterator[None]:
-        """Reserve a slot for one request, before its body is read.
-
-        Raises:
-            ModelBusy: all are taken.
-        """
+        """Reserve a slot for one request, before its body is read; raises ModelBusy if none is free."""
         if self._reserved >= self.settings.max_forwards:
             raise ModelBusy(f"{self._reserved} forward passes are asked for already; try again in a moment")
         self._reserved += 1
@@ -280,11 +276,7 @@ class ModelServer:
         self._models: dict[str, ServedModel] = {}
 
     async def load(self, name: str, path: str, revision: str | None, load: LoadModel) -> ServedModel:
-        """Load a model, compile it, and run it at the size it was made for.
-
-        Raises:
-            ModelError: it cannot be loaded.
-        """
+        """Load a model, compile it, and run it at its usual size; raises ModelError."""
 
         def log_stage(stage: str) -> None:
             if stage != "ready":  # it still has to be compiled
@@ -324,11 +316,7 @@ class ModelServer:
         return list(self._models.values())
 
     def get(self, name: str) -> ServedModel:
-        """Return the model of this name.
-
-        Raises:
-            UnknownModel: there is none.
-        """
+        """Return the model of this name; raises UnknownModel."""
         if name not in self._models:
             loaded = f"loaded: {', '.join(self._models)}" if self._models else "none is loaded"
             raise UnknownModel(f"no such model; {loaded} (robojax serve --model name=path loads one)")

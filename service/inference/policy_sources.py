@@ -38,11 +38,7 @@ class PolicyReader:
         self._slots = asyncio.Semaphore(concurrency)
 
     async def read(self, path: str, revision: str | None) -> Requirements:
-        """Return a policy's requirements.
-
-        Raises:
-            PolicyError: it cannot be read.
-        """
+        """Return a policy's requirements; raises PolicyError."""
         async with self._slots:
             load = LoadJob()
             try:
@@ -103,11 +99,7 @@ class SourceRules:
         self.check_revision(revision, field.replace("policy_path", "revision"))
 
     def check_revision(self, revision: str | None, field: str = "revision") -> None:
-        """Refuse a pull request, which any account can open.
-
-        Raises:
-            InvalidRequest: at ``field``.
-        """
+        """Raise InvalidRequest at ``field`` for a pull request, which any account can open."""
         if not self.is_open and revision is not None and _PULL_REQUEST.fullmatch(revision):
             raise InvalidRequest(
                 f"{field}: anybody may have opened this pull request; wanted a branch, a tag or a commit of the "

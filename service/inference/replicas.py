@@ -109,11 +109,7 @@ class Devices:
         return [worker for worker in removed if worker is not None]
 
     def replicate(self, policy: Policy) -> tuple[Replica, ...]:
-        """Copy a policy to every usable device that it is not on; blocks.
-
-        Raises:
-            DeviceGone: there is none.
-        """
+        """Copy a policy to every usable device without it; blocks. Raises DeviceGone if there is no device."""
         usable = self.usable
         if not usable:
             raise DeviceGone("no device is there that the policy could run on")

@@ -407,11 +407,7 @@ class RoomConnection:
             self._membership.drop(reason)
 
     async def open(self) -> None:
-        """Join the room for the first time.
-
-        Raises:
-            TransportError: it did not work.
-        """
+        """Join the room for the first time; raises TransportError."""
         self._membership = await self._join()
         self._listener.on_joined(self._membership.participant_id)
 

@@ -42,11 +42,7 @@ class RedirectRefused(TransportError):
 async def refuse_redirects(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """Refuse redirects, as an aiohttp middleware: only the URL's author decides where requests go.
-
-    Raises:
-        RedirectRefused: the response redirects.
-    """
+    """Raise RedirectRefused for a redirect (aiohttp middleware): only the URL's author decides where requests go."""
     response = await handler(request)
     if response.status in (301, 302, 303, 307, 308):
         response.close()

@@ -201,11 +201,7 @@ class Robot:
         self._is_confirmed = self._is_refusing = False
 
     async def open(self) -> None:
-        """Join every room.
-
-        Raises:
-            TransportError: one could not be joined.
-        """
+        """Join every room; raises TransportError if one cannot be joined."""
         await self._poll_latch()
         for connection in self._connections():
             await connection.open()

@@ -40,11 +40,7 @@ class RoomKeys:
         self._key_file = None if key_file is None else ReloadingFile(key_file, _parse, FORBIDDEN_MODE)
 
     def check(self) -> None:
-        """Check that the file of keys can be used.
-
-        Raises:
-            FileUnusable: it is not there, cannot be read, or makes no sense.
-        """
+        """Raise FileUnusable if the file of keys is missing, unreadable or malformed."""
         if self._key_file is not None and self._key_file.read() is None:
             raise FileUnusable(f"{str(self._key_file.path)!r}: there is no such file")
 

@@ -90,12 +90,7 @@ class RoomsTransport:
     async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """Remove empty rooms in sequence; returns the occupied ones.
-
-        Raises:
-            InvalidRequest: the URL leads where links may not go.
-            TransportError: the server could not be reached or refused.
-        """
+        """Remove empty rooms in sequence; returns the occupied ones. Raises as ``connect``."""
         left = []
         async with self._open_api(url, None, claim) as api:
             for room in rooms:

@@ -193,11 +193,7 @@ class RoomTable:
     # Rooms.
 
     def get(self, path: RoomPath) -> Room:
-        """Return one room.
-
-        Raises:
-            UnknownRoom: there is none there.
-        """
+        """Return one room; raises UnknownRoom."""
         if path not in self.rooms:
             raise UnknownRoom(f"no {path.kind} room {path.room!r} in workspace {path.workspace!r}")
         return self.rooms[path]
@@ -279,11 +275,7 @@ class RoomTable:
         return commander
 
     def check_commander(self, room: Room, claim: str | None) -> None:
-        """Refuse callers other than the session of this room.
-
-        Raises:
-            CommandRefused: the claim is not the session's.
-        """
+        """Raise CommandRefused for callers other than the session of this room."""
         commander = self.commander(room)
         if commander is not None and not commander.is_own(claim):
             raise commander.refuse_stranger()

@@ -254,10 +254,8 @@ class FrameDecoder:
         }
 
     def install(self, receiver: RTCRtpReceiver) -> None:
-        """Put this decoder, its thread and our jitter buffer into a receiver that has not started yet.
-
-        Raises:
-            TransportError: this aiortc keeps its parts elsewhere.
+        """Put this decoder and our jitter buffer into a receiver before its start; TransportError for an unknown
+        aiortc.
         """
         missing = [name for name in _PARTS if not hasattr(receiver, name)]
         if missing or not hasattr(receiver.track, "_queue"):

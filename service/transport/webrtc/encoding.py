@@ -183,11 +183,7 @@ def vp8_codecs() -> list[RTCRtpCodecCapability]:
 
 
 def install_encoder(sender: RTCRtpSender, track: CameraTrack) -> None:
-    """Give a sender that has not started yet our encoder.
-
-    Raises:
-        TransportError: this aiortc keeps its encoder elsewhere.
-    """
+    """Give a sender our encoder before its start; raises TransportError if this aiortc is unknown."""
     if not hasattr(sender, _ENCODER):
         raise TransportError("this aiortc keeps its encoder elsewhere; install aiortc 1.16")
     setattr(sender, _ENCODER, CameraEncoder(track.camera.rate))

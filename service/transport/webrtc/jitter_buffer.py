@@ -106,10 +106,7 @@ class _BitReader:
         self._at = 0
 
     def read_bits(self, count: int) -> int:
-        """
-        Raises:
-            ValueError: there are not so many bits left.
-        """
+        """Return the next bits as a number; raises ValueError at the end of the data."""
         self._at += count
         if self._at > len(self._bits):
             raise ValueError("the description ends")

@@ -118,11 +118,7 @@ class Peer:
         return self._get_description()
 
     async def create_offer(self, track: CameraTrack) -> str:
-        """Send ``track``, and return the offer's SDP with all candidates.
-
-        Raises:
-            BadSignal: there is no address to offer.
-        """
+        """Send ``track``, and return the offer's SDP with all candidates; raises BadSignal if there is no address."""
         transceiver = self._pc.addTransceiver(track, direction="sendonly")
         transceiver.setCodecPreferences(vp8_codecs())
         install_encoder(transceiver.sender, track)
@@ -133,11 +129,7 @@ class Peer:
         return self._get_description()
 
     async def accept_answer(self, answer: str) -> None:
-        """Take the answer to our offer.
-
-        Raises:
-            BadSignal: it cannot be used.
-        """
+        """Take the answer to our offer; raises BadSignal if it cannot be used."""
         if self._pc.signalingState != "have-local-offer":
             raise BadSignal(f"an answer came while the connection was {self._pc.signalingState}")
         check_description(answer)
@@ -230,11 +222,7 @@ async def _ignore_start(*arguments: object) -> None:
 
 
 def check_description(sdp: str) -> None:
-    """Check the size of a description before anything parses it.
-
-    Raises:
-        BadSignal: it is larger, or has more of something, than a camera's.
-    """
+    """Raise BadSignal for a description that exceeds a camera's sizes, before it is parsed."""
     if len(sdp) > MAX_SDP:
         raise BadSignal(f"a description of {len(sdp)} characters; at most {MAX_SDP} are read")
     lines = sdp.splitlines()
@@ -289,11 +277,7 @@ def _limit_codecs(section: list[str]) -> list[str]:
 
 
 def forbid_renegotiation(connection: RTCPeerConnection) -> None:
-    """Forbid a second handshake on the DTLS transports of a new connection.
-
-    Raises:
-        TransportError: this aiortc keeps its certificates elsewhere.
-    """
+    """Forbid a second handshake on the DTLS transports; raises TransportError if this aiortc is unknown."""
     certificates = getattr(connection, _CERTIFICATES, None)
     if not certificates:
         raise TransportError("this aiortc keeps its certificates elsewhere; install aiortc 1.16")
