@@ -224,8 +224,7 @@ class LoadedPolicy:
 
 
 class RenamedPolicy(LoadedPolicy):
-    """A loaded policy for a session whose robot names cameras differently (``rename``: the policy's names to the
-    robot's).
+    """A loaded policy for a session whose robot names cameras differently; ``rename`` maps policy to robot names.
 
     Raises:
         ConfigError: a name is not the policy's, or two names become one.
