@@ -58,21 +58,18 @@ class Route:
     Attributes:
         path: with ``{session_id}`` parts, as OpenAPI writes them.
         tag: the group in the documents.
-        answer: JSON schema or model of the 200 answer.
-        content_type: of the 200 answer.
-        is_specified: whether it is part of the specification's document.
-        body: model of the request's body.
-        specified_body: what the specification's document has in its place.
-        errors: other statuses it answers with.
-        optional_body: JSON schema of a body that may be left out.
-        forms: content type to JSON schema of bodies in several forms.
-        answer_forms: of the 200 answer, besides its usual content type.
+        answer, content_type: JSON schema or model of the 200 answer, and its content type.
+        is_specified: whether the specification's document contains it.
+        body, specified_body: model of the request's body, and its replacement in the specification's document.
+        errors: statuses of its errors.
+        optional_body: JSON schema of an optional body.
+        forms, answer_forms: JSON schemas by content type, of the body and of further 200 answers.
         query: its query parameters.
-        is_patient: it may take longer than other answers.
-        is_streamed: it reads its body itself, and holds it to a limit of its own.
-        is_stop: it stops robots, and is let in where nothing else is.
-        is_own: this very server answers, on whichever of a cluster's servers the session is.
-        role: the least role of a key that may call it; None lets everybody in.
+        is_patient: whether it may take longer than other answers.
+        is_streamed: whether it reads and limits its body itself.
+        is_stop: whether it stops robots, so that it is always admitted.
+        is_own: whether this server answers it, wherever in the cluster the session is.
+        role: least role of a key that may call it, or None.
     """
 
     method: str
@@ -131,23 +128,22 @@ class Context:
     """Objects that all requests share: the app's ``ctx``.
 
     Attributes:
-        documents: served file name to its bytes.
+        documents: file name to content of the served documents.
         page: the documentation's HTML and its Content-Security-Policy.
-        versions: of this and of what matters below it.
-        room_table: the embedded transport's rooms, or None when it is off.
-        guard: who is let in where.
-        create_limiter: how often each caller may make a session.
-        stream_clients: for clients that need no rooms.
-        loop_watchdog: how often the event loop was blocked.
-        sessions, models, updates, recordings: there from the server's start to its stop.
-        source_rules: where policies may come from.
-        policy_reader: what policies need, before they are loaded.
-        live: pages that look on.
-        cluster: those of a cluster; None where policies run here.
-        peer_sessions, other_servers: this server among those that share its database, and those; None for one of its
-            own.
-        jax_import: done when JAX is imported, which takes seconds; None where nothing needs it.
-        started_at: monotonic.
+        versions: of this package and its dependencies.
+        room_table: rooms of the embedded transport, or None.
+        guard: authenticates callers.
+        create_limiter: limits new sessions per caller.
+        stream_clients: clients without rooms.
+        loop_watchdog: counts the event loop's stalls.
+        sessions, models, updates, recordings: exist while the server runs.
+        source_rules: allowed sources of policies.
+        policy_reader: reads the requirements of policies before they are loaded.
+        live: viewers of the dashboard.
+        cluster: engines of a cluster; None if policies run here.
+        peer_sessions, other_servers: this server and the others with the same database; None without one.
+        jax_import: import of JAX, which takes seconds; None if not needed.
+        started_at: monotonic time.
     """
 
     settings: Settings
@@ -186,11 +182,7 @@ def list_visible_sessions(request: Request) -> list[AnySession]:
 
 
 def get_visible_session(request: Request, session_id: str) -> AnySession:
-    """Return the session of this id.
-
-    Raises:
-        UnknownSession: there is none, or it is somebody else's: the answer is the same.
-    """
+    """Return the session of this id; raises UnknownSession if it is unknown or belongs to another owner."""
     session = request.app.ctx.sessions.get(session_id)
     if not caller_of(request).sees(session.new.owner):
         raise UnknownSession(f"Session {session_id} not found")
@@ -201,7 +193,7 @@ def read_limit(text: str, most: int) -> int:
     """Return the number of entries that a caller asks for.
 
     Raises:
-        InvalidRequest: not a whole number from 1 to ``most``.
+        InvalidRequest: not an integer from 1 to ``most``.
     """
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
         raise InvalidRequest(f"limit should be a whole number from 1 to {most}", ("query", "limit"))

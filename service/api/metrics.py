@@ -99,10 +99,10 @@ class Metrics:
             self._preparing.labels(step.replace(" ", "_")).observe(seconds)
 
     async def text(self, own: Collection[str] | None = None) -> bytes:
-        """Return all metrics in Prometheus's text format; of sessions only ``own``, or all of them when None.
+        """Return metrics in Prometheus's text format, of the ``own`` sessions or all (None).
 
-        With many sessions it takes 60 ms, so it is written in a thread, and one thread only, at most half of the time:
-        several that want the interpreter keep every tick waiting. Whoever asks meanwhile shares the next one.
+        Many sessions take 60 ms, so one thread writes at most half of the time, and concurrent callers share its
+        result.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._generate_blocking(), name="figures")
@@ -250,18 +250,13 @@ class _Loop(Collector):
     def collect(self) -> Iterable[Metric]:
         """Collect the stalls of the event loop."""
         blocked, paused = self._watchdog.blocked, self._watchdog.paused
-        yield CounterMetricFamily(
-            "robojax_loop_blocked", "Times that the event loop was blocked for 250 ms or longer", value=blocked.count
-        )
-        yield CounterMetricFamily(
-            "robojax_loop_blocked_seconds", "Time that the event loop was blocked so", value=blocked.seconds
-        )
-        yield CounterMetricFamily(
-            "robojax_process_paused", "Times that the whole process stood still for so long", value=paused.count
-        )
-        yield CounterMetricFamily(
-            "robojax_process_paused_seconds", "Time that the whole process stood still so", value=paused.seconds
-        )
+        for name, text, value in (
+            ("loop_blocked", "Times that the event loop was blocked for 250 ms or longer", blocked.count),
+            ("loop_blocked_seconds", "Time that the event loop was blocked so", blocked.seconds),
+            ("process_paused", "Times that the whole process stood still for so long", paused.count),
+            ("process_paused_seconds", "Time that the whole process stood still so", paused.seconds),
+        ):
+            yield CounterMetricFamily(f"robojax_{name}", text, value=value)
 
 
 def _histogram(name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Recent]]) -> Metric:

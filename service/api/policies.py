@@ -81,9 +81,8 @@ async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse
 
 
 def _select_visible(request: Request, record: Record) -> Mapping[str, Any] | None:
-    """Return a deployment without the sessions of others; None when it has no other sessions.
-
-    A deployment from before a session was created is about an earlier session of the same id.
+    """Return a deployment without the sessions of others, and of earlier sessions with the same id; None if none
+    remain.
     """
     update = record.as_json()
     if caller_of(request).sees_all:

@@ -28,16 +28,15 @@ _CREDENTIALS = ("authorization", "x-api-key")
 
 
 class Redirects:
-    """Redirects requests after the guard has let them in; the server they go to checks their key again.
+    """Redirects requests after the guard has let them in; the target server checks their key again.
 
-    Emergency stops are not sent on but passed on, each with its caller's key: whoever stops a robot need not know how
-    to follow an answer.
+    Emergency stops are passed on with the caller's key instead, because a caller may not follow redirects.
 
     Args:
-        origins: pages whose stops are passed on.
+        origins: web pages whose stops are passed on.
 
     Attributes:
-        front: this server among the others; None until it is there.
+        front: this server in its cluster; None before the start.
     """
 
     def __init__(self, origins: Origins) -> None:
@@ -112,10 +111,7 @@ class Redirects:
         return json_response(body, status, {FORWARDED_HEADER: owning.name})
 
     async def stop_all(self, request: Request, reason: str) -> dict[str, Any]:
-        """Stop the robots of all other servers; returns how many, and which servers are not known to have.
-
-        Servers without a heartbeat too: their robots may still move.
-        """
+        """Stop the robots of all other servers, heartbeat or not; returns the count and the servers not reached."""
         if FORWARDED_HEADER in request.headers or self.front is None:
             return {}
         others = [*self.front.others, *self.front.silent]

@@ -29,12 +29,7 @@ SPECIFIED = (
 
 
 def _model_of(names: Iterable[str], *, is_bare: bool = False, **defaults: object) -> type[BaseModel]:
-    """Return a model of these fields of a session's request.
-
-    Args:
-        is_bare: only types and defaults, without bounds and descriptions.
-        defaults: other defaults than those of ``SessionRequest``.
-    """
+    """Return a model of a session request's fields and ``defaults``; ``is_bare`` omits bounds and descriptions."""
     hints = get_type_hints(SessionRequest, include_extras=not is_bare)
     usual = {one.name: ... if one.default is MISSING else one.default for one in fields(SessionRequest)}
     found: dict[str, Any] = {name: (hints[name], (usual | defaults)[name]) for name in names}

@@ -22,10 +22,7 @@ from service.streaming.websocket import SocketClosed, StreamSocket
 
 
 def build_streams_blueprint(origins: Origins) -> Blueprint:
-    """Build the routes ``/sessions/{id}/stream`` and ``/sessions/{id}/openpi``.
-
-    The guard checks the caller's ticket or key before a handler runs.
-    """
+    """Build the routes ``/sessions/{id}/stream`` and ``/sessions/{id}/openpi``, which the guard protects."""
     blueprint = Blueprint("streams")
 
     async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
@@ -69,9 +66,7 @@ def build_streams_blueprint(origins: Origins) -> Blueprint:
 
 
 def create_openpi_app(app: App) -> App:
-    """Create a second app for a port of its own, with the first one's sessions, keys and limits: ``/`` and
-    ``/healthz``.
-    """
+    """Create a second app for its own port with the first app's sessions, keys and limits: ``/`` and ``/healthz``."""
     settings = app.ctx.settings
     origins, session_id = Origins(settings.server.origins), settings.server.openpi_session
     beside: App = Sanic(
@@ -115,10 +110,7 @@ def create_openpi_app(app: App) -> App:
 
 
 def _prepare(request: Request, session: AnySession) -> None:
-    """Find the session before the upgrade, so that a refusal is an answer that clients can read.
-
-    A client that connects while the policy loads is let in and waits: openpi's client does not try again.
-    """
+    """Find the session before the upgrade, so that refusals are HTTP answers. Loading sessions accept and wait."""
     with suppress(SessionLoading):
         request.app.ctx.stream_clients.create_inference(session).get_link()
     request.ctx.session = session

@@ -39,12 +39,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.]{1,128}")
 
 @dataclass(frozen=True)
 class ArrayLimits:
-    """Limits on the arrays of one body.
-
-    Attributes:
-        bytes: of all arrays together, whatever they were packed into.
-        arrays: how many.
-    """
+    """Limits on the arrays of one body: their bytes after unpacking, and their number."""
 
     bytes: int = 64 << 20
     arrays: int = 16
@@ -84,44 +79,28 @@ class Allowance:
 
 
 def check_name(name: object) -> str:
-    """Check that an array's name is text of a usable length.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
+    """Return an array's name; raises InvalidRequest unless it is text of 1 to ``MAX_NAME`` characters."""
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
         raise InvalidRequest(f"names of arrays are text of 1 to {MAX_NAME} characters", ("body", "inputs"))
     return name
 
 
 def read_dtype(name: str, value: object) -> np.dtype:
-    """Return the allowed dtype of this name.
-
-    Raises:
-        InvalidRequest: it is none of them.
-    """
+    """Return the dtype of this name; raises InvalidRequest if it is not allowed."""
     if not isinstance(value, str) or value not in DTYPES:
         raise array_error(name, f"has a dtype that is not allowed; wanted one of {', '.join(DTYPES)}")
     return DTYPES[value]
 
 
 def read_shape(name: str, value: object) -> tuple[int, ...]:
-    """Return a shape as JSON and msgpack write it, a list of integers.
-
-    Raises:
-        InvalidRequest: it is no list of integers.
-    """
+    """Return a shape from JSON or msgpack; raises InvalidRequest unless it is a list of integers."""
     if not isinstance(value, list) or any(type(size) is not int for size in value):
         raise array_error(name, "has no shape; wanted a list of integers")
     return tuple(value)
 
 
 def check_finite(name: str, array: np.ndarray) -> np.ndarray:
-    """Return the array after checking that no number is NaN or infinite; bytes of booleans become 0 or 1.
-
-    Raises:
-        InvalidRequest: it holds NaN or infinity.
-    """
+    """Return the array, booleans as 0 or 1; raises InvalidRequest for NaN or infinity."""
     if array.dtype == bool:
         return array.view(np.uint8) != 0
     if array.dtype.kind not in "biu" and not np.isfinite(array).all():
@@ -362,12 +341,11 @@ class ArrayFormat:
     """One format of arrays in a body: its content type, decoder and encoder.
 
     Attributes:
-        content_type: what it is called.
-        aliases: what others call it.
-        decode: a body, its limits and the usual dtypes by name to arrays by name.
-        encode: arrays and milliseconds by stage to a body in pieces.
-        max_numbers: in an answer; None leaves it to the limits.
-        is_small: whether bodies are held to the limit of other requests: it is slow to read, and holds up the rest.
+        aliases: other accepted content types.
+        decode: (body, limits, usual dtypes by name) to arrays by name.
+        encode: (arrays, milliseconds by stage) to a body in pieces.
+        max_numbers: limit of an answer, or None.
+        is_small: whether the limit of ordinary requests applies, because reading is slow.
     """
 
     content_type: str

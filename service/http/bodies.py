@@ -25,8 +25,7 @@ from service.logging import redact_secrets, sanitize_text
 Model = TypeVar("Model", bound=BaseModel)
 Form = TypeVar("Form")
 
-# Strings are stepped over, so that a constant is only found where a value stands. Nothing is looked at twice: one that
-# does not end is stepped over, too, and no character of it is given back.
+# Match strings too, so that constants are found only outside of them. Possessive matching avoids backtracking.
 _CONSTANT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|(-?Infinity|NaN)|[^"IN-]++', re.DOTALL)
 # Bytes; none that means something has as many, and reading a MiB of brackets keeps every robot waiting for 0.1 s.
 MAX_BODY = 1 << 17
@@ -97,11 +96,7 @@ def to_invalid_body(error: ServiceError, sent: BaseModel) -> InvalidBody:
 
 
 def show_to_sender(text: str, sent: BaseModel) -> str:
-    """Return an error's text as the sender of this body may read it.
-
-    The sender's own values stay readable. Long values are shortened, control characters are escaped, and anything that
-    looks like a secret is removed, because responses end in logs and tickets.
-    """
+    """Return an error's text for the sender: long values are shortened, control characters escaped, secrets removed."""
     for value in _list_strings([getattr(sent, name) for name in sent.model_fields_set]):
         shown = _shorten(value)
         if shown != value:
@@ -165,7 +160,7 @@ def _escape(text: str) -> str:
 
 
 class _Constant(ValueError):
-    """NaN or Infinity stands in the JSON, which Python would accept."""
+    """NaN or Infinity in JSON, which Python would accept."""
 
 
 def _refuse_constant(literal: str) -> NoReturn:
@@ -174,7 +169,7 @@ def _refuse_constant(literal: str) -> NoReturn:
 
 def _decode(raw: bytes) -> Any:
     try:
-        # Not brackets: as many of them as there can be take 5 ms.
+        # Brackets are not counted: the most that fit take 5 ms.
         return loads(
             raw, MAX_VALUES, counted=",{", parse_constant=_refuse_constant, object_pairs_hook=reject_repeated_names
         )
@@ -185,8 +180,7 @@ def _decode(raw: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise _invalid_body_error("json_invalid", "JSON decode error", error.pos) from None
     except (ValueError, RecursionError) as error:
-        # NaN and Infinity; numbers too long to read; not UTF-8; nested too deep. Of these only the first two are looked
-        # for, in what was read up to them.
+        # NaN, infinity, too long numbers, not UTF-8, nested too deep. Only the first two are located in the text.
         is_looked_for = isinstance(error, _Constant)
         found = next((match for match in _CONSTANT.finditer(raw) if match[1]), None) if is_looked_for else None
         text = (
@@ -334,11 +328,7 @@ async def send_response(
     *,
     timeout: float,
 ) -> HTTPResponse | None:
-    """Answer 200 with these bytes; None when they are sent already. A client that does not read is cut off.
-
-    Args:
-        timeout: seconds in which it must have read a long answer.
-    """
+    """Answer 200 with these bytes (None: already sent); a client that reads for over ``timeout`` seconds is cut off."""
     size = sum(len(piece) for piece in pieces)
     if size <= _AT_ONCE:
         return HTTPResponse(b"".join(pieces), headers=dict(headers), content_type=content_type)
@@ -364,7 +354,7 @@ REASON = {"properties": {"reason": {"title": "Reason", "description": "Text that
 
 
 async def read_reason(request: Request[Any, Any]) -> str:
-    """Read the reason from the body of an emergency stop, as far as it has arrived: a stop waits for nobody."""
+    """Read the reason from the body of an emergency stop, as far as it has arrived, because a stop must not wait."""
     body = bytearray()
     with suppress(TimeoutError, SanicException):
         async with asyncio.timeout(REASON_TIMEOUT):

@@ -1,9 +1,8 @@
 """Fair queueing of what a server reads: all sockets of an event loop, a little of each per turn.
 
-Limits of each socket do not add up to one of the loop: sixty that stay below theirs keep it busy all the same, and
-control ticks, commands and emergency stops wait. So every connection reads in turns that are given out here. Those
-within their budget, as robots are, go first; those beyond it share what time of the loop is left to them. Among each
-kind it is start-time fair queueing (Goyal 1996) in two levels: callers share the time, of each caller its connections.
+Sixty sockets within their own limits can still keep the loop busy, and delay control ticks and emergency stops. So
+connections read in turns. Those within their budget, as robots are, go first; the others share the remaining time. Each
+class uses start-time fair queueing (Goyal 1996): callers share the time, and connections their caller's.
 """
 
 import asyncio
@@ -19,24 +18,21 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from service.http.limits import Bucket
 
-# Seconds of reading in one turn of the loop, after which ticks and all else that is due come first. Whatever takes ten
-# turns, as a stop over a new connection does, waits for ten of these. What one turn left may be used in the next.
+# Seconds of reading in one turn of the loop; the unused part of a turn carries over. A stop over a new connection takes
+# ten turns.
 TURN_SECONDS = 0.001
-# Of the loop's time, for all that are beyond their budgets: clients that ask as fast as they can are among them, and
-# are not kept waiting for nothing. And seconds that may be made up for when none was.
+# Share of the loop's time for flows beyond their budgets, and seconds that may be made up after idle time.
 SHARE, CREDIT = 0.8, 0.01
 # A connection's budget, in seconds a second and at once: 120 messages a second, where a robot sends 50; 30 requests.
 BUDGET, BURST = 0.03, 0.015
-# Bytes that came of a connection and wait: with no more than that it keeps up with what it asks for, however late it is
-# read. Whoever floods has as much waiting as the kernel holds.
+# Unread bytes up to which a connection counts as keeping up, however late it is read.
 UNREAD = 16_384
-# What is done later of a message, a request and a connection that were let in, in seconds: parsed, answered, relayed.
-# Where it is counted (``measure_steps``), the difference is made good by ``FairQueue.correct_credit``.
+# Estimated later work in seconds per message, request and connection; ``measure_steps`` corrects it by
+# ``FairQueue.correct_credit``.
 MESSAGE, REQUEST, CONNECTION = 250e-6, 1e-3, 100e-6
-# Of one caller: new connections that ask something, each with a budget of its own, a second and at once. A robot with
-# eight cameras has about twenty in all; whoever connects ever anew has no new budget each time.
+# New connections with budgets of their own, per caller: a second and at once. A robot with eight cameras has twenty.
 NEWCOMERS, NEWCOMERS_AT_ONCE = 20.0, 64.0
-# Of one caller: requests that go before all others, a second and at once.
+# Priority requests of one caller, a second and at once.
 URGENT, URGENT_AT_ONCE = 50.0, 20.0
 
 
@@ -44,12 +40,11 @@ class Flow:
     """One connection's place in the queue: its next step, and the budget for its steps.
 
     Attributes:
-        step: does one piece; returns what will be done later because of it, in seconds, and whether there is more now.
-        unread: bytes that came and wait, where that is known.
-        idle_at: since when it has had nothing to do. Its budget grows in that time, and while little waits: whoever
-            always has more to send is beyond its budget, however little of it is read. A robot that was once late is
-            not: it sends fifty messages a second, and two of them may wait whenever somebody looks.
-        is_own: it is of this server itself, and before all others, as often as it wants: a session's commands.
+        step: does one piece; returns the seconds of later work that it causes, and whether there is more now.
+        unread: received bytes that wait, if known.
+        idle_at: start of its idle time. The budget grows while it is idle and while little waits, so that a constant
+            sender stays beyond its budget, but a robot that was late once does not.
+        is_own: a session's commands of this server; always first, without a budget.
     """
 
     __slots__ = (
@@ -102,7 +97,7 @@ class _Lane:
         return caller
 
     def charge(self, flow: Flow, caller: _Caller, cost: float) -> None:
-        # Whoever was silent has no claim to what it did not use.
+        # An idle flow has no claim to unused time.
         caller.now = max(caller.now, flow.start)
         flow.start = caller.now + cost
         self._now = max(self._now, caller.start)
@@ -168,10 +163,7 @@ class FairQueue:
         return Flow((self._prompt.find_caller(caller), self._greedy.find_caller(caller)), step, self._clock(), budget)
 
     def create_new_flows(self, caller: str, *steps: Callable[[], tuple[float, bool]]) -> list[Flow]:
-        """Create flows of a new connection; beyond budget when its caller opens too many connections.
-
-        They are within them again when they do little for a moment, as a robot does that connects anew beside others.
-        """
+        """Create flows of a new connection; they start beyond budget if their caller opens too many connections."""
         flows, now = [self.create_flow(caller, step) for step in steps], self._clock()
         source = flows[0].callers[0]
         # Nobody is forgotten before its bucket is full again: else each of its connections would be its first.
@@ -194,11 +186,7 @@ class FairQueue:
         return True
 
     def enter(self, flow: Flow, is_idle: bool = True) -> None:
-        """Let a flow take its next step: now if no other flow is before it, else when its turn comes.
-
-        Args:
-            is_idle: whether it had nothing to do until now, rather than being slowed down.
-        """
+        """Let a flow take its next step now or in its turn; ``is_idle`` is False if it was only slowed down."""
         if flow.is_waiting:
             return
         self._refill_budget(flow, is_idle)
@@ -217,7 +205,7 @@ class FairQueue:
 
         def go() -> tuple[float, bool]:
             if waiter.done():
-                return 0.0, False  # who waited was cancelled
+                return 0.0, False  # the waiting task was cancelled
             waiter.set_result(None)
             return cost, False
 

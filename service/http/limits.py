@@ -12,17 +12,14 @@ from service.errors import TooManyRequests
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits on connections that are open at the same time.
-
-    A robot with eight cameras has about twenty: a socket for each of its rooms, and as many calls at a time as its
-    client makes.
+    """Limits on connections that are open at the same time. A robot with eight cameras has about twenty.
 
     Attributes:
-        per_address: of one address; an IPv6 network of 64 bits counts as one, since whoever has it has all of it.
-        total: of everybody together, so that descriptors are left for policies and logs.
-        is_local_limited: whether this machine is held to ``per_address``, too. All robots of one machine, and the
-            server's own sessions, share its address; but so does everybody behind a proxy on it.
-        spare: above all of these, for nothing but an emergency stop: idle connections must not keep anybody from it.
+        per_address: per address; an IPv6 /64 network counts as one address.
+        total: in all, so that descriptors are left for policies and logs.
+        is_local_limited: whether ``per_address`` applies to this machine, as it does behind a local proxy. All robots
+            of one machine and the server's own sessions share its address.
+        spare: additional connections that accept emergency stops only.
     """
 
     per_address: int = 64
@@ -123,11 +120,10 @@ class CreateLimiter:
         """Count one new session of a caller.
 
         Args:
-            key: what the caller's key is called; None without one, and then the address counts. Whoever is on this
-                machine and needs no key has other ways to take its cores.
+            key: name of the caller's key; without one the address counts, and local callers are not limited.
 
         Raises:
-            TooManyRequests: not yet.
+            TooManyRequests: the limit is reached.
         """
         if key is None and not self._is_local_limited and is_local(address):
             return

@@ -1,7 +1,4 @@
-"""Which web pages may call, and headers that enforce it.
-
-One rule for the session API, the rooms and their WebSockets, which browsers do not check themselves.
-"""
+"""Which web pages may call the API, the rooms and their WebSockets, and the headers that enforce it."""
 
 import ipaddress
 import re
@@ -12,8 +9,7 @@ from urllib.parse import urlsplit
 
 from sanic import HTTPResponse, Request
 
-# What a browser sends: scheme://host[:port], nothing in front, behind or between (RFC 6454, 6.2). Of anything else,
-# such as http://evil.example\\@localhost, every reader makes something different.
+# An origin as browsers send it: scheme://host[:port] (RFC 6454, 6.2). Readers disagree about anything else.
 _HOST = r"(?P<name>[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::\d{1,5})?"
 _HOST_HEADER = re.compile(_HOST, re.IGNORECASE | re.ASCII)
 _ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://(?P<host>{_HOST})", re.IGNORECASE | re.ASCII)
@@ -22,11 +18,8 @@ _ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://(?P<host>{_HOST})", re.IGNORE
 class Origins:
     """Rules for which web pages may call. Without them, any page could move a robot on localhost.
 
-    A request without an Origin header comes from no web page and passes. One that is neither ``null`` nor an origin
-    never does.
-
-    Args:
-        allowed: further exact origins, or ``*`` for every page.
+    A request without an Origin header comes from no web page and passes; an invalid origin is refused. ``allowed``
+    lists further exact origins, or ``*`` for every page.
     """
 
     def __init__(self, allowed: Sequence[str] = ()):
@@ -78,10 +71,7 @@ class Origins:
 
 
 def add_security_headers(response: HTTPResponse) -> None:
-    """Add the headers that keep browsers from sniffing, framing, caching or sharing an answer.
-
-    A page brings a Content-Security-Policy of its own; what is no page may load nothing.
-    """
+    """Add headers against sniffing, framing, caching and sharing; an answer that is not a page may load nothing."""
     for name, value in _HEADERS:
         response.headers.setdefault(name, value)
 

@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD = 8192  # bytes of a request's first line and headers
 _PIPELINE_PAUSE = 0.001  # seconds from an answer to the next of requests that were sent at once
-# Of a WebSocket, bytes that are read at a stretch, and frames a second: all at once, and as many in the long run.
+# Bytes of a WebSocket read per turn; frames as a burst, and frames a second.
 _READ_BYTES = 512
 _FRAMES, _FRAMES_PER_SECOND = 2000, 1000
-# Of a body in chunks, pieces that are read at a stretch; and the line before each: bytes, and what it is.
+# Chunks of a body read per turn; and the length and form of a chunk's size line.
 _PIECES = 64
 _CHUNK_LINE = 64
 _CHUNK = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
@@ -73,8 +73,7 @@ class _Http(Http):
 
     async def _read_head(self) -> None:
         if self._is_pipelined:
-            # What is in the buffer is answered without waiting for anything: thousands of requests at a stretch, while
-            # robots and emergency stops wait.
+            # Buffered requests are answered without waiting: a long run of them would delay robots and emergency stops.
             await asyncio.sleep(_PIPELINE_PAUSE)
         await self._receive_head()
         await cast(DeadlineProtocol, self.protocol).wait_for_turn(STOP_LINE.match(self.recv_buffer) is not None)
@@ -97,10 +96,7 @@ class _Http(Http):
         return await super().read()
 
     async def _check_chunk(self) -> None:
-        """Refuse a chunk size that is no number by RFC 9112, 7.1, but one to Python: ``0x2``, `` 2``, ``2_0``.
-
-        And a chunk that does not end where its size says: whoever else reads it would see another request's beginning.
-        """
+        """Reject a chunk size that only Python accepts (``0x2``; RFC 9112, 7.1), and a chunk with a wrong end."""
         buffer = self.recv_buffer
         if self.expecting_continue:
             self.expecting_continue = False
@@ -123,19 +119,16 @@ class _Http(Http):
         try:
             super().create_empty_request()
         except BadRequest:
-            # It stands in for a request whose URL could not be parsed, and would not be parsed either.
+            # It replaces a URL that cannot be parsed, so it is not parsed either.
             self.url = None
             super().create_empty_request()
 
 
 class DeadlineProtocol(WebSocketProtocol):
-    """Sanic's protocol with deadlines: Sanic's own request timeout starts anew with every byte.
+    """Sanic's protocol with deadlines, because Sanic's own request timeout restarts with every byte.
 
-    The deadline is the app's ``REQUEST_DEADLINE`` in seconds, from a request's first byte to the last of its body.
-    The app's ``CONNECTIONS`` say how many there may be.
-
-    Attributes:
-        is_spare: this is one too many, which may stop robots and nothing else.
+    The app's ``REQUEST_DEADLINE`` (seconds) limits a whole request with its body; ``CONNECTIONS`` limits connections. A
+    connection beyond them (``is_spare``) may only stop robots.
     """
 
     HTTP_CLASS = _Http
@@ -170,10 +163,10 @@ class DeadlineProtocol(WebSocketProtocol):
         self._inbox = _Inbox()
         self._pausing: asyncio.TimerHandle | None = None
         self._is_handed_over = False
-        self._is_fresh = True  # its first request has not begun
-        self._is_known = False  # to the queue
-        self._has_waited = False  # for the turn of its first request
-        self._frames = (float(_FRAMES), 0.0)  # that may come now, as of when
+        self._is_fresh = True  # no request has begun
+        self._is_known = False  # whether the queue knows it
+        self._has_waited = False  # whether the first request had its turn
+        self._frames = (float(_FRAMES), 0.0)  # remaining frames, and the time of that count
 
     def set_peer(self, address: str, is_spare: bool) -> None:
         """Set the address under which this connection is counted, before it is made."""
@@ -185,8 +178,8 @@ class DeadlineProtocol(WebSocketProtocol):
             self.loop.call_later(SPARE_TIMEOUT, self.abort)
         self._queue = FairQueue.of_running_loop()
         self._queue.charge_turn(CONNECTION)
-        # No task, and nothing else of an HTTP connection, before there is a request to read: those who come and go as
-        # fast as they can take the time that a new connection costs, and one with a stop waits behind them.
+        # Create the task and the HTTP state only when there is a request: short-lived connections must not delay a
+        # stop.
         self.transport = transport
         self.connections.add(self)
         self.recv_buffer = bytearray()
@@ -242,7 +235,7 @@ class DeadlineProtocol(WebSocketProtocol):
     def begin_next_request(self) -> bool:
         """Begin the next request after the last one was answered; returns whether it was pipelined."""
         if self._is_fresh:
-            self._is_fresh = False  # its deadline is that of its first byte
+            self._is_fresh = False  # the deadline of its first byte applies
             return False
         self._disarm()
         if self.recv_buffer:
@@ -276,10 +269,7 @@ class DeadlineProtocol(WebSocketProtocol):
         super().data_received(data)
 
     def take_early_bytes(self) -> bytes:
-        """Take all bytes since the upgrade, for the protocol that takes the connection over.
-
-        Of a route with ``ctx_is_handed_over``; what Sanic would have read of it would be lost, in the midst of a frame.
-        """
+        """Take the bytes since the upgrade, for the new protocol of a route with ``ctx_is_handed_over``."""
         early = bytes(self._backlog)
         self._backlog.clear()
         if self.http is not None:
@@ -288,11 +278,7 @@ class DeadlineProtocol(WebSocketProtocol):
         return early
 
     async def wait_for_turn(self, is_stop: bool = False) -> None:
-        """Wait until the request may be answered: callers with many requests get turns one after the other.
-
-        Args:
-            is_stop: it is to stop robots, and goes before all others; no more often than anybody means it, though.
-        """
+        """Wait for the fair turn of this caller's request; emergency stops go first, at a limited rate."""
         if not self._has_waited:
             self._has_waited = True
             return  # it did before there was a task to wait
@@ -301,11 +287,7 @@ class DeadlineProtocol(WebSocketProtocol):
         await self._queue.wait_turn(self._asking, REQUEST)
 
     async def _receive(self, timeout: float | None = None) -> str | bytes | None:
-        """Return the next message; replaces Sanic's ``recv``, which makes a task per message and per read.
-
-        Raises:
-            WebsocketClosed: there is none any more.
-        """
+        """Return the next message or raise WebsocketClosed; Sanic's own ``recv`` makes a task per message."""
         inbox = self._inbox
         if inbox.offered is None and (inbox.messages or not inbox.is_over):
             waiter = inbox.waiter = self.loop.create_future()
@@ -352,7 +334,7 @@ class DeadlineProtocol(WebSocketProtocol):
     def _read_piece(self, socket: WebsocketImplProtocol) -> None:
         """Read at most ``_READ_BYTES`` of what has arrived, and answer pings."""
         proto = socket.ws_proto
-        is_ending = proto.close_sent is not None  # by this side: then nobody takes messages any more
+        is_ending = proto.close_sent is not None  # this side closed, so messages are not read
         proto.receive_data(bytes(self._backlog[:_READ_BYTES]))
         del self._backlog[:_READ_BYTES]
         events = proto.events_received()
@@ -414,7 +396,7 @@ class DeadlineProtocol(WebSocketProtocol):
         return not self._inbox.is_empty
 
     def _frame_delay(self, count: int) -> float:
-        """Return seconds until more may be read, after so many frames."""
+        """Return seconds until more may be read, after this many frames."""
         left, at = self._frames
         now = time.monotonic()
         left = min(left + (now - at) * _FRAMES_PER_SECOND, _FRAMES) - count
@@ -441,11 +423,10 @@ class DeadlineProtocol(WebSocketProtocol):
         return socket
 
     async def _close_down(self, socket: WebsocketImplProtocol) -> None:
-        """End the connection when the WebSocket is over; Sanic's own fails when the peer is gone already.
+        """End the connection after the WebSocket is closed; Sanic's own closer fails if the peer is already gone.
 
-        A peer that still sends when it is cut off can read why: what it sends is thrown away for a moment. What arrives
-        unread at a connection that is closed makes the kernel reset it, and the peer loses the close frame that it has
-        not read yet (RFC 6455, 7.1.1; RFC 2525, 2.17).
+        Data that arrives after the close is discarded for a moment. Unread data would make the kernel reset the
+        connection, and the peer would lose the close frame with the reason (RFC 6455, 7.1.1; RFC 2525, 2.17).
         """
         assert socket.data_finished_fut is not None
         assert socket.connection_lost_waiter is not None
@@ -551,10 +532,9 @@ class DeadlineProtocol(WebSocketProtocol):
 
 
 def _is_strict(request: Request[Any, Any], body: object) -> bool:
-    """Whether every other reader of these bytes would see the same request: proxies, and the rules of origins.
+    """Whether proxies and the origin rules read this request as Sanic does.
 
-    Sanic takes more than that: "Content-Length : 5" is no such header to it, nor is a bare carriage return the end of a
-    line. Where two might see two hosts or two lengths, there is no answer but 400.
+    Sanic accepts malformed headers. A request that two readers could assign to different hosts or lengths gets 400.
     """
     headers = request.headers
     if not all(_NAME.fullmatch(name) and not _CONTROL.search(value) for name, value in headers.items()):
@@ -584,20 +564,13 @@ def _is_target(request: Request[Any, Any], host: str) -> bool:
 
 
 def _is_cut_off(socket: WebsocketImplProtocol) -> bool:
-    """Whether the peer was told what it did wrong: what it still sends does not matter."""
+    """Whether the peer got a close frame with an error, after which its data is ignored."""
     sent = socket.ws_proto.close_sent
     return sent is not None and sent.code not in (1000, 1001)
 
 
 class _Inbox:
-    """Messages of one WebSocket, between the frames they come in and the handler that takes them.
-
-    Attributes:
-        messages: those that are whole: of one piece that was read.
-        offered: the one that may be taken now; None when it is not its turn yet.
-        waiter: who waits for it.
-        is_over: there will be no more frames.
-    """
+    """Messages of one WebSocket: complete ones, the one offered to the handler, and the handler's future."""
 
     __slots__ = ("_data", "_is_text", "is_over", "messages", "offered", "waiter")
 
@@ -615,11 +588,7 @@ class _Inbox:
         return self.offered is None and not self.messages
 
     def put(self, frame: Frame) -> None:
-        """Add one frame: a part of a message, or all of it.
-
-        Raises:
-            UnicodeDecodeError: it is no text.
-        """
+        """Add one frame of a message; raises UnicodeDecodeError if a text message is not UTF-8."""
         if frame.opcode is not Opcode.CONT:
             self._is_text = frame.opcode is Opcode.TEXT
         self._data += frame.data

@@ -1,8 +1,7 @@
 """HTTP server: listens on a port and serves until a signal.
 
-uvloop accepts all that wait in one turn of the loop and makes a transport of each, asyncio's own loop as many as its
-backlog is long: of a thousand connections either keeps robots and stops waiting. Here a connection is a bare socket,
-and costs a few microseconds, until its peer has said something.
+asyncio and uvloop create a transport for each waiting connection in one turn of the loop, which delays robots. Here a
+connection is a bare socket until its peer sends something.
 """
 
 import asyncio
@@ -32,15 +31,15 @@ from service.signal_guard import SIGNALS, SignalGuard
 
 log = logging.getLogger(__name__)
 
-# Seconds of accepting in one turn of the loop: twice as many after each turn that left some waiting, up to the most. In
-# the kernel nobody's stop passes anybody; with the least alone, whoever connects as fast as it can has thousands there.
+# Seconds of accepting in one turn of the loop, doubled after each turn that left some waiting, up to the maximum. A
+# stop waits behind earlier connections in the kernel, so a flood must be accepted faster.
 ACCEPT_SECONDS, MOST_ACCEPT_SECONDS = 0.001, 0.004
-CONNECTIONS_PER_TURN = 4  # that are made of sockets
-MAX_READY = 1024  # of one caller, those that have asked for something and wait until connections are made of them
-MAX_READABLE = 64  # sockets of which something came, in one turn
-SWEEP_INTERVAL = 1.0  # seconds between looks for those that never say anything
+CONNECTIONS_PER_TURN = 4  # connections created from sockets
+MAX_READY = 1024  # sockets of one caller with data that wait for a connection
+MAX_READABLE = 64  # sockets with new data handled in one turn
+SWEEP_INTERVAL = 1.0  # seconds between checks for silent sockets
 RETRY_DELAY = 0.5  # seconds without accepting when the process has no descriptors left
-PEEK_BYTES = 1024  # bytes of a request that are looked at; a stop's first line is shorter
+PEEK_BYTES = 1024  # bytes of a request inspected; a stop's first line is shorter
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -56,13 +55,13 @@ class _SilentSocket:
 
 
 class Acceptor:
-    """The listening end of a port: accepts sockets, and makes connections of those that have sent something.
+    """The listening end of a port: accepts sockets, and creates connections from those that have sent something.
 
     Args:
-        listener: a bound socket; it stays the caller's.
-        connections: count connections, and say when there are too many.
-        make: a protocol for one connection.
-        timeout: seconds in which a peer has to say something.
+        listener: bound socket, owned by the caller.
+        connections: counters and limits of connections.
+        make: creates a protocol for one connection.
+        timeout: seconds in which a peer must send something.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Acceptor:
         self._newcomers: dict[int, _SilentSocket] = {}  # silent, the oldest first
         self._stops: deque[_SilentSocket] = deque()
         self._ready: deque[_SilentSocket] = deque()
-        self._waiting: Counter[str] = Counter()  # of the ready ones, how many each caller has
+        self._waiting: Counter[str] = Counter()  # ready sockets by caller
         self._made: set[asyncio.Task[object]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_scheduled = False
@@ -245,11 +244,9 @@ class Acceptor:
         self._timers["sweep"] = self._loop.call_later(SWEEP_INTERVAL, self._sweep)
 
 
-# Answers under way may end, then connections are cut. Together with what the sessions take to hold
-# their robots and leave their rooms (3.5 s at most) this stays below five seconds.
+# Seconds for answers in progress. With the sessions' shutdown (3.5 s at most) it stays below five seconds.
 CLOSE_TIMEOUT = 1.0
-# Connections that wait to be accepted, as many as Linux allows without being told: of a burst above it each tries again
-# a second later, an emergency stop too. Those that were given up again wait as well (Sanic's own is 100).
+# Backlog of the listening socket, Linux's limit: a refused client, a stop too, tries again only a second later.
 BACKLOG = 4096
 MAX_DESCRIPTORS = 16_384
 
@@ -366,14 +363,13 @@ def run(
     beside: tuple[Sanic[Any, Any], socket.socket] | None = None,
     watchdog: LoopWatchdog | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP (its terminal is gone; nohup keeps it); ``started`` gets the URL when it
-    answers. A second signal ends at once, except SIGHUP, which a shell sends beside the terminal.
+    """Serve until SIGTERM, SIGINT or SIGHUP (unless under nohup); ``started`` gets the URL when the server answers.
 
-    When the event loop does not react to a signal, the guard beside it kills this process.
+    A second signal ends the process at once, except SIGHUP. If the event loop is blocked, a guard process kills it.
 
     Args:
-        beside: an app of the same process on a port of its own, which ends before the first one does.
-        watchdog: has the figures of the event loop; one that only logs when None.
+        beside: second app of the process on a port of its own; it ends first.
+        watchdog: measures the event loop; None only logs.
     """
     watchdog, guard = watchdog or LoopWatchdog(), SignalGuard()
 

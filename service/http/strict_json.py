@@ -1,11 +1,8 @@
 """Strict JSON from untrusted senders: bounded reading time, no repeated names.
 
-The cost of JSON is in its values, not in its bytes: a MiB of text is read in 2 ms, a MiB of ``"a":0,`` in 130 ms, with
-Python's lock held all the while, in whichever thread. So its values are counted before any of them is made.
-
-msgspec 0.22 and pydantic's parser take a fifth of the time (0.4 and 0.6 us for a session's request; 2.8 here), but both
-take the last of two equal names and refuse half a surrogate pair, which JavaScript writes and a stop's reason may hold;
-of numbers, pydantic's takes 1e999 for infinity.
+The cost of JSON is in its values: a MiB of ``"a":0,`` holds Python's lock for 130 ms, a MiB of text for 2 ms. So values
+are counted before any is created. msgspec and pydantic are five times as fast, but accept repeated names and refuse
+half a surrogate pair, which the reason of an emergency stop may hold; pydantic reads 1e999 as infinity.
 """
 
 import json
@@ -15,8 +12,7 @@ from json.decoder import JSONArray, JSONObject  # pyright: ignore[reportAttribut
 from json.scanner import py_make_scanner  # pyright: ignore[reportAttributeAccessIssue] - likewise
 from typing import Any
 
-# Making an int of so many digits takes the square of them: at Python's own limit, 4300, 30 ms for a MiB. As few as
-# this take 3 ms, and no double has more than 309.
+# Reading an int takes time quadratic in its digits: 30 ms for a MiB at Python's own limit, 3 ms at this one.
 MAX_DIGITS = 640
 # What is written between values, or in front of them.
 _SEPARATORS = ",[{"
@@ -33,11 +29,7 @@ class TooManyValues(ValueError):
 
 
 def reject_repeated_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object and refuse repeated names; an ``object_pairs_hook``. Python alone takes the last value.
-
-    Raises:
-        Repeated: a name stands there twice.
-    """
+    """Build a JSON object (an ``object_pairs_hook``); raises RepeatedName, where Python alone takes the last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise RepeatedName("a name stands twice in one object")
@@ -48,13 +40,13 @@ def loads(text: str | bytes, max_values: int, *, counted: str = _SEPARATORS, **h
     """Parse JSON as ``json.loads`` does, with at most so many values.
 
     Args:
-        max_values: of the characters ``counted``, those in strings left out where the text is short enough to look.
-        hooks: as ``json.loads`` takes them, but ``parse_int``; the same functions each time.
+        max_values: limit of the characters ``counted``, ignoring those in strings of short texts.
+        hooks: as for ``json.loads``, but ``parse_int``; the same functions each time.
 
     Raises:
-        TooManyValues: it has more.
-        ValueError: it is no JSON, or a number in it has more than ``MAX_DIGITS`` digits.
-        RecursionError: it is nested too deep.
+        TooManyValues: the limit is exceeded.
+        ValueError: invalid JSON, or a number with more than ``MAX_DIGITS`` digits.
+        RecursionError: nested too deep.
     """
     text = decode_text(text)
     if _add_values(text, counted) > max_values and (
@@ -71,10 +63,8 @@ def _get_decoder(**hooks: Any) -> json.JSONDecoder:
 
 
 def loads_slowly(text: str | bytes, **hooks: Any) -> Any:
-    """Parse JSON in Python code, five times slower than C: other threads get turns meanwhile. For threads only.
-
-    Raises:
-        ValueError, RecursionError: as ``loads``.
+    """Parse JSON in Python code, in a thread: five times slower than C, but without blocking others. Raises as
+    ``loads``.
     """
     decoder: Any = json.JSONDecoder(parse_int=_parse_integer, **hooks)
     # As the json package does where it has no C code.

@@ -10,13 +10,12 @@ from service.inference.loaded_policy import FrameSizes, LoadedPolicy, describe_s
 
 @dataclass(frozen=True)
 class Admission:
-    """Whether a policy's devices have time for more inferences per second, with the figures.
+    """Whether a policy's devices have time for more inferences per second.
 
     Attributes:
-        fits: whether it has the time.
-        load: of one device's time that they take.
-        per_second: how many it has the time for.
-        text: the figures, for whoever is refused.
+        load: share of one device's time.
+        per_second: number of inferences that fit.
+        text: the figures, for the refusal.
     """
 
     fits: bool
@@ -50,11 +49,7 @@ def estimate_load(loaded: LoadedPolicy, frames: FrameSizesKey, rates: Sequence[f
 
 
 def costliest_frames(loaded: LoadedPolicy, known: Iterable[FrameSizesKey]) -> FrameSizesKey:
-    """Return the frame sizes to reckon with for a robot that has sent none: those that cost most.
-
-    Args:
-        known: by others with the same policy.
-    """
+    """Return the most expensive frame sizes (of those ``known`` to others) for a robot that has sent none."""
     first = loaded.replicas[0]
     return max((first.trained_frames, *known), key=lambda frames: first.latencies[frames].measured(1).median)
 
@@ -68,13 +63,13 @@ def compute_admission(
     limit: float,
     frames: FrameSizesKey | None = None,
 ) -> Admission:
-    """Return whether a policy's devices have time for so many more inferences per second.
+    """Return whether a policy's devices have time for this many more inferences per second.
 
     Args:
-        peer_rates: rates of those who share the policy already, with frames of the same sizes.
-        other_load: share of a device that all others take.
-        limit: share that all together may take.
-        frames: what the policy is asked with; what it was trained with when None.
+        peer_rates: rates of robots with the same policy and frame sizes.
+        other_load: share of a device used by others.
+        limit: largest total share.
+        frames: frame sizes; None selects the trained ones.
     """
     first, devices = loaded.replicas[0], len(loaded.replicas)
     frames = first.trained_frames if frames is None else frames
@@ -96,7 +91,7 @@ def compute_admission(
     return Admission(before + share <= limit + 1e-9 and per_second <= alone, share, possible, text)
 
 
-# The frames that a session's policy is asked with; None while nobody knows.
+# Frame sizes that a session sends; None while unknown.
 ReadFrameSizes = Callable[[], FrameSizes | None]
 
 
@@ -110,18 +105,10 @@ class _Reservation:
 
 
 class Reservations:
-    """Device time reserved by all sessions, each under its holder.
-
-    What they take is reckoned when somebody asks: robots show their frames after they were let in, and what those take
-    is measured later still.
-    """
+    """Device time reserved by all sessions, by holder; computed on request, as measurements arrive later."""
 
     def __init__(self, max_load: float | None):
-        """Start without reservations.
-
-        Args:
-            max_load: share of the devices' time that may be promised; no end of it when None.
-        """
+        """Start without reservations; ``max_load`` is the reservable share of device time, None without a limit."""
         self._max_load = float("inf") if max_load is None else max_load
         self._reservations: dict[object, _Reservation] = {}
 
@@ -186,9 +173,7 @@ class Reservations:
 
 
 def _measured_frames(loaded: LoadedPolicy, read_sizes: ReadFrameSizes) -> FrameSizesKey | None:
-    """Return the frame sizes a robot sends, if their latency was measured; a robot whose frames are still compiled for
-    is held.
-    """
+    """Return a robot's frame sizes if measured; a robot is held while its frames are being compiled for."""
     sizes = read_sizes()
     frames = None if sizes is None else frozenset(sizes.items())
     return frames if frames is not None and loaded.replicas[0].latencies[frames].is_measured else None

@@ -16,8 +16,7 @@ WINDOW = 32
 # What a size took so many batches ago says little, and is soon outweighed: so few of its measurements still count.
 STALE_AFTER = 32
 KEPT_WHEN_STALE = 4
-# Newest batches, of any size, that tell how fast the device is just now; even, so that of two sizes that take turns
-# neither is the pace.
+# Newest batches, of any size, that determine the device's pace. Even, so that two alternating sizes average.
 PACE_WINDOW = 6
 # So far from 1 the pace is not let: in a day of batches it wanders, and what is remembered with it the other way.
 MAX_PACE = 2.0
@@ -33,12 +32,7 @@ class Latency(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is known of one batch size.
-
-    Attributes:
-        measured, normalized: latencies as they were measured, and divided by the device's pace at the time.
-        ran_at: number of the batch, of whatever size, with which it was measured last.
-    """
+    """Measured and pace-normalized latency of one batch size, and the number of its last batch."""
 
     measured: Latency
     normalized: Latency
@@ -67,17 +61,11 @@ class _SlidingWindow:
 
 
 class LatencyModel:
-    """Seconds by batch size. Written and read by any thread.
+    """Seconds by batch size, thread-safe.
 
-    A device's thread feeds it, whoever compiles, and a thread that was left behind and came back after all.
-
-    A machine that others share is slower for a tenth of a second now and then, and all batches of that time are. Were
-    each size remembered as it ran last, one that ran in such a moment would seem the worse choice until it runs again,
-    though all would have taken longer then. So what a batch takes is set against what those before it took, of whatever
-    size (``predict``); figures and reservations are of what was measured (``measured``).
-
-    Attributes:
-        is_measured: whether any batch was measured.
+    A shared machine is slower now and then for all sizes. Therefore ``predict`` scales each size's time by the device's
+    present pace, and a size that ran in a slow moment is not avoided later. ``measured`` returns unscaled times for
+    statistics and reservations.
     """
 
     def __init__(self) -> None:
@@ -86,8 +74,8 @@ class LatencyModel:
         # Of each size the seconds, and the same divided by the device's pace at the time.
         self._windows: dict[int, tuple[_SlidingWindow, _SlidingWindow]] = {}
         self._count = 0
-        self._ratios = deque([1.0] * PACE_WINDOW, PACE_WINDOW)  # one batch that is held up at the beginning is no pace
-        # By size, and the pace. Replaced and never changed: who reads needs no lock, and nobody waits for a reader.
+        self._ratios = deque([1.0] * PACE_WINDOW, PACE_WINDOW)  # one slow batch at the start must not set the pace
+        # Latencies by size, and the pace. Replaced and never mutated, so that readers need no lock.
         self._now: tuple[Mapping[int, _Known], float] = ({}, 1.0)
 
     def record(self, size: int, seconds: float) -> None:
@@ -178,10 +166,7 @@ class LatencyModel:
 
 
 def _scale(latencies: Mapping[int, Latency], size: int) -> Latency:
-    """Latency of a size that was never measured: as many times as long as the nearest one takes, when it is larger.
-
-    Nothing better is promised of a batch that nobody ran.
-    """
+    """Latency of an unmeasured size: the nearest size's, scaled up in proportion when this one is larger."""
     nearest = min(latencies, key=lambda other: abs(other - size), default=None)
     if nearest is None:
         return Latency(0.0, 0.0)
@@ -211,14 +196,7 @@ Request = TypeVar("Request", bound=WaitingRequest)
 
 @dataclass(frozen=True)
 class BatchPlan(Generic[Request]):
-    """Requests chosen to run as one batch.
-
-    Attributes:
-        key: theirs.
-        members: the soonest due first.
-        size: of the batch, with padding.
-        latency: what batches of this key take.
-    """
+    """Requests chosen to run as one batch, the soonest due first; ``size`` includes padding."""
 
     key: Hashable
     members: Sequence[Request]
@@ -234,14 +212,12 @@ class _RequestQueue(Generic[Request]):
 
 
 class BatchScheduler(Generic[Request]):
-    """Queues of requests, one per program, and the choice of the next batch. Reads no clock and starts no threads.
+    """Queues of requests, one per program, and the choice of the next batch. Has no clock and no threads.
 
-    Whenever the device is free and somebody waits, something runs: batches come about because requests come while
-    the device is busy, and nobody waits for others to join. Who has to begin soonest goes first, so that nobody who is
-    served often is in anybody's way. A request joins when nobody would come late by it who would not anyway, in this
-    line or in another; of the sizes for which that holds, the one that gives most answers per second is taken, or now
-    and then one that can be full and has not been measured for long. Where more wait than can be served in time,
-    whoever is spared makes others late, and more of them: then the size that gives most is taken, whoever it is.
+    A free device always runs something; no request waits for others to join. The request that must begin soonest goes
+    first. Others join it unless that makes a request late that could be in time, in any queue. Of the remaining sizes
+    the one with the highest throughput wins, or occasionally a full one whose measurement is stale. Under overload,
+    throughput alone decides, because sparing one request delays more of the others.
     """
 
     def __init__(self) -> None:
@@ -255,9 +231,9 @@ class BatchScheduler(Generic[Request]):
         """Queue a request.
 
         Args:
-            key: requests of one key can run together.
-            latency: what their batches take.
-            sizes: batch sizes that can run at once; 1 always can.
+            key: requests with equal keys can run together.
+            latency: latencies of their batches.
+            sizes: compiled batch sizes; 1 is always included.
         """
         queue = self._queues.get(key)
         if queue is None:
@@ -313,11 +289,7 @@ def _choose_batch(
     latency: LatencyModel,
     sizes: Sequence[int],
 ) -> tuple[int, int]:
-    """Return how many of the requests run together, and the batch size.
-
-    Args:
-        others: of each other line, when the first is due and how long it takes.
-    """
+    """Return the number of requests in the batch, and its size; ``others`` holds (due, seconds) per other queue."""
     if len(together) == 1:
         return 1, 1
     forecast = _QueueForecast([request.due for request in together], now, latency, sizes)
@@ -327,7 +299,7 @@ def _choose_batch(
         return any(at_once + cost <= due < end + cost for due, cost in others)
 
     for size in sizes[1:]:
-        # A size that was measured in a bad moment would never be run again, and never be known to be better.
+        # Measure a stale size again: it may have been measured in a slow moment.
         if size <= len(together) and latency.is_stale(size):
             end = now + latency.upper_bound(size)
             if not (forecast.is_late(size, end) or is_another_late(end)):
@@ -343,15 +315,11 @@ def _choose_batch(
 
 
 class _QueueForecast:
-    """Forecast of when the requests of one queue are answered, by batch size.
-
-    Args:
-        dues: when each is due, the soonest first.
-    """
+    """Forecast of when a queue's requests, sorted by due time, are answered, by batch size."""
 
     def __init__(self, dues: Sequence[float], now: float, costs: LatencyModel, sizes: Sequence[int]):
         self._dues = dues
-        # So many are late even if they run now: nobody's reason to hurry.
+        # Number of requests that are late even if they run now, so they do not constrain the choice.
         self._already_late = bisect_left(dues, now + costs.predict(1).p90)
         expected = [(size, costs.predict(size)) for size in sizes]
         self._sizes = [(size, max(taken.median, 1e-9), taken.p90) for size, taken in expected]
@@ -365,8 +333,7 @@ class _QueueForecast:
     def best_option(self, sizes: int, begin: float = -math.inf, served: int = 0) -> _BatchOption:
         """Return the batch with most answers per second among the ``sizes`` smallest sizes, after ``served`` requests.
 
-        Args:
-            begin: when it does; what would make anybody late is left out, and when nothing is left nobody goes.
+        Batches that start at ``begin`` and make a request late are left out.
         """
         left, before, most, best = len(self._dues) - served, 0, 0.0, _BatchOption(0, 0, 0.0)
         for index, (size, usual, slow) in enumerate(self._sizes[:sizes]):
@@ -402,11 +369,11 @@ FrameSizesKey = frozenset[tuple[str, tuple[int, int]]]
 
 
 class ObservationLayout(NamedTuple):
-    """What decides with which others an observation can be run.
+    """Layout that decides which observations can run together.
 
     Attributes:
-        frames: cameras with the size of their frames: the program that it is run by.
-        shapes: shapes and types that observations must share to be stacked, or None when this one cannot be.
+        frames: cameras with frame sizes, which select the program.
+        shapes: shapes and dtypes that stacked observations share, or None if it cannot be stacked.
     """
 
     frames: FrameSizesKey
@@ -440,8 +407,7 @@ class StackingBuffers:
     ) -> Mapping[str, np.ndarray]:
         """Stack observations of one shape into a batch of ``size``; valid until the next call.
 
-        Rows that nobody needs hold what is there, numbers apart: those are the first member's, because leftovers of
-        somebody whose numbers were refused would be refused again.
+        Padding repeats the first member's numbers: leftovers of a refused observation would be refused again.
         """
         arrays = self._arrays.pop((shape, size), None)
         if arrays is None:

@@ -31,8 +31,8 @@ class Overdue(Exception):
     """A batch takes far longer than usual, so the request may be sent to another device.
 
     Attributes:
-        is_counted: whether it was held against the device already; all members of the batch have this one error.
-        answer: what the device will answer all the same, where that can still be received.
+        is_counted: whether the error, shared by the batch's members, already counts against the device.
+        answer: late result of the device, if it can still be received.
     """
 
     is_counted = False
@@ -119,13 +119,13 @@ class DeviceWorker(Protocol):
 
 logger = logging.getLogger(__name__)
 
-# Seconds that an inference may keep those of other robots waiting: three times what it usually takes, at least this,
-# and so long when nobody knows.
+# Seconds after which an inference is overdue if others wait: three times its usual time, at least the first value; the
+# second value applies before any measurement.
 MIN_OVERDUE = 0.1
 OVERDUE_UNMEASURED = 1.0
-# Seconds after which a request goes before those that are due sooner: whoever has much time is not forgotten.
+# Seconds after which a request goes before earlier deadlines, so that it does not starve.
 LONGEST_WAIT = 1.0
-# Seconds that a device's load is of.
+# Window of a device's load, in seconds.
 LOAD_WINDOW = 5.0
 # Threads left behind that may still come back; with so many a batch is waited for until it is stuck.
 MAX_ABANDONED = 8
@@ -135,15 +135,15 @@ CLOSED_MESSAGE = "the device is closed: the server is ending"
 
 @dataclass(eq=False)
 class Request:
-    """One observation and the future that waits for its result.
+    """One observation and the future of its result.
 
     Attributes:
-        deadline: when the caller's plan runs dry, monotonic; None when it has none.
-        is_alone: it is not batched with others, because it may spoil what they get.
-        may_move: another device can be asked when this one takes too long.
-        batch: the newest one it is in.
-        shape: what the observations must share that are stacked with this one; None: it is run alone.
-        latency: what batches of such observations take; the device's thread looks it up when it takes the request in.
+        deadline: monotonic time at which the caller's plan ends, or None.
+        is_alone: it may spoil the results of others, so it is not batched.
+        may_move: another device may run it.
+        batch: the newest batch with it.
+        shape: shapes shared by observations that can be stacked with it; None runs it alone.
+        latency: latencies of such batches, set by the device's thread.
     """
 
     replica: Replica
@@ -160,9 +160,7 @@ class Request:
 
     @property
     def due(self) -> float:
-        """When it should be answered, monotonic. Worked out on the device's thread, once, and only where several
-        wait.
-        """
+        """Monotonic time by which to answer; computed on demand by the device's thread."""
         if self._due is None:
             due = self.deadline
             if due is None:
@@ -180,10 +178,7 @@ class Request:
 class Batch:
     """Requests that run together.
 
-    Attributes:
-        latency: what such batches take.
-        paused: seconds in which this whole process stood still, and the batch with it.
-        is_abandoned: whether the device goes on without it; it may still come back.
+    ``paused`` counts seconds in which the whole process was stopped. An abandoned batch may still return.
     """
 
     members: Sequence[Request]
@@ -202,13 +197,10 @@ class Batch:
 
 
 class _Inbox:
-    """Requests of a device: those on their way to its thread, and its scheduler with those that wait their turn there.
+    """Incoming requests of a device, and its scheduler with the queued ones.
 
-    One producer, the event loop, and one consumer: a thread, or the one that replaces it. The thread sleeps reading a
-    pipe while there is nothing. Whoever puts into a ``queue.SimpleQueue`` holds the interpreter's lock while it wakes
-    the other thread, which wakes up to wait for that lock. ``os.write`` lets go of it: to the thread and back to the
-    event loop takes 7 us instead of 35, and a fifth of the processor time (Linux 6.18 in a virtual machine of two
-    cores, uvloop).
+    The event loop is the producer, the device's thread the consumer. An idle thread reads a pipe: ``os.write`` releases
+    the interpreter's lock, so a round trip takes 7 us where ``queue.SimpleQueue`` takes 35.
     """
 
     def __init__(self) -> None:
@@ -229,7 +221,7 @@ class _Inbox:
         """Move new requests to the scheduler, with ``wait`` sleep until there is one; False when closed."""
         while wait and not self._arriving:
             self._is_reader_asleep = True
-            # Looked at again: what was put before that was said has woken nobody.
+            # Check again: an earlier request did not wake this thread.
             if not self._arriving:
                 os.read(self._read_end, 64)
             self._is_reader_asleep = False
@@ -259,11 +251,7 @@ def _close_descriptors(*descriptors: int) -> None:
 class InferenceWorker:
     """A `DeviceWorker` for a device of this process; only the inference itself leaves the event loop.
 
-    Attributes:
-        abandoned: threads left behind in a batch that did not return in time.
-        last_used_at: when it was asked last, monotonic.
-        batches: how many there were of each size.
-        is_late: never; a batch that takes too long is left aside, and the thread after it is as good as another's.
+    It is never late, because a new thread replaces a thread with an overdue batch.
     """
 
     is_late = False
@@ -315,14 +303,7 @@ class InferenceWorker:
         is_alone: bool = False,
         may_move: bool = False,
     ) -> InferenceResult:
-        """Run a policy on one observation, in a batch with others or alone.
-
-        Raises:
-            Overdue: with ``may_move``, its batch takes far longer than usual.
-            InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
-            WorkerClosed: the device is closed, or was before there was an answer.
-            Exception: whatever the policy raises for this observation.
-        """
+        """See ``DeviceWorker.submit``; a batch that takes over ``stuck_after`` seconds also replaces the thread."""
         if self._is_closed:
             raise WorkerClosed(CLOSED_MESSAGE)
         loop, now = asyncio.get_running_loop(), time.monotonic()
@@ -378,10 +359,7 @@ class InferenceWorker:
             self._timer = loop.call_later(pause, self._check_batches, loop, now + pause)
 
     def _abandon(self, batch: Batch) -> bool:
-        """Abandon a running batch with its thread and start another one; members run again alone, or elsewhere.
-
-        False when it is over.
-        """
+        """Replace a running batch's thread; its members run again alone or elsewhere. False if the batch has ended."""
         with self._lock:
             if self._current is not batch:
                 return False
@@ -395,7 +373,7 @@ class InferenceWorker:
             if member.may_move and member.is_awaited:
                 member.outcome.set_exception(overdue)
             elif len(batch.members) > 1:
-                # One of them may be what it does not come back from.
+                # Any of these calls may block forever.
                 self._requeue(member)
         return True
 
@@ -459,7 +437,7 @@ class InferenceWorker:
             try:
                 loop.call_soon_threadsafe(self._set_results, batch, results)
             except RuntimeError:
-                # When the loop is closed, nobody waits for the results.
+                # Once the loop is closed, the results are not needed.
                 if not loop.is_closed():
                     raise
             if is_left:
@@ -483,16 +461,15 @@ def _run_batch(batch: Batch, stacks: StackingBuffers) -> Sequence[InferenceResul
         timings = dict(policy.timings)
         if len(members) > 1 and (not isinstance(chunks, np.ndarray) or chunks.shape[:1] != (batch.size,)):
             raise ValueError(f"a batch of {batch.size} was answered with {np.shape(chunks)}")
-    except BaseException as error:  # whatever it is belongs to the waiting side, which raises it there
+    except BaseException as error:  # raised again by the waiting side
         return error
     spent = ended - batch.started
-    # One that hung for a minute must not turn robots away for as long as it is remembered; a device that got slower is
-    # known all the same.
+    # Limit one outlier, such as a batch that hung for a minute; a slower device still shows in many samples.
     batch.latency.record(batch.size, min(spent, batch.overdue) if batch.is_abandoned else spent)
     results = []
     for row, member in enumerate(members):
         result = InferenceResult(
-            # A copy each: what one session does with its rows is nobody else's business.
+            # Copy each row, so that sessions cannot change each other's results.
             chunk=chunks[row : row + 1].copy() if len(members) > 1 else chunks,
             queue=batch.started - member.submitted,
             to_device=timings.get("to_device", 0.0),

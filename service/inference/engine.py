@@ -39,10 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Sends each request to the least busy device, and to another one when that fails.
-
-    Failures that another device made good count against the device.
-    """
+    """Sends each request to the least busy device; failures that another device made good count against the first."""
 
     def __init__(self, devices: Devices, replica_manager: ReplicaManager):
         self._devices = devices
@@ -97,7 +94,7 @@ class Dispatcher:
     ) -> InferenceResult:
         """Ask another device, and return its answer or a late one of the first device, whichever comes first."""
         late = failure.answer if isinstance(failure, Overdue) else None
-        # Some may have left while the first one was waited for.
+        # Devices may have left meanwhile.
         others = [replica for replica in loaded.usable if replica.policy.device != failed.policy.device]
         if not others and late is None:
             _raise_refusal(failure)
@@ -133,12 +130,7 @@ class Dispatcher:
 
 
 async def _first_success(answers: Sequence[asyncio.Future[InferenceResult]]) -> InferenceResult:
-    """Return the first result that is no error.
-
-    Raises:
-        DeviceGone: one of them is gone, and the others are no better: it can be asked of others yet.
-        Exception: what the first of them raised.
-    """
+    """Return the first successful result; else raise DeviceGone if one device is gone, or the first error."""
     waited = set(answers)
     while waited:
         done, waited = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +142,7 @@ async def _first_success(answers: Sequence[asyncio.Future[InferenceResult]]) -> 
 
 
 def _raise_refusal(error: Exception) -> NoReturn:
-    """Raise an error as one whose text clients may read."""
+    """Raise an error with a text for clients."""
     if isinstance(error, PolicyFailed):
         raise error
     if isinstance(error, JaxModelsError):
@@ -162,20 +154,15 @@ def _raise_refusal(error: Exception) -> NoReturn:
 
 # Seconds that a trial waits for a moment in which no robot waits.
 MAX_TRIAL_WAIT = 1.0
-# Requests of a caller that have to go well after one that failed, before they are batched with others again.
+# Successful requests that a caller needs after a failure before its requests are batched again.
 PROBATION = 16
-# Seconds without a question after which nobody is served: clients without a control loop here ask when they like.
+# Seconds without a request after which the engine counts as idle: direct clients send requests at any time.
 QUIET_SECONDS = 3.0
 
 
 @dataclass(eq=False, slots=True)
 class _Caller:
-    """State of one sender of requests.
-
-    Attributes:
-        turn: held by the request that is under way; the caller's others wait for it.
-        probation: requests that have to go well before they are batched with others again.
-    """
+    """Lock that one sender's requests take in turn, and successes needed before they are batched again."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     probation: int = 0
@@ -184,22 +171,20 @@ class _Caller:
 class Engine:
     """Loads policies in their own threads and runs each device's batches on one thread per device.
 
-    Requests wait for the device and go together where that makes nobody late (``service.inference.batching``). A batch
-    that fails runs again member by member, so that only the one whose observation it was fails; one that takes far
-    longer than it usually does is left aside, and the others go on in another thread. With several devices another one
-    is asked when one fails or takes too long; a device that fails again and again where others answer is out
-    (``service.inference.replicas``). All threads run at a lower priority than the event loop (see
-    ``service.threads.lower_priority``).
+    Requests are batched if that makes none late (``service.inference.batching``). A failed batch runs again member by
+    member, so only the faulty observation fails. An overdue batch is abandoned with its thread. Several devices replace
+    each other, and a device that fails repeatedly is excluded (``service.inference.replicas``). All threads run at a
+    lower priority than the event loop.
 
     Attributes:
         stuck_after: seconds after which a running inference is given up.
-        durations: how long policies took to load.
+        durations: load times of policies.
         devices: the devices and their workers.
-        policy_cache: loads policies and keeps them in memory.
+        policy_cache: policies in memory.
         replica_manager: adds and removes devices, and copies policies to them.
         reservations: device time that sessions reserved.
-        batch_compiler: compiles larger batches; begins none while a robot runs.
-        has_running_robot: whether any session moves its robot; larger batches are compiled while none does.
+        batch_compiler: compiles larger batches while no robot runs.
+        has_running_robot: whether a session moves its robot.
     """
 
     def __init__(
@@ -219,12 +204,12 @@ class Engine:
         """Create the engine with one thread per device; without ``batch_sizes`` requests run one at a time.
 
         Args:
-            devices: where policies run, each a copy; the one that it was loaded on when there are none. A device that
-                is named twice runs two batches at a time.
-            max_load: share of the devices' time that may be promised; no end of it when None.
-            are_remote: devices are not of this process: `ReplicaManager.add_device` adds them.
-            join_timeout: seconds that a request then waits for one to join, where none works.
-            load_timeout: seconds that building and compiling a policy may take; that of others is theirs.
+            devices: devices that get a copy of each policy, or none for the device it is loaded on; a repeated device
+                runs that many batches at a time.
+            max_load: reservable share of device time; None is unlimited.
+            are_remote: devices belong to other processes and are added by `ReplicaManager.add_device`.
+            join_timeout: seconds that a request waits for a remote device.
+            load_timeout: seconds for building and compiling a local policy.
         """
         self.stuck_after = stuck_after
         self.durations = durations or LoadDurations()
@@ -261,11 +246,7 @@ class Engine:
         return is_quiet and not (self._pending or self.policy_cache.building.locked() or self.has_running_robot())
 
     async def compile(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
-        """Compile a policy for frames of these sizes, outside of the device thread.
-
-        Raises:
-            PolicyFailed: it cannot be compiled for them.
-        """
+        """Compile a policy for frames of these sizes, outside of the device thread; raises PolicyFailed."""
         sizes = loaded.to_own_names(sizes)
         await self.policy_cache.compile(loaded.unnamed, sizes)
         self.batch_compiler.schedule(loaded.unnamed, sizes)
@@ -278,16 +259,15 @@ class Engine:
         due: float | None = None,
         caller: object | None = None,
     ) -> InferenceResult:
-        """Run the policy on one observation (batch of 1), together with those of others when that makes nobody late.
+        """Run the policy on one observation (batch of 1), batched with others if that makes none late.
 
         Args:
-            due: when the plan of whoever asks runs dry, on the monotonic clock; as soon as possible when None.
-            caller: whoever asks, kept by reference only while it lives. One request of a caller is with the device, its
-                others wait for it; after one that failed the next ones run alone until they can be trusted.
+            due: monotonic time at which the caller's plan ends; None is as soon as possible.
+            caller: weakly referenced sender; its requests run in turn, and alone for a while after a failure.
 
         Raises:
             PolicyFailed: the policy raised.
-            InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
+            InferenceStuck: no result came in ``stuck_after`` seconds; the thread was replaced.
         """
 
         state = _Caller() if caller is None else self._callers.get(caller)
@@ -317,11 +297,7 @@ class Engine:
             await self._idle.wait()
 
     async def run_trial(self, loaded: LoadedPolicy, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
-        """Run one inference for no robot, at lower priority than theirs; returns the chunk and its seconds.
-
-        Raises:
-            PolicyFailed: the policy raised.
-        """
+        """Run one low-priority inference for no robot; returns the chunk and its seconds. Raises PolicyFailed."""
 
         named = loaded.to_own_names(observation)
 

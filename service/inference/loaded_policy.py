@@ -29,7 +29,7 @@ class Policy(Protocol):
     def device(self) -> str: ...
 
     commit: str | None
-    """What its files are called, when that is known: a commit of the Hub, the hash of a folder."""
+    """Commit on the Hub or content hash of its files, or None."""
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the action chunk (b, t, a), float32, for feature names to arrays with a batch axis."""
@@ -38,10 +38,8 @@ class Policy(Protocol):
     def prepare_task(self, text: str, prompt_cut: str | None = None) -> int:
         """Encode an instruction ahead of ``act``; called only for policies that read language.
 
-        ``prompt_cut`` is one of ``jaxmodels.types.PROMPT_CUTS``; the policy's own when None. Returns how many tokens of
-        the prompt the policy does not read.
-
-        Raises JaxModelsError with a text that clients may read: it cannot be read.
+        ``prompt_cut`` is one of ``jaxmodels.types.PROMPT_CUTS``; None is the policy's own. Returns the number of
+        ignored tokens. Raises JaxModelsError with a text for clients if the instruction cannot be read.
         """
         ...
 
@@ -58,21 +56,17 @@ class Policy(Protocol):
         ...
 
     def on(self, device: str) -> "Policy":
-        """Return a copy on another device; on its own, one that shares the weights."""
+        """Return a copy on another device; a copy on its own device shares the weights."""
         ...
 
 
-# Loads a policy in a worker thread: (path, revision, *, like, on_progress). ``like`` is an earlier policy; its compiled
-# programs may be used again. Raises JaxModelsError with a text that clients may read.
+# Loads a policy in a thread: (path, revision, *, like, on_progress). May reuse the compiled programs of ``like``.
+# Raises JaxModelsError with a text for clients.
 LoadPolicy = Callable[..., Policy]
 
 
 class InferenceResult(NamedTuple):
-    """An action chunk, and where the time went, in seconds.
-
-    ``total`` runs from asking to having the numpy result; ``queue`` is waiting for the device thread. ``batch`` is how
-    many were answered together.
-    """
+    """An action chunk, its times in seconds (``total`` end to end, ``queue`` waiting) and its batch size."""
 
     chunk: np.ndarray
     queue: float
@@ -88,26 +82,19 @@ class InferenceStuck(PolicyFailed):
 
     @classmethod
     def after(cls, seconds: float) -> "InferenceStuck":
-        """The error of one that was given up after so many seconds."""
+        """Create the error of an inference that was given up after this many seconds."""
         return cls(f"inference did not return in {seconds:g} s; one that needs longer here wants more (stuck_after)")
 
 
 class LatencyModels(dict[FrameSizesKey, LatencyModel]):
-    """Latencies of batches by the sizes of their frames; those of new sizes begin empty. Read by any thread."""
+    """Latencies of batches by frame sizes, empty for new sizes. Read by any thread."""
 
     def __missing__(self, frames: FrameSizesKey) -> LatencyModel:
         return self.setdefault(frames, LatencyModel())
 
 
 class Replica:
-    """A policy's copy on one device, with the latencies measured there.
-
-    Attributes:
-        policy: itself, with its weights there.
-        worker_id: number of the device worker that runs it.
-        latencies: frame sizes to what batches of them take.
-        batch_sizes: frame sizes to the batch sizes that are compiled for them.
-    """
+    """A policy's copy on the device of one worker, with latencies and compiled batch sizes by frame sizes."""
 
     def __init__(self, policy: Policy, worker_id: int = 0):
         self.policy = policy
@@ -132,9 +119,7 @@ class Replica:
         return tuple(self._inherited)
 
     def get_latency_stats(self) -> dict[str, dict[str, float]]:
-        """Return batch size to median and p90 in milliseconds, JSON-ready; other frame sizes than the trained ones are
-        named.
-        """
+        """Return batch size to median and p90 in milliseconds; frame sizes other than the trained ones are named."""
         own = self.latencies[trained := self.trained_frames].get_stats()
         others = {
             describe_sizes(dict(frames)): costs for frames, costs in tuple(self.latencies.items()) if frames != trained
@@ -146,11 +131,7 @@ class Replica:
         }
 
     def prepare(self, batch: int, cameras: FrameSizes | None, profile_seconds: float = 0.0) -> None:
-        """Compile a batch size and measure its latency. Blocks; call it in a thread of its own.
-
-        Args:
-            profile_seconds: seconds there are for learning; none where others may be waiting for the device.
-        """
+        """Compile a batch size and measure its latency for up to ``profile_seconds``. Blocks; call it in a thread."""
         frames = self.trained_frames if cameras is None else frozenset(cameras.items())
         self.policy.compile(batch, cameras)
         if batch not in self._inherited.get(frames, ()):
@@ -166,11 +147,7 @@ class Replica:
         latency.mark_fresh()
 
     def inherit_latency(self, before: "Replica") -> None:
-        """Take over the latencies of a replica with other weights, where both run the same program.
-
-        To be asked before anything is prepared: what is compiled by then was compiled for the other one. Preparing it
-        is no more than a trial then.
-        """
+        """Copy the latencies of a replica with the same program. Call it before ``prepare``, which then only tests."""
         if before.policy.requirements != self.policy.requirements:
             return
         for frames, sizes in tuple(before.batch_sizes.items()):
@@ -185,13 +162,13 @@ class LoadedPolicy:
     """One policy in memory, shared by all sessions of the same path and revision.
 
     Attributes:
-        policy: itself, on the first device.
-        requirements: what the policy needs.
-        replicas: it and its copies on other devices.
-        usable: the copies that requests may go to; none while no device works and others may come.
-        is_on_several_devices: whether a request that one of them fails can go to another device.
+        policy: the copy on the first device.
+        requirements: inputs and outputs of the policy.
+        replicas: all copies.
+        usable: copies that accept requests; empty while no device works and others may join.
+        is_on_several_devices: whether a failed request can go to another device.
         users: sessions that hold it.
-        own_names: a robot's names of cameras and of features to the policy's, where they differ.
+        own_names: the robot's names to the policy's, where they differ.
     """
 
     own_names: Mapping[str, str] = MappingProxyType({})
@@ -206,7 +183,7 @@ class LoadedPolicy:
 
     @property
     def commit(self) -> str | None:
-        """Commit or content hash of its files, when that is known."""
+        """Commit or content hash of its files, or None."""
         return self.policy.commit
 
     def add_replica(self, replica: Replica) -> None:
@@ -215,11 +192,7 @@ class LoadedPolicy:
         self._compiled.clear()
 
     def use_working(self, works: Callable[[Replica], bool], *, may_wait: bool) -> None:
-        """Send requests only to the replicas that work.
-
-        Args:
-            may_wait: where none works, requests wait for another device; else they go to all that there are.
-        """
+        """Restrict requests to working replicas; if none works, requests wait (``may_wait``) or try all."""
         working = tuple(filter(works, self.replicas))
         if len(working) not in (0, len(self.replicas)):
             self.replicas, self.policy = working, working[0].policy
@@ -251,13 +224,10 @@ class LoadedPolicy:
 
 
 class RenamedPolicy(LoadedPolicy):
-    """A loaded policy as a session sees it whose robot calls cameras otherwise; all of it is the policy's own.
-
-    Args:
-        rename: the policy's names of cameras, and the robot's.
+    """A loaded policy for a session whose robot names cameras differently; ``rename`` maps policy to robot names.
 
     Raises:
-        ConfigError: they are none of the policy's, or two would be one.
+        ConfigError: a name is not the policy's, or two names become one.
     """
 
     def __init__(self, policy: LoadedPolicy, rename: Mapping[str, str]):
@@ -287,19 +257,15 @@ def describe_sizes(sizes: FrameSizes) -> str:
     return ", ".join(f"{height}x{width} frames of {camera!r}" for camera, (height, width) in sorted(sizes.items()))
 
 
-# Characters of an instruction, as the API takes them: one width for all, so that robots with different ones can be
-# inferred for together.
+# Characters of an instruction, as in the API: one width, so that different instructions share a batch.
 MAX_INSTRUCTION_LENGTH = 4096
 STATE = "observation.state"
 
 
 def task_input(instruction: str | None, prompt_cut: str = CUT_TASK) -> dict[str, np.ndarray]:
-    """Return an instruction as features of one robot's observation; empty when there is none.
+    """Return an instruction (at most ``MAX_INSTRUCTION_LENGTH`` characters) as features; empty if there is none.
 
-    Args:
-        instruction: of at most ``MAX_INSTRUCTION_LENGTH`` characters.
-        prompt_cut: one of ``jaxmodels.types.PROMPT_CUTS``. The default of policies is left out, so that robots with it
-            can be inferred for together.
+    The default ``prompt_cut`` is left out, so that such robots share a batch.
     """
     if instruction is None:
         return {}

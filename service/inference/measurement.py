@@ -18,12 +18,12 @@ Fit = Literal["fits", "fits, thinking less often", "does not fit"]
 
 @dataclass(frozen=True)
 class Speed:
-    """Measured seconds of one inference or forward pass, from numpy in to numpy out, after warm-up.
+    """Measured seconds of one inference or forward pass, numpy to numpy, after warm-up.
 
     Attributes:
-        compile: what the first inference of its shapes took, compiled or read from the cache.
-        stages: medians of what one inference is made of.
-        runs: how many were measured.
+        compile: seconds of the first inference of its shapes.
+        stages: median seconds by stage.
+        runs: number of measurements.
     """
 
     compile: float
@@ -35,11 +35,10 @@ class Speed:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a policy is fast enough for a rate.
+    """Whether a policy is fast enough for ``rate`` actions per second.
 
     Attributes:
-        rate: actions per second.
-        budget: seconds from one look to the next, as the policy was made for.
+        budget: seconds between observations that the policy was made for.
         covered: seconds that one chunk covers.
     """
 

@@ -1,9 +1,7 @@
 """Model server: forward passes of models that are no policies, at lower priority than robots.
 
-A pass begins only when no session waits for an inference, on a thread of its own with less priority than theirs: an
-inference that is asked for meanwhile does not queue behind it, but shares the device with it. A pass cannot be
-interrupted, so that a long one is refused while a robot runs. Reading bodies, compiling and writing answers go the
-same way, one request after the other, and never on the event loop.
+A pass begins only if no session waits for an inference, on a low-priority thread. It cannot be interrupted, so a long
+pass is refused while a robot runs. Reading, compiling and writing also run off the event loop, one at a time.
 """
 
 import asyncio
@@ -32,18 +30,12 @@ STAGES = ("queue", "read", "to_device", "compute", "to_host", "total")
 _SAMPLES = 512
 
 
-# Loads a model in a worker thread: (path, revision, *, on_progress). Raises JaxModelsError with a text that clients may
-# read.
+# Loads a model in a thread: (path, revision, *, on_progress). Raises JaxModelsError with a text for clients.
 LoadModel = Callable[..., "LoadedModel"]
 
 
 class ServedModel:
-    """One model in memory, with its counters.
-
-    Attributes:
-        source: the repo, or the last part of the folder's path.
-        forwards, errors, compiles: counted since the start.
-    """
+    """One model in memory; ``source`` is its repo or folder name, the counters start at zero."""
 
     def __init__(self, name: str, source: str, model: "LoadedModel"):
         self.name = name
@@ -114,11 +106,7 @@ class ForwardQueue:
 
     @contextmanager
     def reserve_slot(self) -> Iterator[None]:
-        """Reserve a slot for one request, before its body is read.
-
-        Raises:
-            ModelBusy: all are taken.
-        """
+        """Reserve a slot for one request, before its body is read; raises ModelBusy if none is free."""
         if self._reserved >= self.settings.max_forwards:
             raise ModelBusy(f"{self._reserved} forward passes are asked for already; try again in a moment")
         self._reserved += 1
@@ -142,7 +130,7 @@ class ForwardQueue:
         task = asyncio.create_task(self._run_in_turn(served, request), name=f"forward {served.name}")
         self._passes.add(task)
         task.add_done_callback(self._passes.discard)
-        # Looked at here, or it would be reported as lost when nobody waits for it.
+        # Retrieve the exception, or asyncio logs it as lost when the caller has left.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             async with asyncio.timeout(self.answer_deadline):
@@ -207,9 +195,7 @@ class ForwardQueue:
             raise ModelFailed("the model gave NaN or infinity, which JSON has not; ask for npz") from error
 
     async def _compile(self, served: ServedModel, inputs: Mapping[str, np.ndarray]) -> float:
-        """Compile for new shapes. That takes both cores of a small machine: not while a policy is loaded, nor two at
-        once.
-        """
+        """Compile for new shapes, never during a policy load or another compile: both cores are busy then."""
         if await self._call(lambda: served.model.is_compiled(inputs)):
             return 0.0
         async with self._engine.policy_cache.building:
@@ -274,11 +260,7 @@ async def _wait_for_first(awaited: Awaitable[object], other: Awaitable[object]) 
 
 
 class ModelServer:
-    """All models of one process.
-
-    Attributes:
-        forwards: the queue of what is asked of them.
-    """
+    """All models of one process, and the queue ``forwards`` of their requests."""
 
     def __init__(
         self,
@@ -288,22 +270,13 @@ class ModelServer:
         answer_deadline: float = 30.0,
         has_running_robot: Callable[[], bool] = lambda: False,
     ):
-        """Begin without any.
-
-        Args:
-            answer_deadline: seconds from the whole body to the answer; a pass that is estimated to take longer is
-                refused at once.
-        """
+        """Create an empty server; a pass estimated to exceed ``answer_deadline`` seconds is refused."""
         self.forwards = ForwardQueue(engine, settings or ModelSettings(), answer_deadline, has_running_robot)
         self._engine = engine
         self._models: dict[str, ServedModel] = {}
 
     async def load(self, name: str, path: str, revision: str | None, load: LoadModel) -> ServedModel:
-        """Load a model, compile it, and run it at the size it was made for.
-
-        Raises:
-            ModelError: it cannot be loaded.
-        """
+        """Load a model, compile it, and run it at its usual size; raises ModelError."""
 
         def log_stage(stage: str) -> None:
             if stage != "ready":  # it still has to be compiled
@@ -343,11 +316,7 @@ class ModelServer:
         return list(self._models.values())
 
     def get(self, name: str) -> ServedModel:
-        """Return the model of this name.
-
-        Raises:
-            UnknownModel: there is none.
-        """
+        """Return the model of this name; raises UnknownModel."""
         if name not in self._models:
             loaded = f"loaded: {', '.join(self._models)}" if self._models else "none is loaded"
             raise UnknownModel(f"no such model; {loaded} (robojax serve --model name=path loads one)")

@@ -1,7 +1,4 @@
-"""Policy cache: loads and compiles each policy once; larger batches are compiled later.
-
-A load that nobody waits for any more, or that takes too long, is ended (``service.inference.sandbox``).
-"""
+"""Policy cache: loads and compiles each policy once, larger batches later; unneeded loads are cancelled."""
 
 import asyncio
 import gc
@@ -36,7 +33,7 @@ Result = TypeVar("Result")
 # Threads of ended loads that still compile, or still fetch and read: with so many of them nothing new is begun.
 MAX_ABANDONED_BUILDS = 4
 MAX_ABANDONED_READS = 32
-# Characters of an error; one that lists 200 tensors has as many.
+# Characters of an error: enough to list 200 tensors.
 MAX_ERROR_LENGTH = 20_000
 # Path, revision, and the folder in which they are.
 _Key = tuple[str, str | None, str | None]
@@ -54,11 +51,10 @@ class PolicyCache:
     """Policies in memory; each is loaded in its own thread, and one at a time is built and compiled.
 
     Args:
-        replicate: a loaded policy on each device it is to run on; in a thread.
-        on_loaded: called with every policy that is ready.
-        are_remote: devices are not of this process. What comes from there is compiled already, which says nothing
-            of whose programs it runs, so nothing that was learnt of another policy is believed of it.
-        build_timeout: seconds that building and compiling one may take.
+        replicate: copies a policy to each of its devices, in a thread.
+        on_loaded: called with each ready policy.
+        are_remote: devices belong to other processes, so latencies of a similar policy are not inherited.
+        build_timeout: seconds for building and compiling one policy.
     """
 
     def __init__(
@@ -131,7 +127,7 @@ class PolicyCache:
         """
         key = (path, revision, folder)
         if folder is None:
-            # Files that were verified in a folder will do for whoever asks for no folder, but not the other way round.
+            # A request without a folder may use files that were verified in a folder, but not the reverse.
             key = next((one for one in self._entries if one[:2] == (path, revision)), key)
         entry = self._entries.get(key)
         if entry is None or (entry.loading.done() and entry.loading.exception() is not None):
@@ -144,7 +140,7 @@ class PolicyCache:
         entry.listeners.append(on_progress)
         entry.users += 1
         try:
-            # Whoever gives up waiting must not end the load for the others.
+            # A caller that stops waiting must not cancel the load of the others.
             loaded = await asyncio.shield(entry.loading)
             loaded.users = entry.users
             yield loaded
@@ -219,13 +215,7 @@ class PolicyCache:
         return loaded
 
     async def _run(self, job: LoadJob, call: Callable[[], Result], name: str) -> Result:
-        """Call in a thread that is abandoned when the job is cancelled.
-
-        Raises:
-            LoadCancelled: it was.
-            LoadsStuck: too many others were.
-            Exception: what the call raises.
-        """
+        """Call in a thread that is abandoned when the job is cancelled; raises LoadCancelled or LoadsStuck."""
         if (why := self.why_refused()) is not None:
             raise LoadsStuck(why)
         thread = call_in_thread(partial(job.run, call), name, self._niceness)
@@ -266,7 +256,7 @@ class PolicyCache:
         if task is None:
             task = self._compiling[key] = asyncio.create_task(self._compile(loaded, sizes), name="compile")
             task.add_done_callback(_retrieve_exception)
-        # Whoever gives up waiting does not end it, and finds it when asking again.
+        # A caller that stops waiting does not cancel the compile, and can ask again.
         await asyncio.shield(task)
 
     async def _compile(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
@@ -279,7 +269,7 @@ class PolicyCache:
                 job.raise_if_cancelled()
                 try:
                     replica.prepare(1, sizes)
-                except DeviceGone as error:  # it is asked nothing any more, as soon as that is noticed
+                except DeviceGone as error:  # it gets no more requests once that is noticed
                     gone.append(error)
             if len(gone) == len(replicas):
                 raise gone[0]
@@ -300,11 +290,7 @@ class PolicyCache:
             del self._compiling[loaded, frozenset(sizes.items())]
 
     async def copy(self, loaded: LoadedPolicy, device: str, worker: int) -> Replica:
-        """Copy a loaded policy to one more device, compiled for all that the others are compiled for.
-
-        Raises:
-            Exception: whatever the device raises.
-        """
+        """Copy a policy to another device and compile it for all present frame sizes; raises the device's errors."""
 
         job = LoadJob(self._building, self._build_timeout)
 
@@ -327,7 +313,7 @@ class PolicyCache:
 
 
 def _retrieve_exception(task: asyncio.Task[None]) -> None:
-    """Mark a task's exception as retrieved: nobody may be waiting for it any more."""
+    """Mark a task's exception as retrieved: the callers may have left."""
     if not task.cancelled():
         task.exception()
 
@@ -338,14 +324,14 @@ def _is_loaded(entry: _Entry) -> bool:
 
 def summarize_error(error: BaseException) -> str:
     """Summarize an error whose text may hold anything, for clients."""
-    # XLA's name for it is in the text; the class is the one of all its errors.
+    # XLA names it in the text only: all of its errors have one class.
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return "(out of memory); fewer or smaller policies fit"
     return f"({type(error).__name__}); the server's log says more"
 
 
 def truncate_error(error: BaseException) -> str:
-    """Return an error's text, cut to a length: it may list whatever a stranger's files hold."""
+    """Return an error's text, shortened, because it may list the contents of untrusted files."""
     text = str(error)
     return text if len(text) <= MAX_ERROR_LENGTH else f"{text[:MAX_ERROR_LENGTH]} ... ({len(text)} characters)"
 
@@ -369,14 +355,14 @@ class _CompileJob:
 
 
 class BatchCompiler:
-    """Compiles the larger batch sizes one after the other while no robot runs.
+    """Compiles larger batch sizes in sequence while no robot runs.
 
     Args:
         batches: sizes besides 1.
-        is_allowed: whether it may begin now: no robot runs, and nothing else is being loaded.
+        is_allowed: whether it may start: no robot runs and nothing else loads.
 
     Attributes:
-        idle: set while nothing is being compiled, not even what began before a robot was started.
+        idle: set while nothing is compiled.
     """
 
     def __init__(self, batches: Sequence[int], is_allowed: Callable[[], bool], niceness: int):
@@ -411,7 +397,7 @@ class BatchCompiler:
             if job is None:
                 await asyncio.sleep(POLL_INTERVAL)
                 continue
-            if is_allowed:  # a trial alone keeps nobody waiting
+            if is_allowed:  # a trial alone delays no request
                 self.idle.clear()
             try:
                 await self._compile(job, PROFILE_SECONDS if is_allowed else 0.0)

@@ -1,7 +1,6 @@
-"""Policy sources: folders and Hub repos that policies may come from, and loaders that keep to them.
+"""Policy sources: folders and Hub repos that policies may come from, and loaders that enforce them.
 
-``policy_path`` comes over the wire. A server that only its own machine reaches, and that wants no key, takes every
-policy that its user could load; any other takes what was configured and nothing else.
+``policy_path`` comes over the wire. A local server without keys loads any policy, others only configured ones.
 """
 
 import asyncio
@@ -39,11 +38,7 @@ class PolicyReader:
         self._slots = asyncio.Semaphore(concurrency)
 
     async def read(self, path: str, revision: str | None) -> Requirements:
-        """Return a policy's requirements.
-
-        Raises:
-            PolicyError: it cannot be read.
-        """
+        """Return a policy's requirements; raises PolicyError."""
         async with self._slots:
             load = LoadJob()
             try:
@@ -70,20 +65,18 @@ HINT = (
     "it is neither in a folder of the setting policy_roots nor a Hub repo (owner/name) of one in policy_owners; "
     "whoever runs the server may start it with --policy-roots FOLDER or --policy-owners OWNER"
 )
-# Whoever has an account can open one in the repo of an allowed owner, with a policy of theirs.
+# Any account can open a pull request with its own policy in an allowed owner's repo.
 _PULL_REQUEST = re.compile(r"(refs/)?pr/.*|refs/convert/.*", re.IGNORECASE | re.DOTALL)
-# What could be opened of a folder, which is asked again of every file when it is opened (`jaxmodels.PolicyFolder`).
+# Whether a folder can be opened; `jaxmodels.PolicyFolder` checks every file again.
 _READABLE_FILES = re.compile(r".+\.(json|safetensors)|orbax", re.DOTALL)
 _CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
 
 
 class SourceRules:
-    """Folders and Hub owners that policies may come from.
+    """Folders (``roots``) and Hub users or organisations (``owners``) that policies may come from.
 
     Args:
-        roots: folders; those that are not there (yet) hold nothing.
-        owners: users and organisations of the Hub.
-        is_open: whether everything may be loaded when neither roots nor owners are given.
+        is_open: whether every source is allowed if both lists are empty.
     """
 
     def __init__(self, roots: Iterable[str | Path] = (), owners: Iterable[str] = (), *, is_open: bool = False):
@@ -92,12 +85,12 @@ class SourceRules:
         self.is_open = is_open and not self._roots and not self._owners
 
     def check(self, path: str, field: str = "policy_path", revision: str | None = None) -> None:
-        """Refuse a policy path that is not allowed. Reads the disk, so it is called where that may take a moment.
+        """Refuse a forbidden policy path at ``field``; reads the disk, so call it in a thread.
 
-        The message is the same whether there is such a folder or not: it tells nobody what this machine has.
+        The message does not reveal whether the folder exists.
 
         Raises:
-            InvalidRequest: at ``field``.
+            InvalidRequest: the path is not allowed.
         """
         if self.is_open:
             return
@@ -106,11 +99,7 @@ class SourceRules:
         self.check_revision(revision, field.replace("policy_path", "revision"))
 
     def check_revision(self, revision: str | None, field: str = "revision") -> None:
-        """Refuse a revision that anybody may have opened: a pull request.
-
-        Raises:
-            InvalidRequest: at ``field``.
-        """
+        """Raise InvalidRequest at ``field`` for a pull request, which any account can open."""
         if not self.is_open and revision is not None and _PULL_REQUEST.fullmatch(revision):
             raise InvalidRequest(
                 f"{field}: anybody may have opened this pull request; wanted a branch, a tag or a commit of the "
@@ -119,9 +108,7 @@ class SourceRules:
             )
 
     def guard_loader(self, load: LoadPolicy) -> LoadPolicy:
-        """Return a loader that refuses paths that are not allowed; sessions from before a restart are checked again,
-        too.
-        """
+        """Return a loader that refuses forbidden paths; sessions restored after a restart are also checked."""
 
         def load_allowed(path: str, revision: str | None = None, /, *, like: Any = None, **more: Any) -> Policy:
             if like is None:  # an update comes from the server's own copies of what was checked
@@ -173,9 +160,7 @@ def allowed_roots(settings: PolicySettings) -> tuple[Path, ...] | None:
 
 
 def copy_roots(folder: str | Path) -> tuple[Path, ...]:
-    """Return the folders in which the server's own copy of an update has its files: the folder itself, or the Hub's
-    cache that its snapshot links to.
-    """
+    """Return the folders with the server's own copy of an update: the folder, or the Hub cache of its snapshot."""
     path = Path(os.path.expanduser(folder))
     return (path.parent.parent if path.parent.name == "snapshots" else path,)
 

@@ -16,10 +16,7 @@ MAX_POLICIES = 200  # policies whose durations are kept
 
 
 class LoadDurations:
-    """Seconds that each step took for each policy, newest last; kept in a file if there is one.
-
-    Guesses are made of measured times only: of the same policy when it was loaded here before, else of the others.
-    """
+    """Seconds of each step by policy, newest last, optionally in a file. Estimates use the same policy, else others."""
 
     def __init__(self, file: Path | None = None, on_finished: Callable[[Mapping[str, float]], None] | None = None):
         """Read the file; ``on_finished`` is called with the steps of every preparation."""
@@ -63,11 +60,7 @@ class LoadDurations:
 
 
 class Progress:
-    """Progress of one session until it is ready. ``report`` may be called from any thread.
-
-    Attributes:
-        stage: what it does now, e.g. ``compiling``.
-    """
+    """Progress of one session until it is ready, at ``stage``; ``report`` may be called from any thread."""
 
     def __init__(self, policy: str, durations: LoadDurations, clock: Callable[[], float] = time.monotonic):
         """Start as waiting; ``policy`` is the name under which durations are kept: path and revision."""

@@ -11,18 +11,12 @@ from service.inference.device_worker import DeviceGone, DeviceWorker, WorkerClos
 from service.inference.loaded_policy import InferenceStuck, LoadedPolicy, Policy, Replica
 from service.inference.policy_cache import PolicyCache, clear_frames, summarize_error
 
-# Failures in a row, each of which another device made good. One may be chance, an input that only one of them stumbles
-# over; a device that is gone fails each time.
+# Consecutive failures that another device made good: one may be chance, while a lost device fails each time.
 MAX_FAILURES = 3
 
 
 class DeviceHealth:
-    """Failures of devices by name; a failed device stays out of use until the server is restarted.
-
-    Attributes:
-        failures: failures in a row, by device.
-        failed: devices that are out of use, and the reasons.
-    """
+    """Consecutive failures by device, and the failed devices with reasons; these stay unused until a restart."""
 
     def __init__(self) -> None:
         self.failures: dict[str, int] = {}
@@ -56,26 +50,21 @@ logger = logging.getLogger(__name__)
 
 
 class Devices:
-    """Devices by number, each with its worker; a number is never used again.
+    """Devices by number, each with its worker; numbers are never reused.
 
     Attributes:
-        workers: of those that are there, by number.
-        health: which of them can be relied on, by the names that policies have for them.
-        join_timeout: seconds that a request waits for a device to join where none works; 0 where none ever joins.
+        workers: present workers by number.
+        health: which devices are reliable, by their names in policies.
+        join_timeout: seconds that a request waits for a device to join; 0 if none can.
         joined: set when a device gets a policy that requests wait for.
         is_closed: whether the server is ending.
     """
 
     def __init__(self, workers: Sequence[DeviceWorker], names: Sequence[str], join_timeout: float = 0.0):
-        """Add the devices that exist from the start.
-
-        Args:
-            names: what the settings call them, one for each worker; none where nobody named one.
-            join_timeout: seconds that a request waits for one to join where none works; 0 where none ever joins.
-        """
+        """Add the initial devices, named as in the settings. ``join_timeout`` is in seconds, 0 without joining."""
         self.workers: dict[int, DeviceWorker] = dict(enumerate(workers))
         self.health = DeviceHealth()
-        self._configured_names = dict(enumerate(names))  # as they were named; none where nobody named one
+        self._configured_names = dict(enumerate(names))  # names in the settings; may be empty
         self._device_names = dict(self._configured_names)  # as policies call them
         self._numbers = count(len(names) or 1)
         self.join_timeout = join_timeout
@@ -120,11 +109,7 @@ class Devices:
         return [worker for worker in removed if worker is not None]
 
     def replicate(self, policy: Policy) -> tuple[Replica, ...]:
-        """Copy a policy to every usable device that it is not on; blocks.
-
-        Raises:
-            DeviceGone: there is none.
-        """
+        """Copy a policy to every usable device without it; blocks. Raises DeviceGone if there is no device."""
         usable = self.usable
         if not usable:
             raise DeviceGone("no device is there that the policy could run on")
@@ -212,11 +197,7 @@ class ReplicaManager:
         self._joining: set[asyncio.Task[None]] = set()
 
     def add_device(self, device: str, worker: DeviceWorker) -> None:
-        """Add a device at runtime; it is used once the loaded policies are copied to it.
-
-        Args:
-            device: name of the device in policies. It must be new.
-        """
+        """Add a device (a new name in policies) at runtime; it is used once the loaded policies are copied to it."""
         if not self._devices.is_closed:
             self._start_copying(self._devices.add(device, worker), self._policy_cache.all)
 

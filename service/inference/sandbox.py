@@ -1,9 +1,8 @@
 """Checkpoint sandbox: reads a policy's files in a memory-limited child process before they are loaded.
 
-A load has two stages. In the first one a child process reads every byte of the files: it can be killed at any moment,
-and loads do not wait for one another. In the second one this process builds and compiles what was proved. A thread
-cannot be killed, so that one which takes too long, or which nobody wants any more, is left behind: it ends at its next
-step, whatever it gives is dropped, and others go on without it.
+First a child process, which can be killed, reads every byte; such loads run in parallel. Then this process builds and
+compiles. A thread cannot be killed, so a cancelled or slow one is abandoned: it ends at its next step and its result is
+dropped.
 """
 
 import asyncio
@@ -42,8 +41,8 @@ BUILD_ALONE_SECONDS = 10.0
 MAX_PARALLEL_BUILDS = 4
 # What a child may write; of what a policy needs, a few thousand bytes.
 _MAX_OUTPUT = 1 << 18
-# The limits stand before anything else is imported. It ends with the thread that waits for it, which its process' death
-# is the end of, too; and, where the system has no such signal, when nobody holds the other end of its input any more.
+# Limits are set before other imports. The child ends with its parent's thread, or where that signal does not exist,
+# when its input is closed.
 _PRELUDE = f"""
 import ctypes, os, resource, signal, sys, threading
 {inspect.getsource(exit_with_parent)}
@@ -76,15 +75,15 @@ class LoadCancelled(Exception):
 
 
 class LoadJob:
-    """One load: its thread checks at each step whether it was cancelled, which the event loop does.
+    """One load: its thread checks at each step whether the event loop cancelled it.
 
     Args:
-        build_slot: had by the one load that builds and compiles; None for whoever only reads.
-        timeout: seconds that building and compiling may take.
+        build_slot: slot for building and compiling; None for a job that only reads.
+        timeout: seconds for building and compiling.
 
     Attributes:
-        cancelled: done as soon as it was ended, with the reason; on the event loop.
-        is_building: whether its second stage has begun.
+        cancelled: future of the reason, on the event loop.
+        is_building: whether the second stage began.
     """
 
     def __init__(self, build_slot: "BuildSlot | None" = None, timeout: float = float("inf")):
@@ -107,7 +106,7 @@ class LoadJob:
     # On the event loop.
 
     def cancel(self, reason: str) -> None:
-        """Cancel the job: nobody waits for its result any more."""
+        """Cancel the job, whose result is not needed."""
         with self._lock:
             if self._reason is not None:
                 return
@@ -146,20 +145,12 @@ class LoadJob:
             _load.reset(token)
 
     def raise_if_cancelled(self) -> None:
-        """Raise when the job was cancelled; called between two steps.
-
-        Raises:
-            LoadCancelled: it is to do no more.
-        """
+        """Raise LoadCancelled if the job was cancelled; called between two steps."""
         if self._reason is not None:
             raise LoadCancelled(self._reason)
 
     def begin_building(self) -> None:
-        """Wait for the build slot; at once where the job has it already.
-
-        Raises:
-            LoadCancelled: it is to do no more.
-        """
+        """Wait for the build slot unless the job has it; raises LoadCancelled."""
         if self._build_slot is None or self.is_building:
             self.raise_if_cancelled()
             return
@@ -195,17 +186,13 @@ _load: ContextVar[LoadJob | None] = ContextVar("load", default=None)
 
 
 def begin_building() -> None:
-    """Wait for the build slot of this thread's job: its files are checked, now this process reads, builds and compiles.
-
-    Raises:
-        LoadCancelled: it is to do no more.
-    """
+    """Wait for the build slot of this thread's job after its files are checked; raises LoadCancelled."""
     if (load := _load.get()) is not None:
         load.begin_building()
 
 
 class BuildSlot:
-    """The slot for building and compiling: one job at a time, and more beside one that takes long."""
+    """The slot for building and compiling: one job at a time, and more next to slow jobs."""
 
     def __init__(self) -> None:
         # Two loads at once would take both cores of a small machine away from the control loops.
@@ -239,13 +226,7 @@ class BuildSlot:
 
 
 class ReadSlots:
-    """Slots for reading in child processes, first come, first served; slow children do not count against quick ones.
-
-    Args:
-        quick: children in their first seconds.
-        total: children at a time.
-        slow_after: seconds.
-    """
+    """Slots of child processes, first come, first served: at most ``quick`` younger than ``slow_after`` seconds."""
 
     def __init__(self, quick: int = 2, total: int = 8, slow_after: float = 1.0):
         self._quick, self._total, self._slow_after = quick, total, slow_after
@@ -255,11 +236,7 @@ class ReadSlots:
 
     @contextmanager
     def acquire(self, load: LoadJob | None) -> Iterator[None]:
-        """Wait for a slot, and hold it for the context.
-
-        Raises:
-            LoadCancelled: the load was ended meanwhile.
-        """
+        """Hold a slot for the context; raises LoadCancelled if the load is cancelled while it waits."""
         turn = object()
         with self._changed:
             self._queue.append(turn)
@@ -267,7 +244,7 @@ class ReadSlots:
                 while self._queue[0] is not turn or not self._has_free_slot():
                     if load is not None:
                         load.raise_if_cancelled()
-                    self._changed.wait(0.05)  # a child that became slow tells nobody
+                    self._changed.wait(0.05)  # a child becomes slow without a notification
             finally:
                 self._queue.remove(turn)
                 self._changed.notify_all()
@@ -292,9 +269,9 @@ class CheckpointSandbox:
     """Reads policy folders in child processes.
 
     Args:
-        memory: bytes that a child may have for data.
-        timeout: seconds it may take, besides those for reading at the slowest; then it is killed.
-        program: what the child runs, for tests.
+        memory: limit of a child's data, in bytes.
+        timeout: seconds for a child, besides the reading time at the slowest rate.
+        program: program of the child, for tests.
     """
 
     def __init__(self, memory: int = 1 << 30, *, timeout: float = READ_TIMEOUT, program: str = _READER_PROGRAM):
@@ -303,13 +280,11 @@ class CheckpointSandbox:
         self._program = program
 
     def __call__(self, folder: PolicyFolder | Path) -> None:
-        """Check every file, then wait for the build slot; called in a loader's thread.
-
-        The folder is named by its last part only.
+        """Check every file in a loader's thread, then wait for the build slot; messages show the folder's name only.
 
         Raises:
-            CheckpointError: with what is wrong with the files, or what became of the process that read them.
-            LoadCancelled: nobody wants it any more.
+            CheckpointError: the files are invalid, or their reader failed.
+            LoadCancelled: the load was cancelled.
         """
         began = time.monotonic()
         result = self._read(folder, "prove", _LOAD_SLOTS)

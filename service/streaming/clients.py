@@ -17,12 +17,12 @@ class StreamSettings:
     """Settings of all streams; times in seconds.
 
     Attributes:
-        sockets: at a time, of everybody.
-        sockets_of_one: of one key's owner, when there are keys.
-        silence: a client that sends nothing for so long counts as gone.
-        compile_patience: how long an observation of a socket waits for a compile.
-        act_patience: how long an act by a single request does: less than its client waits for an answer.
-        socket: limits of one socket; its ``bytes`` are those of an act's body, too.
+        sockets: largest number of sockets.
+        sockets_of_one: likewise, of one key's owner.
+        silence: time without messages after which a client counts as gone.
+        compile_patience: time that an observation of a socket waits for a compile.
+        act_patience: likewise, of a single request; less than its client's timeout.
+        socket: limits of one socket; ``bytes`` also limits an act's body.
     """
 
     sockets: int = 256
@@ -34,11 +34,7 @@ class StreamSettings:
 
 
 class StreamClients:
-    """Streaming clients of one server.
-
-    Attributes:
-        direct: the links of its sessions without rooms.
-    """
+    """Streaming clients of one server; ``direct`` holds the links of its sessions without rooms."""
 
     def __init__(self, sessions: Callable[[], Sessions], settings: StreamSettings | None = None):
         """``sessions`` is called when the first client comes, not before."""
@@ -49,11 +45,7 @@ class StreamClients:
         self._socket_owners: list[str | None] = []
 
     def create_inference(self, session: AnySession, patience: float | None = None) -> DirectInference:
-        """Create the inference of one client.
-
-        Args:
-            patience: seconds that an observation waits for a compile. Defaults to the setting for sockets.
-        """
+        """Create one client's inference; ``patience`` is how many seconds it waits for a compile."""
         sessions, patience = self._sessions(), self.settings.compile_patience if patience is None else patience
         return DirectInference(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
 

@@ -1,7 +1,7 @@
 """Stream messages as msgpack or JSON.
 
 An array is a map, ours ``{"dtype": "uint8", "shape", "data"}`` or openpi's ``{b"__ndarray__": True, b"dtype": "|u1",
-b"shape", b"data"}``. Dtypes are looked up in a list; no bytes ever say how they are to be read otherwise.
+b"shape", b"data"}``. Only listed dtypes are accepted.
 """
 
 import json
@@ -24,13 +24,12 @@ MAX_JSON = 4 << 20
 _MAX_JSON_VALUES = 4096
 # Characters that are read on the loop; more are read in a thread, which keeps Python's lock for 5 ms at a time.
 _MAX_ON_LOOP = 1 << 17
-# Backslashes (base64 needs none, but some write \\/ for /) and characters outside of strings: a long text of either
-# takes five times as long to read.
+# Backslashes and characters outside of strings, which take five times as long to read as other text.
 _MAX_ESCAPES = 1 << 17
 _MAX_BARE = 1 << 17
-# An observation has fewer than a hundred values; so many take half a millisecond to read.
+# Values of a message, read in half a millisecond; an observation has fewer than a hundred.
 _MAX_VALUES = 512
-_MAX_NUMBERS = 1 << 32  # numbers of an array, those of empty axes not counted
+_MAX_NUMBERS = 1 << 32  # numbers of an array, without empty axes
 _BY_NAME: Mapping[object, np.dtype] = {name: kind for name, kind in DTYPES.items() if name != "bfloat16"}
 # Dtypes as `dtype.str` of numpy writes them, in both byte orders.
 _BY_CODE: Mapping[object, np.dtype] = {
@@ -73,11 +72,10 @@ _KINDS: dict[int, tuple[str, struct.Struct | None, int]] = {
 
 
 class _MsgpackReader:
-    """Reads a msgpack body value by value; data is not copied.
+    """Reads a msgpack body value by value, without copying data.
 
-    The msgpack package would copy all data and build every nested value, with the interpreter's lock held. msgspec 0.22
-    does so too: it is quicker for an observation (5 us instead of 31), but it does not limit the number of values (2 MB
-    of empty maps take 240 ms), and it takes the last of two equal names.
+    The msgpack package copies all data and holds the interpreter's lock. msgspec 0.22 is faster (5 us, not 31), but has
+    no limit of values (2 MB of empty maps take 240 ms) and accepts repeated names.
     """
 
     def __init__(self, body: bytes | memoryview):
@@ -223,11 +221,7 @@ async def read_json(text: str | bytes) -> Any:
 
 
 def _check_cost(text: str) -> None:
-    """Check that a long text is one of pictures.
-
-    Raises:
-        TooLarge: it would take too long to read.
-    """
+    """Raise TooLarge if a long text is not mostly pictures, because it would take too long to read."""
     if text.count("\\") > _MAX_ESCAPES:
         raise TooLarge(f"JSON with more than {_MAX_ESCAPES} backslashes; send pictures in base64, or msgpack")
     # Two quotes of each string are left; there are no more strings than values and names.
@@ -262,7 +256,7 @@ def _convert_map(key: object, found: dict[Any, Any]) -> Any:
         return _read_array(key, found, _OPENPI_ARRAY_KEYS, _BY_CODE, lambda name: found[name.encode()])
     if b"__npgeneric__" in found:
         return _read_scalar(key, found)
-    # Only whole arrays: a map that has one of these names may be something else.
+    # Other maps may also have some of these names.
     return _read_array(key, found, _ARRAY_KEYS, _BY_NAME, found.__getitem__) if found.keys() == _ARRAY_KEYS else found
 
 

@@ -55,15 +55,7 @@ _KEPT_PER_STEP = 8
 
 
 class InferenceTrace(NamedTuple):
-    """Result of one inference: a chunk that may be done, and what it took.
-
-    Attributes:
-        actions: (t, a) float32, inside the limits.
-        clamped: why the guard changed something.
-        inference: what it took.
-        decode_seconds: seconds that pictures took.
-        out_of_range: joints whose measured values are far outside of their ranges.
-    """
+    """Actions (t, a) float32 inside the limits, the guard's reasons for changes, times, and joints far out of range."""
 
     actions: np.ndarray
     clamped: tuple[str, ...]
@@ -78,14 +70,7 @@ class InferenceTrace(NamedTuple):
 
 
 class _ModelInput(NamedTuple):
-    """Decoded observation of one act, with those before it that the policy looks at.
-
-    Attributes:
-        snapshot: frames and pose, with the moments before.
-        instruction: what is to be done.
-        out_of_range: joints whose measured values are far outside of their ranges.
-        decode_seconds: seconds that pictures took.
-    """
+    """Decoded observation of one act with its history, and the seconds that decoding its pictures took."""
 
     snapshot: Snapshot
     instruction: str | None
@@ -94,10 +79,10 @@ class _ModelInput(NamedTuple):
 
 
 class ObservationWindow:
-    """Observations of one client, for policies that look at several (``Requirements.observation_steps``).
+    """Observations of one client, for policies that read several (``Requirements.observation_steps``).
 
-    A client sends single moments; those one, two and so on of the policy's steps ago are given with the newest, by the
-    client's own clock where it says its times, else by when they came. What is not there is the next newer one.
+    The window adds earlier moments by the client's timestamps, or by arrival time. A missing moment is replaced by the
+    next newer one.
     """
 
     def __init__(self) -> None:
@@ -111,16 +96,16 @@ class ObservationWindow:
         self._newest = -math.inf
 
     def add(self, snapshot: Snapshot, timestamp: float | None, steps: int, period: float) -> Snapshot:
-        """Keep an observation, and return it with those before.
+        """Keep an observation and return it with its history.
 
         Args:
-            snapshot: with a past, it is all that the policy looks at, and what came before is forgotten.
-            timestamp: by the client's clock; None where it says nothing, and ``snapshot.observed_at`` is taken.
-            steps: observations that the policy looks at.
+            snapshot: if it has a past, the past replaces the window.
+            timestamp: seconds of the client's clock; None selects ``snapshot.observed_at``.
+            steps: observations that the policy reads.
             period: seconds between them.
 
         Raises:
-            InvalidRequest: it is older than the one before it.
+            InvalidRequest: the timestamp decreases.
         """
         if (self._history.steps, self._history.period) != (steps, period):
             self._history = ObservationHistory(steps, period)
@@ -147,11 +132,11 @@ class ObservationWindow:
 
 
 class DirectInference:
-    """Inference of one client, with the plan and the actions that the client got last, and its window of observations.
+    """Inference of one client: its current plan, executed actions and observation window.
 
     Args:
-        max_pixels: of one picture, at most.
-        compile_timeout: seconds that a compile for pictures of a new size is waited for.
+        max_pixels: limit of one picture.
+        compile_timeout: seconds to wait for a compile for pictures of a new size.
     """
 
     def __init__(
@@ -235,10 +220,10 @@ class DirectInference:
         return refusal
 
     def check_available(self) -> tuple[DirectLink, RobotIO]:
-        """Refuse when no client may control by itself now.
+        """Check that clients may control the robot now.
 
         Raises:
-            MoveRefused: says why, and what to do.
+            MoveRefused: an emergency stop, the session's own loop or a dry run forbids it.
             SessionLoading: the policy is still being loaded.
         """
         link, robot_io = self.get_link()
@@ -259,10 +244,10 @@ class DirectInference:
         return link, robot_io
 
     def check_not_stopped(self) -> tuple[DirectLink, RobotIO]:
-        """Refuse when this client may not control by itself now: a stop is for whoever controlled until then.
+        """Check that this client may control the robot now; a stop ends its control until ``reset``.
 
         Raises:
-            MoveRefused: says why, and what to do.
+            MoveRefused: as ``check_available``, or the session was stopped.
         """
         found = self.check_available()
         if self._stop_count != _count_stops(self.session):
@@ -273,10 +258,8 @@ class DirectInference:
         return found
 
     def reset(self) -> None:
-        """Let this client control the robot, again after a stop; its plan and history are dropped.
-
-        Raises:
-            MoveRefused: nobody may now.
+        """Let this client control the robot (again after a stop); drops its plan and history. Raises as
+        ``check_available``.
         """
         self.check_available()
         self._stop_count = _count_stops(self.session)
@@ -330,11 +313,7 @@ class DirectInference:
         return trace
 
     async def observe(self, observed: Observation, observed_at: float | None = None) -> None:
-        """Keep a complete observation that nothing is asked about, for a policy that looks at several.
-
-        Raises:
-            As ``infer``.
-        """
+        """Keep a complete observation for later inferences of a policy that reads several; raises as ``infer``."""
         robot_io = self.get_link()[1]
         # While the session's own control loop runs, its own history counts.
         if robot_io.runner.loaded.requirements.observation_steps > 1 and self.session.stage in IDLE_STAGES:
@@ -433,8 +412,7 @@ class DirectInference:
         for stage in STAGES:
             runner.seconds[stage].add(getattr(inference, stage))
         if runner.recent and not is_published:
-            # Of a client that asks as fast as it can, eight observations are nearly the same: their 2.4 MB pushed all
-            # else out of the processor's cache, and a request took a tenth longer for it.
+            # Keeping more observations of a fast client gains nothing and displaces the processor's cache.
             runner.recent.pop()
         runner.recent.append((inputs, inference.chunk))
         if runner.shadow is not None:
@@ -461,11 +439,7 @@ class DirectInference:
     def _check_chunk(
         self, robot_io: RobotIO, answer: object, motion: Motion | None
     ) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Return the chunk inside the limits, and why it was changed.
-
-        Args:
-            motion: that it follows; None where its actions are no targets of joints, and nothing measured compares.
-        """
+        """Return the chunk inside the limits and why it changed; without ``motion`` only its shape is checked."""
         guard = robot_io.controller.guard
         problem = guard.check_shape(answer)
         if problem is None:
@@ -499,14 +473,8 @@ class DirectInference:
     ) -> tuple[np.ndarray, int, InferenceTrace | None]:
         """Return one action (a,), the number of actions left of its chunk, and the inference if the policy ran.
 
-        A new instruction ends the plan: the action is the first action of a new chunk, which begins at the measured
-        pose.
-
-        Args:
-            observed_at: monotonic time at which the observation came; now when None.
-
-        Raises:
-            As ``infer``.
+        A new instruction starts a new chunk at the measured pose. ``observed_at`` is monotonic seconds, by default now.
+        Raises as ``infer``.
         """
         robot_io = self.check_not_stopped()[1]
         self.check_units(observed, robot_io)  # actions of a plan are given out without another inference
@@ -543,12 +511,10 @@ class DirectInference:
         return action, min(steps, len(self._plan)) - self._next_action, trace
 
     async def resolve_instruction(self, observed: Observation, robot_io: RobotIO) -> str | None:
-        """Return the instruction: what the client says, else what was said last.
-
-        It is the session's instruction from now on, and what recordings call it.
+        """Return the client's instruction, or the last one, and store it in the session.
 
         Raises:
-            InvalidRequest: the policy cannot read it, or wants one and there is none.
+            InvalidRequest: the policy cannot read the instruction, or needs one and has none.
         """
         prompt, session = observed.prompt, self.session
         if prompt is None or not prompt.strip():
@@ -622,13 +588,10 @@ ACT_FIELDS = (*observation.OBSERVATION_FIELDS, "want", "executed", "reset", "kin
 async def answer_act(
     inference: DirectInference, message: Mapping[str, Any], observed_at: float | None = None
 ) -> dict[str, Any]:
-    """Answer an act; ``docs/robots/direct.md`` has the fields.
-
-    Args:
-        observed_at: monotonic time at which it came; now when None.
+    """Answer an act (fields: ``docs/robots/direct.md``) that was received at ``observed_at``, by default now.
 
     Raises:
-        InvalidRequest: something of it cannot be used.
+        InvalidRequest: a field is invalid.
         ServiceError: as ``DirectInference.infer``.
     """
     observation.check_fields(message, ACT_FIELDS)
@@ -670,11 +633,7 @@ async def answer_act(
 
 
 def read_integer(message: Mapping[str, Any], name: str) -> int | None:
-    """Read an integer of a message; None when it has none of this name.
-
-    Raises:
-        InvalidRequest: it is something else.
-    """
+    """Return an integer of a message, None if it is missing; raises InvalidRequest for other types."""
     value = message.get(name)
     if value is not None and (type(value) is not int or not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT):
         raise InvalidRequest(f"{name}: wanted an integer", ("body", name))

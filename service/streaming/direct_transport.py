@@ -31,12 +31,12 @@ class DirectLink:
     """``Link`` to the clients that stream to a session.
 
     Attributes:
-        inbox: where what they show goes.
+        inbox: receiver of joints and pictures.
         driver: client whose robot the session commands, or None.
-        listeners: all clients that receive events of the session, including the driver.
-        pending_acts: acts that are not answered yet.
-        answered_acts: those that were answered.
-        published_at: monotonic time at which somebody who acts last showed what it saw to whoever looks on.
+        listeners: clients that receive the session's events, including the driver.
+        pending_acts: acts in progress.
+        answered_acts: acts done.
+        published_at: monotonic time of the last observation of an act that was published to viewers.
     """
 
     def __init__(self, rooms: Rooms, inbox: Inbox):
@@ -71,11 +71,7 @@ class DirectLink:
         }
 
     def take_control(self, driver: "Stream", silence_timeout: float) -> bool:
-        """Give a client control of the robot; False while another client has control and sends messages.
-
-        Args:
-                silence_timeout: seconds without a message after which the client in control counts as gone.
-        """
+        """Give a client control of the robot; False while another client was active in ``silence_timeout`` seconds."""
         if self.driver is driver:
             return True
         if self.driver is not None:
@@ -103,11 +99,7 @@ class DirectLink:
 
 
 class DirectTransport:
-    """``Transport`` of sessions whose clients stream to the server.
-
-    Attributes:
-        links: session id to its link, while it lasts.
-    """
+    """``Transport`` of sessions whose clients stream to the server; ``links`` maps session ids to open links."""
 
     def __init__(self) -> None:
         self.links: dict[str, DirectLink] = {}

@@ -28,10 +28,10 @@ _BASE64_PIECE = 1 << 18  # characters of base64, a multiple of 4: Python's lock 
 
 
 def check_image(camera: str, image: np.ndarray, max_pixels: int) -> np.ndarray:
-    """Check a picture (h, w, 3) uint8 that came as an array.
+    """Check a picture (h, w, 3) uint8.
 
     Raises:
-        InvalidRequest, TooLarge: it is none, or has more than ``max_pixels`` pixels.
+        InvalidRequest, TooLarge: another type or shape, or over ``max_pixels`` pixels.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
         wanted = "uint8 [height, width, 3]"
@@ -75,11 +75,7 @@ def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -
 
 
 def decode_base64(camera: str, text: str) -> bytes:
-    """Decode a file that stands in JSON.
-
-    Raises:
-        InvalidRequest: it is no base64.
-    """
+    """Decode a base64 file of a JSON message; raises InvalidRequest."""
     try:
         text = text.partition(",")[2] if text.startswith("data:") else text
         parts = [text[start : start + _BASE64_PIECE] for start in range(0, len(text), _BASE64_PIECE)]
@@ -93,13 +89,9 @@ def decode_base64(camera: str, text: str) -> bytes:
 
 
 def _check_parts(file: bytes | memoryview) -> None:
-    """Check that a file has as few parts as cameras make.
+    """Raise PictureError if a file has more parts than cameras make, or a JPEG ends too early.
 
-    Pillow looks for them byte by byte in Python: 3 MB of markers take it 4 s. And each scan of a JPEG, of which 16 MB
-    may have a million, is a walk over the whole picture.
-
-    Raises:
-        PictureError: it has more, or a JPEG ends too early.
+    Pillow scans for parts in Python: 3 MB of markers take 4 s. Each scan of a JPEG walks over the whole picture.
     """
     view = memoryview(file)
     if view[:2] == b"\xff\xd8":
@@ -145,13 +137,13 @@ def _check_size(camera: str, height: int, width: int, max_pixels: int) -> None:
         raise TooLarge(f"camera {camera!r}: {width} x {height} is more than {max_pixels} pixels; send smaller pictures")
 
 
-# So few threads that one core is left to the ticks: a client that floods the server with pictures waits, robots do not.
-# At the event loop's own priority: see `service.threads.lower_priority`.
+# Leave one core to the ticks when a client floods the server with pictures. These threads have the event loop's
+# priority: see `service.threads.lower_priority`.
 _DECODERS = ThreadPoolExecutor(max(min((os.cpu_count() or 2) - 1, 4), 1), "pictures")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _MAX_PROMPT = 2048
-_LATEST_TIMESTAMP = 1e11  # seconds; beyond, a float64 says no milliseconds any more
-_PARTS = (list, Mapping, np.ndarray, str, memoryview)  # what pictures and joints of one moment may be in a list
+_LATEST_TIMESTAMP = 1e11  # seconds; beyond, a float64 has no milliseconds
+_PARTS = (list, Mapping, np.ndarray, str, memoryview)  # types of one moment's pictures and joints in a list
 # Accepted names of the instruction: openpi's, this service's, LeRobot's.
 _PROMPT_KEYS = ("prompt", "language_instruction", "task")
 # Control characters would act in records, logs and pages, and a lone surrogate cannot be encoded by any of them.
@@ -165,14 +157,7 @@ _MAX_LISTED = 8  # names that an error lists
 
 @dataclass(frozen=True)
 class ObservationSpec:
-    """What a session's observations have to hold.
-
-    Attributes:
-        cameras: names.
-        joints: in order.
-        max_pixels: of one picture, at most.
-        steps: observations that the policy looks at together.
-    """
+    """Cameras, ordered joints, pixel limit and number of moments (``steps``) of a session's observations."""
 
     cameras: Sequence[str]
     joints: JointTable
@@ -186,11 +171,11 @@ class Observation:
 
     Attributes:
         frames: camera to picture, uint8 (h, w, 3).
-        files: camera to a JPEG or PNG file that is not decoded yet; as text in base64.
-        joints: wire name to value, as it came; empty when there was none.
-        prompt: what is to be done, or None.
-        past: the observations before, oldest first, where the client sent all that the policy looks at.
-        timestamp: seconds by the client's clock at which it was observed; None where it says nothing.
+        files: camera to an encoded JPEG or PNG file; str is base64.
+        joints: wire name to value; may be empty.
+        prompt: instruction, or None.
+        past: earlier observations, oldest first, if the client sent the whole window.
+        timestamp: seconds of the client's clock, or None.
     """
 
     frames: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -247,12 +232,11 @@ def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_co
     """Read the observation of a message.
 
     Args:
-        is_complete: whether every camera and every joint has to be there. Then all of them may have an axis of time,
-            where the policy looks at several observations.
+        is_complete: require every camera and joint; all may then have a time axis, if the policy reads several moments.
 
     Raises:
-        InvalidRequest: what is missing, unknown, misshaped or not finite; all of it.
-        TooLarge: a picture is.
+        InvalidRequest: lists everything missing, unknown, misshaped or not finite.
+        TooLarge: a picture exceeds the limit.
     """
     problems: list[str] = []
     images = message.get("images", {})
@@ -290,11 +274,7 @@ def _has_time_axis(value: object) -> bool:
 
 
 def _read_window(message: Mapping[str, Any], images: Mapping[str, Any], spec: ObservationSpec) -> Observation:
-    """Read observations of all the moments that the policy looks at, oldest first.
-
-    Raises:
-        InvalidRequest: as of one; or cameras and joints are not of as many moments.
-    """
+    """Read observations of all moments, oldest first; raises InvalidRequest if one is invalid or incomplete."""
     parts = {f"camera {sanitize_text(str(name)[:64])!r}": picture for name, picture in images.items()}
     counts = {
         name: len(value) if _has_time_axis(value) else 1
@@ -321,11 +301,7 @@ def _read_window(message: Mapping[str, Any], images: Mapping[str, Any], spec: Ob
 
 
 def check_same_sizes(frames: Mapping[str, np.ndarray], sizes: Mapping[str, tuple[int, int]]) -> None:
-    """Check that pictures of a moment have the sizes of the newest one's.
-
-    Raises:
-        InvalidRequest: they have not.
-    """
+    """Check that pictures of a moment have the sizes of the newest one's; raises InvalidRequest."""
     wrong = {camera: frame.shape[:2] for camera, frame in frames.items() if frame.shape[:2] != sizes[camera]}
     if wrong:
         named = "; ".join(f"camera {camera!r} has {list(size)} before" for camera, size in wrong.items())

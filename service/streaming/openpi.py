@@ -1,8 +1,7 @@
 """openpi's WebSocket protocol and key names.
 
-A client connects, is sent metadata as soon as the policy is loaded, and from then on each observation that it sends is
-answered with a chunk. An error is a text frame, which that client raises, and the end of the connection.
-Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server.py and packages/openpi-client.
+A client receives metadata when the policy is loaded, then a chunk for each observation. An error is a text frame, which
+closes the connection. Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server.py.
 """
 
 import asyncio
@@ -52,12 +51,11 @@ _Keys = tuple[Sequence[tuple[str, str]], Sequence[str], str | None]
 def rename_keys(message: Mapping[Any, Any], spec: ObservationSpec) -> dict[str, Any]:
     """Rename the keys of an observation from openpi's names to ours.
 
-    Each camera is looked up by its exact feature name first, then by the usual spellings of it. Where the policy has
-    one camera and the client sent one picture under openpi's usual name, that picture is used. Keys that are left over
-    are ignored, as policies of openpi ignore them.
+    A camera's exact feature name takes precedence over its usual spellings. A single picture under openpi's usual name
+    serves a policy with one camera. Other keys are ignored, as in openpi.
 
     Raises:
-        InvalidRequest: a key is missing or ambiguous; the message lists the keys that were received.
+        InvalidRequest: a key is missing or ambiguous; the message lists the received keys.
     """
     flat = _flatten(message)
     cameras, state, prompt = _find_keys(flat, spec)
@@ -81,11 +79,7 @@ def read_openpi_observation(body: memoryview, spec: ObservationSpec) -> Observat
 
 
 def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
-    """Find the keys of the cameras, the state and the prompt.
-
-    Raises:
-        InvalidRequest: as ``rename_keys``.
-    """
+    """Find the keys of the cameras, the state and the prompt; raises as ``rename_keys``."""
     cameras: list[tuple[str, str]] = []
     problems: list[str] = []
     for camera in spec.cameras:
@@ -115,11 +109,7 @@ def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
 
 
 def _join_state(flat: Mapping[str, Any], keys: Sequence[str]) -> np.ndarray:
-    """Put the parts of a state one behind the other; a gripper may be one number without an axis.
-
-    Raises:
-        InvalidRequest: a part is no array of numbers.
-    """
+    """Concatenate the parts of a state, scalars included; raises InvalidRequest if a part is not a numeric array."""
     parts = [np.atleast_1d(np.asarray(flat[key])) for key in keys]
     for key, part in zip(keys, parts, strict=True):
         if part.dtype.kind not in "iuf" or part.ndim != 1:
@@ -196,12 +186,7 @@ class OpenpiProtocol:
             self._close_with_error("internal: the server's log says more")
 
     async def _wait_loaded(self) -> None:
-        """Wait until the policy is loaded; nothing is sent, because the client takes the first message as metadata.
-
-        Raises:
-            SocketClosed: the client is gone, or was closed with the reason: the load failed, the session was deleted,
-                or the key was revoked.
-        """
+        """Wait silently for the policy, as clients read the first message as metadata; may raise SocketClosed."""
         while True:
             try:
                 self._inference.get_link()

@@ -98,12 +98,7 @@ class Stream:
                     task.cancel()
 
     def _join(self) -> DirectLink:
-        """Join the session and welcome the client, unless that is done.
-
-        Raises:
-            SessionLoading: the policy is still being loaded.
-            MoveRefused: the session runs no policy.
-        """
+        """Join the session and welcome the client once; raises SessionLoading, or MoveRefused if no policy runs."""
         if self._link is None:
             link = self._inference.get_link()[0]
             about = dict(self._inference.describe())
@@ -185,8 +180,8 @@ class Stream:
             await self._inference.resolve_instruction(observed, self._inference.get_link()[1])
         observed_at = now - age / 1e3
         if observed.files:
-            # Decoded in a thread, one observation at a time; of those that come meanwhile the newest is next.
-            # Joints are delivered at once: after the decoding they would replace newer ones that came meanwhile.
+            # Pictures are decoded in a thread, one observation at a time; the newest is next. Joints are delivered at
+            # once, because after the decoding they would replace newer ones.
             self._deliver(link, {}, observed.joints, observed_at)
             self._next_to_decode = (observed, observed_at)
             if self._decode_task is None or self._decode_task.done():
@@ -261,9 +256,7 @@ class Stream:
     # Messages to the client.
 
     def send_command(self, joints: Sequence[JointValue]) -> bool:
-        """Send a command of the session's control loop; False when it is not taken, because older ones are still
-        unread.
-        """
+        """Send a command of the session's control loop; False if older ones are still unread."""
         if self._socket.unsent > _MAX_UNSENT:
             return False
         number, observed_at = self._newest_observation or (None, None)
@@ -324,14 +317,8 @@ class Stream:
         shown = (status, reason, hold.code if hold else None, session.latch)
         if shown != self._sent_status:
             self._sent_status = shown
-            self._send(
-                "status",
-                status=status,
-                reason=reason,
-                hold=hold.text if hold else None,
-                hold_code=shown[2],
-                latch=shown[3],
-            )
+            hold_text = hold.text if hold else None
+            self._send("status", status=status, reason=reason, hold=hold_text, hold_code=shown[2], latch=shown[3])
 
     def _send_error(self, error: ServiceError, number: int | None) -> None:
         self._send("error", code=error.code, detail=str(error), number=number)

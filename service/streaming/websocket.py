@@ -1,11 +1,8 @@
-"""RFC 6455 WebSocket whose payloads are received without copies.
+"""RFC 6455 WebSocket that receives payloads without copies; it takes over the connection after Sanic's handshake.
 
-Of libraries that do this, ``websockets`` 17.4 (its sans-I/O protocol) takes 1.7 times as long for a message of 301 kB
-(22.3 us; with ``service.streaming.websocket`` 13.3) and 1.09 times for a ping. ``picows`` 2.3.1 reads all that a
-connection sent in one turn of the event loop: pings of a single one, sent as fast as it can, kept the loop 2.4 s of 3.
-
-Sanic's own reads in small pieces and copies each message three times, which is right for the words of a room and takes
-ten milliseconds for two pictures. After Sanic's handshake its connection is handed over to this.
+Sanic's WebSocket reads small pieces and copies each message three times: 10 ms for two pictures. ``websockets`` 17.4
+needs 1.7 times as long for a message of 301 kB. ``picows`` 2.3.1 reads everything that a connection sent in one turn of
+the event loop, so a flood of pings blocks the loop for seconds.
 """
 
 import asyncio
@@ -41,13 +38,7 @@ class BadFrame(Exception):
 
 
 class FrameHeader(NamedTuple):
-    """Header of one WebSocket frame.
-
-    Attributes:
-        size: bytes of the head itself.
-        length: bytes of what follows it.
-        mask: the four bytes that all of it is combined with.
-    """
+    """Header of one frame: ``size`` bytes of header, then ``length`` bytes of payload combined with the 4-byte mask."""
 
     opcode: int
     is_final: bool
@@ -137,22 +128,16 @@ _MAX_FRAGMENTS = 64  # frames that one message may be split into
 
 
 class FrameReader:
-    """Assembles messages from frames; it knows neither clock nor connection.
+    """Assembles messages from frames, without a clock or connection.
 
     Attributes:
-        messages: those that nobody took yet.
-        begun_at: time at which the message that is coming began.
-        is_over: nothing that still comes is looked at: it is the end, or cannot be understood any more.
+        messages: complete messages that were not taken yet.
+        begun_at: start time of the incomplete message.
+        is_over: further data is ignored, after the end or an error.
     """
 
     def __init__(self, max_bytes: int, max_text: int, on_control: Callable[[int, bytes], None]):
-        """Create a reader that expects a header.
-
-        Args:
-            most: bytes of a message.
-            most_text: likewise, of one that is text.
-            control: hears of every ping, pong and close, with its data.
-        """
+        """Create a reader with limits in bytes; ``on_control`` gets the opcode and data of a ping, pong or close."""
         self.messages: deque[memoryview | str] = deque()
         self.begun_at = 0.0
         self.is_over = False
@@ -198,11 +183,7 @@ class FrameReader:
         return True
 
     def add(self, count: int) -> bool:
-        """Count received bytes; False as long as a frame that was begun is not whole.
-
-        Raises:
-            BadFrame: it makes no sense; ``end`` it.
-        """
+        """Count received bytes; False while a started frame is incomplete. Raises BadFrame; ``end`` the reader then."""
         if self._header is not None and len(self._target) > self._filled:
             self._filled += count
             if self._filled < len(self._target):
@@ -213,11 +194,7 @@ class FrameReader:
         return True
 
     def next_frame(self, now: float) -> bool:
-        """Begin the next frame; False when not even its header is there.
-
-        Raises:
-            BadFrame: it makes no sense; ``end`` it.
-        """
+        """Start the next frame; False if its header is incomplete. Raises BadFrame; ``end`` the reader then."""
         head = read_header(self._scratch[self._start : self._end])
         if head is not None:
             self._begin_frame(head, now)
@@ -312,11 +289,11 @@ class SocketLimits:
 
     Attributes:
         bytes: of one message.
-        text: likewise, of one that is text.
-        unsent: bytes that may wait to be read by the peer; what comes on top is not taken.
-        slow: a peer that reads nothing for so long, with something waiting for it, is cut off.
-        heartbeat: from one ping to the next; a peer that sends nothing for two of them is cut off.
-        message: from a message's first byte to its last; a peer that takes longer is cut off.
+        text: of one text message.
+        unsent: bytes that may wait for the peer; further messages are refused.
+        slow: time without reading, with data waiting, after which a peer is cut off.
+        heartbeat: time between pings; a peer that is silent for two of them is cut off.
+        message: time from a message's first byte to its last.
     """
 
     bytes: int = 16 << 20
@@ -328,13 +305,13 @@ class SocketLimits:
 
 
 class StreamSocket(asyncio.BufferedProtocol):
-    """WebSocket whose messages are received in memory that nobody else writes to, and sent without waiting.
+    """WebSocket that receives each message in memory of its own, and sends without waiting.
 
     Attributes:
         received_at: monotonic time of the newest bytes.
-        refused: messages that were not taken because the peer does not read.
-        handler_seconds: seconds of the loop's time since the newest message was taken, if whoever takes them counts
-            them (``service.http.fair_queue.measure_steps``); else the queue goes by what it reckons for one.
+        refused: messages not sent because the peer does not read.
+        handler_seconds: measured time of the handler for the newest message
+            (``service.http.fair_queue.measure_steps``); None selects the queue's estimate.
     """
 
     def __init__(self, limits: SocketLimits, on_lost: Callable[[Exception | None], None] = lambda error: None):
@@ -342,7 +319,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         self.received_at = time.monotonic()
         self.refused = 0
         self.handler_seconds: float | None = None
-        self._charged = 0.0  # for the newest message, if it was beyond the budget
+        self._charged = 0.0  # seconds charged for the newest message, if beyond the budget
         self._limits = limits
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
@@ -359,9 +336,7 @@ class StreamSocket(asyncio.BufferedProtocol):
 
     @classmethod
     def take_over(cls, socket: WebsocketImplProtocol, limits: SocketLimits) -> "StreamSocket":
-        """Take over the connection of an upgraded socket of a route with ``ctx_is_handed_over``: Sanic has read
-        nothing of it.
-        """
+        """Take over the connection of an upgraded socket of a route with ``ctx_is_handed_over``."""
         before = cast(DeadlineProtocol, socket.io_proto)
         if before.transport is None or before.transport.is_closing():
             raise SocketClosed
@@ -583,8 +558,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         self._is_closing = True
         self._reader.discard_messages()
         self._wake_receiver()
-        # Bytes that still come are read and thrown away: closing with unread bytes resets the connection, and the
-        # peer may never get the reason.
+        # Discard late data: closing with unread bytes resets the connection before the peer gets the reason.
         self._timers["farewell"] = self._loop.call_later(_CLOSE_TIMEOUT, self._transport.abort)
         self._loop.call_soon(self._queue_reading)
 

@@ -1,9 +1,7 @@
 """Addresses of transport servers, and which are allowed.
 
-``transport_server_url`` comes over the wire. Without these rules whoever may make a session could have this server
-talk to whatever it can reach: metadata servers, machines behind its firewall. What a name stands for is asked once and
-kept for the life of the session's link, so that a name server cannot answer one thing to the check and another to the
-connection.
+``transport_server_url`` comes over the wire: without these rules a caller could reach metadata servers or machines
+behind the firewall. Names are resolved once per link, so that the checked address is the one connected to.
 """
 
 import ipaddress
@@ -80,9 +78,7 @@ class Address:
         return f"{self.rooms_url(kind, workspace)}/{room}"
 
     def socket_url(self, kind: Kind, workspace: str, room: str) -> str:
-        """Return the URL of one room's WebSocket. The base path stays: the public image has everything under
-        ``/api``.
-        """
+        """Return the URL of one room's WebSocket; keeps the base path (``/api`` in the public image)."""
         return f"ws{self.room_url(kind, workspace, room).removeprefix('http')}/ws"
 
 
@@ -96,13 +92,13 @@ _BRACKETS = re.compile(r"\[([^\]]+)\](?::(\d{1,5}))?")
 
 @dataclass(frozen=True)
 class AddressRules:
-    """Checks of addresses and names that ``hooks.addresses`` has, handed in because this package may not import it.
+    """Checks of addresses from ``hooks.addresses``, passed in because this package may not import it.
 
     Attributes:
-        forbidden_reason: what an address is that is never meant (metadata server, link-local...), None for others.
-        embedded_addresses: an address and the IPv4 address that it stands for, if it does.
-        resolve: host and port -> addresses; raises OSError.
-        create_resolver: a resolver that knows this one host by these addresses.
+        forbidden_reason: why an address is never allowed, or None.
+        embedded_addresses: an address and the IPv4 address that it embeds.
+        resolve: host and port to addresses; raises OSError.
+        create_resolver: resolver with fixed addresses for one host.
     """
 
     forbidden_reason: Callable[[IpAddress], str | None]
@@ -113,12 +109,7 @@ class AddressRules:
 
 @dataclass(frozen=True)
 class AllowedHost:
-    """One entry of the setting ``transport_hosts``: a name, a pattern of names, an address or a network; at one port,
-    or at any.
-
-    Attributes:
-        pattern: of names, None when it is a network.
-    """
+    """One entry of ``transport_hosts``: a name, a pattern of names, an address or a network, with an optional port."""
 
     pattern: str | None
     network: Network | None
@@ -153,9 +144,7 @@ class AllowedHost:
         return self.pattern is not None and self.port in (None, port) and fnmatchcase(host, self.pattern)
 
     def matches_address(self, address: IpAddress, port: int, *, exactly: bool = False) -> bool:
-        """Whether this entry allows an address at a port; ``exactly``: as the listed address itself, not as one of a
-        network.
-        """
+        """Whether this entry allows an address and port; ``exactly`` ignores networks."""
         network = self.network
         if network is None or self.port not in (None, port) or network.version != address.version:
             return False
@@ -166,17 +155,14 @@ class Destinations:
     """Rules for which transport servers this server connects to.
 
     Args:
-        allowed_hosts: hosts and networks besides this machine's loopback and this server itself.
-        own_port: that this server listens on, None before it does; its own address is allowed, whatever it is called.
+        allowed_hosts: hosts and networks besides this machine's loopback and this server.
+        own_port: port of this server, None before it listens; its own address is always allowed.
     """
 
     def __init__(
         self, allowed_hosts: Iterable[str], rules: AddressRules, own_port: Callable[[], int | None] = lambda: None
     ) -> None:
-        """
-        Raises:
-            ValueError: an entry is neither a host nor a network.
-        """
+        """Raises ValueError if an entry is neither a host nor a network."""
         self._allowed_hosts = tuple(map(AllowedHost.parse, allowed_hosts))
         self._rules = rules
         self._own_port = own_port

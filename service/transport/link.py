@@ -39,10 +39,7 @@ class JointValue:
 
 
 class Inbox(Protocol):
-    """Receiver of what a link delivers; every method is synchronous, quick, and called on the event loop.
-
-    ``observed_at`` is ``time.monotonic()`` at the moment the data left the socket or the decoder.
-    """
+    """Receiver of a link's data, on the event loop; ``observed_at`` is the monotonic receive or decode time."""
 
     def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Take one picture: uint8, (h, w, 3), RGB. The array is the receiver's to keep."""
@@ -89,11 +86,7 @@ class BadInput:
 
 @dataclass(frozen=True)
 class RobotLeft:
-    """The robot that reported the joints left the room, or another one does: what was reported is no pose any more.
-
-    Attributes:
-        is_replaced: commands went to it alone, so that nothing of its motion is for whoever comes next.
-    """
+    """The robot that reported the joints left, or was replaced (``is_replaced``), so its last report is not a pose."""
 
     room: str
     is_replaced: bool = False
@@ -101,11 +94,7 @@ class RobotLeft:
 
 @dataclass(frozen=True)
 class RobotLatch:
-    """Report of the robot's own program: whether it holds the robot after an emergency stop and obeys no command.
-
-    Attributes:
-        reason: reason of the emergency stop; None while the program obeys commands.
-    """
+    """Whether the robot's program holds the robot after an emergency stop: the stop's reason, or None."""
 
     room: str
     reason: str | None
@@ -120,17 +109,11 @@ class Link(Protocol):
     rooms: Rooms
 
     def send(self, joints: Sequence[JointValue]) -> bool:
-        """Put one joint_update on the wire of the output room without waiting.
-
-        Returns False when it was not taken: the link is down, or the socket's send buffer is over its
-        limit. A command that is not taken is gone (it would be late), never queued.
-        """
+        """Send a joint_update to the output room without waiting; False: dropped, the link is down or full."""
         ...
 
     def latch(self, reason: str | None) -> None:
-        """Announce an emergency stop that is latched for this reason to the robot's room, and to whoever joins it;
-        None: reset.
-        """
+        """Announce a latched emergency stop, or None for a reset, to the robot's room and later participants."""
         ...
 
     def health(self) -> Mapping[str, object]:
@@ -163,23 +146,16 @@ class Transport(Protocol):
         inbox: Inbox,
         created_rooms: CreatedRooms | None = None,
     ) -> AbstractAsyncContextManager[Link]:
-        """Make the rooms, join them, deliver to ``inbox`` until the context ends; then leave.
+        """Create and join the rooms, deliver to ``inbox`` until the context ends, then leave.
 
-        On entering: the rooms exist and the joint rooms are joined (cameras connect when their producer
-        comes). When anything fails on the way in, rooms already made are removed again and
-        ``TransportError`` is raised. On leaving: connections are closed and the rooms are removed.
-
-        Rooms that exist are joined, and left there at the end, but for ``created_rooms``: those are this server's.
+        On entering, the joint rooms are joined; cameras connect when their producer comes. A failure raises
+        ``TransportError``, after new rooms are removed. Existing rooms are joined and kept at the end, except
+        ``created_rooms``.
         """
         ...
 
     async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """Remove rooms that nobody is in; returns those that somebody is in.
-
-        Args:
-            cameras: which are video rooms.
-            claim: of the session that they were made for.
-        """
+        """Remove empty rooms (``cameras`` are video rooms) of a session's ``claim``; returns the occupied ones."""
         ...

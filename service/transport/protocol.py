@@ -1,18 +1,11 @@
 """Messages of the RobotHub wire: parsing and building.
 
-A joined socket speaks ``Message`` in both directions; the one frame before that is ``Join``. ``timestamp`` is
-ISO-8601 in UTC and written by servers. None is left out on the wire, but for the fields in a class's ``nulls``. What
-is read is checked as the fields say, what is made here is not.
+A joined socket carries ``Message`` both ways; the first frame is ``Join``. A frame is one JSON object with finite
+numbers, because browsers cannot read NaN. Servers write ``timestamp`` (ISO-8601, UTC). None is left out, except for the
+fields in ``nulls``. A ``WireError`` carries the message type, which selects the answer.
 
-One WebSocket text frame is one JSON object. Its numbers are finite or the frame is refused: Python's JSON
-would let NaN through, and a browser cannot read it. A ``WireError`` carries the message type where there was
-one, since a server's answer depends on it (a broken joint_update gets an error back, broken JSON nothing).
-
-JSON is read by ``service.http.strict_json`` and then checked by pydantic, as the type says, against that message's
-dataclass. Against checks by hand in Python the whole takes 0.60 (a join) to 1.0 of the time (a heartbeat, 2 us) to
-read, 0.94 to 0.98 for six joints (8 us), and 0.75 to 0.93 to write. Pydantic's own parser would halve the reading, but
-it refuses half a surrogate pair, and with it an emergency stop that has one in its reason or anywhere else, stops at
-200 levels, and takes 1e999 for infinity in what is passed on unread. Its writer refuses half a surrogate pair, too.
+``service.http.strict_json`` reads JSON, then pydantic checks the message's dataclass. Pydantic's own parser and writer
+refuse half a surrogate pair, which an emergency stop may contain; its parser also reads 1e999 as infinity.
 """
 
 import json
@@ -124,9 +117,9 @@ class StateSync:
 
 @dataclass(frozen=True)
 class JointUpdate:
-    """Joints as sent: each an object with ``name`` and ``value``, other keys pass through untouched.
+    """Joints as sent: objects with ``name`` and ``value``; other keys are relayed.
 
-    From a server it holds only joints that changed, with ``timestamp`` and ``source`` (a participant id or ``api``).
+    Servers send changed joints only, with ``timestamp`` and ``source`` (a participant id or ``api``).
     """
 
     type: ClassVar[str] = "joint_update"
@@ -157,7 +150,7 @@ class HeartbeatAck:
 
 @dataclass(frozen=True)
 class EmergencyStop:
-    """Stop everything: from anybody, to everybody in the room, its sender included. The room does not latch it."""
+    """Emergency stop by any participant, sent to all in the room and its sender. The room does not latch it."""
 
     type: ClassVar[str] = "emergency_stop"
     reason: LenientText = None
@@ -184,10 +177,7 @@ class JoinRefused:
 
 @dataclass(frozen=True)
 class VideoError:
-    """A refusal by the video service, whose ``code`` is always on the wire and so far always null.
-
-    The robotics service uses this form, with a code, for what the room of a session does not take.
-    """
+    """A refusal by the video service (``code`` null), or by the robotics service for a session's room."""
 
     type: ClassVar[str] = "error"
     nulls: ClassVar[frozenset[str]] = frozenset({"code"})
@@ -206,14 +196,14 @@ class _ParticipantEvent:
 
 @dataclass(frozen=True)
 class ParticipantJoined(_ParticipantEvent):
-    """Somebody else joined this video room."""
+    """Another participant joined this video room."""
 
     type: ClassVar[str] = "participant_joined"
 
 
 @dataclass(frozen=True)
 class ParticipantLeft(_ParticipantEvent):
-    """Somebody else left this video room."""
+    """Another participant left this video room."""
 
     type: ClassVar[str] = "participant_left"
 
@@ -302,10 +292,7 @@ class WebrtcAnswer:
 
 @dataclass(frozen=True)
 class WebrtcIce:
-    """A candidate of the peer; exactly one of the two ids is set and the other is null on the wire.
-
-    The candidate string may be empty (end of candidates) and its address may be an mDNS ``.local`` name.
-    """
+    """A candidate from a producer or consumer (one id is set), possibly empty or an mDNS ``.local`` name."""
 
     type: ClassVar[str] = "webrtc_ice"
     nulls: ClassVar[frozenset[str]] = frozenset({"from_producer", "from_consumer"})
@@ -347,8 +334,7 @@ Message = (
 )
 
 
-# The longest that has a meaning, the values of 1024 joints, has 128 KiB. A MiB of text took 2 ms to read, 4 ms to write
-# and one more for each of those it is for.
+# Longest text. The largest useful one (1024 joints) has 128 KiB; a MiB takes several ms of the event loop.
 MAX_FRAME_BYTES = 1 << 18
 MAX_VALUES = 4096  # in a frame; as many take 5 ms
 
@@ -357,8 +343,8 @@ class WireError(TransportError):
     """A frame that is not a message of this wire.
 
     Attributes:
-        type: the message's ``type`` when it could be read, else None.
-        position: where in the text JSON ended to be JSON, when that is what is wrong.
+        type: the message's ``type``, if readable.
+        position: character at which the JSON is malformed, or None.
     """
 
     def __init__(self, text: str, type: str | None = None, position: int = 0):
@@ -367,7 +353,7 @@ class WireError(TransportError):
         self.position = position
 
 
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # ``json.dumps`` would make one of each frame
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # ``json.dumps`` would create an encoder per frame
 
 
 class _NotFinite(Exception):
@@ -431,7 +417,7 @@ def parse_join(raw: str | bytes) -> Join:
 
 
 def decode(raw: str | bytes) -> Any:
-    """Decode any JSON value. Numbers may be infinite or NaN: whoever uses them checks.
+    """Decode any JSON value. Callers must check for infinite and NaN numbers.
 
     Raises:
         WireError: too long, not UTF-8, not JSON, or nested too deep.
@@ -522,10 +508,10 @@ def session_of(room_id: str) -> str | None:
 
 
 def create_participant_id(prefix: str, role: str) -> str:
-    """Create a participant id that nobody else has.
+    """Create a unique participant id.
 
-    The reference server keys its connections by participant id across all rooms, and a refused or
-    late-closing socket with the same id evicts the living one; so every connection gets a fresh suffix.
+    The reference server keys connections by participant id across all rooms, so a late-closing socket with the same id
+    would evict the new one.
     """
     ending = f"-{role}-{secrets.token_hex(4)}"
     return prefix[: MAX_NAME - len(ending)] + ending

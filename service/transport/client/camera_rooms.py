@@ -30,8 +30,7 @@ from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import Camera, CameraTrack
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
 
-# Offers answered, a second and at once. A robot offers once in OFFER_INTERVAL seconds; each costs 10 ms of the event
-# loop and a few sockets.
+# Offers answered, a second and at once. A robot offers once in OFFER_INTERVAL seconds; each takes 10 ms of the loop.
 ANSWER_RATE = (1.0, 5)
 PEER_CHECK_INTERVAL = 0.5  # seconds between looks at whether the peer is of use
 
@@ -39,10 +38,7 @@ ConsumerSignal = WebrtcOffer | WebrtcIce | ParticipantLeft
 
 
 class CameraReceiver(SessionRoomListener):
-    """Receives one camera: the listener of its room, and the task ``run``.
-
-    Pictures of a peer go on while the room is lost, until the producer's new offer replaces it.
-    """
+    """Receives one camera. Pictures continue while the room is lost, until the producer's new offer."""
 
     def __init__(
         self,
@@ -99,7 +95,7 @@ class CameraReceiver(SessionRoomListener):
                     async with asyncio.timeout_at(check_at):
                         signal = await self._signals.get()
                 await self._handle_signal(signal, connection)
-                # By the clock and not when nothing comes: somebody may signal all the time.
+                # By the clock, because signals may arrive all the time.
                 if loop.time() >= check_at:
                     check_at = loop.time() + PEER_CHECK_INTERVAL
                     await self._rejoin_when_needed(connection)
@@ -183,9 +179,7 @@ class CameraReceiver(SessionRoomListener):
             self._counts[name] += count
 
     async def _rejoin_when_needed(self, connection: RoomConnection) -> None:
-        """Join the room again when the peer is useless while its producer is there: this makes the producer offer
-        anew.
-        """
+        """Join the room again if the peer is useless while its producer is present, to get a new offer."""
         is_useless = self._peer is not None and self._peer.is_useless(self._timeouts.connect)
         now = time.monotonic()
         self._fault = self._fault or self._find_fault(now)
@@ -226,8 +220,8 @@ class CameraReceiver(SessionRoomListener):
 
 
 OFFER_INTERVAL = 2.0  # the least seconds between two offers to one consumer that did not lead to a connection
-MAX_PEERS = 8  # that one camera is sent to; each has an encoder of its own, 5 ms a picture of 640x480
-OFFER_RATE = (2.0, 16)  # to all consumers together, a second and at once; those that wait are offered to later
+MAX_PEERS = 8  # consumers of one camera; each has an encoder, 5 ms per picture of 640x480
+OFFER_RATE = (2.0, 16)  # offers to all consumers, a second and at once; the others wait
 
 ProducerSignal = ParticipantJoined | ParticipantLeft | WebrtcAnswer | WebrtcIce
 
@@ -262,7 +256,7 @@ class CameraSender(RoomListener):
         self._last_error: str | None = None
 
     def on_joined(self, participant_id: str) -> None:
-        """Offer anew to everybody in the room: offers must name our new id."""
+        """Offer again to all consumers, because offers name our new id."""
         self._is_restarted = True
         self._restarted_at = time.monotonic()
         self._offer_at = self._restarted_at + self._timeouts.greet
@@ -389,14 +383,14 @@ class CameraSender(RoomListener):
         gone = [self._peers.pop(consumer) for consumer in consumers if consumer in self._peers]
         for _, track in gone:
             track.stop()
-        # A group, as gather would return at the first one when cancelled, and leave the others to nobody.
+        # A group, because a cancelled gather would not wait for the others.
         async with asyncio.TaskGroup() as group:
             for peer, _ in gone:
                 group.create_task(peer.close())
 
 
 def _check_size(signal: ProducerSignal) -> ProducerSignal | None:
-    """Return a signal without superfluous fields; None for one that is larger than any peer's."""
+    """Return a signal without superfluous fields; None for an oversized one."""
     if isinstance(signal, WebrtcIce):
         candidate = trim_candidate(signal.candidate)
         return None if candidate is None else dataclasses.replace(signal, candidate=dict(candidate))

@@ -37,18 +37,17 @@ class TransportTimeouts:
     """Timeouts and intervals of a link, in seconds.
 
     Attributes:
-        join: from opening a socket to ``joined``; then the attempt has failed.
-        request: one REST call, likewise.
-        heartbeat: between heartbeats, and between looks at who is in the room.
-        missed: heartbeats in a row without an answer that mean the link is lost.
-        retry_first, retry_longest: the first and the longest wait before joining again, doubled, with full jitter.
+        join: from opening a socket to ``joined``.
+        request: one REST call.
+        heartbeat: between heartbeats, and between checks of a room's participants.
+        missed: unanswered heartbeats in a row after which the link is lost.
+        retry_first, retry_longest: first and longest wait before joining again, doubled, with full jitter.
         leave: for the closing handshake, and again for removing the rooms.
-        greet: from a producer's join to its offers to consumers that were there before. The reference waits a second;
-            whoever is listed has joined, and an offer that comes to nothing is made again.
+        greet: from a producer's join to its offers to earlier consumers; failed offers are repeated.
         answer: for answering one offer.
-        connect: from an offer or an answer to a connected peer; then a new offer is wanted.
-        silence: a connected peer that sends no picture for so long is asked for a new offer.
-        ask_first, ask_longest: between such requests, doubled each time until a picture comes.
+        connect: from an offer or an answer to a connected peer; then a new offer is requested.
+        silence: without a picture from a connected peer; then a new offer is requested.
+        ask_first, ask_longest: between such requests, doubled each time until a picture arrives.
     """
 
     join: float = 5.0
@@ -66,11 +65,10 @@ class TransportTimeouts:
     ask_longest: float = 60.0
 
 
-# Bytes that may wait in this process, and in the kernel, before a command is refused: what waits would
-# reach the robot late and in a burst. A command of six joints is about 350 bytes.
+# Bytes that may wait in this process, and in the kernel; commands behind them (350 bytes for six joints) are refused.
 MAX_SEND_BUFFER = 4096
 KERNEL_SEND_BUFFER = 16384
-# Seconds after a message in which leaving waits until it was heard.
+# Seconds after a message in which leaving waits for its confirmation.
 CONFIRM_WINDOW = 1.0
 
 
@@ -82,10 +80,9 @@ class Membership:
     """A participant in a room: a joined WebSocket with its heartbeat.
 
     Attributes:
-        participant_id: ours, fresh for this socket.
+        participant_id: unique for this socket.
         rtt: seconds from the last heartbeat to its answer, None before the first.
-        sent, refused, received, malformed: counts of messages.
-        expired: of those sent, how many were thrown away because they were not written in time.
+        sent, refused, received, malformed, expired: counts of messages; expired ones were not written in time.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, participant_id: str, timeouts: TransportTimeouts):
@@ -157,12 +154,7 @@ class Membership:
                 self._received_early.append((message, time.monotonic()))
 
     def send(self, message: Message, lifetime: float = math.inf) -> bool:
-        """Hand one message to the socket without waiting; False when it was not taken.
-
-        Args:
-            lifetime: seconds after which it is worth nothing any more: when this process stood still until then, it is
-                thrown away.
-        """
+        """Queue one message without waiting; False if it was refused. It is discarded after ``lifetime`` seconds."""
         if (
             self._drop_reason.done()
             or self._outbox.full()
@@ -189,13 +181,12 @@ class Membership:
         check: Callable[[], Awaitable[str | None]],
         on_malformed: Callable[[], None] = lambda: None,
     ) -> str:
-        """Deliver messages until the socket is lost, and return why.
+        """Deliver messages until the socket is lost, and return the reason.
 
         Args:
-            on_message: takes each message and the monotonic time it was read.
-            on_malformed: told of each frame that is no message of this wire.
-            check: asked at once, then with every heartbeat and after every error from the server; returns why the
-                membership is worthless, or None.
+            on_message: receives each message and the monotonic time at which it was read.
+            on_malformed: called for each invalid frame.
+            check: called first, with each heartbeat and after each server error; a returned reason ends the membership.
         """
         for message, received_at in self._received_early:
             on_message(message, received_at)
@@ -209,11 +200,7 @@ class Membership:
         )
 
     async def leave(self, at_once: bool = False) -> None:
-        """Close the socket after the peer has received what was sent, a last hold above all.
-
-        Args:
-            at_once: throw away what waits to be sent, as it would come late.
-        """
+        """Close the socket after the peer received everything, or discard unsent messages with ``at_once``."""
         self.drop("left")
         if at_once:
             _abort(self._socket)
@@ -225,9 +212,7 @@ class Membership:
             await self._socket.close()
 
     async def _flush_and_confirm(self) -> None:
-        """Write the rest and wait for the answer to a heartbeat: a socket that is closed right after a message may
-        take it along, as Sanic hands on no more messages once it has read the close frame.
-        """
+        """Write the rest and wait for a heartbeat's answer, because Sanic drops messages right before a close frame."""
         while not self._outbox.empty():
             await self._send_text(*self._outbox.get_nowait())
         await self._send_text(build_message(Heartbeat()), math.inf)
@@ -319,10 +304,7 @@ async def _wait_first(*coroutines: Coroutine[None, None, str]) -> str:
 
 
 def _write_transport(opened: aiohttp.ClientWebSocketResponse) -> asyncio.WriteTransport:
-    """Return the transport under an open WebSocket, with a small kernel buffer.
-
-    aiohttp offers no public way to see how much waits to be sent; its ``get_extra_info`` reads this same attribute.
-    """
+    """Return the transport under a WebSocket, with a small kernel buffer; aiohttp has no public access to it."""
     connection = opened._response.connection
     if connection is None or connection.transport is None:
         raise TransportError("the socket was closed while it was being opened")
@@ -365,20 +347,18 @@ class RoomListener:
 
 
 def retry_delay(attempt: int, timeouts: TransportTimeouts) -> float:
-    """Return the seconds to wait before attempt 0, 1, 2...: doubling, with full jitter so that many clients do not
-    come at once.
-    """
+    """Return seconds to wait before attempt 0, 1, 2...: doubling, with full jitter to spread clients."""
     return random.uniform(0, min(timeouts.retry_longest, timeouts.retry_first * 2 ** min(attempt, 32)))
 
 
 class RoomConnection:
-    """Joins one room, and joins it again, with a fresh participant id, each time the membership is lost.
+    """Joins one room, and again with a new participant id after each loss.
 
-    ``open`` joins the first time and raises; ``run`` keeps the connection until cancelled; then comes ``close``.
+    ``open`` joins the first time and raises; ``run`` keeps the connection until it is cancelled; ``close`` leaves.
 
     Args:
-        id_prefix: what our participant ids begin with.
-        create_room: makes the room when the server does not know it (any more); None for a room of somebody else.
+        id_prefix: prefix of our participant ids.
+        create_room: creates an unknown room; None for a room of another owner.
     """
 
     def __init__(
@@ -427,11 +407,7 @@ class RoomConnection:
             self._membership.drop(reason)
 
     async def open(self) -> None:
-        """Join the room for the first time.
-
-        Raises:
-            TransportError: it did not work.
-        """
+        """Join the room for the first time; raises TransportError."""
         self._membership = await self._join()
         self._listener.on_joined(self._membership.participant_id)
 
@@ -510,9 +486,7 @@ class RoomConnection:
         self._listener.on_message(message, received_at)
 
     async def _check_presence(self) -> str | None:
-        """Check that the server still lists us in the room: one that lost or replaced it leaves our socket open and
-        says nothing.
-        """
+        """Check that the server still lists us: a server that replaced the room leaves the socket open silently."""
         assert self._membership is not None
         try:
             presence = await self._api.get_presence(self.kind, self.workspace, self.room)

@@ -35,10 +35,9 @@ class SessionRoomListener(RoomListener):
 
 
 class JointOutputListener(SessionRoomListener):
-    """Listens in the room that a session commands, and announces an emergency stop there while it is latched.
+    """Announces a latched emergency stop in the room that a session commands.
 
-    Rooms do not keep a stop, so it is said again after a lost connection, and when somebody is new in the room. The
-    server of the room may have said it to them at once; once more does no harm.
+    Rooms do not keep a stop, so it is repeated after a reconnection and for each new participant.
     """
 
     def __init__(self, room: str, inbox: Inbox, send: Callable[[Message], bool]):
@@ -89,7 +88,7 @@ class JointInputListener(SessionRoomListener):
         self._workspace = rooms.workspace_id
         self._api = api
         self._producer: str | None = None
-        self._is_reporting = False  # whether a robot is in the room, rather than somebody who sets joints over REST
+        self._is_reporting = False  # whether a robot is in the room, not a REST client
         self._received_names: set[str] = set()
 
     def on_joined(self, participant_id: str) -> None:
@@ -101,7 +100,8 @@ class JointInputListener(SessionRoomListener):
 
     def on_message(self, message: Message, received_at: float) -> None:
         """Deliver joints. ``state_sync`` is left aside: a room keeps the joints of a robot that left long ago."""
-        if isinstance(message, JointUpdate) and self._is_set_over_rest(message):
+        if isinstance(message, JointUpdate) and self._is_reporting and message.source == REST_SOURCE:
+            # Joints that the robot does not report itself are no measurement.
             self.inbox.on_event(BadInput({"not_the_robot": len(message.data)}))
         elif isinstance(message, JointUpdate):
             self._is_reporting = self._is_reporting or message.source != REST_SOURCE
@@ -114,19 +114,12 @@ class JointInputListener(SessionRoomListener):
                 self.inbox.on_joints(values, received_at)
         super().on_message(message, received_at)
 
-    def _is_set_over_rest(self, update: JointUpdate) -> bool:
-        """Whether somebody set joints over REST beside the robot: what the robot does not report itself is no
-        measurement.
-        """
-        return update.source == REST_SOURCE and self._is_reporting
-
     def on_malformed(self) -> None:
-        """Report a frame that is no message as one unusable value, whatever it was meant to say."""
+        """Report a malformed frame as one unusable value."""
         self.inbox.on_event(BadInput({"malformed": 1}))
 
     async def on_presence(self, presence: Presence) -> None:
-        """When a robot is new in the room, fetch its joints: the server forwards changes only, so one that stands
-        where the room's state already is would never arrive. Its leaving is not announced, either."""
+        """Fetch the joints of a new robot, because the server forwards changes only; report that a robot left."""
         if self._producer not in (None, presence.producer):
             self._producer = None
             self._received_names.clear()

@@ -42,12 +42,7 @@ class RedirectRefused(TransportError):
 async def refuse_redirects(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """Refuse redirects, as an aiohttp middleware: whoever gave us the URL decided where we go, not the server behind
-    it.
-
-    Raises:
-        RedirectRefused: it points elsewhere.
-    """
+    """Raise RedirectRefused for a redirect (aiohttp middleware): only the URL's author decides where requests go."""
     response = await handler(request)
     if response.status in (301, 302, 303, 307, 308):
         response.close()
@@ -62,11 +57,7 @@ async def refuse_redirects(
 async def http_session(
     connector: aiohttp.BaseConnector | None = None, headers: Mapping[str, str] | None = None
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """Open an aiohttp session for one link: no proxies from the environment, no cookies, no redirects.
-
-    Args:
-        headers: sent with everything, so it is for one server.
-    """
+    """Open an aiohttp session for one server and its ``headers``, without proxies, cookies or redirects."""
     async with aiohttp.ClientSession(
         connector=connector,
         headers=headers,
@@ -154,11 +145,11 @@ class RoomsApi:
     async def request_json(
         self, method: str, url: str, body: object = None, missing_is_none: bool = False, expected_type: type = dict
     ) -> Any:
-        """Send any request that answers JSON, to this server or to the one that its rooms are for.
+        """Send a request that answers JSON, to this server or to the session's server.
 
         Args:
-            missing_is_none: return None where the server does not know the room.
-            form: ``list`` for a call that answers a JSON array.
+            missing_is_none: return None if the server does not know the room.
+            expected_type: ``list`` for a call that answers a JSON array.
         """
         what = f"{method} {url}"
         try:
@@ -194,8 +185,7 @@ class RoomsApi:
         return answer
 
 
-# What a session sends beside its key, to every transport server: only who sends the same may command its robot. Servers
-# that know nothing of it ignore it.
+# Header with a session's secret, which limits commands of its robot to the session; other servers ignore it.
 CLAIM_HEADER = "x-robojax-claim"
 
 

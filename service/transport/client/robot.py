@@ -50,25 +50,21 @@ async def connect_robot(
 ) -> AsyncIterator["Robot"]:
     """Join a session's rooms as its robot: producer of the cameras and of joint-input, consumer of joint-output.
 
-    It joins again by itself whenever a connection is lost, sends its pose again and offers its cameras again,
-    until the context ends. The rooms are the session's: they are neither made nor removed here.
-
-    From an emergency stop on (its own too, and one that was latched before it came), it hands no command to
-    ``on_command`` but one: to stay at the pose that it reported itself. Nothing that is said in a room ends that, as
-    anybody could say it. It ends when the server of the session says that the latch was reset, or with ``unlatch``.
+    Lost connections are restored until the context ends. The rooms belong to the session and are neither created nor
+    removed. After any emergency stop, ``on_command`` gets only commands that hold the robot at its reported pose. Rooms
+    cannot end that, because anybody can write there: only a reset at the session's server does, or ``unlatch``.
 
     Args:
         url: the transport server, as in ``transport_server_url``.
-        rooms: as the session's creation answered them.
-        on_command: takes (wire name to target, monotonic time it was read), on the event loop. The server forwards
-            only joints whose target changed, so merge by name and hold the others. Nothing is said when commands stay
-            away (a server that is blocked): hold the robot then, as ``robojax.robot.arm_thread.Follower`` does.
-        on_emergency_stop: told of every emergency stop of somebody else in any of the rooms.
-        name: what the robot's participant ids begin with.
-        rate: the most pictures a second that each camera sends.
-        key: an operator's key or token, of the session's owner, where the server wants one. It goes to ``url`` and to
-            ``sessions`` alone.
-        sessions: the server of the session, where its rooms are on a server of their own; else that of the rooms.
+        rooms: as in the answer to the session's creation.
+        on_command: takes (wire name to target, monotonic time it was read), on the event loop. Only changed joints are
+            included, so merge by name and hold the others. Hold the robot when commands stop arriving, as
+            ``robojax.robot.arm_thread.Follower`` does.
+        on_emergency_stop: called for each emergency stop of others in any room.
+        name: prefix of the robot's participant ids.
+        rate: largest number of pictures per second and camera.
+        key: key or token of an operator, the session's owner; sent to ``url`` and ``sessions`` only.
+        sessions: URL of the session's server. Defaults to ``url``.
 
     Raises:
         InvalidRequest: the URL or the key cannot be used.
@@ -93,10 +89,10 @@ class Robot:
     """A robot in its rooms; ``connect_robot`` creates it.
 
     Attributes:
-        on_emergency_stop: told of every emergency stop of somebody else; may be set at any time.
-        commands: joint updates handed to ``on_command``.
-        refused: those that were not, because of an emergency stop.
-        latch: the reason of an emergency stop that this robot knows of and that is not known to be reset, or None.
+        on_emergency_stop: called for each emergency stop of others; may be set at any time.
+        commands: joint updates passed to ``on_command``.
+        refused: joint updates dropped because of an emergency stop.
+        latch: reason of a known emergency stop that is not reset, or None.
     """
 
     def __init__(
@@ -184,10 +180,7 @@ class Robot:
         self._cameras[camera].show(image)
 
     def emergency_stop(self, reason: str) -> bool:
-        """Ask everybody in both joint rooms to stop.
-
-        Returns False when a room is down; the stop is then sent there as soon as it is joined again.
-        """
+        """Send an emergency stop to both joint rooms; False if one is down, which gets it at the next join."""
         self._latch_stop(reason)
         return all([room.send_stop(reason) for room in (self._input_listener, self._output_listener)])
 
@@ -208,11 +201,7 @@ class Robot:
         self._is_confirmed = self._is_refusing = False
 
     async def open(self) -> None:
-        """Join every room.
-
-        Raises:
-            TransportError: one could not be joined.
-        """
+        """Join every room; raises TransportError if one cannot be joined."""
         await self._poll_latch()
         for connection in self._connections():
             await connection.open()
@@ -255,9 +244,7 @@ class Robot:
         self._on_command(values, received_at)
 
     def _is_hold(self, values: Mapping[str, float]) -> bool:
-        """Whether a command keeps the robot at a pose that it reported just now: that takes the force out of a joint
-        that something blocks, and moves no other one, whoever sends it.
-        """
+        """Whether a command holds the robot at its reported pose, which releases a blocked joint and moves none."""
         oldest = time.monotonic() - POSE_MAX_AGE
         poses = [self._pose, *(pose for until, pose in self._past_poses if until >= oldest)]
         return any(
@@ -306,7 +293,7 @@ class Robot:
         elif self.latch is not None and self._is_confirmed:
             self.unlatch()
         elif self.latch is not None and time.monotonic() - self._latched_at > STOP_REPORT_DELAY:
-            # Its session may go on as if nothing had happened, and nobody would have to reset anything.
+            # Report the stop again, because the session may not know of it and go on without a reset.
             await self._session_latch.report_stop(self.latch)
 
     def _on_stop(self, message: StopMessage) -> None:
@@ -323,12 +310,7 @@ class LatchState:
 
 
 class SessionLatch:
-    """Client for the emergency stop of one session, as the session's own server knows it.
-
-    Attributes:
-        session_id: None where the rooms are no session's.
-        url: the session's, which is asked.
-    """
+    """Client for the emergency stop of one session (None without a session), as the session's server knows it."""
 
     def __init__(self, api: RoomsApi, address: Address, session_id: str | None):
         self.session_id = session_id
@@ -361,10 +343,7 @@ class SessionLatch:
 
 
 class JointRoomListener(RoomListener):
-    """Listens for the robot in one joint room, and sends the stops that were not sent there yet.
-
-    ``state_sync`` is not obeyed: it holds commands of unknown age, perhaps of a session that is long over.
-    """
+    """Listener of one joint room, which sends pending stops. It ignores ``state_sync``: its commands may be old."""
 
     def __init__(
         self,

@@ -19,9 +19,9 @@ class RoomKeys:
     """Keys of a server: its own key for its own rooms, and keys from a file for other transport servers.
 
     Args:
-        get_own_address: host and port that this process listens on; None while it does not, or serves no rooms.
-        owner_of: whose session this is; None where there are no keys.
-        claim_of: the secret of a session, by which the server of its rooms knows what the session itself sends.
+        get_own_address: host and port of this process's rooms, or None.
+        owner_of: owner of a session; None without keys.
+        claim_of: secret by which a transport server recognizes a session.
         key_file: file with lines of URL and key.
     """
 
@@ -40,18 +40,12 @@ class RoomKeys:
         self._key_file = None if key_file is None else ReloadingFile(key_file, _parse, FORBIDDEN_MODE)
 
     def check(self) -> None:
-        """Check that the file of keys can be used.
-
-        Raises:
-            FileUnusable: it is not there, cannot be read, or makes no sense.
-        """
+        """Raise FileUnusable if the file of keys is missing, unreadable or malformed."""
         if self._key_file is not None and self._key_file.read() is None:
             raise FileUnusable(f"{str(self._key_file.path)!r}: there is no such file")
 
     def for_address(self, address: Address, session_id: str | None) -> tuple[Address, dict[str, str]]:
-        """Return the address to connect to and the headers for it.
-
-        This process's own address is given by number: what a name stands for could be another process.
+        """Return the address to connect to and its headers; this process's own address is numeric, never resolved.
 
         Raises:
             TransportError: the file of keys cannot be used.

@@ -25,11 +25,11 @@ class RoomsTransport:
     """The ``Transport`` over rooms of a transport server (the RobotHub wire).
 
     Args:
-        timeouts: how long things may take.
-        ice_servers: STUN and TURN URLs. Empty by default: on a local network they are not needed, and without a
-            way to the internet each peer connection would wait five seconds for them.
-        destinations: where links may go; None where whoever gives the URLs is trusted.
-        keys: which key is sent to which server. Without them no key is sent.
+        timeouts: timeouts of links.
+        ice_servers: STUN and TURN URLs. Empty by default, because without internet each connection waits five seconds
+            for them.
+        destinations: allowed servers; None if URLs are trusted.
+        keys: keys by server; None sends no key.
     """
 
     def __init__(
@@ -47,12 +47,7 @@ class RoomsTransport:
 
     @asynccontextmanager
     async def _open_api(self, url: str, session_id: str | None, claim: str | None = None) -> AsyncIterator[RoomsApi]:
-        """Open the REST calls of the transport server at a URL, with the keys for it.
-
-        Raises:
-            InvalidRequest: the URL is malformed, or the settings do not allow its host.
-            TransportError: the host cannot be resolved, or the file of keys cannot be read.
-        """
+        """Open the REST calls of a server with its keys; raises InvalidRequest or TransportError."""
         address, headers = Address.parse(url), dict[str, str]()
         if self._keys is not None:
             address, headers = self._keys.for_address(address, session_id)
@@ -73,14 +68,13 @@ class RoomsTransport:
         inbox: Inbox,
         created_rooms: CreatedRooms | None = None,
     ) -> AsyncIterator["RoomsLink"]:
-        """Create the rooms, join them, deliver to ``inbox`` until the context ends; then leave.
+        """Create and join the rooms, deliver to ``inbox`` until the context ends, then leave.
 
-        A room of one of our names that exists already (left by a crash, or made by the robot's side) is joined as
-        it is: making it again would cut off everybody in it without a word. Only rooms that this link made are
-        removed at its end, and those in ``created_rooms``: this server's from before it was killed.
+        An existing room is joined as it is, because recreating it would disconnect its participants. At the end, only
+        rooms of this link and ``created_rooms`` (this server's before a restart) are removed.
 
         Raises:
-            InvalidRequest: the URL or a name cannot be used, or the URL leads where links may not go.
+            InvalidRequest: the URL or a name is invalid, or the URL is not allowed.
             TransportError: the server could not be reached, refused, or does not speak this wire.
         """
         rooms = rooms_of(session_id, cameras, workspace_id)
@@ -96,12 +90,7 @@ class RoomsTransport:
     async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """Remove rooms that nobody is in, one after the other; returns those that somebody is in.
-
-        Raises:
-            InvalidRequest: the URL leads where links may not go.
-            TransportError: the server could not be reached or refused.
-        """
+        """Remove empty rooms in sequence; returns the occupied ones. Raises as ``connect``."""
         left = []
         async with self._open_api(url, None, claim) as api:
             for room in rooms:
@@ -174,9 +163,7 @@ class RoomsLink:
         return self._output.send(JointUpdate(data), COMMAND_LIFETIME)
 
     def latch(self, reason: str | None) -> None:
-        """Announce a latched emergency stop to the robot's room, and to whoever joins it while it lasts. None: it
-        was reset.
-        """
+        """Announce a latched emergency stop, or None for a reset, to the robot's room and later participants."""
         self._output_listener.announce_latch(reason)
 
     def health(self) -> Mapping[str, object]:
@@ -197,7 +184,7 @@ class RoomsLink:
 
         Raises:
             TransportError: something failed; ``close`` removes what was made.
-            RobotTaken: somebody else commands this robot.
+            RobotTaken: another participant commands this robot.
         """
         for room, connection in self._connections.items():
             await self._ensure_room(connection.kind, room)
@@ -231,7 +218,7 @@ class RoomsLink:
     async def close(self) -> None:
         """Leave every room and remove those that this link created; the log names what cannot be removed."""
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
-        # Those that were given to another server meanwhile are not ours any more.
+        # Rooms that were given to another server meanwhile stay.
         created = [
             (room, kind)
             for room, kind in self._rooms_to_remove.items()

@@ -38,14 +38,13 @@ class TransportSettings:
     """Settings of an embedded transport server; times in seconds.
 
     Attributes:
-        origins: web pages that may call it besides those of this machine, as exact origins, or ``*`` for all.
-            Requests without an Origin header (every client that is no browser) always may. The reference lets
-            every page in, which lets every page move the robot.
-        limits: how much the room table holds.
+        origins: web pages that may call it besides those of this machine, as exact origins, or ``*`` for all. The
+            reference lets every page in, which lets every page move the robot.
+        limits: capacity of the room table.
         outbox: how far one peer may fall behind.
-        join_timeout: how long an open socket may wait before its join.
-        ping_interval, ping_timeout: WebSocket pings; they free participants whose network went away.
-        idle, cleanup_interval: empty rooms older than ``idle`` go, looked for every ``cleanup_interval``.
+        join_timeout: time from opening a socket to its join.
+        ping_interval, ping_timeout: WebSocket pings, which remove participants after a network failure.
+        idle, cleanup_interval: age at which empty rooms are removed, and time between checks.
     """
 
     origins: Sequence[str] = ()
@@ -65,8 +64,7 @@ class TransportSettings:
 def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings) -> None:
     """Mount ``/robotics`` and ``/video`` at the root and under ``/api``, and set the app's WebSocket limits.
 
-    The app must have a ``service.auth.guard.Guard``, which authenticates callers. The clean-up of idle rooms starts and
-    ends with the app.
+    The app must have a ``service.auth.guard.Guard``. The clean-up of idle rooms starts and ends with the app.
     """
     app.config.WEBSOCKET_MAX_SIZE = MAX_FRAME_BYTES
     app.config.WEBSOCKET_PING_INTERVAL = settings.ping_interval
@@ -103,11 +101,7 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings) -> 
 
 
 def create_transport_app(settings: TransportSettings | None = None, guard: Guard | None = None) -> Sanic:
-    """Create a transport server of its own: the wire at ``/`` and under ``/api``, ``/health``, and ``/tickets``.
-
-    Args:
-        guard: who is let in; everybody when None.
-    """
+    """Create a standalone transport server (at ``/`` and ``/api``); without ``guard`` it accepts everybody."""
     settings = settings or TransportSettings()
     guard = guard or Guard(origins=Origins(settings.origins))
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.

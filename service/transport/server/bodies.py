@@ -10,8 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from service.transport import protocol
 
-# Ids stand un-encoded in URL paths; "." and ".." would be resolved away by clients. A room id is longer than
-# the 64 of the names it is made of: session, "-", camera.
+# Ids are parts of URL paths, where clients resolve "." and "..". A room id is session, "-", camera.
 _IDENTIFIER = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]{1,160}")
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -147,11 +146,7 @@ class Signal(_Body):
 
 
 def read_body(model: type[Body], raw: bytes) -> Body:
-    """Read a required body.
-
-    Raises:
-        Unprocessable: it is missing, not JSON, or does not fit the model.
-    """
+    """Read a required body; raises Unprocessable if it is missing or as ``read_optional_body``."""
     body = read_optional_body(model, raw)
     if body is None:
         raise Unprocessable([{"type": "missing", "loc": ["body"], "msg": "Field required"}])
@@ -159,11 +154,7 @@ def read_body(model: type[Body], raw: bytes) -> Body:
 
 
 def read_optional_body(model: type[Body], raw: bytes) -> Body | None:
-    """Read a body that may be missing or null, which gives None.
-
-    Raises:
-        Unprocessable: it is not JSON, or does not fit the model.
-    """
+    """Read a body, None if it is missing or null; raises Unprocessable if it is not JSON or does not fit the model."""
     if not raw:
         return None
     try:
@@ -176,11 +167,7 @@ def read_optional_body(model: type[Body], raw: bytes) -> Body | None:
 
 
 def read_workspace(value: str) -> str:
-    """Check the workspace id of a path in which a room is to be created.
-
-    Raises:
-        Unprocessable: it could not stand in a URL.
-    """
+    """Check the workspace id of a path for a new room; raises Unprocessable if a URL could not contain it."""
     return _validate(_WORKSPACE, value, "path", "workspace_id")
 
 

@@ -46,7 +46,7 @@ from service.transport.server.websocket import WriteQueue, perform_effects, time
 VERSION = "2.0.0"
 JsonObject = dict[str, Any]
 Handler = Callable[..., JsonObject]
-# Method, path under the service, what answers, and the least role of a key (None: everybody's).
+# Method, path under the service, what answers, and the least role of a key (None: public).
 Route = tuple[str, str, Handler, KeyRole | None]
 ROOM = "/workspaces/<workspace:str>/rooms/<room:str>"
 
@@ -113,7 +113,7 @@ class RoomEndpoints:
         ]
 
     def index(self, request: Request, workspace: str) -> JsonObject:
-        """List the rooms of a workspace that the caller may see; none of a workspace that nobody knows."""
+        """List the visible rooms of a workspace; an unknown workspace has none."""
         caller = caller_of(request)
         rooms = [room for room in self._list_rooms() if room.path.workspace == workspace and caller.sees(room.owner)]
         return {**_workspace_head(workspace), "rooms": [_summarize_room(room) for room in rooms], "total": len(rooms)}
@@ -131,7 +131,7 @@ class RoomEndpoints:
             time.monotonic(),
             config=new.config if isinstance(new, NewVideoRoom) else None,
             consumer_limit=new.consumer_limit if new else None,
-            # One that is made anew stays whose it was.
+            # A recreated room keeps its owner.
             owner=caller.owner if existing is None else existing.owner,
             claim=claim_of(request),
         )
@@ -230,7 +230,7 @@ class RoomEndpoints:
         return BANNER
 
     def _check_sender(self, request: Request, path: RoomPath, client_id: str) -> None:
-        """Refuse a signal of another key than the one that joined: signals are posted beside the socket."""
+        """Refuse a signal with another key than the participant's socket."""
         caller = caller_of(request)
         room = self.table.rooms.get(path)
         if room is not None and not caller.sees(room.owner):
@@ -243,11 +243,7 @@ class RoomEndpoints:
         return [room for path, room in self.table.rooms.items() if path.kind is self.kind]
 
     def _find_room(self, request: Request, workspace: str, room: str) -> Room:
-        """Return a room that the caller may see.
-
-        Raises:
-            UnknownRoom: there is none, or it is somebody else's: the answer is the same.
-        """
+        """Return a room that the caller may see, else raise UnknownRoom; rooms of other owners give the same answer."""
         target = self.table.get(RoomPath(self.kind, workspace, room))
         if not caller_of(request).sees(target.owner):
             raise UnknownRoom(f"no {self.kind} room {room!r} in workspace {workspace!r}")

@@ -1,7 +1,6 @@
-"""Table of rooms and participants; pure: it returns what is to be sent.
+"""Table of rooms and participants, without I/O: it returns messages to send as effects.
 
-A connection is any hashable object by which the caller reaches one socket. The table returns it inside effects and
-does nothing else with it.
+A connection is any hashable object; the table only returns it in effects.
 """
 
 import asyncio
@@ -64,15 +63,11 @@ class Commander(Protocol):
         ...
 
     def refuse_stranger(self) -> CommandRefused:
-        """Count a command of somebody else, and return the error for it."""
+        """Count a command of another sender, and return its error."""
         ...
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
-        """Return why this command of the session itself must not leave, or None; a refused one is counted and logged.
-
-        Args:
-            delivered: joint to what left last.
-        """
+        """Return why a command of this session must not leave, given the last delivered joints; None allows it."""
         ...
 
 
@@ -89,7 +84,7 @@ class RoomLimits:
     """Limits of one table: rooms, participants in all rooms, joint names per room.
 
     Attributes:
-        per_owner: rooms of one owner, and participants in them, so that nobody takes the last ones from others.
+        per_owner: rooms of one owner, and participants in them, so that none uses up the total.
     """
 
     rooms: int = 1024
@@ -100,12 +95,7 @@ class RoomLimits:
 
 @dataclass(frozen=True)
 class Participant:
-    """One participant of a room: its connection, and the fields of its join.
-
-    Attributes:
-        key_name: name of the key that it came with; None where there are no keys.
-        claim: the secret of the session that it came with, or None.
-    """
+    """One participant: its connection, join fields, key name (None without keys) and session secret."""
 
     connection: Connection
     path: RoomPath
@@ -177,7 +167,7 @@ class RemoteCommander:
         return matches_secret(claim, self._claim)
 
     def refuse_stranger(self) -> CommandRefused:
-        """Return the error for everybody but the session."""
+        """Return the error for other senders."""
         return CommandRefused("robot_taken", "only the session that this room belongs to may command its robot")
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
@@ -203,11 +193,7 @@ class RoomTable:
     # Rooms.
 
     def get(self, path: RoomPath) -> Room:
-        """Return one room.
-
-        Raises:
-            UnknownRoom: there is none there.
-        """
+        """Return one room; raises UnknownRoom."""
         if path not in self.rooms:
             raise UnknownRoom(f"no {path.kind} room {path.room!r} in workspace {path.workspace!r}")
         return self.rooms[path]
@@ -221,12 +207,11 @@ class RoomTable:
         owner: str | None = None,
         claim: str | None = None,
     ) -> Room:
-        """Create a room. One that exists is replaced when it is empty and left as it is when somebody is in it, so that
-        two clients which both make sure of their room cannot throw each other out.
+        """Create a room, or replace an empty one; an occupied room stays, so that two clients cannot evict each other.
 
         Raises:
             TooManyRooms: the limit is reached.
-            CommandRefused: it is a session's, and this is not the session.
+            CommandRefused: the room belongs to another session.
         """
         existing = self.rooms.get(path)
         if existing is not None:
@@ -248,7 +233,7 @@ class RoomTable:
         return room
 
     def delete(self, path: RoomPath, claim: str | None = None) -> Effects:
-        """Delete a room; everybody in it is disconnected.
+        """Delete a room and disconnect its participants.
 
         Raises:
             UnknownRoom: there is none there.
@@ -271,7 +256,7 @@ class RoomTable:
         return gone
 
     def is_occupied(self, path: RoomPath) -> bool:
-        """Whether anybody is connected to this room."""
+        """Whether the room has participants."""
         return any(participant.path == path for participant in self._by_id.values())
 
     def connections(self, kind: Kind) -> int:
@@ -281,10 +266,7 @@ class RoomTable:
     # Who commands.
 
     def commander(self, room: Room) -> Commander | None:
-        """Return the session that this room's robot takes its commands from; None for a room without one.
-
-        A producer that was there before the session came keeps the room: the session is refused, as the robot is taken.
-        """
+        """Return the session that commands this room's robot, or None; a producer from before the session stays."""
         if room.path.kind is not Kind.ROBOTICS:
             return None
         commander = None if room.has_foreign_producer else self._authority(room.path, room.owner)
@@ -293,11 +275,7 @@ class RoomTable:
         return commander
 
     def check_commander(self, room: Room, claim: str | None) -> None:
-        """Refuse everybody but the session of this room.
-
-        Raises:
-            CommandRefused: it is another one.
-        """
+        """Raise CommandRefused for callers other than the session of this room."""
         commander = self.commander(room)
         if commander is not None and not commander.is_own(claim):
             raise commander.refuse_stranger()
@@ -322,12 +300,12 @@ class RoomTable:
         is_allowed: Callable[[Room, Role], bool] = lambda room, role: True,
         claim: str | None = None,
     ) -> Effects:
-        """Answer the first frame of a connection: accept it, or refuse and close it.
+        """Accept or refuse the first frame of a connection.
 
         Args:
-            key_name: name of the key that it came with.
-            is_allowed: whether it may have this role in this room.
-            claim: the secret of the session that it came with.
+            key_name: name of the caller's key.
+            is_allowed: whether the caller may have this role in this room.
+            claim: secret of the caller's session.
         """
         participant = Participant(connection, path, join.participant_id, join.role, key_name, claim)
         room = self.rooms.get(path)
@@ -373,18 +351,14 @@ class RoomTable:
             return
         is_session = self._authority(room.path, room.owner) is not None
         if is_session or claim is not None:
-            # Nothing of whoever commanded before the session is left for whoever joins.
+            # Commands from before the session must not reach later participants.
             room.joints.clear()
         room.claim = None if is_session else claim
         room.has_foreign_producer = not is_session
         room.claimed_until = math.inf
 
     def leave(self, connection: Connection, is_orderly: bool = False) -> Effects:
-        """Remove the participant of a closed connection; nothing follows for one that never joined.
-
-        Args:
-            is_orderly: whether it took its leave: a session that did gives its room back.
-        """
+        """Remove the participant of a closed connection; an orderly close of a session also releases its room."""
         participant = self._participants.pop(connection, None)
         if participant is None:
             return []
@@ -462,7 +436,7 @@ class RoomTable:
         return [*([] if producer is None else [producer]), *self.consumers(room)]
 
     def others(self, room: Room | None, excluded: Participant) -> list[Participant]:
-        """Return everybody in a room but one."""
+        """Return the other participants of a room."""
         return [one for one in self.participants(room) if (one.role, one.id) != (excluded.role, excluded.id)]
 
 

@@ -1,8 +1,7 @@
 """WebSocket of one participant: room rules, signalling, bounded outbox.
 
-A frame is written in the turn of the event loop it is for while the peer keeps up, and queued when it does not. Writing
-waits for nobody, and takes turns among all sockets together, so that a message to a thousand participants keeps no
-robot waiting.
+Frames are written immediately while the peer keeps up, otherwise queued. Sockets take turns, so that a message to a
+thousand participants does not delay robots.
 """
 
 import asyncio
@@ -61,9 +60,7 @@ class OutboxLimits:
 
 
 class WriteQueue:
-    """Queue of sockets that have something to write: at most ``SLICE`` seconds of writing at a time, and as long a
-    pause after it, so that writing takes half of the event loop at most.
-    """
+    """Queue of sockets with data to write, in slices of ``SLICE`` seconds; uses at most half of the event loop."""
 
     SLICE = 0.001
 
@@ -78,9 +75,7 @@ class WriteQueue:
         self._schedule()
 
     async def wait_written(self) -> None:
-        """Wait until all that was queued before is written: whoever sends to many waits for it, so that the next
-        message is not read before.
-        """
+        """Wait until everything queued before is written, so that a broadcast delays the sender's next message."""
         if self._ready:
             written = asyncio.get_running_loop().create_future()
             self._ready.append(written)
@@ -107,12 +102,7 @@ class WriteQueue:
 
 
 class Outbox:
-    """The writing half of one socket. ``put`` and ``close`` never wait; ``run`` is the task that writes to a peer which
-    reads slowly.
-
-    Args:
-        queue: shared by all sockets of a server.
-    """
+    """Writing half of one socket. ``put`` and ``close`` never wait; ``run`` is the task that writes to a slow peer."""
 
     def __init__(self, socket: WebsocketImplProtocol, limits: OutboxLimits, queue: WriteQueue):
         self._socket = socket
@@ -127,11 +117,7 @@ class Outbox:
         self.is_aborted = False
 
     def put(self, text: str, is_urgent: bool = True) -> None:
-        """Write one frame, or queue it behind others; a socket that is over its limits is cut instead.
-
-        Args:
-            is_urgent: whether it is written in this turn of the loop, when nothing is ahead of it.
-        """
+        """Write a frame now if it is urgent and first, else queue it; cut a socket that exceeds its limits."""
         if self.is_aborted or self._close_reason is not None:
             return
         if is_urgent and not self._waiting and self._write_now(text):
@@ -154,10 +140,7 @@ class Outbox:
             self._wake.set()
 
     def _write_now(self, text: str) -> bool:
-        """Write a frame in this turn of the loop when nothing is ahead of it.
-
-        Waking the task for each frame of each participant took ten times as long.
-        """
+        """Write a frame in this turn of the loop if none is queued, in a tenth of the time of the writer task."""
         connection = None if self._socket.io_proto is None else self._socket.io_proto.transport
         if (
             self._is_writing
@@ -282,14 +265,13 @@ def publish_command(
 def _publish_joints(
     table: RoomTable, room: Room, joints: tuple[Json, ...], source: str, claim: str | None
 ) -> tuple[int, Effects]:
-    """Let joints leave an open room, the only way there is; returns how many changed, and the effects.
+    """Set the joints of a room and return how many changed, and the effects; all commands pass through here.
 
-    In a room of a session nothing is kept or sent but what the session itself sends, and of that nothing that its
-    latch and its limits forbid, whatever went wrong before.
+    Only the room's session may set joints, within its latch and limits.
 
     Raises:
         WireError: the room would hold too many joint names.
-        CommandRefused: the room is a session's, and this must not leave.
+        CommandRefused: another session owns the room, or its guard refuses the command.
     """
     commander = table.commander(room)
     if commander is not None:
@@ -352,7 +334,7 @@ def _relay_to_others(table: RoomTable, participant: Participant, room: Room | No
 
 
 def _apply_update(config: VideoConfig, update: Json) -> VideoConfig:
-    """Return the settings after a producer's update; one that does not fit is relayed but not kept."""
+    """Return the settings after a producer's update; an invalid update is relayed but not kept."""
     known = {key: value for key, value in update.items() if key in VideoConfig.model_fields}
     try:
         return VideoConfig.model_validate({**config.model_dump(), **known})
@@ -382,13 +364,10 @@ def timestamp() -> str:
 
 
 def perform_effects(effects: Effects, max_immediate: int = MAX_IMMEDIATE_WRITES) -> bool:
-    """Hand every message to its outboxes; nothing here waits for anybody.
-
-    Args:
-        at_once: participants to whom a message is written in this turn of the loop.
+    """Put each message into its outboxes without waiting, the first ``max_immediate`` in this turn of the loop.
 
     Returns:
-        Whether some of them get it later, as there are many.
+        Whether an effect has so many recipients that some are written later.
     """
     for effect in effects:
         if isinstance(effect, Send):
@@ -412,13 +391,10 @@ async def serve_participant(
     queue: WriteQueue,
     join_timeout: float,
 ) -> None:
-    """Serve one upgraded socket until it ends: the join, then every frame.
+    """Serve one upgraded socket: the join, then each frame.
 
-    A first frame that is no join, or none within ``join_timeout`` seconds, ends the connection without a word. So
-    does a key that is revoked, within ``KEY_CHECK_INTERVAL`` seconds.
-
-    Args:
-        queue: of all sockets of this server.
+    A first frame that is not a join, or a missing one after ``join_timeout`` seconds, closes the connection silently. A
+    revoked key closes it within ``KEY_CHECK_INTERVAL`` seconds. ``queue`` is shared by all sockets of the server.
     """
     caller, claim = caller_of(request), request.headers.get(CLAIM_HEADER)
     _disable_nagle(socket)
@@ -450,7 +426,7 @@ async def serve_participant(
     finally:
         # Synchronous on purpose: when the peer is gone this runs inside a cancellation.
         is_orderly = socket.ws_proto is not None and socket.ws_proto.close_rcvd is not None
-        # In the next turn: where the server ends, nobody is told that the others are gone. Pictures go on between them.
+        # Sent in the next turn, so that at a shutdown participants do not see each other leave and video continues.
         perform_effects(table.leave(outbox, is_orderly), max_immediate=0)
         writer.cancel()
         key_watch.cancel()
@@ -468,10 +444,7 @@ async def _close_when_unauthorized(socket: WebsocketImplProtocol, is_still_autho
 
 
 def _disable_nagle(socket: WebsocketImplProtocol) -> None:
-    """Turn Nagle's algorithm off, which holds a small frame back for up to 40 ms while another is unacknowledged.
-
-    asyncio does so by itself only for sockets made with an explicit TCP protocol number, and Sanic's are not.
-    """
+    """Turn Nagle's algorithm off, which delays small frames by 40 ms; asyncio does not do it for Sanic's sockets."""
     connection = None if socket.io_proto is None else socket.io_proto.transport
     raw = None if connection is None else connection.get_extra_info("socket")
     if raw is not None:
@@ -492,15 +465,14 @@ class InvalidSignal(ValueError):
 
 
 def relay_signal(table: RoomTable, path: RoomPath, client_id: str, signal: Json) -> tuple[str | None, Effects]:
-    """Relay a WebRTC signal; returns what to answer (None: only that it was processed), and the effects.
+    """Relay a WebRTC signal; returns the answer's text (None for the default one) and the effects.
 
-    A producer offers and sends candidates to ``target_consumer``, a consumer answers and sends candidates to
-    ``target_producer``; a signal without its target or from another role is taken and dropped. The answer says
-    "forwarded" even when nobody is there: peers come and go, and the producer offers again.
+    Producers signal to ``target_consumer``, consumers to ``target_producer``. Signals without a target or from another
+    role are dropped. A missing recipient is not an error, because the producer offers again.
 
     Raises:
-        UnknownRoom: there is no such room.
-        InvalidSignal: no ``type``, or no ``sdp`` or ``candidate`` where one has to be passed on.
+        UnknownRoom: the room does not exist.
+        InvalidSignal: ``type``, ``sdp`` or ``candidate`` is missing.
     """
     table.get(path)
     if "type" not in signal:

@@ -14,10 +14,9 @@ LOWEST_PORT = 1024  # no browser and no library takes a lower one; services that
 
 
 class EarlyCandidates:
-    """ICE candidates by sender that arrived before their offer, as they come by another way.
+    """ICE candidates by sender that arrived before their offer.
 
-    They are never cleared by an offer. A new offer of the same sender takes those of its own generation
-    (``usernameFragment``) and those that do not say; a candidate of an older generation does no harm.
+    An offer takes those of its own generation (``usernameFragment``) and those without one, and clears none.
     """
 
     def __init__(self, max_senders: int = 16, per_sender: int = 64):
@@ -48,7 +47,7 @@ class EarlyCandidates:
 
 
 def trim_candidate(candidate: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a candidate without superfluous fields; None for one that is too long to be one."""
+    """Return a candidate without superfluous fields; None for an oversized one."""
     fields = {name: value for name in _FIELDS if isinstance(value := candidate.get(name), str | int)}
     return (
         fields
@@ -58,11 +57,11 @@ def trim_candidate(candidate: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def explain_refused_address(host: str, port: int) -> str | None:
-    """Return why nothing is ever sent to this address of a stranger; None when it may be tried.
+    """Return why this address is never used, or None.
 
-    Connectivity checks go to whatever the other side says: without this rule a participant of a room could have this
-    server send datagrams to metadata servers, to everybody in the network, or to services of any machine. The machine's
-    own and private addresses stay: that is where robots are.
+    Connectivity checks go to any address that the other side names. Without this rule a participant could make this
+    server send datagrams to metadata servers, to multicast or to local services. Private addresses are allowed: robots
+    use them.
     """
     if not LOWEST_PORT <= port <= 65535:
         return f"port {port} is not from {LOWEST_PORT} to 65535"
@@ -84,11 +83,9 @@ _METADATA = frozenset({ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_addre
 
 
 def split_candidates(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
-    """Split an SDP: the description without its mDNS candidates, and those as if they had trickled in; refused ones are
-    dropped.
+    """Split an SDP into a description and its mDNS candidates; refused and excess candidates are dropped.
 
-    aiortc resolves the ``.local`` ones inside a description before it goes on, a second each, and fails on the whole
-    description when the mDNS port cannot be had. Of those that are not refused ``MAX_CANDIDATES`` stay in each section.
+    aiortc would resolve ``.local`` candidates in a description one by one, a second each, and fail without mDNS.
     """
     lines: list[str] = []
     named: list[Mapping[str, Any]] = []

@@ -1,9 +1,8 @@
-"""Filter of datagrams at a peer's UDP sockets: how much reaches aiortc, and what is dropped before it.
+"""Filter of datagrams at a peer's UDP sockets, before aiortc.
 
-Everybody who can reach a port can send to it, before and after the handshake, and aiortc 1.16 believes them: an empty
-datagram ended a connection, one of 64 kB that calls itself STUN was parsed for 25 ms, and what came before the
-handshake waited in a queue without end. Here each datagram costs a few microseconds until it is worth more, and what
-is read of those that are left is in the same queue as all else that the event loop reads (``service.http.fair_queue``).
+Anybody can send to an open port, and aiortc 1.16 trusts all data: an empty datagram ended a connection, a fake STUN
+message of 64 kB took 25 ms, and early data queued without a limit. The filter costs microseconds per datagram. Accepted
+ones share the fair queue (``service.http.fair_queue``).
 """
 
 import time
@@ -18,26 +17,22 @@ from service.http.fair_queue import FairQueue, Flow
 from service.http.limits import Bucket, source_key
 from service.transport.webrtc.candidates import MAX_CANDIDATES, explain_refused_address
 
-MAX_DATAGRAM = 2048  # bytes; whoever sends media or a handshake keeps to 1500, the size of an Ethernet frame
-MAX_WAITING = 256  # of one peer, until they are read
+MAX_DATAGRAM = 2048  # bytes; media and handshakes keep to 1500, the size of an Ethernet frame
+MAX_WAITING = 256  # unread datagrams of one peer
 # (a second, at once) of one peer. 8 Mbit/s of video are 1,000 packets a second, and a keyframe has 300.
 MEDIA_RATE = (3000, 1500)
 HANDSHAKE_RATE = (100, 50)
 CHECK_RATE = (100, 100)  # STUN of addresses that have proved who they are or were named to us
-STRANGER_RATE = (50, 50)  # STUN of anybody else: the first check of a peer behind a NAT is among them
-# Seconds of the event loop's thread, a second and at once, that the media of one peer may take before all who flood:
-# 1,000 packets of a camera take 0.1. Beyond that it shares with them what time of the loop is left to them.
+STRANGER_RATE = (50, 50)  # other STUN, such as the first check of a peer behind a NAT
+# Seconds of the event loop, a second and at once, for one peer's media before it counts as a flood; 1,000 packets of a
+# camera take 0.1.
 MEDIA_BUDGET = (0.1, 0.05)
 MAX_SOURCES = 16  # SSRCs of one peer; a camera has one, its retransmissions a second. libsrtp keeps each for good
 STUN_COOKIE = b"\x21\x12\xa4\x42"  # stands at byte 4 of every STUN message (RFC 8489)
 
 
 class DatagramFilter:
-    """Filter between one peer connection's sockets and aiortc.
-
-    Attributes:
-        dropped: datagrams that aiortc never saw, or could make nothing of, by reason.
-    """
+    """Filter between one peer connection's sockets and aiortc; ``dropped`` counts refused datagrams by reason."""
 
     def __init__(self) -> None:
         self.dropped: dict[str, int] = dict.fromkeys(("size", "stranger", "rate", "sources", "malformed"), 0)
@@ -148,10 +143,9 @@ class DatagramFilter:
 
 
 def pace_datagrams(original: Callable[[], Awaitable[bytes]], ice: Any) -> Callable[[], Awaitable[bytes]]:
-    """Wrap the receive call of aiortc's task, which takes all datagrams that are there without giving way.
+    """Wrap the receive call of aiortc's task, which would read all waiting datagrams in one turn.
 
-    Each is decrypted and read when it is this peer's turn, and charged with what the one before it took. STUN takes
-    0.15 ms, a packet of video 0.1 ms, and one that is made to be slow (300 parts of H.264) 1 ms.
+    Each datagram waits for this peer's turn, and costs the time that the one before it took (0.1 to 1 ms).
     """
     flow: Flow | None = None
     began: float | None = None

@@ -25,9 +25,8 @@ from service.transport.webrtc.jitter_buffer import BoundedNacks, EagerJitterBuff
 MAX_DECLARED = 1920 * 1088
 MAX_PENDING = 64  # compressed pictures that wait: two seconds at 30 fps, of which all but the last are too old to show
 MAX_PENDING_BYTES = 8 << 20
-# Pictures of the largest size that are decoded, a second and at once: a black keyframe of 1080 lines is three packets,
-# and 7 ms of a decoder. Smaller ones are charged by their size, but never less than half: beyond 120 a second it is
-# their number that counts, as each takes the interpreter's lock from the event loop a few times.
+# Decoded pictures of the largest size, a second and at once. Smaller ones count by size, but at least half, because
+# beyond 120 a second their number matters: each takes the interpreter's lock.
 DECODE_RATE = (60, 30)
 # FFmpeg's names, and whose pictures they are; aiortc offers and answers with no others.
 CODECS: dict[str, tuple[str, Callable[[bytes], int]]] = {"VP8": ("libvpx", vp8_pixels), "H264": ("h264", h264_pixels)}
@@ -41,18 +40,16 @@ Task = tuple[RTCRtpCodecParameters, JitterFrame]
 class DecoderThread:
     """Decoder thread with a bounded queue, in place of aiortc's.
 
-    aiortc's thread decodes whatever waits, with as many threads as the machine has cores, dies of any error that is not
-    FFmpeg's, and is joined on the event loop when a BYE arrives: for 1.8 s with 118 pictures of 1080 lines waiting.
+    aiortc's thread decodes without a limit, dies of errors that are not FFmpeg's, and blocks the event loop at a BYE.
 
     Args:
-        on_frame: takes a picture on the decoder's thread, and returns what is then run on the event loop, or None.
-        on_error: called on the decoder's thread for each picture that could not be decoded.
-        on_skip: called on the event loop for each picture that is not decoded: what follows is built on it, so that the
-            stream goes on at a keyframe.
+        on_frame: takes a picture on the decoder's thread; returns a callback for the event loop, or None.
+        on_error: called on the decoder's thread for each undecodable picture.
+        on_skip: called on the event loop for each skipped picture, because the stream must restart at a keyframe.
 
     Attributes:
-        overrun: pictures dropped because there were more than ``DECODE_RATE`` or too many waited.
-        oversize: pictures dropped for the size they declare.
+        overrun: pictures dropped over ``DECODE_RATE`` or a full queue.
+        oversize: pictures dropped for their declared size.
     """
 
     def __init__(
@@ -145,7 +142,7 @@ class DecoderThread:
         while (task := self._wait_next()) is not None:
             try:
                 frames = self._decode(*task)
-            except Exception:  # FFmpeg's errors, and whatever PyAV makes of an odd picture
+            except Exception:  # errors of FFmpeg and PyAV
                 self._on_error()
                 continue
             for frame in frames:
@@ -170,9 +167,7 @@ class DecoderThread:
 
 
 class _DetachedThread:
-    """Our thread as aiortc sees it, which joins it on the event loop; ``DecoderThread.wait_ended`` does that off the
-    loop.
-    """
+    """Thread that aiortc may join on the event loop without blocking; ``DecoderThread.wait_ended`` really waits."""
 
     def __init__(self, thread: threading.Thread):
         self.is_alive = thread.is_alive
@@ -191,11 +186,9 @@ def create_decoder(codec: str) -> VideoCodecContext:
 
 
 MAX_PIXELS = 1920 * 1080
-# Pictures that may wait for the decoder. What comes out behind more of them was seen too long ago (8 are
-# 270 ms at 30 fps), and is not delivered as if it were new.
+# Pictures that may wait for the decoder; those behind a longer queue are too old (8 are 270 ms at 30 fps).
 MAX_BACKLOG = 8
-# swscale's default yuv420p -> rgb24 is a level too dark on average (-1.1 of 255, 1.3 mean absolute error);
-# with these flags the bias is 0 and the error 0.5, for 1.0 instead of 0.1 ms at 640x480 on the decoder's thread.
+# swscale's default yuv420p -> rgb24 is too dark by 1.1 of 255; these flags remove that for 1 ms at 640x480.
 EXACT_COLORS = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 
 # Where aiortc 1.16 keeps what ``FrameDecoder.install`` replaces; it has no public way to do any of it.
@@ -220,21 +213,19 @@ class _CountingEvent(threading.Event):
 class FrameDecoder:
     """Converts the decoded pictures of one peer connection and delivers the newest on the event loop.
 
-    ``put`` runs on the decoder's thread, so converting costs the event loop nothing, and there is never more than one
-    picture waiting.
+    ``put`` runs on the decoder's thread; at most one picture waits.
 
     Args:
         on_frame: takes (picture, monotonic time it was decoded) on the event loop.
-        on_error: told when ``on_frame`` raised, since nobody awaits what aiortc schedules.
+        on_error: called if ``on_frame`` raised.
 
     Attributes:
-        frames: pictures given to ``on_frame``.
-        oversize, late, broken, superseded: pictures dropped for their size, behind a backlog or because there were more
-            than are decoded, because they could not be converted, and because a newer one came before the loop took
-            them.
+        frames: delivered pictures.
+        oversize, late, broken, superseded: pictures dropped for their size, a backlog or rate, a failed conversion, and
+            a newer picture.
         size: (height, width) of the last picture.
-        decoded_at: when the last one was decoded, None before the first.
-        is_muted: nothing is delivered any more.
+        decoded_at: time of the last decode, or None.
+        is_muted: delivery has ended.
     """
 
     def __init__(self, on_frame: Callable[[np.ndarray, float], None], on_error: Callable[[BaseException], None]):
@@ -263,10 +254,8 @@ class FrameDecoder:
         }
 
     def install(self, receiver: RTCRtpReceiver) -> None:
-        """Put this decoder, its thread and our jitter buffer into a receiver that has not started yet.
-
-        Raises:
-            TransportError: this aiortc keeps its parts elsewhere.
+        """Put this decoder and our jitter buffer into a receiver before its start; TransportError for an unknown
+        aiortc.
         """
         missing = [name for name in _PARTS if not hasattr(receiver, name)]
         if missing or not hasattr(receiver.track, "_queue"):
@@ -291,10 +280,7 @@ class FrameDecoder:
             await self._decoder.wait_ended()
 
     def put(self, frame: Any) -> Any:
-        """Take a picture on the decoder's thread, or None at the end; returns what aiortc runs on the loop.
-
-        None when that is on its way already, for the picture before.
-        """
+        """Take a picture (None: the end) on the decoder's thread; returns a loop callback unless one is pending."""
         if isinstance(frame, av.VideoFrame):
             self._convert(frame, time.monotonic())
             if self._is_delivering:
@@ -328,5 +314,5 @@ class FrameDecoder:
         self.size = (image.shape[0], image.shape[1])
         try:
             self._on_frame(image, self.decoded_at)
-        except Exception as error:  # whatever it is, it goes to the owner: aiortc would swallow it
+        except Exception as error:  # passed to the owner, because aiortc would swallow it
             self._on_error(error)

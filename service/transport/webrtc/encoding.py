@@ -21,8 +21,7 @@ from service.transport.webrtc.decoding import EXACT_COLORS
 
 # A picture older than this is not sent to a peer that has just connected: it would arrive looking fresh.
 MAX_IMAGE_AGE = 0.3
-# Half a bit for each pixel keeps a rendered scene within one level of 255 (aiortc's default of 500 kbit/s for
-# every size does not); the quality floor keeps easy scenes at a tenth of it.
+# Half a bit per pixel keeps a rendered scene within one level of 255; the quality floor saves bits of easy scenes.
 BITS_PER_PIXEL = 0.5
 MIN_BITRATE, MAX_BITRATE = 1_000_000, 8_000_000
 KEYFRAME_INTERVAL = 0.5  # seconds between keyframes on request: each is ten times a picture, to make and to send
@@ -33,12 +32,7 @@ _ENCODER = "_RTCRtpSender__encoder"
 
 
 class Camera:
-    """The newest picture of one camera. Each picture is sent once: repeating one would hide that the camera stopped.
-
-    Attributes:
-        rate: the most pictures a second that are sent.
-        show_count: pictures given to ``show``.
-    """
+    """The newest picture of one camera, sent once to show a stopped camera, at most ``rate`` per second."""
 
     def __init__(self, rate: float):
         self.rate = rate
@@ -112,9 +106,8 @@ class CameraTrack(MediaStreamTrack):
 class CameraEncoder(Vp8Encoder):
     """VP8 for a policy's eyes: enough bits for the size, no denoising, exact colours.
 
-    aiortc's encoder takes 500 kbit/s for any size and obeys the receiver's bandwidth estimate, which grows out of
-    what was sent: a stream that needed little was held at 1.0 Mbit/s on loopback, and each change began with a
-    keyframe. This one keeps its budget; on a network that cannot carry it, send fewer or smaller pictures.
+    aiortc's encoder uses 500 kbit/s for any size and restarts with keyframes at each bandwidth estimate. This one keeps
+    its budget; on a slow network, send fewer or smaller pictures.
     """
 
     def __init__(self, rate: float):
@@ -190,21 +183,14 @@ def vp8_codecs() -> list[RTCRtpCodecCapability]:
 
 
 def install_encoder(sender: RTCRtpSender, track: CameraTrack) -> None:
-    """Give a sender that has not started yet our encoder.
-
-    Raises:
-        TransportError: this aiortc keeps its encoder elsewhere.
-    """
+    """Give a sender our encoder before its start; raises TransportError if this aiortc is unknown."""
     if not hasattr(sender, _ENCODER):
         raise TransportError("this aiortc keeps its encoder elsewhere; install aiortc 1.16")
     setattr(sender, _ENCODER, CameraEncoder(track.camera.rate))
 
 
 def limit_retransmissions(sender: RTCRtpSender) -> None:
-    """Limit the packets that a viewer's reports make a sender send again; called before the sender starts.
-
-    The sender's other work for a report is small, and keyframes are limited by the encoder.
-    """
+    """Limit the packets that a viewer's reports make a sender send again; called before the sender starts."""
     original, bucket = sender._handle_rtcp_packet, Bucket(*RETRANSMIT_RATE)
 
     async def handle(packet: AnyRtcpPacket) -> None:

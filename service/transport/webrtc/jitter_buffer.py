@@ -1,9 +1,7 @@
 """Jitter buffer: video packets to whole pictures, and the sizes that H.264 and VP8 declare.
 
-aiortc's own buffer gives a picture out when the first packet of the next one arrives: a frame late (33 ms at
-30 fps), and never for the last picture before a pause. After a retransmission it gives out one picture for
-each packet, so a stream of one packet a picture stays behind for good. And after a loss it decodes on top of a
-missing picture, which smears until the next keyframe. A policy must see none of this.
+aiortc's buffer delivers a picture only with the next one (33 ms late at 30 fps). It stays behind after a
+retransmission, and decodes smeared pictures after a loss. A policy must not see such pictures.
 """
 
 import re
@@ -19,18 +17,17 @@ from aiortc.utils import uint16_add
 # Profiles whose description has chroma and scaling lists in it.
 _PROFILES_WITH_CHROMA = {44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244}
 _MAX_LEADING_ZEROS = 32  # zeros before a number; more are no H.264
-UNREADABLE_SIZE = 1 << 62  # pixels: whoever describes a picture that way is not decoded
+UNREADABLE_SIZE = 1 << 62  # pixels; reported for invalid descriptions, which are not decoded
 
 
-# Of one picture. A slice for each packet makes 200, and one description is all that anybody sends; each is read in up
-# to 1 ms, on the event loop.
+# Limits of one picture. Usual are 200 slices (one per packet) and one parameter set, of up to 1 ms each.
 MAX_UNITS = 1024
 MAX_DESCRIPTIONS = 2
 _START_CODE = b"\0\0\1"
 
 
 def _unit_pattern(kind: int) -> re.Pattern[bytes]:
-    """Return a pattern of a start code with the first byte of such a unit, whatever its importance."""
+    """Return a pattern of a start code with the first byte of such a unit, of any importance."""
     return re.compile(_START_CODE + b"[" + b"".join(b"\\x%02x" % (high << 5 | kind) for high in range(8)) + b"]")
 
 
@@ -38,10 +35,7 @@ _SLICE, _DESCRIPTION = _unit_pattern(5), _unit_pattern(7)
 
 
 def h264_pixels(data: bytes) -> int:
-    """Return the largest picture size that the sequence parameter sets of an access unit declare, 0 when it has none.
-
-    They are found wherever FFmpeg would find them: what comes before the first start code is passed over.
-    """
+    """Return the largest picture size in an access unit's parameter sets, found as FFmpeg does; 0 without any."""
     if data.count(_START_CODE) > MAX_UNITS:
         return UNREADABLE_SIZE
     starts = [match.end() for match in islice(_DESCRIPTION.finditer(data), MAX_DESCRIPTIONS + 1)]
@@ -112,10 +106,7 @@ class _BitReader:
         self._at = 0
 
     def read_bits(self, count: int) -> int:
-        """
-        Raises:
-            ValueError: there are not so many bits left.
-        """
+        """Return the next bits as a number; raises ValueError at the end of the data."""
         self._at += count
         if self._at > len(self._bits):
             raise ValueError("the description ends")
@@ -132,8 +123,8 @@ class _BitReader:
 
 # Seconds a missing packet may hold up the stream; a retransmission on a local network takes a few ms.
 LOSS_TIMEOUT = 0.2
-# Pictures given out at one packet: what comes in LOSS_TIMEOUT at 60 fps. The next come with the packets after it.
-# 511 of a packet each may wait for the one before them, and each is looked at for up to 1 ms, on the event loop.
+# Pictures delivered per packet, those of LOSS_TIMEOUT at 60 fps; the others follow with later packets, because each
+# takes up to 1 ms of the event loop.
 MAX_FRAMES_PER_PACKET = 12
 NACK_INTERVAL = 0.005  # seconds between reports of missing packets
 VP8_START = b"\x9d\x01\x2a"  # stands at byte 3 of a keyframe
@@ -141,21 +132,19 @@ KEYFRAME_REQUEST_INTERVAL = 0.3  # seconds between requests for a keyframe
 
 
 class EagerJitterBuffer(JitterBuffer):
-    """Jitter buffer that gives out a picture as soon as it is complete, in place of aiortc's.
+    """Jitter buffer that delivers a picture as soon as it is complete, in place of aiortc's.
 
-    A picture is complete with its marker bit (RFC 7741, RFC 6184) or when the next one begins. After a loss
-    nothing is given out until a keyframe, which is asked for.
+    A picture ends at its marker bit (RFC 7741, RFC 6184) or at the next one. A loss skips to a requested keyframe.
 
     Args:
         on_extra_frame: takes every picture but the last when one packet completes several, in order.
-        max_pixels: a VP8 keyframe that declares more is not given out, since a decoder would first make room for it
-            (two 14-bit sides: 400 MB in a packet of twelve bytes).
+        max_pixels: larger VP8 keyframes are dropped, because decoders allocate what a header declares (400 MB).
         clock: monotonic seconds.
 
     Attributes:
-        lost: how often packets were given up.
-        skipped: pictures not given out for want of a keyframe.
-        oversize: keyframes not given out for the size they declare.
+        lost: number of losses.
+        skipped: pictures dropped while waiting for a keyframe.
+        oversize: keyframes dropped for their declared size.
     """
 
     def __init__(
@@ -282,11 +271,7 @@ class EagerJitterBuffer(JitterBuffer):
 
 
 class BoundedNacks(NackGenerator):
-    """Missing packets, of the newest alone, reported now and then.
-
-    aiortc's counts through the whole gap before it forgets all but the last, 30,000 numbers for one packet or 5 ms of
-    the event loop, looks through all of them for each packet, and sends a report for each gap.
-    """
+    """Limited reports of the newest missing packets; aiortc's count through gaps of 30,000 and report each one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         super().__init__()

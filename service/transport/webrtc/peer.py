@@ -30,8 +30,7 @@ _CODEC = re.compile(r"a=rtpmap:(\d{1,3}) (?:VP8|H264|rtx)/90000$", re.IGNORECASE
 CLOSE_TIMEOUT = 2.0
 OPEN_TIMEOUT = 0.5  # the sockets of this machine are open by then; what STUN servers answer may take 5 s
 
-# What a description may have. Chrome offers sound, two cameras and a data channel in 20 kB of 500 lines; aiortc needed
-# 24 s of the event loop for 60 kB (2,000 codecs), and 7 ms for the worst of what is let through.
+# Limits of a description: Chrome offers 500 lines in 20 kB, while 60 kB with 2,000 codecs block aiortc for 24 s.
 MAX_SDP = 65_536
 MAX_LINE = 2048
 MAX_LINES = 1000
@@ -40,7 +39,7 @@ MAX_LINES_OF_KIND = {
     "a=rtpmap": 64, "a=fmtp": 64, "a=rtcp-fb": 256, "a=ssrc": 64, "a=ssrc-group": 16, "a=extmap": 64,
     "a=candidate": 128, "a=fingerprint": 8,
 }  # fmt: skip
-MAX_CODECS = 16  # of a section of video, of those that we decode; Chrome has VP8 and seven kinds of H.264, each twice
+MAX_CODECS = 16  # decodable codecs per video section; Chrome has VP8 and seven kinds of H.264, each twice
 MAX_FEEDBACK = 8  # kinds of RTCP feedback of one codec; Chrome has six
 MAX_CREDENTIAL = 256  # characters of a=ice-ufrag and a=ice-pwd (RFC 8839, 5.4); they go out with each check
 
@@ -53,9 +52,9 @@ class Peer:
     """Peer connection with its candidates; ``answer_offer`` and ``create_offer`` start it.
 
     Attributes:
-        connected_at: when it connected (monotonic), None before.
-        has_video: whether the other side offered, or took, a video stream.
-        datagram_filter: what of the other side's datagrams was handed on.
+        connected_at: monotonic time of the connection, or None.
+        has_video: whether a video stream was agreed.
+        datagram_filter: filter of received datagrams.
     """
 
     def __init__(self, ice_servers: Sequence[str]):
@@ -86,9 +85,7 @@ class Peer:
         return self._pc.signalingState == "stable" and self._pc.remoteDescription is not None
 
     def is_useless(self, connect_timeout: float) -> bool:
-        """Whether the connection is over, or did not connect in so many seconds: its sockets and checks are nobody's
-        then.
-        """
+        """Whether the connection ended, or did not connect in this many seconds."""
         return self.state in ("failed", "closed") or (
             self.connected_at is None and time.monotonic() > self.created_at + connect_timeout
         )
@@ -121,11 +118,7 @@ class Peer:
         return self._get_description()
 
     async def create_offer(self, track: CameraTrack) -> str:
-        """Send ``track``, and return the offer's SDP with all candidates.
-
-        Raises:
-            BadSignal: there is no address to offer.
-        """
+        """Send ``track``, and return the offer's SDP with all candidates; raises BadSignal if there is no address."""
         transceiver = self._pc.addTransceiver(track, direction="sendonly")
         transceiver.setCodecPreferences(vp8_codecs())
         install_encoder(transceiver.sender, track)
@@ -136,11 +129,7 @@ class Peer:
         return self._get_description()
 
     async def accept_answer(self, answer: str) -> None:
-        """Take the answer to our offer.
-
-        Raises:
-            BadSignal: it cannot be used.
-        """
+        """Take the answer to our offer; raises BadSignal if it cannot be used."""
         if self._pc.signalingState != "have-local-offer":
             raise BadSignal(f"an answer came while the connection was {self._pc.signalingState}")
         check_description(answer)
@@ -149,10 +138,7 @@ class Peer:
         self.add_candidates(named)
 
     def add_candidates(self, candidates: Iterable[Mapping[str, Any]]) -> None:
-        """Add trickled candidates, each in its own time: an mDNS name takes up to a second to resolve.
-
-        There are never more than a few; what comes after twice ``MAX_CANDIDATES`` is not looked at.
-        """
+        """Add trickled candidates in parallel (mDNS names resolve slowly), at most twice ``MAX_CANDIDATES``."""
         for candidate in candidates:
             if self._candidate_count >= 2 * MAX_CANDIDATES:
                 return
@@ -162,10 +148,7 @@ class Peer:
             task.add_done_callback(self._adding.discard)
 
     async def close(self) -> None:
-        """Close the connection and everything that still waits for it.
-
-        Whoever is cancelled meanwhile waits all the same: half a close would leave its sockets open for good.
-        """
+        """Close the connection and its tasks; a cancelled caller still waits, because half a close leaks sockets."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         try:
@@ -239,11 +222,7 @@ async def _ignore_start(*arguments: object) -> None:
 
 
 def check_description(sdp: str) -> None:
-    """Check the size of a description before anything parses it.
-
-    Raises:
-        BadSignal: it is larger, or has more of something, than a camera's.
-    """
+    """Raise BadSignal for a description that exceeds a camera's sizes, before it is parsed."""
     if len(sdp) > MAX_SDP:
         raise BadSignal(f"a description of {len(sdp)} characters; at most {MAX_SDP} are read")
     lines = sdp.splitlines()
@@ -298,11 +277,7 @@ def _limit_codecs(section: list[str]) -> list[str]:
 
 
 def forbid_renegotiation(connection: RTCPeerConnection) -> None:
-    """Forbid a second handshake on the DTLS transports of a new connection.
-
-    Raises:
-        TransportError: this aiortc keeps its certificates elsewhere.
-    """
+    """Forbid a second handshake on the DTLS transports; raises TransportError if this aiortc is unknown."""
     certificates = getattr(connection, _CERTIFICATES, None)
     if not certificates:
         raise TransportError("this aiortc keeps its certificates elsewhere; install aiortc 1.16")
@@ -317,12 +292,10 @@ def forbid_renegotiation(connection: RTCPeerConnection) -> None:
 
 
 def _limit_gathering(connection: RTCPeerConnection, datagram_filter: DatagramFilter) -> None:
-    """Change three things that aioice does otherwise, for each of the connection's transports.
+    """Change aioice in three ways, for each of the connection's transports.
 
-    It never offers 127.0.0.1; a machine that has no other address, as a laptop on a train or a container without
-    network, does here, for otherwise two processes on it could not see each other. It takes whatever address an
-    mDNS name is resolved to; here that is held to the rule for addresses that are given as such, and there are not more
-    than ``MAX_CANDIDATES``. And it reads whatever comes to its sockets; here that goes through ``datagram_filter``.
+    It offers 127.0.0.1 on a machine without another address, so that two local processes connect. Resolved mDNS
+    addresses obey the rule for addresses, with at most ``MAX_CANDIDATES``. Datagrams go through ``datagram_filter``.
     """
     datagram_filter.guard_connection(connection)
     for transport in transports_of(connection):
