@@ -203,14 +203,6 @@ def test_a_model_of_a_pipeline_is_fetched_alone(fetch, stub: StubHub, model, var
     assert any("-of-" in name for name in fetched) == (variant is None)
 
 
-def test_a_model_is_read_from_the_cache_without_the_hub(fetch, stub: StubHub, model) -> None:
-    files = diffusers_folder.files(subfolder="transformer", variant="fp16")
-    first = fetch("someone/painter", files=files)
-    stub.close()
-    assert fetch("someone/painter", files=files) == first
-    assert diffusers_folder.read(first, subfolder="transformer", variant="fp16")[0] == CONFIG
-
-
 def test_a_pipeline_fetched_without_its_subfolder_says_what_it_is(fetch, stub: StubHub, model) -> None:
     with pytest.raises(CheckpointError, match="a pipeline, not a model; give the subfolder"):
         diffusers_folder.read(fetch("someone/painter", files=diffusers_folder.files()))

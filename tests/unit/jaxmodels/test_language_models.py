@@ -122,8 +122,9 @@ def move_tensor(policy: Path) -> None:
         (move_tensor, f"is in {SHARDS[0]}, not in {SHARDS[1]}"),
         (lambda policy: edit_json(policy / INDEX, lambda v: v["weight_map"].update(a="../x")), "wanted plain"),
         (lambda policy: edit_json(policy / INDEX, lambda v: v["weight_map"].update(a=SHARDS[0])), "a is not in"),
+        (lambda policy: edit_json(policy / INDEX, weight_map=[1]), "has no weight_map"),
     ],
-    ids=["missing", "no index", "twice", "stray", "moved", "elsewhere", "unknown"],
+    ids=["missing", "no index", "twice", "stray", "moved", "elsewhere", "unknown", "no map"],
 )  # fmt: skip
 def test_shards_that_do_not_fit_their_index_are_refused(change, text: str, folder) -> None:
     policy = folder(SMOLVLA)

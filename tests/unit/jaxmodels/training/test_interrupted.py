@@ -103,15 +103,6 @@ def test_a_policy_that_was_half_written_is_removed_by_its_own_run_only(tmp_path:
     assert entries(tmp_path / "run") == ["training.json"]
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), OSError("No space left on device")]
-)
-def test_a_full_disk_names_the_run_and_says_how_to_go_on(tmp_path: Path, error: OSError) -> None:
-    wanted = rf"{tmp_path}: cannot be written \(No space left on device\); make room there.*--resume=true"
-    with pytest.raises(OSError, match=wanted), explain_write_errors(tmp_path):
-        raise error
-
-
 def test_a_file_that_is_not_there_is_told_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nothing"), explain_write_errors(tmp_path):
         (tmp_path / "nothing").read_text()

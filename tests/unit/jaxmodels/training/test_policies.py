@@ -95,26 +95,6 @@ def test_misspelt_training_fields_are_refused_even_when_off(places: Dataset) -> 
         start_of("diffusion", places).with_values({"other": None})
 
 
-def test_a_text_encoder_learns_unless_it_is_frozen(
-    told: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
-) -> None:
-    kind = "diffusion2d"  # what is frozen is found by name, the same for every type
-    few = config(steps=2, log_freq=1)
-    train(told, start_of(kind, told), few, tmp_path / "learns")
-    learned = lerobot_folder.read_checkpoint(tmp_path / "learns" / "policy").weights
-    text = {name.removeprefix("text."): array for name, array in learned.items() if name.startswith("text.")}
-    still = start_of(kind, told).with_values({"text_encoder": {**TEXT, "is_frozen": True}})
-    still = Start(still.policy, {f"text.{name}": array for name, array in text.items()})
-    train(told, still, few, tmp_path / "frozen")
-    frozen = lerobot_folder.read_checkpoint(tmp_path / "frozen" / "policy").weights
-    for name, array in text.items():
-        np.testing.assert_array_equal(frozen[f"text.{name}"], array, err_msg=name)
-    again = Start(start_of(kind, told).policy, {f"text.{name}": array for name, array in text.items()})
-    train(told, again, few, tmp_path / "again")
-    moved = lerobot_folder.read_checkpoint(tmp_path / "again" / "policy").weights
-    assert any((moved[f"text.{name}"] != array).any() for name, array in text.items())
-
-
 def test_a_clip_from_a_folder_reads_the_tasks_and_stays_as_it_is(
     unseen: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
 ) -> None:
