@@ -85,12 +85,6 @@ def spoil(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> No
     write_tensors(folder / WEIGHTS, tensors)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_names_and_shapes_are_those_of_diffusers_state_dict(name: str) -> None:
-    keys = json.loads((GOLDEN / name / "keys.json").read_text())["keys"]
-    assert {place.theirs: list(place.shape) for place in tensor_names(config_of(name))} == keys
-
-
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_our_arrays_are_those_of_the_model(name: str) -> None:
     config = config_of(name)
@@ -108,41 +102,6 @@ def test_what_is_written_is_bit_for_bit_what_was_read(name: str, tmp_path: Path)
     diffusers_folder.write(tmp_path / "second", found, weights)
     assert same(read_tensors(tmp_path / "second" / WEIGHTS), tensors)
     assert (tmp_path / "first" / "config.json").read_text() == (tmp_path / "second" / "config.json").read_text()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_config_is_written_as_diffusers_writes_it(name: str, tmp_path: Path) -> None:
-    diffusers_folder.write(tmp_path / "model", config_of(name), random_weights(config_of(name)))
-    written, wanted = (folder / "config.json" for folder in (tmp_path / "model", GOLDEN / name))
-    if name == "patches_chunk_single":  # diffusers could not load what it writes itself here: a null it refuses
-        values = json.loads(wanted.read_text())
-        del values["num_embeds_ada_norm"]
-        assert json.loads(written.read_text()) == values
-    else:
-        assert written.read_text() == wanted.read_text()
-
-
-def test_a_tensor_lies_where_the_model_looks_for_it(tmp_path: Path) -> None:
-    config = OTHERS["gated"]
-    tensors = random_tensors(config)
-    diffusers_folder.write(tmp_path / "model", config, random_weights(config))
-    write_tensors(tmp_path / "model" / WEIGHTS, tensors)
-    weights = diffusers_folder.read(tmp_path / "model")[1]
-    block, theirs = "transformer_blocks", "transformer_blocks.1"
-    for part, letter in enumerate("qkv"):
-        wanted = tensors[f"{theirs}.attn1.to_{letter}.weight"].T
-        np.testing.assert_array_equal(weights[f"{block}.attn1.to_qkv.kernel"][1, :, part], wanted)
-    np.testing.assert_array_equal(
-        weights[f"{block}.attn2.to_kv.kernel"][1, :, 1], tensors[f"{theirs}.attn2.to_v.weight"].T
-    )
-    np.testing.assert_array_equal(weights[f"{block}.attn2.to_out.bias"][1], tensors[f"{theirs}.attn2.to_out.0.bias"])
-    np.testing.assert_array_equal(weights["proj_in.kernel"], tensors["proj_in.weight"][:, :, 0, 0].T)
-    np.testing.assert_array_equal(weights[f"{block}.fuser.alpha_attn"][1], tensors[f"{theirs}.fuser.alpha_attn"])
-    patches = random_tensors(config_of("patches_dit"))
-    diffusers_folder.write(tmp_path / "dit", config_of("patches_dit"), random_weights(config_of("patches_dit")))
-    write_tensors(tmp_path / "dit" / WEIGHTS, patches)
-    kernel = diffusers_folder.read(tmp_path / "dit")[1]["pos_embed.proj.kernel"]
-    np.testing.assert_array_equal(kernel[1, 0, 2, 3], patches["pos_embed.proj.weight"][3, 2, 1, 0])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])

@@ -178,7 +178,7 @@ def test_a_unets_config_that_makes_no_sense_is_refused(changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", VARIED)
-def test_every_transformer_of_a_unet_of_diffusers_is_found_with_its_weights(name: str, peer, tmp_path: Path) -> None:
+def test_every_transformer_of_a_unet_is_found(name: str, peer, tmp_path: Path) -> None:
     model = peer.UNet2DConditionModel(**{**SMALL, **VARIED[name]})
     model.save_pretrained(tmp_path / "unet")
     values = json.loads((tmp_path / "unet" / "config.json").read_text())

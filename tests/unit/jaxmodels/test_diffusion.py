@@ -37,7 +37,6 @@ def read(name: str = "diffusion_two_cameras_ddpm", **changes: Any) -> DiffusionC
         ({"use_peft": True}, "merge the adapter"),
         ({"input_features": {"observation.state": {"type": "STATE", "shape": [6]}}}, "neither an image nor"),
         ({"beta_start": 0.5}, "betas go from 0.5 to 0.02"),
-        ({"of_the_future": 1}, "unknown fields of_the_future = 1; this reads the fields of LeRobot 0.6.1"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[str, Any], wrong: str) -> None:
@@ -71,7 +70,7 @@ def observation(batch: int = 1, steps: int = 2) -> dict[str, np.ndarray]:
     }
 
 
-def test_without_noise_the_same_observation_has_the_same_answer_in_any_batch(policy: jaxmodels.Policy) -> None:
+def test_answers_without_noise_do_not_depend_on_the_batch(policy: jaxmodels.Policy) -> None:
     assert (policy.requirements.observation_steps, policy.requirements.chunk) == (2, 8)
     several = policy.act(observation(3))
     assert several.shape == (3, 8, 2)
@@ -92,7 +91,7 @@ def test_without_noise_the_same_observation_has_the_same_answer_in_any_batch(pol
         ({}, {"step_noise": np.zeros((7, 1, 16, 2), np.float32)}, "the policy's sampler adds no noise on its way"),
     ],
 )
-def test_a_history_and_a_noise_of_other_shapes_are_refused(
+def test_invalid_histories_and_noises_are_refused(
     policy: jaxmodels.Policy, changes: dict[str, Any], noises: dict[str, Any], wrong: str
 ) -> None:
     with pytest.raises(ObservationError, match=wrong):

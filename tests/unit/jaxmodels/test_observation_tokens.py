@@ -61,7 +61,7 @@ def look() -> Callable[[Observation], Any]:
     return looking(CONFIG)
 
 
-def test_tokens_are_state_environment_each_cameras_pixels_and_the_instruction(look) -> None:
+def test_tokens_hold_all_features_and_the_instruction(look) -> None:
     tokens, mask = look(seen())
     assert tokens.shape == (2, 1 + 1 + 2 * PIXELS + LETTERS, 16)
     assert mask.tolist() == [[True] * (2 + 2 * PIXELS) + [True] * 3 + [False] * 2] * 2
@@ -87,7 +87,7 @@ def test_every_input_reaches_the_tokens_of_all_others(look) -> None:
     assert np.abs(changed - tokens)[mask].reshape(2, -1, 16).max(axis=-1).min() > 1e-4
 
 
-def test_without_language_there_is_no_mask_and_without_encoder_layers_tokens_are_on_their_own() -> None:
+def test_tokens_without_language_and_without_encoder_layers() -> None:
     config = dataclasses.replace(CONFIG, text_encoder=None, n_encoder_layers=0)
     tokens = looking(config)
     plain, mask = tokens(seen(language=None))

@@ -191,7 +191,7 @@ def test_a_model_trained_for_it_keeps_to_the_side_of_the_plan_always(delay: int)
     assert (found.jump, found.changes) < (0.02, 0.02)
 
 
-def test_a_training_example_leaves_the_first_actions_without_noise_and_counts_the_others() -> None:
+def test_training_examples_keep_the_prefix_free_of_noise() -> None:
     actions, noise = jnp.full(SHAPE, 2.0), jnp.full(SHAPE, -1.0)
     made = example(FLOW, actions, noise, jnp.array([0.5, 1.0, 0.0]), jnp.array([0, 3, 8]))
     np.testing.assert_array_equal(made.counts.sum(1), [8, 5, 0])
@@ -211,7 +211,7 @@ def test_a_given_prefix_comes_out_as_it_went_in() -> None:
         assert np.abs(np.asarray(sample)[member, past:] - 0.7).min() > 1e-4
 
 
-def test_delays_for_training_are_drawn_up_to_the_largest_and_rarer_with_decay() -> None:
+def test_delays_for_training_are_rarer_with_decay() -> None:
     even, decaying = (np.bincount(draw_delays(KEY, 4000, 4, decay), minlength=5) for decay in (0.0, 1.0))
     assert len(even) == len(decaying) == 5
     assert np.ptp(even) < 200

@@ -232,7 +232,7 @@ def test_a_share_of_the_tokens_is_masked_for_training_and_one_at_least(share: fl
     assert set(np.unique(noisy)) <= {0, schedule.mask}
 
 
-def test_a_flow_is_at_the_sample_at_0_and_at_the_noise_at_1_and_its_target_is_its_slope() -> None:
+def test_a_flow_goes_from_the_sample_to_the_noise() -> None:
     schedule = FlowSchedule(shift=2.0)
     sample, noise = jax.random.normal(KEY, (2, 3, 4), jnp.float32)
     start, end = schedule.add_noise(sample, noise, jnp.zeros(3)), schedule.add_noise(sample, noise, jnp.ones(3))

@@ -69,7 +69,7 @@ def test_flow_matching_reproduces_a_normal_distribution(sample: Any, steps: int,
     assert abs(float(x.std()) / STD - 1) < 0.03
 
 
-def test_heun_converges_with_the_square_of_the_steps_and_euler_with_the_steps() -> None:
+def test_heun_has_order_two_and_euler_order_one() -> None:
     start = np.linspace(-2, 2, 9, dtype=np.float32)[None]
     exact = MEAN + STD * start  # where this flow carries noise
 
