@@ -203,8 +203,3 @@ def checkpoint_of() -> Callable[..., Checkpoint]:
 @pytest.fixture
 def observation_of() -> Callable[..., dict[str, np.ndarray]]:
     return make_observation
-
-
-@pytest.fixture
-def stats_of() -> Callable[..., dict[str, dict[str, np.ndarray]]]:
-    return random_stats

@@ -128,12 +128,6 @@ def unet(tmp_path: Path) -> Path:
     return tmp_path / "unet"
 
 
-def test_one_transformer_of_a_unet_is_read_alone(unet: Path) -> None:
-    config, weights = diffusers_folder.read(unet, prefix="down_blocks.0.attentions.1")
-    assert (config.in_channels, config.inner_dim, config.num_attention_heads) == (32, 32, 4)
-    assert weights["transformer_blocks.attn2.to_kv.kernel"].shape == (1, 12, 2, 32)
-
-
 def test_an_unknown_prefix_is_refused_with_those_there_are(unet: Path) -> None:
     for prefix in ("down_blocks.0.attentions.2", "down_blocks.0", "", "mid_block.attentions.0."):
         with pytest.raises(ConfigError, match=r"no 2D transformer there; this UNet2D.*down_blocks\.0\.attentions\.0, "):

@@ -96,14 +96,3 @@ def test_invalid_histories_and_noises_are_refused(
 ) -> None:
     with pytest.raises(ObservationError, match=wrong):
         policy.act(observation() | changes, **noises)
-
-
-def test_noise_for_a_policy_that_makes_its_chunks_of_none_is_refused(golden_folder) -> None:
-    act = jaxmodels.load_policy(golden_folder("act_state_only"))
-    shapes = {
-        "observation.state": act.requirements.state,
-        "observation.environment_state": act.requirements.environment_state,
-    }
-    seen = {name: np.zeros((1, width), np.float32) for name, width in shapes.items() if width is not None}
-    with pytest.raises(ObservationError, match="makes its chunks of none that could be given"):
-        act.act(seen, noise=np.zeros((1, 8, 2), np.float32))

@@ -401,10 +401,3 @@ def test_parts_of_a_policy_are_counted_and_timed_apart(name: str, policies) -> N
 )
 def test_language_models_are_in_bfloat16_on_accelerators(kind: str, asked, platform: str, expected: str) -> None:
     assert find_dtype(asked, platform, get_policy_type(kind).accelerator_dtype).name == expected
-
-
-def test_a_model_that_nobody_knows_the_sizes_of_is_refused(folder) -> None:
-    policy = folder(SMOLVLA)
-    edit_json(policy / "config.json", lambda values: values.update(vlm_model_name="somebody/model"))
-    with pytest.raises(ConfigError, match=r"somebody/model.*whose sizes are not known"):
-        jaxmodels.load_policy(policy)

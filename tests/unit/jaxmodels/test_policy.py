@@ -220,14 +220,18 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(config, check
         jaxmodels.Policy(checkpoint_of(config), device=name)
 
 
-def test_a_path_that_is_neither_folder_nor_repo_is_refused(tmp_path: Path, config, checkpoint_of) -> None:
-    for path in (tmp_path / "nothing", "./nothing", "a/b/c", "~nobody/x", ""):
-        for read in (jaxmodels.load_policy, jaxmodels.read_requirements):
-            with pytest.raises(HubError, match="neither a folder here nor a repo id"):
-                read(path)
-    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_of(config))
+def test_noise_for_a_policy_without_noise_is_refused(policy, config, observation_of) -> None:
+    with pytest.raises(ObservationError, match="makes its chunks of none that could be given"):
+        policy.act(observation_of(config), noise=np.zeros((1, 6, 5), np.float32))
+
+
+@pytest.mark.parametrize("read", [jaxmodels.load_policy, jaxmodels.read_requirements])
+def test_a_path_that_is_neither_folder_nor_repo_is_refused(read, tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing", "./nothing", "~nobody/x", ""):
+        with pytest.raises(HubError, match="neither a folder here nor a repo id"):
+            read(path)
     with pytest.raises(ConfigError, match=r"is a folder; a revision \('main'\) belongs to a repo"):
-        jaxmodels.load_policy(tmp_path / "policy", revision="main")
+        read(tmp_path, revision="main")
 
 
 @pytest.mark.usefixtures("no_programs")
