@@ -12,6 +12,7 @@ from jaxmodels.policies.act import ActConfig
 from jaxmodels.types import Feature
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot_act"
+ACTION = {"type": "ACTION", "shape": [6]}
 
 
 def test_the_order_of_cameras_is_the_order_in_the_file() -> None:
@@ -56,6 +57,7 @@ def test_a_config_that_makes_no_sense_is_refused_with_the_reason(small, changes,
         ({"input_features": {"observation.images.a": {"type": "VISUAL", "shape": [96, 96, 3]}}}, "3, height, width"),
         ({"input_features": {"observation.state": {"type": "FORCE", "shape": [2]}}}, "wanted one of STATE"),
         ({"normalization_mapping": ["MEAN_STD"]}, "no object"),
+        ({"output_features": {"action": {**ACTION, "names": ["a", "b"]}}}, "2 names for 6 numbers"),
     ],
 )
 def test_a_malformed_file_is_refused_with_the_field(changes, words) -> None:
@@ -70,17 +72,6 @@ def test_pretrained_revision_is_read_and_written() -> None:
     assert config.to_json()["pretrained_revision"] == "main"
     unset = ActConfig.from_json({**values, "pretrained_revision": None})
     assert "pretrained_revision" not in unset.to_json()  # LeRobot 0.4.4 does not know the field.
-
-
-def test_joint_names_are_read_from_a_feature() -> None:
-    values = json.loads((GOLDEN / "act_one_camera" / "config.json").read_text())
-    names = ["a", "b", "c", "d", "e", "f"]
-    for written in (names, {"motors": names}):
-        values["output_features"]["action"]["names"] = written
-        assert ActConfig.from_json(values).action.names == tuple(names)
-    values["output_features"]["action"]["names"] = names[:2]
-    with pytest.raises(ConfigError, match="2 names for 6 numbers"):
-        ActConfig.from_json(values)
 
 
 def test_the_folder_is_the_registry() -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmodels.errors import InputError
 from jaxmodels.policies.diffusion2d import Diffusion2dConfig
 from jaxmodels.policies.transformer2d_policy import ObservationTokens
 from jaxmodels.text import TextConfig
@@ -84,3 +85,8 @@ def test_tokens_without_language_and_without_encoder_layers() -> None:
     moved, _ = tokens(seen(language=None, state=jnp.ones((2, 4))))
     np.testing.assert_array_equal(moved[:, 1:], plain[:, 1:])
     assert np.abs(moved[:, 0] - plain[:, 0]).max() > 0.1
+
+
+def test_an_observation_without_the_instruction_that_is_read_is_refused(look) -> None:
+    with pytest.raises(InputError, match="no language"):
+        look(seen(language=None))
