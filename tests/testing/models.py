@@ -190,12 +190,12 @@ def make_observation(config: ActConfig, batch: int = 1, seed: int = 0) -> dict[s
     return observation
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small() -> Callable[..., ActConfig]:
     return small_config
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def checkpoint_of() -> Callable[..., Checkpoint]:
     return make_checkpoint
 
@@ -203,20 +203,3 @@ def checkpoint_of() -> Callable[..., Checkpoint]:
 @pytest.fixture
 def observation_of() -> Callable[..., dict[str, np.ndarray]]:
     return make_observation
-
-
-@pytest.fixture
-def stats_of() -> Callable[..., dict[str, dict[str, np.ndarray]]]:
-    return random_stats
-
-
-@pytest.fixture(scope="session")
-def small_of() -> Callable[..., ActConfig]:
-    """`small`, for fixtures that live longer than a test."""
-    return small_config
-
-
-@pytest.fixture(scope="session")
-def checkpoint_for() -> Callable[..., Checkpoint]:
-    """`checkpoint_of`, for fixtures that live longer than a test."""
-    return make_checkpoint

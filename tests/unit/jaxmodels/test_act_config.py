@@ -12,14 +12,7 @@ from jaxmodels.policies.act import ActConfig
 from jaxmodels.types import Feature
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot_act"
-
-
-@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*/config.json")), ids=lambda path: path.parent.name)
-def test_a_config_of_lerobot_comes_back_as_it_was(path: Path) -> None:
-    values = json.loads(path.read_text())
-    written = ActConfig.from_json(values).to_json()
-    assert written == values
-    assert list(written) == list(values)
+ACTION = {"type": "ACTION", "shape": [6]}
 
 
 def test_the_order_of_cameras_is_the_order_in_the_file() -> None:
@@ -34,7 +27,6 @@ def test_the_order_of_cameras_is_the_order_in_the_file() -> None:
     [
         ({"dim_model": 18, "n_heads": 4}, "not a multiple of n_heads 4"),
         ({"dim_model": 18, "n_heads": 2}, "not a multiple of 4"),
-        ({"chunk_size": 0}, "chunk_size is 0"),
         ({"n_action_steps": 7}, "more than chunk_size 6"),
         ({"temporal_ensemble_coeff": 0.01}, "it must be 1"),
         ({"n_obs_steps": 2}, "act looks at 1 observation"),
@@ -42,7 +34,6 @@ def test_the_order_of_cameras_is_the_order_in_the_file() -> None:
         ({"feedforward_activation": "glu", "dim_feedforward": 25}, "cannot be halved"),
         ({"vision_backbone": "vit"}, "known: resnet18"),
         ({"vision_backbone": "resnet18", "replace_final_stride_with_dilation": True}, "use resnet50"),
-        ({"dropout": 1.0}, "dropout is 1.0"),
         ({"use_peft": True}, "merge the adapter"),
         ({"normalization_mapping": (("STATE", "GUESS"),)}, "STATE: GUESS"),
         ({"output_features": ()}, "no feature 'action'"),
@@ -60,16 +51,13 @@ def test_a_config_that_makes_no_sense_is_refused_with_the_reason(small, changes,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"chunk_sise": 4}, "unknown fields chunk_sise"),
-        ({"dim_model": "64"}, "dim_model is '64'"),
         ({"use_vae": 1}, "use_vae is 1"),
-        ({"chunk_size": True}, "chunk_size is True"),
         ({"input_features": [1]}, "wanted an object of features"),
         ({"input_features": {"observation.state": {"type": "STATE"}}}, "with type and shape"),
-        ({"input_features": {"observation.state": {"type": "STATE", "shape": [2.5]}}}, "list of integers"),
         ({"input_features": {"observation.images.a": {"type": "VISUAL", "shape": [96, 96, 3]}}}, "3, height, width"),
         ({"input_features": {"observation.state": {"type": "FORCE", "shape": [2]}}}, "wanted one of STATE"),
         ({"normalization_mapping": ["MEAN_STD"]}, "no object"),
+        ({"output_features": {"action": {**ACTION, "names": ["a", "b"]}}}, "2 names for 6 numbers"),
     ],
 )
 def test_a_malformed_file_is_refused_with_the_field(changes, words) -> None:
@@ -84,17 +72,6 @@ def test_pretrained_revision_is_read_and_written() -> None:
     assert config.to_json()["pretrained_revision"] == "main"
     unset = ActConfig.from_json({**values, "pretrained_revision": None})
     assert "pretrained_revision" not in unset.to_json()  # LeRobot 0.4.4 does not know the field.
-
-
-def test_joint_names_are_read_from_a_feature() -> None:
-    values = json.loads((GOLDEN / "act_one_camera" / "config.json").read_text())
-    names = ["a", "b", "c", "d", "e", "f"]
-    for written in (names, {"motors": names}):
-        values["output_features"]["action"]["names"] = written
-        assert ActConfig.from_json(values).action.names == tuple(names)
-    values["output_features"]["action"]["names"] = names[:2]
-    with pytest.raises(ConfigError, match="2 names for 6 numbers"):
-        ActConfig.from_json(values)
 
 
 def test_the_folder_is_the_registry() -> None:

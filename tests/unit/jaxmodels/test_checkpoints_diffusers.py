@@ -85,12 +85,6 @@ def spoil(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> No
     write_tensors(folder / WEIGHTS, tensors)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_names_and_shapes_are_those_of_diffusers_state_dict(name: str) -> None:
-    keys = json.loads((GOLDEN / name / "keys.json").read_text())["keys"]
-    assert {place.theirs: list(place.shape) for place in tensor_names(config_of(name))} == keys
-
-
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_our_arrays_are_those_of_the_model(name: str) -> None:
     config = config_of(name)
@@ -108,41 +102,6 @@ def test_what_is_written_is_bit_for_bit_what_was_read(name: str, tmp_path: Path)
     diffusers_folder.write(tmp_path / "second", found, weights)
     assert same(read_tensors(tmp_path / "second" / WEIGHTS), tensors)
     assert (tmp_path / "first" / "config.json").read_text() == (tmp_path / "second" / "config.json").read_text()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_config_is_written_as_diffusers_writes_it(name: str, tmp_path: Path) -> None:
-    diffusers_folder.write(tmp_path / "model", config_of(name), random_weights(config_of(name)))
-    written, wanted = (folder / "config.json" for folder in (tmp_path / "model", GOLDEN / name))
-    if name == "patches_chunk_single":  # diffusers could not load what it writes itself here: a null it refuses
-        values = json.loads(wanted.read_text())
-        del values["num_embeds_ada_norm"]
-        assert json.loads(written.read_text()) == values
-    else:
-        assert written.read_text() == wanted.read_text()
-
-
-def test_a_tensor_lies_where_the_model_looks_for_it(tmp_path: Path) -> None:
-    config = OTHERS["gated"]
-    tensors = random_tensors(config)
-    diffusers_folder.write(tmp_path / "model", config, random_weights(config))
-    write_tensors(tmp_path / "model" / WEIGHTS, tensors)
-    weights = diffusers_folder.read(tmp_path / "model")[1]
-    block, theirs = "transformer_blocks", "transformer_blocks.1"
-    for part, letter in enumerate("qkv"):
-        wanted = tensors[f"{theirs}.attn1.to_{letter}.weight"].T
-        np.testing.assert_array_equal(weights[f"{block}.attn1.to_qkv.kernel"][1, :, part], wanted)
-    np.testing.assert_array_equal(
-        weights[f"{block}.attn2.to_kv.kernel"][1, :, 1], tensors[f"{theirs}.attn2.to_v.weight"].T
-    )
-    np.testing.assert_array_equal(weights[f"{block}.attn2.to_out.bias"][1], tensors[f"{theirs}.attn2.to_out.0.bias"])
-    np.testing.assert_array_equal(weights["proj_in.kernel"], tensors["proj_in.weight"][:, :, 0, 0].T)
-    np.testing.assert_array_equal(weights[f"{block}.fuser.alpha_attn"][1], tensors[f"{theirs}.fuser.alpha_attn"])
-    patches = random_tensors(config_of("patches_dit"))
-    diffusers_folder.write(tmp_path / "dit", config_of("patches_dit"), random_weights(config_of("patches_dit")))
-    write_tensors(tmp_path / "dit" / WEIGHTS, patches)
-    kernel = diffusers_folder.read(tmp_path / "dit")[1]["pos_embed.proj.kernel"]
-    np.testing.assert_array_equal(kernel[1, 0, 2, 3], patches["pos_embed.proj.weight"][3, 2, 1, 0])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -167,23 +126,6 @@ def test_layers_of_different_dtypes_become_float32(folder: Path) -> None:
 
 def test_arrays_begin_where_jax_takes_them_without_a_copy(folder: Path) -> None:
     assert {array.ctypes.data % 64 for array in diffusers_folder.read(folder)[1].values()} == {0}
-
-
-def test_every_misfit_is_in_one_error(folder: Path) -> None:
-    def change(tensors: dict[str, np.ndarray]) -> None:
-        del tensors["proj_in.bias"], tensors["transformer_blocks.1.attn2.to_k.weight"]
-        tensors["extra"] = np.zeros(3, np.float32)
-        tensors["norm.weight"] = np.zeros(31, np.float32)
-
-    spoil(folder, change)
-    with pytest.raises(WeightsMismatch) as caught:
-        diffusers_folder.read(folder)
-    text = str(caught.value)
-    assert "2 missing, 1 unused, 1 misshaped" in text
-    assert "missing: proj_in.bias [16]" in text
-    assert "missing: transformer_blocks.1.attn2.to_k.weight [16, 12]" in text
-    assert "unused: extra [3]" in text
-    assert "misshaped: norm.weight: found [31], wanted [32]" in text
 
 
 def test_fixed_positions_that_older_files_keep_are_left_alone(tmp_path: Path) -> None:
@@ -273,24 +215,6 @@ def test_an_index_cannot_lead_out_of_its_folder(sharded: Path, name) -> None:
         diffusers_folder.read(sharded)
 
 
-def test_an_index_that_does_not_fit_its_files_is_refused(sharded: Path) -> None:
-    index = json.loads((sharded / INDEX).read_text())
-    files = sorted(set(index["weight_map"].values()))
-    index["weight_map"]["norm.weight"] = files[-1]
-    index["weight_map"]["nothing.weight"] = files[0]
-    (sharded / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError) as caught:
-        diffusers_folder.read(sharded)
-    assert f"norm.weight is in {files[0]}, not in {files[-1]}" in str(caught.value)
-    assert f"nothing.weight is not in {files[0]}" in str(caught.value)
-    (sharded / files[0]).unlink()
-    with pytest.raises(CheckpointError, match=f"{files[0]}: cannot be read"):
-        diffusers_folder.read(sharded)
-    edit_json(sharded / INDEX, weight_map=[1])
-    with pytest.raises(CheckpointError, match="has no weight_map"):
-        diffusers_folder.read(sharded)
-
-
 @pytest.mark.parametrize(("before", "after"), [(10_000, None), (None, 10_000), (10_000, 20_000)])
 def test_writing_over_a_model_leaves_nothing_of_the_old_one(tmp_path: Path, before, after) -> None:
     old, new = random_weights(SMALL, seed=1), random_weights(SMALL, seed=2)
@@ -362,15 +286,6 @@ def test_missing_files_are_named(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
         diffusers_folder.read(folder)
-
-
-def test_a_part_of_a_pipeline_is_read_by_its_subfolder(folder: Path) -> None:
-    pipeline = folder.parent
-    folder.rename(pipeline / "transformer")
-    (pipeline / "model_index.json").write_text("{}")
-    assert diffusers_folder.read(pipeline, subfolder="transformer")[0] == SMALL
-    with pytest.raises(CheckpointError, match=r"a pipeline, not a model; give the subfolder.*transformer"):
-        diffusers_folder.read(pipeline)
 
 
 @pytest.mark.parametrize(

@@ -140,16 +140,12 @@ def test_orbax_restores_any_tree_with_its_classes(tmp_path: Path) -> None:
         ({"bias": jax.ShapeDtypeStruct((4,), np.float32)}, r"bias: found \[3\], wanted \[4\]"),
         ({"other": jax.ShapeDtypeStruct((4,), np.float32)}, r"missing: other \[4\]"),
         ({"bias": jax.ShapeDtypeStruct((3,), np.int32)}, "found float32, wanted int32"),
+        ({"bias": None}, r"unused: bias \[3\]"),
     ],
 )
 def test_orbax_refuses_what_is_not_as_stated(saved: Path, changes, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
-        orbax.restore(saved, {**SHAPES, **changes})
-
-
-def test_orbax_names_what_nobody_asked_for(saved: Path) -> None:
-    with pytest.raises(WeightsMismatch, match=r"unused: bias \[3\]"):
-        orbax.restore(saved, {"encoder.layers.0.kernel": SHAPES["encoder.layers.0.kernel"]})
+        orbax.restore(saved, {name: shape for name, shape in {**SHAPES, **changes}.items() if shape is not None})
 
 
 def edited_shape(folder: Path) -> None:
@@ -256,20 +252,6 @@ def test_a_file_that_grows_while_it_is_read_gives_no_more_than_it_had(tmp_path: 
         assert read_json(opened / "config.json") == {"type": "act"}
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "policy_preprocessor.json"])
-@pytest.mark.parametrize("target", ["", "/dev/zero", "/proc/self/environ", "/proc/self/mem", "elsewhere", "itself"])
-def test_no_name_leads_to_anything_but_a_regular_file_of_the_root(policy: Path, name: str, target: str) -> None:
-    file = policy / name
-    file.unlink(missing_ok=True)
-    (policy.parent.parent / "elsewhere").write_text("{}")
-    if target:
-        file.symlink_to({"elsewhere": policy.parent.parent / "elsewhere", "itself": file}.get(target, target))
-    else:
-        os.mkfifo(file)
-    with pytest.raises(CheckpointError, match=name):
-        PolicyFolder(policy, roots=[policy.parent])
-
-
 def test_what_the_kernel_writes_on_demand_has_no_bytes_to_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to("/proc/self/environ")
     with PolicyFolder(tmp_path) as opened, pytest.raises(CheckpointError, match="malformed JSON"):
@@ -299,9 +281,7 @@ def test_a_folder_of_any_number_of_files_is_opened_up_to_a_number(policy: Path) 
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_folder_with_more_names_than_a_policy_has_is_not_listed_to_its_end(
-    policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_too_many_entries_is_refused(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_module, "ENTRIES", len(list(policy.iterdir())))
     with PolicyFolder(policy) as opened:
         assert lerobot_folder.read_checkpoint(opened).weights
@@ -344,9 +324,7 @@ def test_a_pipe_is_not_even_opened(tmp_path: Path) -> None:
     assert not writing.is_alive()
 
 
-def test_a_file_that_becomes_a_pipe_before_it_is_opened_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_exchanged_for_a_pipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, look = tmp_path / "config.json", os.stat
     file.write_text("{}")
 
@@ -362,7 +340,7 @@ def test_a_file_that_becomes_a_pipe_before_it_is_opened_is_refused(
         folder_module.open_file(file)
 
 
-def test_weights_that_do_not_fit_the_config_are_refused_before_any_is_in_memory(policy: Path) -> None:
+def test_weights_of_another_config_are_refused_unread(policy: Path) -> None:
     count = 1 << 40  # 4 TB, had they been read
     header = json.dumps({"huge": entry([count], 0, 4 * count)}).encode()
     with_header(policy / "model.safetensors", header)
@@ -449,9 +427,7 @@ def test_an_orbax_checkpoint_has_so_many_files(tmp_path: Path, monkeypatch: pyte
         folder_module.check_tree(tmp_path / "orbax")
 
 
-def test_an_orbax_checkpoint_that_is_changed_while_it_is_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_orbax_checkpoint_changed_during_reading_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree, read = {"a": jnp.arange(4.0)}, ocp.StandardCheckpointer.restore
     orbax.save(tmp_path / "orbax", tree)
 

@@ -13,17 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 import jaxmodels
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
-from jaxmodels.policies import lerobot_folder
-from tests.testing.models import edit_json
-
-LEROBOTS_FILES = {
-    "config.json",
-    "model.safetensors",
-    "policy_preprocessor.json",
-    "policy_preprocessor_step_3_normalizer_processor.safetensors",
-    "policy_postprocessor.json",
-    "policy_postprocessor_step_0_unnormalizer_processor.safetensors",
-}
+from jaxmodels.policies import get_policy_type, lerobot_folder
+from tests.testing.models import GOLDEN, edit_json
 
 
 @pytest.fixture
@@ -32,18 +23,30 @@ def folder(golden_folder, tmp_path: Path) -> Path:
     return Path(shutil.copytree(golden_folder("act_state_only"), tmp_path / "policy"))
 
 
-@pytest.mark.parametrize("name", ["act_state_only", "act_one_camera", "act_two_cameras_no_vae"])
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in GOLDEN.glob("lerobot_*/[adps]*_*") if (path / "io.npz").exists())
+)
 def test_what_is_written_is_bit_for_bit_what_was_read(name: str, golden_folder, tmp_path: Path) -> None:
     source = golden_folder(name)
-    lerobot_folder.write_checkpoint(tmp_path / "back", lerobot_folder.read_checkpoint(source))
-    assert {path.name for path in (tmp_path / "back").iterdir()} == LEROBOTS_FILES
-    for path in (tmp_path / "back").iterdir():
+    checkpoint = lerobot_folder.read_checkpoint(source)
+    lerobot_folder.write_checkpoint(tmp_path / "back", checkpoint)
+    files, back = ({path.name for path in folder.iterdir() if path.is_file()} for folder in (source, tmp_path / "back"))
+    is_language = name.startswith(("pi", "smolvla"))
+    list_unused = get_policy_type(checkpoint.config.type).unused
+    unused = list_unused(checkpoint.config) if list_unused else {}  # LeRobot wants these tensors, with any values.
+    assert is_language or back == files - {"io.npz", "keys.json", "README.md"}
+    assert {"config.json", "model.safetensors", "policy_postprocessor.json"} <= back
+    renumbered = {"policy_preprocessor.json"} if is_language else set()
+    for path in (tmp_path / "back" / file for file in (back & files) - renumbered):
         if path.suffix == ".json":
-            assert json.loads(path.read_text()) == json.loads((source / path.name).read_text())
+            written, read = (json.loads((folder / path.name).read_text()) for folder in (path.parent, source))
+            assert written == read
+            assert is_language or list(written) == list(read)
         else:
             wanted, found = load_file(source / path.name), load_file(path)
-            assert list(found) == list(wanted)
-            assert all(found[key].tobytes() == array.tobytes() for key, array in wanted.items())
+            wanted = {key: array for key, array in wanted.items() if not key.endswith("num_batches_tracked")}
+            assert {key: array.shape for key, array in found.items()} == {key: x.shape for key, x in wanted.items()}
+            assert all(found[key].tobytes() == array.tobytes() for key, array in wanted.items() if key not in unused)
 
 
 def test_the_weight_file_carries_the_metadata_that_pytorchs_loader_wants(folder: Path, tmp_path: Path) -> None:
@@ -174,11 +177,8 @@ def test_rate_and_joint_names_live_in_a_file_of_our_own(folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"rate": 0}, "rate is 0"),
-        ({"rate": "25"}, "rate is '25'"),
         ({"joint_names": ["a"]}, "list of 6 names"),
         ({"rates": 5}, "unknown key 'rates'; did you mean 'rate'"),
-        ({"Rate": 5}, "unknown key 'Rate'; did you mean 'rate'"),
         ({"joint_name": ["a"] * 6}, "unknown key 'joint_name'; did you mean 'joint_names'"),
         ({"normalisation": "identity"}, "unknown key 'normalisation'; did you mean 'normalization'"),
     ],
@@ -189,7 +189,7 @@ def test_a_sidecar_that_makes_no_sense_is_refused(folder: Path, values, words: s
         lerobot_folder.read_checkpoint(folder)
 
 
-def test_joint_names_of_the_features_are_used_and_kept_out_of_lerobots_file(folder: Path, tmp_path: Path) -> None:
+def test_joint_names_of_features_are_kept_in_the_sidecar(folder: Path, tmp_path: Path) -> None:
     names = {"motors": list("abcdef")}
     edit_json(folder / "config.json", lambda values: values["output_features"]["action"].update(names=names))
     checkpoint = lerobot_folder.read_checkpoint(folder)

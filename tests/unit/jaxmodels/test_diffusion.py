@@ -1,7 +1,6 @@
 """Diffusion Policy of LeRobot: its config, its memory, its noise and its history."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,13 @@ import pytest
 
 import jaxmodels
 from jaxmodels.errors import ConfigError, ObservationError
-from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.diffusion import DiffusionConfig
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot_diffusion"
-NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 
 
 def read(name: str = "diffusion_two_cameras_ddpm", **changes: Any) -> DiffusionConfig:
     return DiffusionConfig.from_json(json.loads((GOLDEN / name / "config.json").read_text()) | changes)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_config_is_written_as_it_was_read(name: str) -> None:
-    written = json.loads(json.dumps(read(name).to_json()))
-    assert written == json.loads((GOLDEN / name / "config.json").read_text())
-    assert DiffusionConfig.from_json(written) == read(name)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +37,6 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
         ({"use_peft": True}, "merge the adapter"),
         ({"input_features": {"observation.state": {"type": "STATE", "shape": [6]}}}, "neither an image nor"),
         ({"beta_start": 0.5}, "betas go from 0.5 to 0.02"),
-        ({"of_the_future": 1}, "unknown fields of_the_future = 1; this reads the fields of LeRobot 0.6.1"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[str, Any], wrong: str) -> None:
@@ -81,7 +70,7 @@ def observation(batch: int = 1, steps: int = 2) -> dict[str, np.ndarray]:
     }
 
 
-def test_without_noise_the_same_observation_has_the_same_answer_in_any_batch(policy: jaxmodels.Policy) -> None:
+def test_answers_without_noise_do_not_depend_on_the_batch(policy: jaxmodels.Policy) -> None:
     assert (policy.requirements.observation_steps, policy.requirements.chunk) == (2, 8)
     several = policy.act(observation(3))
     assert several.shape == (3, 8, 2)
@@ -102,31 +91,8 @@ def test_without_noise_the_same_observation_has_the_same_answer_in_any_batch(pol
         ({}, {"step_noise": np.zeros((7, 1, 16, 2), np.float32)}, "the policy's sampler adds no noise on its way"),
     ],
 )
-def test_a_history_and_a_noise_of_other_shapes_are_refused(
+def test_invalid_histories_and_noises_are_refused(
     policy: jaxmodels.Policy, changes: dict[str, Any], noises: dict[str, Any], wrong: str
 ) -> None:
     with pytest.raises(ObservationError, match=wrong):
         policy.act(observation() | changes, **noises)
-
-
-def test_noise_for_a_policy_that_makes_its_chunks_of_none_is_refused(golden_folder) -> None:
-    act = jaxmodels.load_policy(golden_folder("act_state_only"))
-    shapes = {
-        "observation.state": act.requirements.state,
-        "observation.environment_state": act.requirements.environment_state,
-    }
-    seen = {name: np.zeros((1, width), np.float32) for name, width in shapes.items() if width is not None}
-    with pytest.raises(ObservationError, match="makes its chunks of none that could be given"):
-        act.act(seen, noise=np.zeros((1, 8, 2), np.float32))
-
-
-def test_a_checkpoint_is_written_as_lerobot_reads_it(golden_folder, tmp_path: Path) -> None:
-    from safetensors.numpy import load_file
-
-    folder = golden_folder("diffusion_batch_norm_ddim")
-    checkpoint = lerobot_folder.read_checkpoint(folder)
-    lerobot_folder.write_checkpoint(tmp_path / "written", replace(checkpoint, weights=dict(checkpoint.weights)))
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "written"))
-    kept = {name: array for name, array in before.items() if not name.endswith("num_batches_tracked")}
-    assert kept.keys() == after.keys()
-    assert all(np.array_equal(kept[name], after[name]) for name in kept)

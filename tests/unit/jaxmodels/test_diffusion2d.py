@@ -69,9 +69,9 @@ def test_a_plan_that_makes_no_sense_says_why(policy, change: dict[str, Any], wor
         policy.act({name: array for name, array in observation.items() if array is not None})
 
 
-def test_a_policy_that_continues_no_plan_refuses_one(small_of, checkpoint_for, observation_of) -> None:
-    config = small_of(cameras=("front",))
-    policy = jaxmodels.Policy(checkpoint_for(config))
+def test_a_policy_that_continues_no_plan_refuses_one(small, checkpoint_of, observation_of) -> None:
+    config = small(cameras=("front",))
+    policy = jaxmodels.Policy(checkpoint_of(config))
     assert not policy.requirements.takes_prefix
     with pytest.raises(ObservationError, match=r"prefix\.length in the observation of a policy"):
         policy.act({**observation_of(config), **plan([2], [6])})
@@ -92,7 +92,7 @@ def test_slow_waves_are_orthogonal_and_begin_with_the_constant(steps: int) -> No
     np.testing.assert_allclose(waves[0], waves[0, 0])
 
 
-def test_the_first_noise_has_small_slow_waves_and_all_others_as_they_are_drawn() -> None:
+def test_only_slow_waves_of_the_first_noise_are_small() -> None:
     drawn = np.stack([np.asarray(make_first_noise(config_of(20, seed))) for seed in range(60)])
     strength = make_slow_waves(20) @ drawn
     assert np.abs(strength).max() <= MAX_SLOW + 1e-6

@@ -34,13 +34,6 @@ def toy() -> tuple[dict[str, jax.Array], jax.Array]:
         return train_toy(CONFIG, 600, 4e-3)
 
 
-def test_the_loss_falls(toy) -> None:
-    _, losses = toy
-    # a fresh model answers 0, and is as wrong as the velocity is large: 1 for the noise, and the actions
-    assert float(losses[0]) == pytest.approx(1 + 0.5 * (0.64 + 1 / 3), abs=0.3)
-    assert losses[-50:].mean() < 0.25 * losses[:5].mean()
-
-
 def test_samples_are_distributed_as_the_demonstrations(toy) -> None:
     weights, _ = toy
     plan, schedule = blueprint_of(Diffusion2d, CONFIG), CONFIG.schedule

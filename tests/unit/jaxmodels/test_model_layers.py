@@ -57,7 +57,7 @@ def test_layer_norm_keeps_its_digits_far_from_zero() -> None:
     np.testing.assert_allclose(LayerNorm(64)(x), wanted, atol=1e-3)
 
 
-def test_batch_norm_learns_statistics_from_each_batch_and_uses_them_when_it_serves() -> None:
+def test_batch_norm_learns_statistics_and_serves_with_them() -> None:
     """As torch.nn.BatchNorm2d: normalised by the biased variance, a tenth of the unbiased one is remembered."""
     layer, x = BatchNorm(3), numbers(4, 2, 5, 3) * 3 + 1
     layer.scale[...] = jnp.full(3, 2.0)
@@ -89,7 +89,7 @@ def test_dropout_keeps_the_mean_and_zeroes_its_share() -> None:
     assert dropout(x, 0.0, nnx.Rngs(dropout=0)) is x
 
 
-def test_a_cpu_computes_many_tokens_in_parts_with_the_same_outputs_and_gradients(
+def test_a_cpu_computes_many_tokens_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = FeedForward(8, 64, DIFFUSERS_ACTIVATIONS["geglu"], rngs=nnx.Rngs(0))

@@ -224,7 +224,7 @@ def test_a_checkpoint_of_openpi_acts_as_openpis_transforms_say(name: str, tmp_pa
         ("pi05_full_droid_finetune", ["exterior_image_1_left", "wrist_image_left"], 7, True, 16),
     ],
 )
-def test_configs_of_openpi_say_cameras_deltas_and_whether_actions_are_joints(
+def test_openpi_configs_name_cameras_and_kinds_of_actions(
     name: str, cameras: list[str], deltas: int | None, controls_joints: bool, chunk: int
 ) -> None:
     said = CONFIGS[name]
@@ -235,9 +235,7 @@ def test_configs_of_openpi_say_cameras_deltas_and_whether_actions_are_joints(
 
 
 @pytest.mark.parametrize(("value", "is_ocdbt"), [(True, False), (False, True)])
-def test_trees_of_either_format_are_read_whole_and_saved_as_lerobots_files(
-    value: bool, is_ocdbt: bool, tmp_path: Path
-) -> None:
+def test_trees_of_either_format_are_read_and_saved(value: bool, is_ocdbt: bool, tmp_path: Path) -> None:
     weights = write_openpi(tmp_path / "openpi", {"config": "pi0_aloha", **SMALL}, value=value, is_ocdbt=is_ocdbt)
     policy = jaxmodels.load_policy(tmp_path / "openpi")
     assert policy.checkpoint.weights.keys() == weights.keys()
@@ -273,7 +271,7 @@ def write_lora(rank: int) -> dict[str, np.ndarray]:
     return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def test_low_rank_updates_of_openpis_variants_are_added_and_others_want_their_scale(tmp_path: Path) -> None:
+def test_low_rank_updates_of_openpi_are_added(tmp_path: Path) -> None:
     said = {"config": "pi0_libero_low_mem_finetune", **SMALL}
     updates = write_lora(32)
     weights = write_openpi(tmp_path / "lora", said, changes=updates)
@@ -296,7 +294,7 @@ def test_low_rank_updates_of_openpis_variants_are_added_and_others_want_their_sc
     jaxmodels.load_policy(tmp_path / "other")
 
 
-def test_the_update_of_what_attention_gives_out_is_summed_over_heads_as_openpis_einsum_does() -> None:
+def test_the_update_of_attention_outputs_is_summed_over_heads() -> None:
     random = np.random.default_rng(2)
     x, down, up = (random.normal(size=shape) for shape in ((1, 3, 2, 4), (2, 4, 5), (2, 5, 8)))
     ours = np.einsum("bthd,hde->bte", x, merge_update("layers/attn/attn_vec_einsum/w", down, up, 0.5))
@@ -342,12 +340,12 @@ def test_joints_of_aloha_are_turned_and_back_for_a_plan_that_is_continued() -> N
         ({"config": "pi05_droid", "use_quantile_norm": 1}, "use_quantile_norm is 1; wanted true or false"),
     ],
 )
-def test_a_config_of_openpis_that_makes_no_sense_is_refused_with_what_to_write(openpi: Any, wrong: str) -> None:
+def test_invalid_openpi_configs_are_refused(openpi: Any, wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         read_openpi_config(openpi)
 
 
-def test_folders_that_do_not_say_which_config_or_are_of_another_are_refused(tmp_path: Path) -> None:
+def test_openpi_folders_of_another_config_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "pi05_droid"
     folder.mkdir()
     write_openpi(folder, {"config": "pi05_droid", **SMALL})

@@ -17,13 +17,13 @@ from jaxmodels.policies import lerobot_folder
 
 
 @pytest.fixture(scope="module")
-def config(small_of):
-    return small_of(cameras=("front", "wrist"))
+def config(small):
+    return small(cameras=("front", "wrist"))
 
 
 @pytest.fixture(scope="module")
-def policy(config, checkpoint_for):
-    return jaxmodels.Policy(checkpoint_for(config, rate=25.0))
+def policy(config, checkpoint_of):
+    return jaxmodels.Policy(checkpoint_of(config, rate=25.0))
 
 
 def test_requirements_say_what_a_robot_must_bring(policy) -> None:
@@ -43,8 +43,8 @@ def test_requirements_say_what_a_robot_must_bring(policy) -> None:
     assert policy.dtype == "float32"
 
 
-def test_a_chunk_has_a_row_per_step_and_stages_are_timed(config, checkpoint_for, observation_of) -> None:
-    policy = jaxmodels.Policy(checkpoint_for(config))
+def test_a_chunk_has_a_row_per_step_and_stages_are_timed(config, checkpoint_of, observation_of) -> None:
+    policy = jaxmodels.Policy(checkpoint_of(config))
     assert dict(policy.timings) == {}
     chunk = policy.act(observation_of(config, batch=2))
     assert chunk.shape == (2, 6, 5)
@@ -77,8 +77,8 @@ def test_frames_of_another_size_are_resized_in_the_program(policy, config, obser
     np.testing.assert_allclose(policy.act(larger), policy.act(flat), atol=1e-5)
 
 
-def test_compiling_is_done_once_per_shape(config, checkpoint_for, observation_of) -> None:
-    policy = jaxmodels.Policy(checkpoint_for(config))
+def test_compiling_is_done_once_per_shape(config, checkpoint_of, observation_of) -> None:
+    policy = jaxmodels.Policy(checkpoint_of(config))
     sizes = {"wrist": (48, 64), "front": (32, 32)}
     assert not policy.is_compiled()
     policy.compile()
@@ -94,8 +94,8 @@ def test_compiling_is_done_once_per_shape(config, checkpoint_for, observation_of
         policy.compile(0)
 
 
-def test_compiling_in_one_thread_leaves_another_free_to_act(config, checkpoint_for, observation_of) -> None:
-    policy = jaxmodels.Policy(checkpoint_for(config))
+def test_compiling_in_one_thread_leaves_another_free_to_act(config, checkpoint_of, observation_of) -> None:
+    policy = jaxmodels.Policy(checkpoint_of(config))
     policy.compile()
     observation = observation_of(config)
     wanted = policy.act(observation)
@@ -116,15 +116,10 @@ def wrong(observation, **changes):
     [
         ({"state": np.zeros((1, 7), np.float32)}, r"observation.state has shape \(1, 7\); wanted \(batch, 6\)"),
         ({"state": np.zeros(6, np.float32)}, r"add a batch axis"),
-        ({"state": np.zeros((0, 6), np.float32)}, r"shape \(0, 6\)"),
         ({"state": np.array([["a"] * 6])}, "wanted .* float32"),
         ({"state": np.ones((1, 6), bool)}, "is bool"),
         ({"state": np.array([[0, 0, np.nan, 0, 0, 0]])}, r"holds nan at \[0, 2\]; wanted finite"),
-        ({"state": np.array([[0, 0, 0, np.inf, 0, 0]])}, r"holds inf at \[0, 3\]"),
         ({"state": np.full((1, 6), 1e300)}, r"holds 1e\+300 at \[0, 0\]; wanted finite numbers of float32"),
-        ({"images.front": np.zeros((1, 3, 32, 32), np.uint8)}, "move the channels to the end"),
-        ({"images.front": np.zeros((32, 32, 3), np.uint8)}, "add a batch axis"),
-        ({"state": np.zeros((1, 5), np.float32)}, r"\(1, 5\); wanted \(batch, 6\): 5 numbers, wanted 6$"),
         ({"state": np.zeros((0, 6), np.float32)}, "an empty batch, wanted 1 or more observations$"),
         ({"state": np.zeros((1, 2, 6), np.float32)}, "3 dimensions, wanted 2$"),
         (
@@ -134,13 +129,11 @@ def wrong(observation, **changes):
         ({"images.front": np.zeros((1, 32, 32, 1), np.uint8)}, "1 channel, wanted 3: RGB; repeat a gray picture"),
         ({"images.front": np.zeros((1, 32, 32, 2), np.uint8)}, "2 channels, wanted 3: RGB$"),
         ({"images.front": np.zeros((1, 32, 32), np.uint8)}, "no axis of channels, wanted 3: RGB; a gray picture"),
-        ({"images.front": np.zeros((32, 32), np.uint8)}, "no axis of channels, wanted 3: RGB; a gray picture"),
         ({"images.front": np.zeros((3, 32, 32), np.uint8)}, "add a batch axis.*, move the channels to the end"),
         ({"images.front": np.zeros((1, 1, 32, 32, 3), np.uint8)}, "5 dimensions, wanted 4$"),
         ({"images.front": np.zeros((0, 32, 32, 3), np.uint8)}, "an empty batch, wanted 1 or more observations$"),
         ({"images.front": np.zeros((1, 0, 32, 3), np.uint8)}, "a picture without pixels"),
         ({"images.front": np.zeros((1, 32, 32, 3), np.uint16)}, "is uint16; wanted uint8 pixels"),
-        ({"images.front": np.zeros((1, 32, 32, 3), np.float32)}, "wanted uint8 pixels"),
         ({"images.front": np.zeros((2, 32, 32, 3), np.uint8)}, "different batch sizes: .*front': 2"),
     ],
 )
@@ -171,8 +164,8 @@ def test_numbers_of_other_dtypes_are_taken_as_float32(policy, config, observatio
     np.testing.assert_array_equal(policy.act(observation), policy.act(as_float))
 
 
-def test_a_swap_of_weights_compiles_nothing(config, checkpoint_for, observation_of, monkeypatch) -> None:
-    first, second = checkpoint_for(config, seed=0), checkpoint_for(config, seed=1)
+def test_a_swap_of_weights_compiles_nothing(config, checkpoint_of, observation_of, monkeypatch) -> None:
+    first, second = checkpoint_of(config, seed=0), checkpoint_of(config, seed=1)
     policy = jaxmodels.Policy(first)
     policy.compile()
     observation = observation_of(config)
@@ -187,29 +180,29 @@ def test_a_swap_of_weights_compiles_nothing(config, checkpoint_for, observation_
     np.testing.assert_array_equal(swapped.act(observation), wanted)
     np.testing.assert_array_equal(policy.act(observation), before)  # the old one still acts as before
     other_names = dataclasses.replace(config, optimizer_lr=1e-3, kl_weight=1.0, repo_id="someone/else")
-    assert policy.fits(checkpoint_for(other_names))
+    assert policy.fits(checkpoint_of(other_names))
     with pytest.raises(ConfigError, match="another architecture"):
-        policy.with_weights(checkpoint_for(dataclasses.replace(config, n_encoder_layers=1)))
+        policy.with_weights(checkpoint_of(dataclasses.replace(config, n_encoder_layers=1)))
 
 
-def test_loading_like_a_policy_shares_its_programs(config, checkpoint_for, tmp_path: Path) -> None:
-    lerobot_folder.write_checkpoint(tmp_path / "second", checkpoint_for(config, seed=1))
-    policy = jaxmodels.Policy(checkpoint_for(config))
+def test_loading_like_a_policy_shares_its_programs(config, checkpoint_of, tmp_path: Path) -> None:
+    lerobot_folder.write_checkpoint(tmp_path / "second", checkpoint_of(config, seed=1))
+    policy = jaxmodels.Policy(checkpoint_of(config))
     policy.compile()
     assert jaxmodels.load_policy(tmp_path / "second", like=policy).is_compiled()
     assert not jaxmodels.load_policy(tmp_path / "second").is_compiled()
     assert not jaxmodels.load_policy(tmp_path / "second", dtype="bfloat16", like=policy).is_compiled()
 
 
-def test_progress_is_told_in_order(config, checkpoint_for, tmp_path: Path) -> None:
-    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_for(config))
+def test_progress_is_told_in_order(config, checkpoint_of, tmp_path: Path) -> None:
+    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_of(config))
     told: list[str] = []
     jaxmodels.load_policy(tmp_path / "policy", on_progress=told.append)
     assert told == ["reading", "ready"]
 
 
-def test_bfloat16_is_near_and_asked_for_by_name(config, checkpoint_for, observation_of) -> None:
-    checkpoint = checkpoint_for(config)
+def test_bfloat16_is_near_and_asked_for_by_name(config, checkpoint_of, observation_of) -> None:
+    checkpoint = checkpoint_of(config)
     exact, half = jaxmodels.Policy(checkpoint), jaxmodels.Policy(checkpoint, dtype="bfloat16")
     observation = observation_of(config)
     wanted, found = exact.act(observation), half.act(observation)
@@ -222,19 +215,23 @@ def test_bfloat16_is_near_and_asked_for_by_name(config, checkpoint_for, observat
 
 
 @pytest.mark.parametrize("name", ["abacus", "cpu:99", "cpu:x"])
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(config, checkpoint_for, name: str) -> None:
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(config, checkpoint_of, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"device is '{name}'; found {jax.devices()[0].platform}:0"):
-        jaxmodels.Policy(checkpoint_for(config), device=name)
+        jaxmodels.Policy(checkpoint_of(config), device=name)
 
 
-def test_a_path_that_is_neither_folder_nor_repo_is_refused(tmp_path: Path, config, checkpoint_for) -> None:
-    for path in (tmp_path / "nothing", "./nothing", "a/b/c", "~nobody/x", ""):
-        for read in (jaxmodels.load_policy, jaxmodels.read_requirements):
-            with pytest.raises(HubError, match="neither a folder here nor a repo id"):
-                read(path)
-    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_for(config))
+def test_noise_for_a_policy_without_noise_is_refused(policy, config, observation_of) -> None:
+    with pytest.raises(ObservationError, match="makes its chunks of none that could be given"):
+        policy.act(observation_of(config), noise=np.zeros((1, 6, 5), np.float32))
+
+
+@pytest.mark.parametrize("read", [jaxmodels.load_policy, jaxmodels.read_requirements])
+def test_a_path_that_is_neither_folder_nor_repo_is_refused(read, tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing", "./nothing", "~nobody/x", ""):
+        with pytest.raises(HubError, match="neither a folder here nor a repo id"):
+            read(path)
     with pytest.raises(ConfigError, match=r"is a folder; a revision \('main'\) belongs to a repo"):
-        jaxmodels.load_policy(tmp_path / "policy", revision="main")
+        read(tmp_path, revision="main")
 
 
 @pytest.mark.usefixtures("no_programs")

@@ -1,19 +1,14 @@
 """A policy that is told what to do: each text is encoded once, beside the program that acts."""
 
-import dataclasses
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels.errors import CheckpointError, ObservationError
+from jaxmodels.errors import ObservationError
 from jaxmodels.normalization import build_normalization
-from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.text import TextConfig
-from jaxmodels.training.initial_policy import read_clip_text
 from jaxmodels.types import TASK, Feature
 from jaxmodels.weights import blueprint_of
 
@@ -30,7 +25,6 @@ CONFIG = Diffusion2dConfig(
     num_inference_steps=1,
     text_encoder=TextConfig(length=24, width=16, n_layers=1, n_heads=2, hidden=32),
 )
-GOLDEN = Path(__file__).parents[2] / "golden" / "clip_text"
 TEXT = "pick up the red cube"  # the first of the golden file
 RED, BLUE = TEXT, "pick up the blue cube"
 
@@ -117,41 +111,6 @@ def test_what_is_no_instruction_is_refused(policy, tasks, words: str) -> None:
         policy.act(observation)
 
 
-def test_a_clip_reads_for_a_policy_when_its_tokenizer_is_there(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers", reason="the extra language is not installed")
-    clip = read_clip_text(GOLDEN / "quick")
-    made = checkpoint(config=dataclasses.replace(CONFIG, text_encoder=clip.config))
-    weights = {**made.weights, **{f"text.{name}": array for name, array in clip.weights.items()}}
-    lerobot_folder.write_checkpoint(
-        tmp_path / "told",
-        dataclasses.replace(made, weights=weights, tokenizer=(GOLDEN / "tokenizer.json").read_bytes()),
-    )
-    policy = jaxmodels.load_policy(tmp_path / "told")
-    assert np.abs(policy.act(seen(RED)) - policy.act(seen(BLUE))).max() > 1e-3
-    language = policy._instructions((TEXT,))  # pyright: ignore[reportOptionalCall]
-    wanted = np.load(GOLDEN / "cases.npz")["quick.last_hidden_state"][0]
-    np.testing.assert_allclose(language.tokens[0], wanted, atol=1e-4)
-    (tmp_path / "told" / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer.json: missing; a text encoder of kind 'clip' needs it"):
-        jaxmodels.load_policy(tmp_path / "told")
-
-
 def test_bfloat16_reads_nearly_the_same(policy) -> None:
     half = jaxmodels.Policy(checkpoint(), dtype="bfloat16")
     np.testing.assert_allclose(half.act(seen(RED)), policy.act(seen(RED)), atol=0.1)
-
-
-def test_a_policy_that_reads_no_language_is_not_disturbed_by_a_text(tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIG, text_encoder=None)
-    shapes = blueprint_of(Diffusion2d, config).shapes
-    weights = {name: np.zeros(wanted.shape, np.float32) for name, wanted in shapes.items()}
-    silent = jaxmodels.Policy(dataclasses.replace(checkpoint(), config=config, weights=weights))
-    assert not silent.requirements.language
-    silent.prepare_task(RED)
-    assert silent.act(seen(RED)).shape == (1, 4, 2)
-
-
-def test_a_tokenizer_travels_with_its_policy(tmp_path: Path) -> None:
-    lerobot_folder.write_checkpoint(tmp_path, dataclasses.replace(checkpoint(), tokenizer=b'{"version": "1.0"}'))
-    assert (tmp_path / "tokenizer.json").exists()
-    assert lerobot_folder.read_checkpoint(tmp_path).tokenizer == b'{"version": "1.0"}'

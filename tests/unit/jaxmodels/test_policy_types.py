@@ -1,7 +1,6 @@
 """What every type of policy that is trained here does: its folder, answers, continued plans, config, and loss."""
 
 import dataclasses
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -63,9 +62,7 @@ def test_a_folder_is_read_as_it_was_written(kind: str, policy: jaxmodels.Policy,
 
 
 @every_type
-def test_the_same_observation_has_the_same_answer_at_any_place_and_in_any_company(
-    kind: str, policy: jaxmodels.Policy
-) -> None:
+def test_answers_do_not_depend_on_the_rest_of_the_batch(kind: str, policy: jaxmodels.Policy) -> None:
     plans = (plan([0, 3, 2], [0, 8, 5]), plan([1, 1, 1], [8, 8, 8], seed=8)) if kind in WITH_PREFIX else ({}, {})
     observation = {**observe(CONFIGS[kind]), **plans[0]}
     answer = policy.act(observation)
@@ -78,9 +75,7 @@ def test_the_same_observation_has_the_same_answer_at_any_place_and_in_any_compan
 
 
 @with_prefix
-def test_without_a_plan_the_answer_is_that_of_a_policy_that_was_never_given_one(
-    kind: str, policy: jaxmodels.Policy
-) -> None:
+def test_an_empty_plan_changes_nothing(kind: str, policy: jaxmodels.Policy) -> None:
     observation = observe(CONFIGS[kind])
     plain = policy.act(observation)
     np.testing.assert_array_equal(policy.act({**observation, **plan([0, 0, 0], [0, 0, 0])}), plain)
@@ -112,7 +107,7 @@ def test_every_delay_runs_in_one_program(policy: jaxmodels.Policy, kind: str, mo
 
 
 @with_text
-def test_a_policy_with_a_camera_follows_its_instruction_and_does_the_same_once_saved(kind: str, tmp_path: Path) -> None:
+def test_a_saved_policy_follows_the_same_instructions(kind: str, tmp_path: Path) -> None:
     text = dataclasses.replace(TextConfig.small(), length=24, width=8, n_heads=2, n_layers=1, hidden=16)
     inputs = (*CONFIGS[kind].input_features, CAMERA)
     config = dataclasses.replace(CONFIGS[kind], input_features=inputs, text_encoder=text, n_encoder_layers=1)
@@ -133,29 +128,6 @@ def test_a_policy_with_a_camera_follows_its_instruction_and_does_the_same_once_s
 
 
 # Configs.
-
-
-@with_text
-def test_a_config_is_read_as_it_was_written(kind: str) -> None:
-    config = dataclasses.replace(
-        CONFIGS[kind], text_encoder=TextConfig.small(), optimizer_betas=(0.8, 0.9), scheduler_name="constant"
-    )
-    assert get_policy_type(kind).config(json.loads(json.dumps(config.to_json()))) == config
-
-
-@every_type
-def test_a_field_that_nobody_knows_is_named(kind: str) -> None:
-    written = json.loads(json.dumps(CONFIGS[kind].to_json()))
-    with pytest.raises(ConfigError, match="(?i)" + kind + " config: unknown fields colour"):
-        get_policy_type(kind).config({**written, "colour": "red"})
-
-
-@every_type
-def test_all_complaints_about_a_config_come_at_once(kind: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        dataclasses.replace(CONFIGS[kind], n_action_steps=9, dropout=2.0, input_features=())
-    for words in ("n_action_steps is 9", "dropout is 2.0", "input_features|nothing to look at"):
-        assert any(part in str(caught.value) for part in words.split("|"))
 
 
 @every_type
@@ -186,10 +158,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dim_model": 20}, "dim_model 20 is not a multiple of 4 n_heads"),
         ({"objective": "score"}, "objective is 'score'; known: flow, diffusion"),
         ({"input_features": ()}, "nothing to look at"),
-        ({"prefix_bound": 0.0}, "prefix_bound is 0.0"),
-        ({"num_inference_steps": 0}, "num_inference_steps is 0; wanted an integer of 1 or more, at most 1000"),
-        ({"num_train_timesteps": True}, "num_train_timesteps is True; wanted an integer of 1 or more"),
-        ({"n_encoder_layers": -1}, "n_encoder_layers is -1; wanted an integer of 0 or more"),
         ({"prediction_type": "noise"}, "prediction_type is 'noise'; known: epsilon, sample, v_prediction"),
         ({"timestep_sampling_strategy": "normal"}, "known: uniform, beta"),
         ({"trained_prefix": 8}, "trained_prefix is 8; wanted 0 \\(none\\) to 7"),
@@ -198,19 +166,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"objective": "diffusion", "normalization_mapping": (("ACTION", "MEAN_STD"),)},
             r"epsilon wants actions in \[-1, 1\]",
         ),
-        ({"optimizer_lr": 0.0}, "optimizer_lr is 0.0; wanted a number above 0"),
-        ({"optimizer_betas": (0.9, 1.0)}, "optimizer_betas is .*; wanted two numbers of 0 or more, below 1"),
         ({"scheduler_name": "linear"}, "scheduler_name is 'linear'; known: constant, cosine"),
     ],
     "tokens2d": [
         ({"bins": 1}, "bins is 1; wanted 2 or more"),
-        ({"bins": 0}, "bins is 0; wanted an integer of 1 or more"),
         ({"neighbours": 32}, "neighbours is 32; wanted 0 to 31, less than bins"),
-        ({"num_inference_steps": 0}, "num_inference_steps is 0; wanted an integer of 1 or more"),
-        ({"label_smoothing": -0.1}, "label_smoothing is -0.1; wanted a number of 0 or more"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"prefix_rate": 1.5}, "prefix_rate is 1.5; wanted a share, 0 to 1"),
-        ({"noise_seed": -1}, "noise_seed is -1"),
         ({"normalization_mapping": (("ACTION", "MEAN_STD"),)}, "ACTION: MEAN_STD; bins lie in .* MIN_MAX, QUANTILES"),
         ({"n_action_steps": 9, "temperature": -1.0}, "n_action_steps is 9, more than chunk_size 8; temperature is -1"),
     ],

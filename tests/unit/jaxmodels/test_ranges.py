@@ -83,7 +83,7 @@ def test_every_number_declares_a_range(config: Any) -> None:
 
 
 @pytest.mark.parametrize(("what", "name"), READ.values(), ids=[f"{what}.{name}" for what, name in READ])
-def test_a_number_outside_of_its_range_is_refused_by_name_and_costs_nothing(what: str, name: str) -> None:
+def test_numbers_out_of_range_are_refused_by_name(what: str, name: str) -> None:
     read_config(what, {})  # imports come first
     for value in wrong_values(list_numbers(declared(what))[name]):
         tracemalloc.start()

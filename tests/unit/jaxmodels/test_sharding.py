@@ -54,7 +54,7 @@ for kind, (config, call) in cases.items():
 """
 
 
-def test_data_and_tensor_parallel_forwards_equal_the_one_on_a_single_device() -> None:
+def test_parallel_forwards_equal_the_one_on_a_single_device() -> None:
     environment = process_environment(devices=8, quick=True)
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=500, check=False

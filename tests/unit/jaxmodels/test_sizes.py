@@ -126,8 +126,8 @@ def test_weights_for_serving_are_bounded_before_they_are_folded(config: Any) -> 
 
 
 @pytest.fixture
-def folder(small_of: Any, checkpoint_for: Any, tmp_path: Path) -> Path:
-    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_for(small_of(cameras=("front",))))
+def folder(small: Any, checkpoint_of: Any, tmp_path: Path) -> Path:
+    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_of(small(cameras=("front",))))
     return tmp_path / "policy"
 
 

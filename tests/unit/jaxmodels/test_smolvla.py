@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmodels.checkpoints.tensor_layouts import their_shapes
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.policies.smolvla import POLICY, SmolVlaConfig
 from jaxmodels.policies.smolvla.model import read_aloha_actions, read_aloha_state, write_aloha_actions
@@ -45,11 +44,8 @@ def features(**shapes: tuple[str, list[int]]) -> dict[str, Any]:
 def test_a_config_is_written_as_it_was_read(name: str) -> None:
     config = read(name, rtc_config={"enabled": True, "max_guidance_weight": 7.5})
     written = json.loads(json.dumps(config.to_json()))
-    before = json.loads((GOLDEN / name / "config.json").read_text())
-    assert written == before | {"rtc_config": {"enabled": True, "max_guidance_weight": 7.5}}
-    files = json.loads(json.dumps(config.dump_architecture()))
-    assert files == {"vlm/config.json": json.loads((GOLDEN / name / "vlm" / "config.json").read_text())}
-    assert SmolVlaConfig.from_json(written | {"vlm": files["vlm/config.json"], "vlm_tokens": TOKENS}) == config
+    vlm = config.dump_architecture()["vlm/config.json"]
+    assert SmolVlaConfig.from_json(written | {"vlm": vlm, "vlm_tokens": TOKENS}) == config
     assert config.prefix_bound == 7.5
     assert hash(config.architecture()) == hash(
         read(name, rtc_config=written["rtc_config"], device="mps").architecture()
@@ -95,7 +91,6 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
         ({"vlm": vlm("text_config", head_dim=15)}, "head_dim is 15; wanted an even number"),
         ({"vlm": vlm("vision_config", hidden_size=33)}, "hidden_size 33 is no multiple of 2 heads"),
         ({"vlm": vlm("vision_config", image_size=4)}, "image_size is 4, less than one patch"),
-        ({"of_the_future": 1}, "unknown fields of_the_future = 1; this reads the fields of LeRobot 0.6.1"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[str, Any], wrong: str) -> None:
@@ -113,19 +108,6 @@ def test_the_model_that_everybody_starts_from_is_known_by_name() -> None:
     assert config.dump_architecture() == {}
     # 450 million, less the head (47 M) and what is left over of the last layer.
     assert blueprint_of(POLICY.model, config).count_parameters() == pytest.approx(395e6, rel=0.01)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_tensor_of_lerobots_file_is_used_or_known_as_unused(name: str) -> None:
-    config = read(name)
-    shapes = {key: shape.shape for key, shape in blueprint_of(POLICY.model, config).shapes.items()}
-    assert POLICY.unused is not None
-    used, unused = their_shapes(POLICY.tensors(shapes), shapes), POLICY.unused(config)
-    stored = json.loads((GOLDEN / name / "keys.json").read_text())["keys"]
-    assert not used.keys() & unused.keys()
-    assert used | dict(unused) == {key: tuple(entry["shape"]) for key, entry in stored.items()}
-    assert set(POLICY.tied) <= used.keys()
-    assert set(POLICY.tied.values()) <= unused.keys()
 
 
 def test_a_prompt_ends_with_one_newline() -> None:
@@ -220,7 +202,7 @@ def test_an_observation_without_an_image_or_a_text_is_refused(changes: dict[str,
         jax.eval_shape(lambda: POLICY.act(config, weights, observation()._replace(**changes)))
 
 
-def test_images_of_other_sizes_than_the_config_s_are_refused_where_nobody_resizes_them() -> None:
+def test_images_of_other_sizes_are_refused_without_resizing() -> None:
     config = SmolVlaConfig.from_json(fields() | SMALL | {"resize_imgs_with_padding": None})
     weights = small()[1]
     seen = observation()._replace(images=(jnp.zeros((3, 12, 8, 3)), None))

@@ -49,7 +49,7 @@ def test_what_is_still_to_be_decided_is_decided_by_what_is_seen_now(policy) -> N
     np.testing.assert_array_equal(chunk[0], policy.act(observation)[0])
 
 
-def test_what_comes_out_is_within_the_range_of_the_data_and_still_joints_stay(policy) -> None:
+def test_chunks_stay_in_the_range_of_the_data(policy) -> None:
     chunk = policy.act(observe(CONFIG))
     assert (chunk >= LOW).all()
     assert (chunk <= HIGH).all()

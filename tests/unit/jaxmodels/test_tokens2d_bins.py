@@ -21,7 +21,7 @@ SCHEDULE = MaskSchedule(17)
 
 
 @pytest.mark.parametrize("bins", [2, 100, 256])
-def test_a_number_and_the_centre_of_its_bin_are_no_more_than_half_a_bin_apart(bins: int) -> None:
+def test_a_number_is_at_most_half_a_bin_from_its_centre(bins: int) -> None:
     x = np.random.default_rng(0).uniform(-1, 1, 10_000).astype(np.float32)
     x[:3] = -1, 1, 0
     ids = np.asarray(quantise(jnp.asarray(x), bins))
@@ -42,7 +42,7 @@ def test_a_right_answer_without_smoothing_is_its_bin() -> None:
     np.testing.assert_array_equal(spread_targets(x, 16, 0.0), np.eye(16)[np.asarray(quantise(x, 16))])
 
 
-def test_a_right_answer_spreads_over_its_neighbours_as_a_normal_distribution_does() -> None:
+def test_smoothed_targets_are_normally_distributed() -> None:
     x, bins, width = 0.37, 16, 0.75
 
     def below(edge: float) -> float:

@@ -27,13 +27,6 @@ def toy() -> tuple[dict[str, jax.Array], jax.Array]:
     return train_toy(CONFIG, 400, 8e-3)
 
 
-def test_the_loss_falls_to_what_there_is_to_be_known(toy) -> None:
-    _, losses = toy
-    assert float(losses[:3].mean()) > math.log(32) - 0.5  # next to nothing is known of 32 bins
-    # the spread over bins is never known; sides are, but for the first joint of chunks of which nothing is seen
-    assert losses[-50:].mean() < 2.0
-
-
 def test_the_same_chunk_comes_for_the_same_state_and_follows_it(toy) -> None:
     weights, _ = toy
     state = np.linspace(-0.95, 0.95, 64, dtype=np.float32)[:, None]
@@ -61,7 +54,7 @@ def test_a_plan_is_continued_on_its_side(toy) -> None:
 
 
 @pytest.mark.parametrize("remasking", [False, True])
-def test_drawn_chunks_go_as_often_to_each_side_as_demonstrations_and_never_change_sides(toy, remasking: bool) -> None:
+def test_drawn_chunks_keep_to_a_side_as_often_as_demonstrations(toy, remasking: bool) -> None:
     weights, _ = toy
     plan = blueprint_of(Tokens2d, CONFIG)
     schedule = MaskSchedule(CONFIG.bins + 1, "linear", (8.0, 0.0), remasking=remasking)
@@ -131,7 +124,7 @@ def test_what_lies_beyond_the_end_of_an_instruction_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3), (2, 3, 5), (1, 4, 4)])
-def test_time_and_joint_of_a_token_are_its_column_and_row_whichever_is_longer(shape: tuple[int, ...]) -> None:
+def test_time_and_joint_of_a_token_are_its_column_and_row(shape: tuple[int, ...]) -> None:
     chunk = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
     pixels = np.asarray(to_pixels(jnp.asarray(chunk)))
     np.testing.assert_array_equal(from_pixels(jnp.asarray(pixels), shape[1]), chunk)

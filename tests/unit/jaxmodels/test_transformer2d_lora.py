@@ -194,9 +194,7 @@ def test_an_adapter_alone_can_be_trained(model, call, tmp_path: Path) -> None:
         ({"lora_alpha": 1.5, "alpha_pattern": dict.fromkeys(ATTENTIONS, 1.5)}, 0.5),
     ],
 )
-def test_pefts_settings_beside_the_file_or_in_it_are_heeded(
-    settings, scale: float, model, call, tmp_path: Path
-) -> None:
+def test_settings_of_peft_are_read(settings, scale: float, model, call, tmp_path: Path) -> None:
     factors = factors_of(ATTENTIONS)
     wanted = sample(merged(model, factors, scale), call)
     write(tmp_path / "adapter_model.safetensors", "peft", factors)

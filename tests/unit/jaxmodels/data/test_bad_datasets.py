@@ -68,31 +68,31 @@ def test_everything_wrong_with_a_description_is_said_at_once(copy):
     refused(folder, "fps is 0", "total_frames is 'many'", "'observation.images.b': shape is [4, 4]", "'dtype'")
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "observation.images.a/b", ".hidden", "a\\b", "a" * 200, "a\nb"])
-def test_a_name_that_is_a_path_is_refused(copy, name):
-    folder = copy("v3.0")
-    edit_json(folder / "meta/info.json", features={**features(folder), name: features(folder)[FRONT]})
-    refused(folder, "the name cannot be used")
+BAD_NAMES = ("../../etc/passwd", "observation.images.a/b", ".hidden", "a\\b", "a" * 200, "a\nb")
+HUGE = {"dtype": "video", "shape": [1 << 20, 1 << 20, 3], "names": ["height", "width", "channel"]}
+WRONG_TOTAL = f"speaks of 3 episodes and {ROWS + 1} frames; meta/episodes describes 3 and {ROWS}"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        *(("v3.0", {"features": {name: HUGE}}, "the name cannot be used") for name in BAD_NAMES),
+        ("v3.0", {"features": {FRONT: HUGE}}, f"frames of {1 << 20}x{1 << 20} pixels"),
+        ("v3.0", {"total_frames": ROWS + 1}, WRONG_TOTAL),
+        ("v2.1", {"total_frames": ROWS + 1}, WRONG_TOTAL),
+    ],
+)
+def test_an_invalid_description_is_refused(copy, name, change, said):
+    folder = copy(name)
+    entries = features(folder) | change.get("features", {})
+    edit_json(folder / "meta/info.json", **{**change, "features": entries})
+    refused(folder, said)
 
 
 def test_paths_that_a_description_names_are_not_followed(copy):
     folder = copy("v3.0")
     edit_json(folder / "meta/info.json", data_path="../../../etc/passwd", video_path="/dev/zero")
     look(open_dataset(folder))
-
-
-def test_frames_that_would_fill_the_memory_are_refused(copy):
-    folder = copy("v3.0")
-    entry = features(folder)[FRONT] | {"shape": [1 << 20, 1 << 20, 3]}
-    edit_json(folder / "meta/info.json", features={**features(folder), FRONT: entry})
-    refused(folder, f"frames of {1 << 20}x{1 << 20} pixels")
-
-
-@pytest.mark.parametrize("name", ["v3.0", "v2.1"])
-def test_a_dataset_that_contradicts_itself_is_refused(copy, name):
-    folder = copy(name)
-    edit_json(folder / "meta/info.json", total_frames=ROWS + 1)
-    refused(folder, f"speaks of 3 episodes and {ROWS + 1} frames; meta/episodes describes 3 and {ROWS}")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,6 @@ def test_a_file_that_is_missing_or_garbled_is_named(copy, name, file, how):
         ([{"episode_index": 0, "length": 6}, {"episode_index": 2, "length": 14}], "not numbered 0, 1, 2"),
         ([{"episode_index": 0}], "'length'"),
         ([{"episode_index": "../x", "length": 1}], "episode_index, which is ../x"),
-        ([{"episode_index": -1, "length": 1}], "episode_index, which is -1"),
         ([{"episode_index": 0, "length": 0}], "length, which is 0"),
         ([{"episode_index": 0, "length": 1 << 40}], "length, which is"),
         ([{"episode_index": 0, "length": length} for length in (1,) * 3], "not numbered"),
@@ -275,10 +274,7 @@ FROM, TO = (f"videos/{FRONT}/{end}_timestamp" for end in ("from", "to"))
         # Written are spans of 6, 9 and 5 frames at 20 per second: 0 to 0.3 s, to 0.75 s, to 1 s.
         ((0, 0.3, 0.3), (0.3, 0.75, 0.55), ("episode 2", "0.300 s to 0.550 s", "episode 1 has the frames up to 0.750")),
         ((0, 0.275, 0.75), (0.3, 0.725, 1), ("episode 1", "0.275 s to 0.725 s", "episode 0 has the frames up to 0.3")),
-        ((0, 0.25, 0.75), (0.3, 0.7, 1), ("episode 1", "0.250 s to 0.700 s", "episode 0 has the frames up to 0.300")),
         ((0, 0.3, 0.3), (0.3, 0.75, 0.75), ("episode 2", "9.0 frames", "the episode has 5 rows")),
-        ((0, 0.35, 0.75), (0.3, 0.75, 1), ("episode 1", "8.0 frames", "the episode has 9 rows")),
-        ((0, 0.3, 0.75), (0.3, 0.75, 1.1), ("episode 2", "7.0 frames", "the episode has 5 rows")),
         ((0.05, 0.3, 0.75), (0.35, 0.75, 1), ("episode 1", "0.300 s to 0.750 s", "episode 0 has the frames up to")),
         ((0.45, 0, 0.75), (0.75, 0.45, 1), ("episode 1", "0.000 s to 0.450 s", "episode 0 has the frames up to")),
         ((0, 0.75, 0.75), (0.3, 0.3, 1), ("episode 1", "-9.0 frames", "the episode has 9 rows")),
@@ -380,13 +376,8 @@ def test_a_playlist_that_names_other_files_is_no_video(copy):
     ("picture", "said"),
     [
         (b"", "is an empty file"),
-        (None, "is an empty file"),
         (b"GIF89a" + bytes(50), "is a GIF file; wanted 8-bit RGB or gray, PNG or JPEG"),
-        (png(np.zeros((32, 48, 3), np.uint8))[:60], "is a damaged or incomplete PNG file"),
         (png(np.zeros((900, 900, 3), np.uint8)), "is 900x900; wanted 32x48"),
-        (png(np.zeros((48, 32, 3), np.uint8)), "is 48x32; wanted 32x48"),
-        (png(np.zeros((32, 48), np.uint16)), "is a 16-bit gray picture"),
-        (png(np.zeros((32, 48, 4), np.uint8)), "is a picture with transparent pixels"),
     ],
 )
 def test_a_picture_that_is_none_is_refused(copy, picture, said):

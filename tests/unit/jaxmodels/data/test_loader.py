@@ -44,7 +44,7 @@ def test_a_batch_holds_what_was_seen_and_the_actions_that_followed(dataset):
     assert batch.environment_state is None
 
 
-def test_of_a_policy_of_several_observations_a_batch_holds_those_before_and_the_actions_since_the_oldest(dataset):
+def test_batches_hold_a_history_and_the_actions_since_its_start(dataset):
     """LeRobot's delta timestamps: observations -2 to 0, actions -2 to 2, repeated beyond an episode's ends."""
     batch = loader(dataset, batch_size=64, sees={"looks": 3, "chunk": 5, "dropped": 2}).at(0)
     rows = batch.state[:, -1, 0].astype(int)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax.tree_util import Partial
 
-from jaxmodels.errors import ConfigError
 from jaxmodels.samplers import MaskSchedule, Tokens, maskgit
 
 CLASSES, SHAPE = 5, (3, 6)
@@ -111,8 +110,3 @@ def test_distributions_are_those_of_the_choice_and_none_of_given_tokens() -> Non
     assert isinstance(plain, Tokens)
     assert plain.distribution is None
     np.testing.assert_array_equal(plain.ids, found.ids)
-
-
-def test_a_temperature_below_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"class_temperature is -1\.0; wanted a number of 0 or more"):
-        MaskSchedule(CLASSES, class_temperature=-1.0)

@@ -122,29 +122,26 @@ def test_what_was_prepared_for_each_step_comes_with_its_timestep(name: str) -> N
         assert np.isnan(shifted).all()
 
 
-@pytest.mark.parametrize("name", list(ALL))
-def test_extras_of_another_number_of_steps_are_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"extras hold an array of shape \[3, 7\]; wanted a leading axis of \d steps"):
-        ALL[name](Partial(Counter(name), 0.0), key=KEY, steps=4, extras=jnp.zeros((3, 7)))
-
-
-@pytest.mark.parametrize("name", list(ALL))
-@pytest.mark.parametrize("steps", [0, -1])
-def test_no_steps_are_refused(name: str, steps: int) -> None:
-    with pytest.raises(InputError, match=f"steps is {steps}; wanted 1"):
-        ALL[name](Partial(Counter(name), 0.0), key=KEY, steps=steps)
-
-
-@pytest.mark.parametrize("name", ["ddim", "ddpm"])
-def test_more_steps_than_timesteps_are_refused(name: str) -> None:
-    with pytest.raises(InputError, match="num_train_timesteps"):
-        ALL[name](Partial(Counter(name), 0.0), key=KEY, steps=1001)
-
-
-@pytest.mark.parametrize("name", list(ALL))
-def test_a_prediction_of_another_shape_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"predict gave \[1\]; wanted \["):
-        ALL[name](lambda x, t: jnp.zeros(1), key=KEY, steps=2)
+@pytest.mark.parametrize(
+    ("names", "options", "words"),
+    [
+        (
+            ALL,
+            {"extras": jnp.zeros((3, 7))},
+            r"extras hold an array of shape \[3, 7\]; wanted a leading axis of \d steps",
+        ),
+        (ALL, {"steps": 0}, "steps is 0; wanted 1"),
+        (ALL, {"steps": -1}, "steps is -1; wanted 1"),
+        (("ddim", "ddpm"), {"steps": 1001}, "num_train_timesteps"),
+        (ALL, {"predict": lambda x, t: jnp.zeros(1)}, r"predict gave \[1\]; wanted \["),
+        (CONTINUOUS, {"start": jnp.zeros((3, 2))}, r"start has shape \[3, 2\]; wanted \[2, 3\]"),
+    ],
+)
+def test_invalid_arguments_are_refused(names: Any, options: dict[str, Any], words: str) -> None:
+    for name in names:
+        values = {"predict": Partial(Counter(name), 0.0), "key": KEY, "steps": 4, **options}
+        with pytest.raises(InputError, match=words):
+            ALL[name](values.pop("predict"), **values)
 
 
 @pytest.mark.parametrize("name", list(CONTINUOUS))
@@ -152,13 +149,6 @@ def test_samples_are_float32_whatever_the_model_computes_in(name: str) -> None:
     x = CONTINUOUS[name](lambda x, t: (0.1 * x).astype(jnp.bfloat16), key=KEY, steps=3)
     assert x.dtype == jnp.float32
     assert np.isfinite(x).all()
-
-
-@pytest.mark.parametrize("name", list(CONTINUOUS))
-def test_start_of_another_shape_is_refused(name: str) -> None:
-    predict = Partial(Counter(name), 0.1)
-    with pytest.raises(InputError, match=r"start has shape \[3, 2\]; wanted \[2, 3\]"):
-        CONTINUOUS[name](predict, key=KEY, steps=3, start=jnp.zeros((3, 2)))
 
 
 def test_log_probabilities_are_the_models_for_the_drawn_classes() -> None:
@@ -242,7 +232,7 @@ def test_a_share_of_the_tokens_is_masked_for_training_and_one_at_least(share: fl
     assert set(np.unique(noisy)) <= {0, schedule.mask}
 
 
-def test_a_flow_is_at_the_sample_at_0_and_at_the_noise_at_1_and_its_target_is_its_slope() -> None:
+def test_a_flow_goes_from_the_sample_to_the_noise() -> None:
     schedule = FlowSchedule(shift=2.0)
     sample, noise = jax.random.normal(KEY, (2, 3, 4), jnp.float32)
     start, end = schedule.add_noise(sample, noise, jnp.zeros(3)), schedule.add_noise(sample, noise, jnp.ones(3))
@@ -261,6 +251,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: NoiseSchedule(rescale_betas_zero_snr=True), "train with v_prediction or sample"),
     (lambda: FlowSchedule(shift=0.0), "shift is 0.0; wanted a number above 0"),
     (lambda: MaskSchedule(1), "num_classes is 1"),
+    (lambda: MaskSchedule(5, class_temperature=-1.0), "class_temperature is -1.0; wanted a number of 0 or more"),
     (lambda: MaskSchedule(5, temperature=(-1.0, 0.0)), "temperature is (-1.0, 0.0); wanted two numbers of 0 or more"),
 ]
 

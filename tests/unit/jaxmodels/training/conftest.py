@@ -11,6 +11,8 @@ import pytest
 from jaxmodels.data import Dataset, DatasetWriter, open_dataset
 from jaxmodels.training import OptimizerConfig, SchedulerConfig, Start, TrainingConfig, new_policy
 
+MakeStart = Callable[..., Start]
+MakeConfig = Callable[..., TrainingConfig]
 TINY_ACT: dict[str, Any] = {
     "chunk_size": 4,
     "n_action_steps": 2,
@@ -135,7 +137,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.fixture(scope="session")
-def tiny(dataset: Dataset) -> Callable[..., Start]:
+def tiny(dataset: Dataset) -> MakeStart:
     """A policy of a few thousand parameters for the demonstrations."""
 
     def make(kind: str = "act", **values: Any) -> Start:
@@ -145,7 +147,7 @@ def tiny(dataset: Dataset) -> Callable[..., Start]:
 
 
 @pytest.fixture(scope="session")
-def config() -> Callable[..., TrainingConfig]:
+def config() -> MakeConfig:
     """A training of seconds."""
 
     def make(**changes: Any) -> TrainingConfig:

@@ -1,6 +1,5 @@
 """An ACT that was trained here, in LeRobot 0.4.4 itself: it loads, and plans the same chunk."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +7,9 @@ import pytest
 
 import jaxmodels
 from jaxmodels.data import Dataset
-from jaxmodels.training import TrainingConfig, new_policy, train
+from jaxmodels.training import new_policy, train
 from tests.testing.lerobots_python import LEROBOT, WITHOUT, lerobot
-from tests.unit.jaxmodels.training.conftest import TINY
+from tests.unit.jaxmodels.training.conftest import TINY, MakeConfig
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,9 +38,7 @@ with torch.no_grad():
 """
 
 
-def test_lerobot_loads_a_policy_that_was_trained_here_and_plans_the_same(
-    dataset: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
-) -> None:
+def test_lerobot_loads_a_policy_that_was_trained_here(dataset: Dataset, tmp_path: Path, config: MakeConfig) -> None:
     values = {**TINY["act"], "vision_backbone": "resnet18", "pretrained_backbone_weights": None}
     start = new_policy(dataset, "act", image_size=(32, 32), values=values)
     folder = train(dataset, start, config(steps=2, log_freq=2), tmp_path / "run")

@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from jaxmodels.training import (
     trained_policy,
 )
 from tests.testing.compiling import process_environment
-from tests.unit.jaxmodels.training.conftest import CONFIG, TINY_STATES
+from tests.unit.jaxmodels.training.conftest import CONFIG, TINY_STATES, MakeConfig, MakeStart
 
 KILLED = """
 import os, signal
@@ -50,6 +50,8 @@ with compiling_quickly():  # the same way: it finds the programs that the whole 
     train(dataset, new_policy(dataset, "act", values=TINY["act"]), CONFIG, Path({output!r}), on_progress=kill)
 """
 
+Few = tuple[Dataset, Start]
+
 
 @pytest.fixture(scope="module")
 def told() -> list[Progress]:
@@ -59,7 +61,7 @@ def told() -> list[Progress]:
 @pytest.fixture(scope="module")
 def finished(
     dataset: Dataset,
-    tiny: Callable[..., Start],
+    tiny: MakeStart,
     told: list[Progress],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
@@ -77,16 +79,14 @@ def stop(progress: Progress) -> None:
 
 
 @pytest.fixture(scope="module")
-def few(states: Path) -> tuple[Dataset, Start]:
+def few(states: Path) -> Few:
     """Demonstrations without a camera, and a policy whose program is small."""
     dataset = open_dataset(states)
     return dataset, new_policy(dataset, "act", values={**TINY_STATES, "pretrained_backbone_weights": None})
 
 
 @pytest.fixture(scope="module")
-def begun(
-    few: tuple[Dataset, Start], config: Callable[..., TrainingConfig], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def begun(few: Few, config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its first four steps, with a checkpoint of each."""
     output = tmp_path_factory.mktemp("runs") / "begun"
     with pytest.raises(Enough):
@@ -108,7 +108,7 @@ def test_the_loss_falls_by_more_than_half(finished: Path) -> None:
     assert seen[-1] < 0.5 * seen[0], seen
 
 
-def test_every_line_tells_the_parts_of_the_loss_the_rate_and_where_the_time_went(finished: Path) -> None:
+def test_each_line_of_the_metrics_is_complete(finished: Path) -> None:
     last = lines(finished)[-1]
     assert last["loss"] == pytest.approx(last["l1"] + 10 * last["kl"], rel=1e-4)
     assert last["gradient_norm"] > 0
@@ -144,10 +144,10 @@ def test_pictures_are_normalised_as_lerobot_does_it_unless_told_otherwise(finish
     np.testing.assert_allclose(inputs.stats["observation.images.front"]["mean"][:, 0, 0], (0.485, 0.456, 0.406))
 
 
-def test_a_killed_run_goes_on_to_the_weights_it_would_have_had_bit_for_bit(
+def test_a_killed_run_resumes_to_the_same_weights(
     demos: Path,
     dataset: Dataset,
-    tiny: Callable[..., Start],
+    tiny: MakeStart,
     finished: Path,
     tmp_path: Path,
 ) -> None:
@@ -184,10 +184,10 @@ def files_of_at_most(size: int) -> Iterator[None]:
 # Orbax's threads tell an event loop of what failed that is closed by then.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("what", ["the policy", "the state, while steps are done"])
-def test_a_full_disk_is_said_with_what_to_do_and_the_run_goes_on_when_there_is_room(
+def test_a_run_resumes_after_a_full_disk(
     what: str,
     dataset: Dataset,
-    tiny: Callable[..., Start],
+    tiny: MakeStart,
     finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -226,9 +226,7 @@ def test_a_full_disk_is_said_with_what_to_do_and_the_run_goes_on_when_there_is_r
     ]
 
 
-def test_a_finished_run_that_is_resumed_stays_as_it_is(
-    dataset: Dataset, tiny: Callable[..., Start], finished: Path
-) -> None:
+def test_a_finished_run_resumes_unchanged(dataset: Dataset, tiny: MakeStart, finished: Path) -> None:
     before = (finished / "policy" / "model.safetensors").read_bytes()
     train(dataset, tiny(), CONFIG, finished, resume=True)
     assert (finished / "policy" / "model.safetensors").read_bytes() == before
@@ -247,24 +245,14 @@ def test_checkpoints_hold_the_policy_as_it_was_and_last_is_the_newest(finished: 
     assert any((array != weights[name]).any() for name, array in early.items())
 
 
-def test_a_folder_with_a_run_is_only_gone_on_with_when_asked_to(
-    finished: Path, dataset: Dataset, tiny: Callable[..., Start]
+def test_folders_of_other_contents_are_refused(
+    finished: Path, dataset: Dataset, tiny: MakeStart, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainingError, match=r"holds a training; add --resume=true"):
         train(dataset, tiny(), CONFIG, finished)
-
-
-def test_another_runs_folder_is_refused_and_the_differences_are_named(
-    finished: Path, dataset: Dataset, tiny: Callable[..., Start]
-) -> None:
     other = replace(CONFIG, batch_size=16, log_freq=1)
     with pytest.raises(TrainingError, match=r"\(policy\.dropout: was 0\.1, now 0\.2; training\.batch_size: was 8"):
         train(dataset, tiny(dropout=0.2), other, finished, resume=True)
-
-
-def test_a_folder_with_something_else_is_left_alone(
-    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path
-) -> None:
     (tmp_path / "thesis.tex").write_text("...")
     with pytest.raises(TrainingError, match=r"is there and holds no training"):
         train(dataset, tiny(), CONFIG, tmp_path)
@@ -280,8 +268,8 @@ def test_the_loss_curve_is_a_picture_with_a_falling_line(finished: Path, tmp_pat
     assert last > first + 20, "the curve does not fall (rows are counted from the top)"
 
 
-def test_a_trained_policy_is_gone_on_with(
-    finished: Path, dataset: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
+def test_training_starts_from_a_trained_policy(
+    finished: Path, dataset: Dataset, tmp_path: Path, config: MakeConfig
 ) -> None:
     base = Path(shutil.copytree(finished / "policy", tmp_path / "base"))
     for path in base.glob("policy_*processor.json"):  # as base models are, whose statistics the dataset's replace
@@ -299,18 +287,14 @@ def test_a_trained_policy_is_gone_on_with(
         np.testing.assert_allclose(fine[name], array, atol=1e-8, err_msg=name)
 
 
-def test_a_loss_that_is_no_number_ends_the_training_and_says_where(
-    few: tuple[Dataset, Start], tmp_path: Path, config: Callable[..., TrainingConfig]
-) -> None:
+def test_a_loss_that_is_no_number_ends_the_training(few: Few, tmp_path: Path, config: MakeConfig) -> None:
     mad = config(optimizer=OptimizerConfig(lr=1e30, grad_clip_norm=0.0), scheduler=None, save_freq=2)
     with pytest.raises(TrainingError, match=r"the loss is (nan|inf) within the \d steps before step \d.*learning rate"):
         train(*few, mad, tmp_path / "mad")
     assert not (tmp_path / "mad" / "policy").exists()
 
 
-def test_the_policy_is_the_moving_average_when_there_is_one(
-    few: tuple[Dataset, Start], begun: Path, tmp_path: Path, config: Callable[..., TrainingConfig]
-) -> None:
+def test_the_policy_is_the_moving_average(few: Few, begun: Path, tmp_path: Path, config: MakeConfig) -> None:
     with pytest.raises(Enough):
         train(*few, config(save_freq=1, ema_decay=0.5), tmp_path / "average", on_progress=stop)
     name = "action_out.kernel"
@@ -325,9 +309,7 @@ def test_the_policy_is_the_moving_average_when_there_is_one(
         np.testing.assert_allclose(found[step], decay * found[step - 1] + (1 - decay) * plain[step], rtol=1e-5)
 
 
-def test_parts_of_a_batch_come_to_the_same_as_the_whole(
-    few: tuple[Dataset, Start], tmp_path: Path, config: Callable[..., TrainingConfig]
-) -> None:
+def test_gradient_accumulation_equals_the_whole_batch(few: Few, tmp_path: Path, config: MakeConfig) -> None:
     # A large epsilon makes steps as long as gradients: those of some weights are nothing but rounding.
     rule = OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0)
     found = []
@@ -339,9 +321,7 @@ def test_parts_of_a_batch_come_to_the_same_as_the_whole(
         np.testing.assert_allclose(found[1][name], array, atol=1e-5, err_msg=name)
 
 
-def test_bfloat16_computes_in_it_and_keeps_float32(
-    few: tuple[Dataset, Start], begun: Path, tmp_path: Path, config: Callable[..., TrainingConfig]
-) -> None:
+def test_bfloat16_keeps_float32_weights(few: Few, begun: Path, tmp_path: Path, config: MakeConfig) -> None:
     train(*few, config(dtype="bfloat16", steps=8), tmp_path / "low")
     assert losses(tmp_path / "low")[0] == pytest.approx(losses(begun)[0], rel=0.05)
     assert losses(tmp_path / "low")[0] != losses(begun)[0]
@@ -350,9 +330,7 @@ def test_bfloat16_computes_in_it_and_keeps_float32(
     assert (state != state.astype("bfloat16").astype(np.float32)).any()
 
 
-def test_events_are_written_as_tensorboard_reads_them(
-    few: tuple[Dataset, Start], tmp_path: Path, config: Callable[..., TrainingConfig]
-) -> None:
+def test_tensorboard_reads_the_events(few: Few, tmp_path: Path, config: MakeConfig) -> None:
     events = pytest.importorskip("tensorboardX.proto.event_pb2")
     train(*few, config(tensorboard=True, steps=8), tmp_path / "run")
     (file,) = (tmp_path / "run" / "tensorboard").iterdir()
@@ -366,9 +344,7 @@ def test_events_are_written_as_tensorboard_reads_them(
     assert ("train/learning_rate", 4) in found
 
 
-def test_a_policy_that_does_not_fit_the_dataset_is_refused(
-    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path
-) -> None:
+def test_a_policy_of_other_features_is_refused(dataset: Dataset, tiny: MakeStart, tmp_path: Path) -> None:
     start = tiny(input_features={"observation.images.wrist": {"type": "VISUAL", "shape": [3, 16, 16]}})
     with pytest.raises(DatasetError, match=r"observation\.images\.wrist"):
         train(dataset, start, CONFIG, tmp_path / "run")
