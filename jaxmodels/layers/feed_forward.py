@@ -16,10 +16,9 @@ from jaxmodels.layers.linear import Linear
 
 
 def dropout(x: Float[Array, "..."], rate: float, rngs: nnx.Rngs | None) -> Float[Array, "..."]:
-    """Set a share `rate` of `x` to zero and scale the rest up; without `rngs`, `x` itself.
+    """Set a share `rate` of `x` to zero and scale the rest up; without `rngs`, return `x`.
 
-    A stateful dropout layer would put random keys among the weights, and serving and checkpoints would have to
-    carry them; so the keys come with the call, from the stream ``dropout``.
+    Keys come from the call's stream ``dropout``, because a stateful layer would keep them among the weights.
     """
     if rngs is None or rate == 0.0:
         return x
@@ -95,10 +94,7 @@ DIFFUSERS_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 
 class FeedForward(nnx.Module):
-    """Feed-forward layer: `width` to `hidden` channels, an activation, and back.
-
-    Gated activations halve what they are given, so that the way down is `hidden / 2` wide with them.
-    """
+    """Feed-forward layer: `width` to `hidden` channels (half of them after a gated activation), and back."""
 
     def __init__(
         self,
@@ -152,9 +148,9 @@ class FeedForward(nnx.Module):
 
 
 class GatedFeedForward(nnx.Module):
-    """Feed-forward layer without biases whose hidden channels a second projection gates: ``down(f(gate(x)) up(x))``.
+    """Feed-forward layer ``down(f(gate(x)) up(x))`` without biases (https://arxiv.org/abs/2002.05202).
 
-    Source: https://arxiv.org/abs/2002.05202. Llama's with ``jax.nn.silu``, Gemma's with `tanh_gelu`.
+    Llama's with ``jax.nn.silu``, Gemma's with `tanh_gelu`.
     """
 
     def __init__(self, width: int, hidden: int, activation: Callable[[Array], Array], *, rngs: nnx.Rngs):
