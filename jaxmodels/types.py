@@ -21,12 +21,12 @@ PROMPT_CUTS = (CUT_TASK, CUT_AS_LEROBOT)
 
 
 class Prefix(NamedTuple):
-    """The plan that is being executed and that a new chunk continues (`PREFIX_ACTIONS` and so on), as a tree of arrays.
+    """Executing plan that a new chunk continues (`PREFIX_ACTIONS` and so on), as a tree of arrays.
 
     Attributes:
-        actions: (b, t, a), aligned with the new chunk. What lies beyond `length` is not read.
-        delay: (b,) int32, how many of its actions will have been executed when the new chunk is there.
-        length: (b,) int32, how many there are; 0 for none.
+        actions: (b, t, a), aligned with the new chunk, read up to `length`.
+        delay: (b,) int32, actions that will have been executed when the chunk arrives.
+        length: (b,) int32, number of actions; 0 for none.
     """
 
     actions: Any

@@ -18,17 +18,10 @@ FILE = "tokenizer.json"
 
 
 class VocabularyTokenizer:
-    """Tokenizer of a ``tokenizer.json``; longer texts are cut at the end, as with CLIP, and keep their outer tokens.
-
-    Shorter ones are filled up with their last token. Nobody looks there: CLIP's own models were trained like that.
-    """
+    """Tokenizer of a ``tokenizer.json`` for CLIP: texts are cut at the end or padded with their last token."""
 
     def __init__(self, config: TextConfig, file: bytes | None):
-        """
-        Raises:
-            CheckpointError: the file is missing, malformed, or has more tokens than the encoder knows.
-            ConfigError: the package that reads it is not installed.
-        """
+        """Read the file; raises CheckpointError if it does not fit, ConfigError if its package is not installed."""
         if file is None:
             raise CheckpointError(
                 f"{FILE}: missing; a text encoder of kind {config.kind!r} needs it. Copy it from the model that the "

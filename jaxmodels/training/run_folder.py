@@ -1,7 +1,6 @@
-"""Folder of a training run: its claim, checkpoints, exported policy.
+"""Folder of a training run with LeRobot's names: its claim, checkpoints, exported policy.
 
-``checkpoints/<step>/training_state`` is an Orbax checkpoint, ``checkpoints/<step>/pretrained_model`` a policy, and
-``checkpoints/last`` a link to the newest: LeRobot's names.
+``checkpoints/<step>`` has ``training_state`` (Orbax) and ``pretrained_model``; ``checkpoints/last`` links to a step.
 """
 
 import errno
@@ -33,11 +32,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def claim_folder(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
-    """Write the settings of a new run to its folder, or check that a resumed run has the same.
+    """Write a new run's settings to its folder, or compare a resumed run's.
 
     Raises:
-        TrainingError: the folder holds a run that nobody asked to go on with, or one of another set-up (every
-            difference named).
+        TrainingError: the folder holds a run and `resume` is False, or its set-up differs (all differences).
     """
     path = output / SETUP
     text = json.dumps(setup, indent=2) + "\n"
@@ -86,11 +84,7 @@ def cut_metrics(output: Path, step: int) -> float:
 
 @contextmanager
 def explain_write_errors(output: Path) -> Iterator[None]:
-    """Context that turns errors of a full disk into ones that name the run and the next step.
-
-    Raises:
-        OSError: something could not be written.
-    """
+    """Context that re-raises OSErrors of a full disk with the run and the next step in their text."""
     try:
         yield
     except OSError as error:
@@ -121,13 +115,10 @@ Tree = TypeVar("Tree")
 
 
 class Snapshots:
-    """Checkpoints of a run; incomplete ones of killed runs are removed.
-
-    Args:
-        keep: how many of the newest stay.
+    """Checkpoints of a run, of which the newest `keep` stay; removes incomplete ones of killed runs.
 
     Raises:
-        OSError: one cannot be written; when the next is, or at the end.
+        OSError: a checkpoint cannot be written; raised by the next `save` or at the end.
     """
 
     def __init__(self, folder: Path, *, keep: int):
@@ -163,11 +154,7 @@ class Snapshots:
         self._pending = step
 
     def restore(self, step: int, target: Tree) -> Tree:
-        """The state of a step, as a tree like `target` with its shardings.
-
-        Raises:
-            CheckpointError: unreadable, or of other shapes than wanted.
-        """
+        """Return a step's state as a tree like `target` with its shardings; raises CheckpointError on a misfit."""
         leaves = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
             for name, leaf in _leaves(target).items()
@@ -217,10 +204,9 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def derive_normalization(dataset: Dataset, start: Start, *, use_imagenet_stats: bool) -> Normalization:
-    """A policy's normalization from a dataset's statistics.
+    """Return a policy's normalization from a dataset's statistics.
 
-    Args:
-        use_imagenet_stats: cameras by the mean and spread that a trained backbone wants, ImageNet's if it does not say.
+    `use_imagenet_stats` takes cameras' mean and spread from the backbone, or else from ImageNet.
     """
     policy, stats = start.policy, dict(dataset.statistics())
     if use_imagenet_stats:
@@ -235,11 +221,7 @@ def derive_normalization(dataset: Dataset, start: Start, *, use_imagenet_stats: 
 def write_policy(
     folder: Path, weights: Mapping[str, np.ndarray], start: Start, normalization: Normalization, dataset: Dataset
 ) -> None:
-    """Write a trained policy in LeRobot's layout.
-
-    Raises:
-        TrainingError: weights are no numbers any more.
-    """
+    """Write a trained policy in LeRobot's layout; raises TrainingError if weights are not finite."""
     if wrong := not_finite(weights):
         raise TrainingError(f"weights hold a NaN or an infinity: {', '.join(sorted(wrong)[:5])}; nothing is written")
     policy = start.policy

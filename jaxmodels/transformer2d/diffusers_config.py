@@ -76,11 +76,7 @@ LAYER_LIMIT = 64  # attentions in one block of a UNet; published ones have two o
 
 
 def read_model_config(values: Mapping[str, Any]) -> Transformer2DConfig:
-    """Config of a folder with one 2D transformer.
-
-    Raises:
-        ConfigError: it holds something else, or values that make no sense.
-    """
+    """Return the config of a folder with one 2D transformer; raises ConfigError for other models or wrong values."""
     name = values.get("_class_name", GENERAL)
     if name in SPLIT:
         defaults = SPLIT[name]
@@ -111,11 +107,7 @@ def dump_model_config(config: Transformer2DConfig) -> dict[str, Any]:
 
 
 def read_block_config(values: Mapping[str, Any], prefix: str) -> Transformer2DConfig:
-    """Config of one 2D transformer inside a UNet, e.g. ``mid_block.attentions.0``.
-
-    Raises:
-        ConfigError: no such prefix (the message lists those there are), not a UNet, or values that make no sense.
-    """
+    """Return the config of a 2D transformer inside a UNet, e.g. ``mid_block.attentions.0``; raises ConfigError."""
     name = values.get("_class_name")
     if name not in UNETS:
         raise ConfigError(

@@ -68,11 +68,7 @@ def output_shape(config: Transformer2DConfig) -> tuple[str | int, ...]:
 
 
 def read_inputs(inputs: tuple[Input, ...], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Convert arrays to the dtypes of the device (float32, int32 or bool); a single number becomes (1,).
-
-    Raises:
-        InputError: a name is unknown or missing, or an array holds what these dtypes cannot.
-    """
+    """Convert arrays to the device's dtypes; raises InputError for wrong names or values. A number becomes (1,)."""
     known = {entry.name for entry in inputs}
     unknown = sorted(map(repr, arrays.keys() - known))
     missing = [entry.name for entry in inputs if entry.is_required and entry.name not in arrays]
@@ -197,11 +193,11 @@ _FLOAT = 4
 def forward_cost(
     config: Transformer2DConfig, matrices: int, shapes: Mapping[str, tuple[int, ...]], item: int = _FLOAT
 ) -> ForwardCost:
-    """Rough cost of a forward pass, to tell a second from an hour.
+    """Estimate the cost of a forward pass roughly, to tell a second from an hour.
 
     Args:
         matrices: numbers in the weights that every token is multiplied with.
-        shapes: of the arguments, by their flat names; that of hidden_states has its right rank.
+        shapes: of the arguments, by their flat names; hidden_states has its right rank.
         item: bytes of a number that the model computes in.
     """
     shape = shapes["hidden_states"]

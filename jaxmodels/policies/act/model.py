@@ -277,8 +277,8 @@ class Act(nnx.Module):
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """Training loss as LeRobot computes it, and its parts.
 
-        The absolute error counts padded steps as zero but divides by all steps. With `use_vae` the divergence of
-        the latent is added, `kl_weight` times.
+        The absolute error counts padded steps as zero but divides by all steps. With `use_vae`, `kl_weight` times the
+        latent's divergence is added.
 
         Args:
             rngs: the streams ``dropout`` and ``latent``; None evaluates: no dropout, latent 0, no divergence.
