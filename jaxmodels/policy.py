@@ -141,11 +141,7 @@ MIN_TASK_TOKENS = 8
 
 
 def read_texts(observation: Mapping[str, Any], batch: int) -> tuple[str, ...]:
-    """The instruction of each member of a batch.
-
-    Raises:
-        ObservationError: it is missing, says nothing, or is not one text for each member.
-    """
+    """Return the instruction of each member of a batch; raises ObservationError for missing or blank texts."""
     advice = f"wanted {batch} text{'s' if batch > 1 else ''}, e.g. {TASK!r}: {['pick up the cube'] * min(batch, 2)}"
     if TASK not in observation:
         raise ObservationError(f"{TASK} is missing, and this policy reads an instruction; {advice}")
@@ -164,11 +160,7 @@ def read_texts(observation: Mapping[str, Any], batch: int) -> tuple[str, ...]:
 
 
 def read_prompt_cuts(observation: Mapping[str, Any], batch: int) -> tuple[str, ...] | None:
-    """Read how the prompt of each member of a batch is cut when it is too long; None where the observation has none.
-
-    Raises:
-        ObservationError: the value is not one of `PROMPT_CUTS` for each member.
-    """
+    """Return each member's `PROMPT_CUTS` value, None if not given; raises ObservationError for other values."""
     if PROMPT_CUT not in observation:
         return None
     given = observation[PROMPT_CUT]
@@ -182,12 +174,9 @@ def read_prompt_cuts(observation: Mapping[str, Any], batch: int) -> tuple[str, .
 
 
 class Instructions:
-    """Cache and encoder of instructions: texts to language tokens. Several threads may use it.
+    """Cache and encoder of instructions for several threads: texts to language tokens.
 
-    Args:
-        tokenizer: of the policy's folder.
-        encode: tokens (1, n) and their mask to `Language`, in a compiled program.
-        placement: where the policy runs.
+    `encode` is a compiled program: tokens (1, n) and their mask to `Language`, where `placement` says.
     """
 
     def __init__(
@@ -200,11 +189,7 @@ class Instructions:
         self._read_batch = lru_cache(MAX_CACHED_BATCHES)(self._encode_batch)
 
     def __call__(self, texts: tuple[str, ...]) -> Language:
-        """Return (b, n, d) where the policy runs, for one text per member.
-
-        Raises:
-            ObservationError: a text cannot be read.
-        """
+        """Return (b, n, d) on the policy's devices, for one text per member; raises ObservationError for bad texts."""
         return self._read_batch(texts)
 
     def _encode_batch(self, texts: tuple[str, ...]) -> Language:
@@ -217,17 +202,13 @@ class Instructions:
 
 
 class Prompts:
-    """Cache and tokenizer of instructions that a policy's program embeds itself. Several threads may use it.
+    """Cache and tokenizer, for several threads, of instructions that a policy's program embeds itself.
 
     Args:
-        config: the policy's config, which formats a prompt from an instruction, and from the state where the prompt
-            contains it.
+        config: the policy's config, which formats a prompt from an instruction, and from the state if it is in it.
         state: normalization of the state.
         tokenizer: content of the policy's ``tokenizer.json``.
-        prompt_cut: one of `PROMPT_CUTS`, for instructions that do not choose one themselves.
-
-    Attributes:
-        cuts: see `Requirements.prompt_cuts`.
+        prompt_cut: default of `PROMPT_CUTS`; `Prompts.cuts` lists the possible ones.
     """
 
     def __init__(self, config: Any, state: Affine | None, tokenizer: bytes, prompt_cut: str = CUT_TASK):
@@ -273,10 +254,9 @@ class Prompts:
         return Language(np.stack([ids for ids, _, _ in rows]), np.stack([mask for _, mask, _ in rows]))
 
     def count_cut(self, text: str, width: int | None, cut: str | None = None) -> int:
-        """Count the tokens of an instruction's prompt that are left out, for a normalised state of `width` zeros.
+        """Count an instruction's tokens that are left out with a state of `width` zeros.
 
-        Raises:
-            ObservationError: not even the beginning of the instruction fits.
+        Raises ObservationError if not even the beginning of the instruction fits.
         """
         state = None if self._state is None else np.zeros(width or 0, np.float32)
         return self._tokenize(text, state, cut or self._prompt_cut)[2]
@@ -312,8 +292,8 @@ class Prompts:
     def _shorten(self, text: str, state: Any) -> str:
         """Return the beginning of an instruction that fits into the prompt together with a state.
 
-        It is the same for nearly all states, because it leaves room for a state of three-digit numbers: an instruction
-        that changes with each chunk would change what the robot does.
+        It leaves room for three-digit numbers, because an instruction that changes with each state would change what
+        the robot does.
         """
         if text not in self._short:
             _put_newest(self._short, text, self._find_longest(text, np.zeros_like(state)), MAX_CACHED_TEXTS)
@@ -321,10 +301,9 @@ class Prompts:
         return short if self._fits(short, state) else self._find_longest(short, state)
 
     def _find_longest(self, text: str, state: Any) -> str:
-        """Return the longest beginning of an instruction that fits: whole words, or characters of the first word.
+        """Return the longest fitting beginning of an instruction, in words or in characters of the first word.
 
-        Raises:
-            ObservationError: not even one character fits.
+        Raises ObservationError if not even one character fits.
         """
         words = [word.end() for word in re.finditer(r"[^\s_]+", text)]
         for ends in (words, range(1, len(text) + 1)):
@@ -505,11 +484,7 @@ class Policy:
         return program(self._weights, *jax.device_put((ids, mask), self._placement.replicated))
 
     def _program(self, inputs: Inputs) -> Any:
-        """The executable for these shapes; where it is new, after a look at whether there is room to run it.
-
-        Raises:
-            ObservationError: there is none.
-        """
+        """Return the executable for these shapes; raises ObservationError if a new one has no room to run."""
 
         def check(demand: Demand) -> None:
             frames = ", ".join(f"{size[0]}x{size[1]}" for size in inputs.frames if size is not None)
@@ -565,11 +540,7 @@ class Policy:
         return time.perf_counter() - start
 
     def profile_stages(self, runs: int = 10) -> tuple[StageTime, ...]:
-        """Measure the parts of `act` apart, on a batch of zeros; each is compiled as a program of its own.
-
-        Args:
-            runs: of each part, of which the median is taken.
-        """
+        """Measure the parts of `act` apart, as programs of their own on a batch of zeros; median of `runs`."""
         inputs = self._reader.inputs(1, None)
         zeros = self._make_zeros(inputs)
         config, plan = self.checkpoint.config, self.checkpoint.config.architecture()
@@ -610,10 +581,10 @@ class Policy:
         return type(mine) is type(other) and mine.architecture() == other.architecture()
 
     def with_weights(self, checkpoint: Checkpoint, prompt_cut: str | None = None) -> "Policy":
-        """A policy with another checkpoint's weights in the same programs: nothing is compiled.
+        """Return a policy with another checkpoint's weights in the same programs: nothing is compiled.
 
         Raises:
-            ConfigError: its architecture is another one.
+            ConfigError: its architecture differs.
         """
         if not self.fits(checkpoint):
             raise ConfigError("the checkpoint has another architecture; load it as a policy of its own")

@@ -1,8 +1,7 @@
 """Ahead-of-time compiled programs from frames to actions, over weights as a flat tuple.
 
-A flat tuple because the cost of a call grows with the tree: for 200 arrays 0.25 ms instead of 0.7 ms for NNX state
-and 20 ms for an NNX transform. Everything a checkpoint says, normalisation included, is an argument, so another
-checkpoint of the same architecture runs in the same executable.
+A call with 200 arrays takes 0.25 ms in a tuple, 0.7 ms in an NNX state and 20 ms in an NNX transform. Everything a
+checkpoint says is an argument, so another checkpoint of the same architecture runs in the same executable.
 """
 
 import math
@@ -120,11 +119,7 @@ def normalize(
     dtype: DTypeLike = jnp.float32,
     relative: tuple[bool, ...] | None = None,
 ) -> Observation:
-    """Convert a raw observation (uint8 frames) to the normalised one that the model takes.
-
-    Args:
-        relative: which numbers of an action are relative to the state.
-    """
+    """Normalise a raw observation (uint8 frames); `relative` marks numbers of an action relative to the state."""
 
     def vector(x: Any, scale: Affine | None) -> Any:
         return None if scale is None else scale.normalize(x).astype(dtype)
@@ -214,11 +209,9 @@ class Programs:
         return inputs in self._compiled
 
     def get_program(self, inputs: Inputs, check: Callable[[Demand], None] | None = None) -> jax.stages.Compiled:
-        """The executable for these shapes: ``(flat weights and scales, observation) -> (b, t, a) float32``.
+        """Return the executable for these shapes: ``(flat weights and scales, observation) -> (b, t, a) float32``.
 
-        Args:
-            check: called with the memory and operations of a new program before it is compiled; raises an error to
-                refuse it.
+        `check` receives a new program's memory and operations before it is compiled, and may raise an error.
         """
         compiled = self._compiled.get(inputs)
         if compiled is not None:
@@ -271,11 +264,9 @@ class Programs:
         return normalize(observation, scales, self._sizes, self._dtype, self._relative)
 
     def compile_stages(self, stages: Sequence[Callable[..., Any]], inputs: Inputs) -> list[jax.stages.Compiled]:
-        """Executables of parts of the program: ``(flat weights and scales, observation, what the one before gave)``.
+        """Compile parts: ``(flat weights and scales, observation, result of the stage before) -> result``.
 
-        Args:
-            stages: serving weights, a normalised observation and what the stage before gave (None for the first) to
-                what the next one is given.
+        Each stage takes serving weights, a normalised observation and the stage before's result (None for the first).
         """
         compiled: list[jax.stages.Compiled] = []
         observation, given = inputs.shapes(self._placement.replicated), None

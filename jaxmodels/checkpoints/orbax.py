@@ -6,7 +6,6 @@ Without one, an edited shape could ask for any amount of memory and an edited pa
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -48,9 +47,7 @@ class Writer:
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A full disk fails here, too, and must not hide what was wrong first.
         with suppress(OSError) if kind is not None else nullcontext(), self._explain_errors():
             self._checkpointer.close()

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -131,10 +130,8 @@ class Snapshots:
             self._remove_incomplete()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writer.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        self._writer.__exit__(kind, *details)
         if kind is None:
             self._finish_pending()
 

@@ -15,11 +15,8 @@ WAIT = 0.002
 class SerialPort(PortHandler):
     """scservo_sdk's ``PortHandler``, blocking with timeouts instead of spinning.
 
-    Only the time that reads wait counts towards a timeout: an answer that arrived while this process was suspended is
-    still in the buffer, and a change of the wall clock, which the package uses, has no effect.
-
-    Attributes:
-        packet_timeout: milliseconds that an answer may take beyond its bytes; None for ``PACKET_TIMEOUT``.
+    Only the time that reads wait counts towards a timeout, so suspending the process or changing the wall clock, which
+    the package uses, has no effect. `packet_timeout` is in milliseconds; None for ``PACKET_TIMEOUT``.
     """
 
     packet_timeout: float | None = None

@@ -36,12 +36,7 @@ POLL_PERIOD = 0.05  # seconds
 
 
 class ServoArm:
-    """Arm and cubes in real time, behind servos and cameras; a context manager that runs the physics in a thread.
-
-    Attributes:
-        servos: servos of the arm by id.
-        score: outcomes of the episodes so far.
-    """
+    """Arm and cubes in real time behind `servos` by id and cameras; a context manager with a thread of physics."""
 
     def __init__(self, config: RobotConfig):
         calibration = load_calibration(config)
@@ -63,11 +58,7 @@ class ServoArm:
         self._thread.join()
 
     def open_camera(self, name: str, config: CameraConfig) -> Source:
-        """Open a camera of the scene; the thread that reads it renders in parallel with the physics.
-
-        Raises:
-            RobotError: the scene has no such camera.
-        """
+        """Open a camera of the scene, which renders in its reader's thread; raises RobotError for unknown cameras."""
         camera, model = str(config.index_or_path or name), self._arm.model
         cameras = [model.camera(number).name for number in range(model.ncam)]
         if camera not in cameras:
