@@ -31,7 +31,7 @@ from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
-from jaxmodels.program import Inputs, Programs, Scales
+from jaxmodels.program import Inputs, Programs, build_scales
 from jaxmodels.ranges import shorten_value
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
 from jaxmodels.types import (
@@ -352,7 +352,7 @@ class Policy:
         self._kind = get_policy_type(config.type)
         self._placement = find_placement(device)
         self._dtype = find_dtype(dtype, self._placement.platform, self._kind.accelerator_dtype)
-        scales = _scales(checkpoint)
+        scales = build_scales(checkpoint.config, checkpoint.normalization)
         serving = self._kind.prepare(config, checkpoint.weights, self._placement.platform)
         if _programs is None:
             shapes = {
@@ -616,17 +616,6 @@ class Policy:
 def _check_prompt_cut(prompt_cut: str) -> None:
     if prompt_cut not in PROMPT_CUTS:
         raise ConfigError(f"{PROMPT_CUT} is {shorten_value(prompt_cut)}; wanted one of {', '.join(PROMPT_CUTS)}")
-
-
-def _scales(checkpoint: Checkpoint) -> Scales:
-    config: Any = checkpoint.config
-    inputs, outputs = checkpoint.normalization.inputs, checkpoint.normalization.outputs
-    return Scales(
-        images=tuple(inputs.get_affine(feature) for feature in config.cameras),
-        state=None if config.state is None else inputs.get_affine(config.state),
-        environment_state=None if config.environment_state is None else inputs.get_affine(config.environment_state),
-        action=outputs.get_affine(config.action, inverse=True),
-    )
 
 
 def load_policy(

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, UInt8
 from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.devices import Placement, use_exact_products
 from jaxmodels.memory import Demand, measure_program
-from jaxmodels.normalization import Affine
+from jaxmodels.normalization import Affine, Normalization
 from jaxmodels.types import Language, Observation, Prefix
 
 Size: TypeAlias = tuple[int, int]
@@ -93,6 +93,17 @@ class Scales:
 
 
 jax.tree_util.register_dataclass(Scales, data_fields=["images", "state", "environment_state", "action"], meta_fields=[])
+
+
+def build_scales(config: Any, normalization: Normalization) -> Scales:
+    """Build the scales of a policy's features, with actions in the inverse direction."""
+    inputs = normalization.inputs
+    return Scales(
+        images=tuple(inputs.get_affine(camera) for camera in config.cameras),
+        state=None if config.state is None else inputs.get_affine(config.state),
+        environment_state=None if config.environment_state is None else inputs.get_affine(config.environment_state),
+        action=normalization.outputs.get_affine(config.action, inverse=True),
+    )
 
 
 def prepare_pixels(

@@ -253,10 +253,6 @@ class PolicyFolder:
     def __truediv__(self, name: str) -> OpenFile | MissingFile:
         return self.files.get(name) or MissingFile(name)
 
-    def is_dir(self) -> bool:
-        """Always true; for callers that also take a path."""
-        return True
-
     def close(self) -> None:
         """Close all descriptors of the folder's files."""
         for file in self.files.values():

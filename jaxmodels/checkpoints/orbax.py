@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jaxmodels.checkpoints.folder import check_tree
 from jaxmodels.errors import CheckpointError
@@ -127,7 +128,7 @@ def restore_parts(
         room -= sizes[name]
     with _explain_unreadable(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         for names in batches:
-            item = _nest({name: target[name] for name in names})
+            item = unflatten_dict({name: target[name] for name in names}, sep="/")
             how = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=host, global_shape=x.shape, dtype=x.dtype), item)
             arguments = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
             arrays = _flatten(checkpointer.restore(folder.resolve(), args=arguments))
@@ -208,15 +209,3 @@ def _flatten(tree: Any) -> dict[str, Any]:
     # One level of names keeps the structure out of Orbax's hands, which turns tuples and classes into dictionaries.
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def _nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """A tree of dictionaries out of its leaves by path."""
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *above, last = path.split("/")
-        branch = tree
-        for name in above:
-            branch = branch.setdefault(name, {})
-        branch[last] = leaf
-    return tree

@@ -22,7 +22,7 @@ from jaxmodels.devices import Layout
 from jaxmodels.errors import DatasetError
 from jaxmodels.normalization import Affine, Normalization
 from jaxmodels.policies import get_policy_type
-from jaxmodels.program import Scales, Size, normalize
+from jaxmodels.program import Scales, Size, build_scales, normalize
 from jaxmodels.text import tokenizer
 from jaxmodels.training.augmentation import augment_moments
 from jaxmodels.training.config import OPERATIONAL, TrainingConfig
@@ -257,17 +257,10 @@ def put_on_devices(
     weights = _weights(programs, start, layout, config.seed)
     parameters = {name: weights.pop(name) for name in programs.learned}
     statistics = {name: weights.pop(name) for name in programs.plan.running}
-    inputs = normalization.inputs
-    scales = Scales(
-        images=tuple(inputs.get_affine(camera) for camera in policy.cameras),
-        state=None if policy.state is None else inputs.get_affine(policy.state),
-        environment_state=None if policy.environment_state is None else inputs.get_affine(policy.environment_state),
-        action=normalization.outputs.get_affine(policy.action, inverse=True),
-    )
     instructions = read_instructions(policy, dataset.tasks, start.tokenizer)
     if instructions is not None and policy.text_encoder.is_frozen:
         instructions = instructions.read_ahead(programs.plan, {**weights, **parameters}, layout.replicated)
-    others = (scales, inputs.get_affine(policy.action), instructions)
+    others = (build_scales(policy, normalization), normalization.inputs.get_affine(policy.action), instructions)
     fixed = Fixed(weights, *jax.tree.map(lambda array: layout.put(array, layout.replicated), others))
     _, (values, _) = programs.loss.eval_shape(parameters, statistics, fixed, batch, jax.random.key(0))
     names = (*values, "gradient_norm", COUNT)

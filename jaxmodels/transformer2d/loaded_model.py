@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jaxmodels.checkpoints.files import read_json
 from jaxmodels.devices import Device, device_name, find_dtype
@@ -79,18 +80,6 @@ def read_inputs(inputs: tuple[Input, ...], arrays: Mapping[str, np.ndarray]) -> 
         required = ", ".join(entry.name for entry in inputs if entry.is_required)
         raise InputError(f"the input {' and '.join(errors)}; wanted {required}, and if you like {', '.join(optional)}")
     return {entry.name: _read(entry, np.asarray(arrays[entry.name])) for entry in inputs if entry.name in arrays}
-
-
-def to_call(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert arrays by dotted name to the arguments of a call."""
-    call: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *folders, last = name.split(".")
-        folder_values = call
-        for folder in folders:
-            folder_values = folder_values.setdefault(folder, {})
-        folder_values[last] = array
-    return call
 
 
 def _read(entry: Input, array: np.ndarray) -> np.ndarray:
@@ -415,7 +404,7 @@ class LoadedModel:
             start = time.perf_counter()
             on_device = jax.block_until_ready(jax.device_put(arrays, self._device))
             sent = time.perf_counter()
-            sample = jax.block_until_ready(self._compiled(**to_call(on_device)))
+            sample = jax.block_until_ready(self._compiled(**unflatten_dict(on_device, sep=".")))
             computed = time.perf_counter()
         except jax.errors.JaxRuntimeError as error:
             raise _convert_error(error) from error
@@ -450,7 +439,7 @@ class LoadedModel:
 
     def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Check inputs, with their values: nothing is compiled or estimated for wrong ones."""
-        read_arguments(self._config, self._dtype, **to_call(arrays))
+        read_arguments(self._config, self._dtype, **unflatten_dict(arrays, sep="."))
 
     def _compile(self, arrays: Mapping[str, np.ndarray]) -> float:
         shapes = _abstract(arrays)
@@ -462,14 +451,14 @@ class LoadedModel:
             self._check(arrays)
             while len(self._cached_shapes) >= self.shapes_kept:
                 oldest, shapes_of_it = self._cached_shapes.popitem(last=False)
-                self._compiled.forget(**to_call(shapes_of_it))
+                self._compiled.forget(**unflatten_dict(shapes_of_it, sep="."))
                 self._seconds.pop(oldest, None)
                 self._forgotten += 1
                 if not self._forgotten % CLEAR_AFTER:
                     jax.clear_caches()
             start = time.perf_counter()
             try:
-                self._compiled.compile(**to_call(shapes))
+                self._compiled.compile(**unflatten_dict(shapes, sep="."))
             except jax.errors.JaxRuntimeError as error:
                 raise _convert_error(error) from error
             self._cached_shapes[key] = shapes
