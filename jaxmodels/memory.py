@@ -23,8 +23,7 @@ QUICK_LAYERS = 32
 TENSORS_PER_LAYER = 4  # the fewest tensors of a layer of any network here
 # Numbers in tables of positions; ACT with four cameras of 1080x1920 and a width of 1024 has 1.4e8.
 MAX_TABLE_NUMBERS = 1 << 29
-# Additions and multiplications of one chunk: ten seconds of a fast accelerator. The largest published policy (3e9
-# parameters, a thousand tokens, ten steps) takes 6e13, ACT with three cameras of 480x640 1e11.
+# Operations of one chunk: ten seconds of a fast accelerator. The largest published policy takes 6e13, ACT 1e11.
 MAX_OPERATIONS = 10**15
 # XLA allocated 0.6 to 1.8 times the bytes of the live values of a program (nine policies on a CPU).
 MARGIN = 1.5

@@ -24,7 +24,7 @@ from jaxmodels.types import Language, Observation, Prefix
 
 Size: TypeAlias = tuple[int, int]
 Weights: TypeAlias = tuple[jax.Array, ...]
-# Of a number's size: a spread or range below is none, but some of the last bits of float32.
+# Relative to a number's size: a smaller spread or range is rounding in float32.
 STILL = 1e-6
 
 
@@ -255,8 +255,8 @@ class Programs:
 
     def flatten(self, weights: Mapping[str, Any], scales: Scales) -> Weights:
         """Weights and scales on the device, in the order of the executables' arguments."""
-        # Those that are spread are cast here: whole on one device there may be no room for them. On a CPU, too: what
-        # is float32 and aligned already is used where it lies (164 MB of ACT: 0.03 s instead of 0.35).
+        # Split arrays are cast on the host, because one device may be too small for a whole array. On a CPU, aligned
+        # float32 arrays are then used in place (164 MB of ACT: 0.03 s instead of 0.35).
         cast = jnp.asarray if len(self._placement.devices) == 1 and not self._placement.is_host else np.asarray
         arrays = [cast(weights[name], shape.dtype) for name, shape in self._weights.items()]
         everything = [*arrays, *jax.tree.leaves(scales)]

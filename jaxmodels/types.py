@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 from jaxmodels.errors import ConfigError
 from jaxmodels.ranges import WIDTH, Range, check_unknown_fields, is_number, shorten_value
 
-# Further inputs of policies that continue a plan (`Requirements.takes_prefix`): the rest of the current plan,
-# un-normalised and aligned with the observation (b, t, a); how many of its actions will have been executed when the
-# answer arrives (b,) int32, with which the new chunk begins; and its length (b,) int32, 0 for no plan.
+# Inputs of policies that continue a plan (`Requirements.takes_prefix`), see `Prefix`: the un-normalised rest of the
+# plan (b, t, a) from the observation on, the delay (b,) int32 and the length (b,) int32.
 PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH = "prefix.actions", "prefix.delay", "prefix.length"
 # LeRobot's name of the instruction, for policies that read language: one text for each member of the batch.
 TASK = "task"
-# Which end of a prompt that is too long is cut where the state follows the instruction: that of the instruction, or, as
-# in LeRobot, that of the prompt. In an observation: one text for each member.
+# Which end of a too long prompt with a state is cut: the instruction's or (LeRobot) the prompt's; a text per member.
 PROMPT_CUT = "prompt_cut"
 CUT_TASK, CUT_AS_LEROBOT = "task", "lerobot"
 PROMPT_CUTS = (CUT_TASK, CUT_AS_LEROBOT)
@@ -201,8 +199,7 @@ ACTION = "action"
 STATE = "observation.state"
 ENVIRONMENT_STATE = "observation.environment_state"
 IMAGES = "observation.images."
-# How the name of a feature ends that says which members of a batch have an image of this camera, (b,) bool; for
-# policies that allow for cameras without one. LeRobot's name.
+# LeRobot's suffix of a feature (b,) bool: which members have an image of a camera that may be absent.
 PADDING_MASK = "_padding_mask"
 EMPTY_CAMERA = f"{IMAGES}empty_camera_"  # LeRobot's name of cameras that a policy was built for and no robot has
 

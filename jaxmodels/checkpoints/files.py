@@ -28,7 +28,7 @@ from jaxmodels.errors import CheckpointError
 
 HEADER_LIMIT = 8 << 20  # bytes
 TENSOR_LIMIT = 10_000
-DIMENSIONS = 64  # of a tensor; NumPy has no more
+DIMENSIONS = 64  # NumPy's limit for an array
 METADATA = "__metadata__"
 # First bytes of a pointer, which replaces a large file in a git repository (https://git-lfs.com).
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -42,7 +42,7 @@ FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
         "BF16": np.dtype(ml_dtypes.bfloat16),
     }
 )
-# Of every dtype of the format, read here or not.
+# Bits of every dtype of the format.
 BITS: Mapping[str, int] = MappingProxyType(
     {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32}
     | dict.fromkeys(("F16", "BF16", "I16", "U16"), 16)
@@ -110,7 +110,7 @@ def read_floats(path: Source, *, but: str | None = None) -> dict[str, np.ndarray
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Write arrays to a safetensors file that PyTorch's loaders read, too."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    # Not save_file: what it writes only its owner may read, whatever the umask says.
+    # save_file ignores the umask: only the owner could read its files.
     path.write_bytes(save(contiguous, metadata={"format": "pt"}))
 
 
@@ -368,7 +368,7 @@ def _read_weight_map(folder: Folder, index: str, pattern: re.Pattern[str]) -> di
         raise CheckpointError(f"{index}: has no weight_map; wanted an object of tensors and their files")
     if len(files) > TENSOR_LIMIT:
         raise CheckpointError(f"{index}: names {len(files)} tensors; wanted at most {TENSOR_LIMIT}")
-    # Names come from a file of a stranger: they must not lead out of the folder.
+    # The file is untrusted: its names must not lead out of the folder.
     wrong = sorted(
         {str(name)[:80] for name in files.values() if not isinstance(name, str) or not pattern.fullmatch(name)}
     )

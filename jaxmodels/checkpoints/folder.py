@@ -159,7 +159,7 @@ def open_file(path: str | Path, within: int | None = None) -> OpenFile:
         CheckpointError: the file is not regular.
     """
     name = Path(path).name
-    # Looked at before: to open a device may be to start it. And after: what the name means may change.
+    # Checked before, because opening a device may start it, and after, because the name may change its target.
     _check_regular(os.stat(path, dir_fd=within), name)
     descriptor = os.open(path, _FLAGS, dir_fd=within)
     try:
@@ -180,7 +180,7 @@ def get_path(descriptor: int) -> Path:
 
 
 def get_identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
-    """Device, inode, size and times of change of a file; nobody can set the last of them back."""
+    """Return device, inode, size and times of change of a file; the last cannot be set back."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -383,7 +383,7 @@ class PolicyFolder:
             except CheckpointError as error:
                 if name in KNOWN or name in shards or name.startswith("policy_"):
                     raise
-                self.files[name] = MissingFile(name, error)  # nobody need ask for it
+                self.files[name] = MissingFile(name, error)  # an error only for a caller that reads it
         for name in states[STATE_FILES:]:
             error = CheckpointError(f"{name}: one of over {STATE_FILES} .safetensors files; wanted a policy's folder")
             self.files[name] = MissingFile(name, error)

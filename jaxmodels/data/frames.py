@@ -49,7 +49,7 @@ def _weights(size: int, new_size: int) -> np.ndarray:
 VARIABLE = "ROBOJAX_FRAME_CACHE"
 # Of all datasets together. A 96x96 frame has 28 kB, one of 480x640 0.9 MB.
 LIMIT = 32 << 30
-# Left on the disk for everybody else.
+# Bytes that stay free on the disk.
 SPARE = 2 << 30
 PART = 32  # frames that are decoded together
 SUFFIX, UNFINISHED = ".frames", ".partial"
@@ -149,6 +149,6 @@ def _make_room(folder: Path, needed: int) -> bool:
         return False
     while sum(sizes.values()) + needed > LIMIT or needed + SPARE > free:
         oldest = next(iter(sizes))
-        oldest.unlink(missing_ok=True)  # whoever reads it keeps what is mapped
+        oldest.unlink(missing_ok=True)  # readers keep their mapping
         free += sizes.pop(oldest)
     return True

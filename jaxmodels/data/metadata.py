@@ -44,9 +44,9 @@ INDICES = {
 # Names of features become names of folders.
 FEATURE_NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}")
 
-# Larger frames are not decoded: whoever made the file may want to fill the memory.
+# Larger frames are refused, because a hostile file may try to fill the memory.
 MAX_PIXELS = 3840 * 2160
-# Only what datasets come in, so that a stranger's file does not choose among all of FFmpeg's decoders.
+# Codecs of datasets, so that an untrusted file cannot choose any of FFmpeg's decoders.
 CODECS = ("av1", "h264", "hevc", "libdav1d", "vp9")
 
 
@@ -158,7 +158,7 @@ def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
     try:
         names = parse_names(name, entry.get("names"))
     except ConfigError:
-        names = None  # of some other form: they are only for people
+        names = None  # another format; names are only for display
     return Feature(name, kind, shape, names if names is not None and len(names) == shape[0] else None)
 
 

@@ -16,7 +16,7 @@ from jaxmodels.data.statistics import FRAMES, ColourStats, Stats
 from jaxmodels.data.table_files import check_regular
 from jaxmodels.errors import DatasetError
 
-# Of the time of a frame: two that are nearer are the same, whatever the file's clock and float32 made of it.
+# Part of a frame's duration within which two times are equal, because of rounding in the file and float32.
 NEAR = 0.1
 
 
@@ -26,7 +26,7 @@ class VideoFile:
     def __init__(self, path: Path, size: tuple[int, int], fps: float, where: str):
         """Open it; raises DatasetError if it is missing or has another codec, height or width."""
         self._size, self._period, self._where = size, 1 / fps, where
-        # Checked before FFmpeg looks inside, which it does with whatever decoder fits.
+        # Limit the decoders that FFmpeg may use while it opens the file.
         options = {"protocol_whitelist": "file", "codec_whitelist": ",".join(metadata.CODECS)}
         try:
             check_regular(path)

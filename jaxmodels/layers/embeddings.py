@@ -52,8 +52,7 @@ def time_sinusoid(time: Float[Array, "..."], width: int, shift: int) -> Float[Ar
     return jnp.concatenate((jnp.cos(angle), jnp.sin(angle)), axis=-1)
 
 
-# PyTorch's exponential is right to 0.52 of a last bit; here, close to the middle, it rounds the other way. At timestep
-# 1000 that bit is 6e-5 in the angle. (width, shift) -> place -> the neighbour it takes.
+# Where PyTorch's exponential rounds the other way, 6e-5 of an angle: (width, shift) -> place -> its neighbour.
 _OTHER_WAY: Mapping[tuple[int, int], Mapping[int, float]] = MappingProxyType(
     {(256, 0): {12: np.inf, 106: np.inf}, (256, 1): {4: -np.inf}}
 )

@@ -59,8 +59,7 @@ def _gate_by(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return gated
 
 
-# Numbers in the hidden layer up to which a CPU computes all tokens at once, and tokens at a time where there are more:
-# of 8192 tokens with 320 channels and 2560 hidden ones, 98 ms of processor time instead of 174.
+# Hidden numbers up to which a CPU computes all tokens at once, else this many: 98 ms instead of 174 for 8192 tokens.
 HIDDEN = 1 << 24
 ROWS = 512
 

@@ -85,8 +85,7 @@ class TreeReader:
     read: Callable[[Path, Any], dict[str, Any]]
 
 
-# Types that are built on another model: under which name a config's reader finds the sizes of that model among the
-# fields of ``config.json``, and the file that has them, where it is in the policy's folder.
+# Types built on another model: the field of its sizes for the config's reader, and their file in the folder.
 VLM_NAME = "VLM"
 ARCHITECTURE_FILES: Mapping[str, tuple[str, str]] = {
     "smolvla": ("vlm", f"{VLM_NAME}/config.json"),

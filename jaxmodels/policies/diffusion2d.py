@@ -204,8 +204,7 @@ def add_training_noise(config: Diffusion2dConfig, actions: Float[Array, "b t a"]
     first, noise_key, delay_key = jax.random.split(key, 3)
     batch, schedule = actions.shape[0], config.schedule
     noise = jax.random.normal(noise_key, actions.shape, jnp.float32)
-    # Spread evenly over the batch from a random place on, so that one batch's loss differs less from another's:
-    # https://arxiv.org/abs/2107.00630, appendix I.1
+    # Spread evenly over the batch for a less noisy loss: https://arxiv.org/abs/2107.00630, appendix I.1.
     start = jnp.float32(0.5 / batch) if rngs is None else jax.random.uniform(first)
     share = (start + jnp.arange(batch, dtype=jnp.float32) / batch) % 1
     if not isinstance(schedule, FlowSchedule):

@@ -43,7 +43,7 @@ from jaxmodels.ranges import shorten_value
 from jaxmodels.types import Feature
 
 PIECE = 16 << 20  # bytes that are in memory at a time
-# Of what is told, and of an error that lists the names of a stranger: characters.
+# Characters of an answer, and of an error, which may list many names.
 ANSWER = 100_000
 ERROR = 10_000
 CONFIG = "config.json"

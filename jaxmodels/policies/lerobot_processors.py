@@ -27,16 +27,14 @@ STATE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 EPSILONS = Range(0, 1, above=True, below=True)
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,2}")
 MOVING = ("to_batch_processor", "device_processor")
-# Keys of ``robojax.json``: the prefix of the robot's statistics in the processors' files, and whether features without
-# statistics are left as they are.
+# Keys of ``robojax.json``: prefix of the robot's statistics, and whether features without statistics stay unchanged.
 GROUP, NORMALIZATION = "statistics", "normalization"
 WRITE_IDENTITY = f'write {{"{NORMALIZATION}": "identity"}} into robojax.json'
 OTHERS = 100  # names of statistics of other features that a description contains
 DATASET_STATISTICS = "stats.json"
 TOKENIZE = "tokenizer_processor"
 RELATIVE, ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
-# Steps of some policy types, which do in their own arithmetic what these steps say (`PolicyConfig.processor_steps`);
-# and on which side of normalising they mean what they mean there.
+# Steps that some policy types compute themselves (`PolicyConfig.processor_steps`), and their side of normalising.
 ONLY_BEFORE = frozenset({RELATIVE})
 ONLY_AFTER = frozenset({"pi05_prepare_state_tokenizer_processor_step", ABSOLUTE})
 OF_TYPES = ONLY_BEFORE | ONLY_AFTER | {TOKENIZE, "smolvla_new_line_processor", "pi0_new_line_processor"}
@@ -430,7 +428,7 @@ def _read_step(folder: Folder, where: str, step: Mapping[str, Any], config: Mapp
 def _read_state(folder: Folder, where: str, name: Any) -> dict[str, np.ndarray]:
     if name is None:
         return {}
-    # The name comes from a file of a stranger: it must not lead out of the folder.
+    # The file is untrusted: its name must not lead out of the folder.
     if not isinstance(name, str) or not STATE_FILE.fullmatch(name):
         raise CheckpointError(
             f"{where}: state_file is {shorten_value(name)}; wanted the plain name of a .safetensors file"

@@ -197,8 +197,7 @@ def _text_encoder(name: str) -> dict[str, Any]:
     return presets[name]().to_json()
 
 
-# The text encoder of a CLIP in a transformers folder. Source of names and meanings: transformers/models/clip
-# (CLIPTextModel, or a whole CLIPModel, whose vision tower and projections are not read).
+# Source of the text encoder's names: transformers/models/clip (CLIPTextModel, or the text part of a CLIPModel).
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # How the names of all that is read begin, and of what there may be besides.
 TOWER = "text_model."

@@ -54,7 +54,7 @@ def claim_folder(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
         raise TrainingError(
             f"{output}: holds a run with another set-up ({'; '.join(differing)}); choose another folder"
         )
-    for draft in output.glob(f".{POLICY_FOLDER}-*"):  # of a run that was killed while it wrote it
+    for draft in output.glob(f".{POLICY_FOLDER}-*"):  # drafts of a killed run
         shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -74,7 +74,7 @@ def cut_metrics(output: Path, step: int) -> float:
     path = output / METRICS
     if not path.exists():
         return 0.0
-    # The last line may have been cut by the kill.
+    # A kill may have truncated the last line.
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     remaining = [line for line in lines if line["step"] <= step]
     _replace(path, "".join(json.dumps(line) + "\n" for line in remaining))
@@ -177,7 +177,7 @@ class Snapshots:
             self._remove(self.folder(step))
 
     def _remove(self, folder: Path) -> None:
-        # Under another name first: one that was removed in part would look whole.
+        # Renamed first, because a partly removed folder would look complete.
         removed = folder.with_name(f"{REMOVED}{folder.name}")
         shutil.rmtree(removed, ignore_errors=True)
         os.replace(folder, removed)

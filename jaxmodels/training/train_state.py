@@ -295,7 +295,7 @@ _UNCOMPILED = {
 }
 
 
-@lru_cache(maxsize=4)  # who trains, or goes on with a training, twice in a process waits for the compiler once
+@lru_cache(maxsize=4)  # a second training in a process does not compile again
 def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
     model = get_policy_type(policy.type).model
     # Modules that compute in a dtype of their own take it; others compute in that of their weights.

@@ -29,8 +29,7 @@ PATCHED = {
     "upcast_attention": False,
     "norm_elementwise_affine": False,
 }
-# The constructor arguments of the two classes that Transformer2DModel was split into, with their defaults; diffusers
-# ignores other keys of their files.
+# Arguments and defaults of the classes that replaced Transformer2DModel; diffusers ignores other keys.
 SPLIT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "DiTTransformer2DModel": {**PATCHED, "sample_size": 32, "norm_type": "ada_norm_zero", "norm_eps": 1e-5},

@@ -217,8 +217,7 @@ UNSAID_SIZE = 32  # side of an example's latents when the config names none
 CONTEXT = 77  # tokens of an example's context: what CLIP makes of a text
 # Any machine does as many operations in a second; it keeps a first, small forward from looking like a slow machine.
 SLOWEST = 1e10
-# Executables forgotten until JAX's own caches are emptied. They keep half a megabyte of what was traced for each, for
-# ever; filling them again takes one pass 50 ms.
+# Forgotten executables until JAX's caches are cleared, which keep 0.5 MB for each; refilling takes 50 ms.
 CLEAR_AFTER = 32
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 

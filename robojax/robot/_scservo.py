@@ -5,8 +5,7 @@
 
 from scservo_sdk import PortHandler
 
-# Milliseconds that an answer may take beyond its bytes. USB adapters hold bytes back for up to 16 ms; the package's own
-# 34 ms are too short when the machine is busy (LeRobot waits 50, too).
+# Extra milliseconds for an answer, as in LeRobot; the package's 34 are too short on a busy machine.
 PACKET_TIMEOUT = 50.0
 # Seconds of one read; the package would otherwise ask for bytes in a loop that takes a whole core.
 WAIT = 0.002

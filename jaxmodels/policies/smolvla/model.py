@@ -239,8 +239,7 @@ STAGES = (
 )
 
 
-# ALOHA's joints, as LeRobot's policy sees them (`adapt_to_pi_aloha`): some are turned round, and grippers are angles
-# instead of how far they are open. Constants: lerobot/policies/smolvla/modeling_smolvla.py.
+# LeRobot's `adapt_to_pi_aloha` reverses joints and converts gripper openings to angles (modeling_smolvla.py).
 FLIPPED, GRIPPERS = (1, 2, 8, 9), (6, 13)
 _OPENING = (0.01844, 0.058)
 _ANGLE = (0.4, 1.5)
