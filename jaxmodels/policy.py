@@ -301,10 +301,7 @@ class Prompts:
         return short if self._fits(short, state) else self._find_longest(short, state)
 
     def _find_longest(self, text: str, state: Any) -> str:
-        """Return the longest fitting beginning of an instruction, in words or in characters of the first word.
-
-        Raises ObservationError if not even one character fits.
-        """
+        """Return the longest fitting beginning, in words or characters; raises ObservationError if there is none."""
         words = [word.end() for word in re.finditer(r"[^\s_]+", text)]
         for ends in (words, range(1, len(text) + 1)):
             count = bisect_left(ends, True, key=lambda end: not self._fits(text[:end], state))

@@ -135,11 +135,7 @@ class Rows:
             return list(pool.map(read, range(len(self.files))))
 
     def _select_rows(self, file: str, locations: Sequence[EpisodeLocation]) -> "_Selection":
-        """Read which rows of a file belong to these episodes.
-
-        Raises:
-            DatasetError: they are not the described ones, or not in order; names an episode.
-        """
+        """Return which rows of a file belong to these episodes; raises DatasetError if they do not fit."""
         where = self._describe_file(file)
         kinds = {"episode_index": np.int64, "frame_index": np.int64, "timestamp": np.float32, "task_index": np.int32}
         table = read_table(self._folder / file, list(kinds), where, optional=("index",))
@@ -171,13 +167,9 @@ class Rows:
 
 
 class _Selection(NamedTuple):
-    """Rows of one file that belong to the chosen episodes.
+    """Rows of one file that belong to the chosen episodes, as arrays (n,).
 
-    Attributes:
-        chosen: (n,) their places in the file.
-        times: (n,) float32 ``timestamp``.
-        tasks: (n,) int32 ``task_index``.
-        indices: (n,) int64 ``index``, or None if the file has no such column.
+    `chosen` are their places in the file; `indices` is None if the file has no column ``index``.
     """
 
     chosen: np.ndarray

@@ -181,14 +181,9 @@ class Player:
             await self._raise_if_stopped()
 
     async def _raise_if_stopped(self, *, by_request: bool = True) -> None:
-        """Raise when the session is stopped.
+        """Raise EpisodeStopped if a person stopped the session, EpisodeFailed if it stopped by itself.
 
-        Args:
-            by_request: whether a stop without a latch counts, too. Between two episodes the session is always stopped.
-
-        Raises:
-            EpisodeStopped: a person stopped it.
-            EpisodeFailed: the session stopped by itself, for example because it saw nothing for a long time.
+        `by_request` counts stops without a latch; between two episodes the session is always stopped.
         """
         session = await self._session.status()
         latch, code = session.stats.get("emergency_stop"), session.stats.get("stop_code")

@@ -151,11 +151,7 @@ class ServoArm:
     async def _begin_episode(
         self, session: AsyncSession, stops: object, arm_thread: ArmThread, on_event: Callable[[str], None]
     ) -> None:
-        """Stop the session, lay a new cube, and start the session again, except after a stop by a person.
-
-        Args:
-            stops: number of stops of the session so far.
-        """
+        """Stop the session, stopped `stops` times before, and start it with a new cube unless a person stopped it."""
         await session.stop()
         await _wait_held(arm_thread)
         self._lay_cube()
