@@ -6,11 +6,10 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package that imports its names on first use (PEP 562).
+    """Return ``__getattr__`` and ``__dir__`` of a package that imports its names on first use (PEP 562).
 
-    Type checkers follow neither: the package imports the same names under ``TYPE_CHECKING``, and lists them in
-    ``__all__``. The package lazy_loader knows neither names that another package has nor errors that say what to
-    install, and its ``dir()`` has the public names alone.
+    Type checkers follow neither, so the package also imports the names under ``TYPE_CHECKING`` and lists them in
+    ``__all__``. lazy_loader lacks names of other packages and errors that say what to install.
 
     Args:
         package: its ``__name__``.

@@ -1,10 +1,8 @@
 """Devices and dtypes by name, placement of arrays, meshes and sharding, processes that train together.
 
-A mesh has the axes ``data`` and ``fsdp``: a batch is split over both, parameters and what the optimizer remembers of
-them over ``fsdp`` alone (https://arxiv.org/abs/2304.11277); XLA moves what a product needs.
-
-Layers name the axes of their weights (``nnx.Variable`` metadata ``axes``, e.g. ``("embed", "heads")``); rules say which
-axis of the mesh a name is spread over. Stacked layers have a leading axis ``layers`` that nobody needs to name.
+A batch is split over both axes of a mesh, ``data`` and ``fsdp``; parameters and the optimizer's state are split over
+``fsdp`` (https://arxiv.org/abs/2304.11277). Layers name the axes of their weights (``nnx.Variable`` metadata ``axes``,
+e.g. ``("embed", "heads")``), and rules map names to axes of the mesh. Stacked layers have a leading axis ``layers``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,11 +29,7 @@ PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
 def find_device(name: str | None) -> Device:
-    """The device of a name: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's default device for None.
-
-    Raises:
-        ConfigError: there is no such device; the message lists those there are.
-    """
+    """Return a device by name (``cpu``, ``cuda:1``), JAX's default for None; raises ConfigError if unknown."""
     if name is None:
         return jax.local_devices()[0]
     platform, _, number = name.partition(":")
@@ -55,14 +49,13 @@ def device_name(device: Device) -> str:
 
 
 def find_dtype(name: str | None, platform: str = "cpu", accelerator_dtype: str = "float32") -> jnp.dtype:
-    """The dtype of a name that a policy or model computes in.
+    """Return the dtype of a name that a policy or model computes in.
 
-    float32 has true float32 products on every device. On a CPU bfloat16 is slower than that, and taken only where it is
-    asked for by name.
+    float32 has true float32 products on every device. bfloat16 is slower on a CPU.
 
     Args:
         name: None for `accelerator_dtype` on an accelerator and float32 on a CPU.
-        platform: of the device, as JAX calls it.
+        platform: JAX's name of the device's platform.
 
     Raises:
         ConfigError: another name.
@@ -100,12 +93,7 @@ Tree = TypeVar("Tree")
 
 
 def _split_widest(shape: tuple[int, ...], count: int, name: str, smallest: int) -> PartitionSpec | None:
-    """Return the split of an array along its widest axis that `count` divides; None if it stays whole.
-
-    Args:
-        name: of the mesh's axis.
-        smallest: numbers below which an array stays whole.
-    """
+    """Return the split over `name` of an array's widest axis that `count` divides; None for few numbers or no axis."""
     axes = [axis for axis, size in enumerate(shape) if size % count == 0]
     if count == 1 or not axes or np.prod(shape) < smallest:
         return None
@@ -198,12 +186,10 @@ def find_layout(device: str | None, data: int | None, fsdp: int | None, batch_si
 
 
 def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Make this process one of several that train together; to be called before anything else of JAX.
-
-    Without arguments JAX asks the cluster.
+    """Make this process one of several that train together, before any other use of JAX; JAX may ask the cluster.
 
     Raises:
-        ConfigError: some are given and others are not, or the others cannot be reached.
+        ConfigError: arguments are incomplete, or the other processes cannot be reached.
     """
     arguments = (coordinator_address, num_processes, process_id)
     if any(value is None for value in arguments) and any(value is not None for value in arguments):
@@ -272,11 +258,7 @@ class Placement:
 
 
 def find_placement(name: str | None) -> Placement:
-    """Return the placement of a name: a device (see `find_device`), or several with ``+`` between them.
-
-    Raises:
-        ConfigError: there is no such device, one is named twice, or they are of different kinds.
-    """
+    """Return the placement of a device's name, or of several joined by ``+``; raises ConfigError for wrong names."""
     devices = (find_device(None),) if name is None else tuple(find_device(part.strip()) for part in name.split("+"))
     if len(set(devices)) < len(devices) or len({device.platform for device in devices}) > 1:
         raise ConfigError(f"device is {name!r}; wanted different devices of one kind, as cuda:0+cuda:1")
@@ -287,11 +269,11 @@ def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, 
     """Check names of devices; returns them as `find_placement` reads them.
 
     Args:
-        asked: names, ``all`` for all devices of this process that JAX prefers, or numbers of those.
-        together: one place, over which a policy's weights are spread, instead of one for each.
+        asked: names, numbers, or ``all`` devices that JAX prefers in this process.
+        together: whether a policy's weights are spread over all of them.
 
     Raises:
-        ConfigError: one of them is not there, or nothing can be spread over them.
+        ConfigError: a device is missing, or nothing can be spread over them.
     """
     mine = [device_name(device) for device in jax.local_devices()]
     platform = jax.local_devices()[0].platform
@@ -347,9 +329,9 @@ def build_shardings(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TE
 
 
 def shard(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL) -> None:
-    """Put a model's weights onto a mesh, in place; calls then run on all of its devices.
+    """Put a model's weights onto a mesh, in place; the caller spreads the inputs.
 
-    Inputs are spread by whoever calls, e.g. ``jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))``.
+    Example of inputs: ``jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))``.
     """
     nnx.update(model, jax.device_put(nnx.state(model), build_shardings(model, mesh, rules)))
 

@@ -1,9 +1,7 @@
 """Memory and operations of a policy: measured on its traced program, and compared with what the machine has.
 
-Parameters are counted on the network without weights (`jaxmodels.weights.blueprint`). `measure_program` reads memory
-and operations from a program's jaxpr, before the program is compiled. The checks refuse a policy or a program without
-enough room, and state both figures. Without them, a host that runs out of memory kills a process, which may be the
-process that moves a robot.
+The checks refuse a policy or a program without enough room, and state both figures, because a host that runs out of
+memory may kill the process that moves a robot.
 """
 
 import math
@@ -25,8 +23,7 @@ QUICK_LAYERS = 32
 TENSORS_PER_LAYER = 4  # the fewest tensors of a layer of any network here
 # Numbers in tables of positions; ACT with four cameras of 1080x1920 and a width of 1024 has 1.4e8.
 MAX_TABLE_NUMBERS = 1 << 29
-# Additions and multiplications of one chunk: ten seconds of a fast accelerator. The largest published policy (3e9
-# parameters, a thousand tokens, ten steps) takes 6e13, ACT with three cameras of 480x640 1e11.
+# Operations of one chunk: ten seconds of a fast accelerator. The largest published policy takes 6e13, ACT 1e11.
 MAX_OPERATIONS = 10**15
 # XLA allocated 0.6 to 1.8 times the bytes of the live values of a program (nine policies on a CPU).
 MARGIN = 1.5
@@ -42,22 +39,14 @@ _WITHOUT_BUFFER = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_d
 
 @dataclass(frozen=True)
 class Demand:
-    """Memory and operations of a program.
-
-    Attributes:
-        activations: bytes of the values that are live at the same time, without the program's arguments.
-        operations: additions and multiplications of matrix products and convolutions.
-    """
+    """Bytes of a program's live values (`activations`) without its arguments, and its multiplications and additions."""
 
     activations: int
     operations: int
 
 
 def measure_program(jaxpr: Any, platform: str = "cpu") -> Demand:
-    """Measure a program that ``jax.jit(...).trace`` returned, for a platform, without compiling it.
-
-    The operations of a loop count once for each iteration; a loop of unknown length counts once.
-    """
+    """Measure a traced program for a platform without compiling it; a loop of unknown length counts once."""
     live, operations = _measure(getattr(jaxpr, "jaxpr", jaxpr), {platform, *PLATFORM_NAMES.get(platform, ())})
     return Demand(int(MARGIN * live), operations)
 
@@ -119,11 +108,7 @@ def count_layers(config: Any) -> int:
 
 
 def check_tables(config: Any) -> None:
-    """Refuse a config whose tables of positions are too large, before any of them is computed.
-
-    Raises:
-        ConfigError: the tables are too large.
-    """
+    """Raise ConfigError if a config's tables of positions are too large, before any of them is computed."""
     if config.table_numbers > MAX_TABLE_NUMBERS:
         raise ConfigError(
             f"the frames, the chunk and the width of the config ask for tables of positions with "
@@ -132,11 +117,7 @@ def check_tables(config: Any) -> None:
 
 
 def check_layers(config: Any, tensors: int, where: str) -> None:
-    """Refuse a file, named `where`, with too few `tensors` for its config's layers, before these are built.
-
-    Raises:
-        WeightsMismatch: the file has too few tensors.
-    """
+    """Raise WeightsMismatch if a file `where` has too few `tensors` for its config's layers, before these are built."""
     layers = count_layers(config)
     if layers > QUICK_LAYERS and tensors < TENSORS_PER_LAYER * layers:
         raise WeightsMismatch(
@@ -147,13 +128,7 @@ def check_layers(config: Any, tensors: int, where: str) -> None:
 
 @dataclass(frozen=True)
 class Needs:
-    """Estimated bytes that a policy takes on the host and on the device.
-
-    Attributes:
-        host: memory of the host while the policy is loaded: weights as they are read, and while they are prepared.
-        weights: memory of the device for the weights.
-        activations: memory of the device while a chunk is computed.
-    """
+    """Estimated bytes of a policy: `host` memory while loading, `weights` and `activations` on the device."""
 
     host: int
     weights: int
@@ -220,11 +195,7 @@ def check_running(demand: Demand, placement: Placement, what: str) -> None:
 
 
 def check_host(bytes_needed: int, what: str) -> None:
-    """Refuse arrays of so many bytes when they do not fit into this machine's memory.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError if arrays of so many bytes do not fit into this machine's memory."""
     _compare(bytes_needed, get_free_host_memory(), "the machine", what)
 
 

@@ -69,11 +69,7 @@ class Normalizer:
     source: str = "normalization"
 
     def get_mode(self, feature: Feature) -> str:
-        """Return the mode that applies to a feature.
-
-        Raises:
-            CheckpointError: the feature needs statistics that the step does not have.
-        """
+        """Return the mode of a feature; raises CheckpointError if it needs statistics that the step does not have."""
         if (gap := self.find_gap(feature)) is not None:
             raise CheckpointError(f"{self.source}: {gap}")
         if feature.name in self.unnormalized or self.leaves_out(feature):
@@ -120,11 +116,9 @@ class Normalizer:
         return tuple(map(float, low)), tuple(map(float, high))
 
     def get_statistics(self, feature: Feature) -> dict[str, tuple[float, ...]] | None:
-        """Return the statistics of each number of a feature in the data, whatever the mode.
+        """Return statistic to one number per channel of a feature, whatever the mode; None without a usable pair.
 
-        Returns:
-            statistic to one number per channel, of those pairs of `DESCRIPTIVE` that are complete, finite and of the
-            feature's shape; None if there is no such pair.
+        A pair of `DESCRIPTIVE` is usable if it is complete, finite and of the feature's shape.
         """
         stats, found = self.stats.get(feature.name, {}), {}
         for names in DESCRIPTIVE:
@@ -230,11 +224,7 @@ def build_normalization(
     modes: tuple[tuple[str, str], ...],
     stats: Mapping[str, Mapping[str, np.ndarray]],
 ) -> Normalization:
-    """Build the normalization of a new policy from a dataset's statistics, as LeRobot does.
-
-    Raises:
-        CheckpointError: a feature has no statistics that its mode needs, or they are misshaped or not finite.
-    """
+    """Build a new policy's normalization from a dataset's statistics; raises CheckpointError for wrong ones."""
     source = "statistics of the dataset"
     normalization = Normalization(
         inputs=Normalizer((*inputs, *outputs), modes, stats, source=source),
@@ -250,8 +240,7 @@ def check_normalization(
 ) -> None:
     """Compute all numbers once, so that bad statistics are found when a policy is read and not when it acts.
 
-    Args:
-        inputs, outputs: features that need statistics. Statistics of other features are checked if they are there.
+    `inputs` and `outputs` need statistics; those of other features are checked if present.
 
     Raises:
         CheckpointError: statistics are missing, misshaped or not finite.

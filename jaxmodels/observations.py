@@ -30,11 +30,7 @@ NAMES = (PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH)
 
 
 def refuse_prefix(observation: Mapping[str, np.ndarray]) -> None:
-    """Refuse a plan prefix in the observation of a policy that continues none.
-
-    Raises:
-        ObservationError: there is a plan, and the policy would not continue it.
-    """
+    """Raise ObservationError if an observation has a plan prefix that the policy would not continue."""
     present = [name for name in NAMES if name in observation]
     if present:
         raise ObservationError(
@@ -44,11 +40,7 @@ def refuse_prefix(observation: Mapping[str, np.ndarray]) -> None:
 
 
 def read_prefix(observation: Mapping[str, np.ndarray], batch: int, chunk: int, action: int) -> Prefix:
-    """The plan prefix of an observation, as arrays; of length 0 when there is none.
-
-    Raises:
-        ObservationError: a part is missing, has the wrong shape or dtype, or holds what no plan can.
-    """
+    """Return an observation's plan prefix, of length 0 without one; raises ObservationError for wrong parts."""
     present = [name for name in NAMES if name in observation]
     if not present:
         none = np.zeros(batch, np.int32)
@@ -132,10 +124,10 @@ class Reader:
     def read(
         self, observation: Mapping[str, np.ndarray], noise: Any = None, step_noise: Any = None
     ) -> tuple[Observation, Inputs]:
-        """The arrays of an observation in the policy's order, and their shapes; without texts (see `Instructions`).
+        """Return an observation's arrays in the policy's order without texts, and their shapes.
 
         Raises:
-            ObservationError: a feature, or a noise, is missing, has the wrong shape or dtype, or is not finite.
+            ObservationError: a feature or noise is missing, has the wrong shape or dtype, or is not finite.
         """
         images = self._images(observation)
         masks = self._masks(observation, images)
@@ -228,11 +220,7 @@ class Reader:
         return _numbers("noise", noise, expected), of_steps
 
     def inputs(self, batch: int, cameras: Mapping[str, tuple[int, int]] | None) -> Inputs:
-        """Shapes of an observation whose frames have these sizes.
-
-        Raises:
-            ObservationError: a camera the policy does not have, or one left out.
-        """
+        """Return shapes of an observation with frames of these sizes; raises ObservationError for wrong cameras."""
         names = [camera_name(self._outside(camera.name)) for camera in self._cameras]
         empty = {camera_name(camera.name) for camera in self._cameras if is_empty_camera(camera.name)}
         if not is_number(batch, BATCH, integer=True):

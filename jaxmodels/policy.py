@@ -31,7 +31,7 @@ from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
-from jaxmodels.program import Inputs, Programs, Scales
+from jaxmodels.program import Inputs, Programs, build_scales
 from jaxmodels.ranges import shorten_value
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
 from jaxmodels.types import (
@@ -141,11 +141,7 @@ MIN_TASK_TOKENS = 8
 
 
 def read_texts(observation: Mapping[str, Any], batch: int) -> tuple[str, ...]:
-    """The instruction of each member of a batch.
-
-    Raises:
-        ObservationError: it is missing, says nothing, or is not one text for each member.
-    """
+    """Return the instruction of each member of a batch; raises ObservationError for missing or blank texts."""
     advice = f"wanted {batch} text{'s' if batch > 1 else ''}, e.g. {TASK!r}: {['pick up the cube'] * min(batch, 2)}"
     if TASK not in observation:
         raise ObservationError(f"{TASK} is missing, and this policy reads an instruction; {advice}")
@@ -164,11 +160,7 @@ def read_texts(observation: Mapping[str, Any], batch: int) -> tuple[str, ...]:
 
 
 def read_prompt_cuts(observation: Mapping[str, Any], batch: int) -> tuple[str, ...] | None:
-    """Read how the prompt of each member of a batch is cut when it is too long; None where the observation has none.
-
-    Raises:
-        ObservationError: the value is not one of `PROMPT_CUTS` for each member.
-    """
+    """Return each member's `PROMPT_CUTS` value, None if not given; raises ObservationError for other values."""
     if PROMPT_CUT not in observation:
         return None
     given = observation[PROMPT_CUT]
@@ -182,12 +174,9 @@ def read_prompt_cuts(observation: Mapping[str, Any], batch: int) -> tuple[str, .
 
 
 class Instructions:
-    """Cache and encoder of instructions: texts to language tokens. Several threads may use it.
+    """Cache and encoder of instructions for several threads: texts to language tokens.
 
-    Args:
-        tokenizer: of the policy's folder.
-        encode: tokens (1, n) and their mask to `Language`, in a compiled program.
-        placement: where the policy runs.
+    `encode` is a compiled program: tokens (1, n) and their mask to `Language`, where `placement` says.
     """
 
     def __init__(
@@ -200,11 +189,7 @@ class Instructions:
         self._read_batch = lru_cache(MAX_CACHED_BATCHES)(self._encode_batch)
 
     def __call__(self, texts: tuple[str, ...]) -> Language:
-        """Return (b, n, d) where the policy runs, for one text per member.
-
-        Raises:
-            ObservationError: a text cannot be read.
-        """
+        """Return (b, n, d) on the policy's devices, for one text per member; raises ObservationError for bad texts."""
         return self._read_batch(texts)
 
     def _encode_batch(self, texts: tuple[str, ...]) -> Language:
@@ -217,17 +202,13 @@ class Instructions:
 
 
 class Prompts:
-    """Cache and tokenizer of instructions that a policy's program embeds itself. Several threads may use it.
+    """Cache and tokenizer, for several threads, of instructions that a policy's program embeds itself.
 
     Args:
-        config: the policy's config, which formats a prompt from an instruction, and from the state where the prompt
-            contains it.
+        config: the policy's config, which formats a prompt from an instruction, and from the state if it is in it.
         state: normalization of the state.
         tokenizer: content of the policy's ``tokenizer.json``.
-        prompt_cut: one of `PROMPT_CUTS`, for instructions that do not choose one themselves.
-
-    Attributes:
-        cuts: see `Requirements.prompt_cuts`.
+        prompt_cut: default of `PROMPT_CUTS`; `Prompts.cuts` lists the possible ones.
     """
 
     def __init__(self, config: Any, state: Affine | None, tokenizer: bytes, prompt_cut: str = CUT_TASK):
@@ -273,10 +254,9 @@ class Prompts:
         return Language(np.stack([ids for ids, _, _ in rows]), np.stack([mask for _, mask, _ in rows]))
 
     def count_cut(self, text: str, width: int | None, cut: str | None = None) -> int:
-        """Count the tokens of an instruction's prompt that are left out, for a normalised state of `width` zeros.
+        """Count an instruction's tokens that are left out with a state of `width` zeros.
 
-        Raises:
-            ObservationError: not even the beginning of the instruction fits.
+        Raises ObservationError if not even the beginning of the instruction fits.
         """
         state = None if self._state is None else np.zeros(width or 0, np.float32)
         return self._tokenize(text, state, cut or self._prompt_cut)[2]
@@ -312,8 +292,8 @@ class Prompts:
     def _shorten(self, text: str, state: Any) -> str:
         """Return the beginning of an instruction that fits into the prompt together with a state.
 
-        It is the same for nearly all states, because it leaves room for a state of three-digit numbers: an instruction
-        that changes with each chunk would change what the robot does.
+        It leaves room for three-digit numbers, because an instruction that changes with each state would change what
+        the robot does.
         """
         if text not in self._short:
             _put_newest(self._short, text, self._find_longest(text, np.zeros_like(state)), MAX_CACHED_TEXTS)
@@ -321,11 +301,7 @@ class Prompts:
         return short if self._fits(short, state) else self._find_longest(short, state)
 
     def _find_longest(self, text: str, state: Any) -> str:
-        """Return the longest beginning of an instruction that fits: whole words, or characters of the first word.
-
-        Raises:
-            ObservationError: not even one character fits.
-        """
+        """Return the longest fitting beginning, in words or characters; raises ObservationError if there is none."""
         words = [word.end() for word in re.finditer(r"[^\s_]+", text)]
         for ends in (words, range(1, len(text) + 1)):
             count = bisect_left(ends, True, key=lambda end: not self._fits(text[:end], state))
@@ -373,7 +349,7 @@ class Policy:
         self._kind = get_policy_type(config.type)
         self._placement = find_placement(device)
         self._dtype = find_dtype(dtype, self._placement.platform, self._kind.accelerator_dtype)
-        scales = _scales(checkpoint)
+        scales = build_scales(checkpoint.config, checkpoint.normalization)
         serving = self._kind.prepare(config, checkpoint.weights, self._placement.platform)
         if _programs is None:
             shapes = {
@@ -505,11 +481,7 @@ class Policy:
         return program(self._weights, *jax.device_put((ids, mask), self._placement.replicated))
 
     def _program(self, inputs: Inputs) -> Any:
-        """The executable for these shapes; where it is new, after a look at whether there is room to run it.
-
-        Raises:
-            ObservationError: there is none.
-        """
+        """Return the executable for these shapes; raises ObservationError if a new one has no room to run."""
 
         def check(demand: Demand) -> None:
             frames = ", ".join(f"{size[0]}x{size[1]}" for size in inputs.frames if size is not None)
@@ -519,8 +491,7 @@ class Policy:
 
     def _run(self, program: Any, arrays: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
-        # A program on the CPU reads the arrays where they are, when they are aligned, and one on a single accelerator
-        # sends them itself; a device_put of its own before took 0.2 ms of 1.2 there and 0.25 of 2.1 here (H200).
+        # A CPU program reads aligned arrays in place, and an accelerator's sends them; a device_put costs 0.2 ms more.
         is_single = len(self._placement.devices) == 1
         on_device = arrays if is_single else jax.device_put(arrays, self._placement.replicated)
         sent = time.perf_counter()
@@ -565,11 +536,7 @@ class Policy:
         return time.perf_counter() - start
 
     def profile_stages(self, runs: int = 10) -> tuple[StageTime, ...]:
-        """Measure the parts of `act` apart, on a batch of zeros; each is compiled as a program of its own.
-
-        Args:
-            runs: of each part, of which the median is taken.
-        """
+        """Measure the parts of `act` apart, as programs of their own on a batch of zeros; median of `runs`."""
         inputs = self._reader.inputs(1, None)
         zeros = self._make_zeros(inputs)
         config, plan = self.checkpoint.config, self.checkpoint.config.architecture()
@@ -610,10 +577,10 @@ class Policy:
         return type(mine) is type(other) and mine.architecture() == other.architecture()
 
     def with_weights(self, checkpoint: Checkpoint, prompt_cut: str | None = None) -> "Policy":
-        """A policy with another checkpoint's weights in the same programs: nothing is compiled.
+        """Return a policy with another checkpoint's weights in the same programs: nothing is compiled.
 
         Raises:
-            ConfigError: its architecture is another one.
+            ConfigError: its architecture differs.
         """
         if not self.fits(checkpoint):
             raise ConfigError("the checkpoint has another architecture; load it as a policy of its own")
@@ -645,17 +612,6 @@ class Policy:
 def _check_prompt_cut(prompt_cut: str) -> None:
     if prompt_cut not in PROMPT_CUTS:
         raise ConfigError(f"{PROMPT_CUT} is {shorten_value(prompt_cut)}; wanted one of {', '.join(PROMPT_CUTS)}")
-
-
-def _scales(checkpoint: Checkpoint) -> Scales:
-    config: Any = checkpoint.config
-    inputs, outputs = checkpoint.normalization.inputs, checkpoint.normalization.outputs
-    return Scales(
-        images=tuple(inputs.get_affine(feature) for feature in config.cameras),
-        state=None if config.state is None else inputs.get_affine(config.state),
-        environment_state=None if config.environment_state is None else inputs.get_affine(config.environment_state),
-        action=outputs.get_affine(config.action, inverse=True),
-    )
 
 
 def load_policy(
@@ -700,7 +656,7 @@ def load_policy(
     """
     report = on_progress or (lambda stage: None)
     where = find_placement(device)
-    find_dtype(dtype)  # which refuses names before anything is fetched
+    find_dtype(dtype)  # refuses a wrong name before anything is fetched
     _check_prompt_cut(prompt_cut)
 
     def admit(config: Any, parameters: int) -> None:
@@ -734,7 +690,7 @@ def _rename_checkpoint(checkpoint: Checkpoint, rename: Mapping[str, str]) -> Che
     config: Any = checkpoint.config
     normalization = checkpoint.normalization
     known = lerobot_folder.Description(config, checkpoint.sidecar, normalization.renames)
-    rename_cameras(build_requirements(known), rename)  # which says what is wrong with it
+    rename_cameras(build_requirements(known), rename)  # raises for wrong names
     outside = {camera.name: normalization.get_outside_name(camera.name) for camera in config.cameras}
     new = {f"{IMAGES}{rename[name]}": inside for inside in outside if (name := camera_name(outside[inside])) in rename}
     renames = {name: inside for name, inside in normalization.renames.items() if inside not in new.values()} | new

@@ -1,8 +1,7 @@
-"""Ranges of numbers in configs, declared beside each field and checked before anything is computed.
+"""Ranges of numbers in configs, declared for each field and checked before anything is computed. Imports no JAX.
 
-A config is a stranger's: its numbers size loops, tables and programs. A field says what is possible at all,
-``n_layers: Annotated[int, Range(1, 256)] = 6``, generously for checkpoints that exist; whether what follows from all
-of them together fits is a question of its own (jaxmodels/memory.py). Imports no JAX.
+Configs are untrusted, and their numbers size loops, tables and programs. A field states a generous range,
+``n_layers: Annotated[int, Range(1, 256)] = 6``; jaxmodels/memory.py checks what follows from all of them.
 """
 
 import logging
@@ -28,13 +27,7 @@ CHUNK = 10_000
 
 @dataclass(frozen=True)
 class Range:
-    """Range of the values that a number may have.
-
-    Attributes:
-        minimum, maximum: both belong to it, unless the next two say otherwise.
-        above: whether numbers must be above `minimum`.
-        below: whether numbers must be below `maximum`.
-    """
+    """Values that a number may have: `minimum` to `maximum`, exclusive if `above` or `below`."""
 
     minimum: float | int
     maximum: float | int
@@ -61,13 +54,13 @@ NOT_NEGATIVE = Range(0, 1e6)
 
 @dataclass(frozen=True)
 class Number:
-    """Declared type of a config's number: integer or not, range, how many, whether None is allowed.
+    """Declared type of a config's number.
 
     Attributes:
-        is_integer: no fraction, and no number that is written as one.
+        is_integer: whether fractions, and floats such as 1.0, are refused.
         may_be_none: whether null is a value.
-        count: how many numbers there are in a list; None for one that is no list.
-        range: None where the field declares none, which a test forbids.
+        count: length of a list; None for one number.
+        range: None if the field declares none, which a test forbids.
     """
 
     is_integer: bool
@@ -139,11 +132,7 @@ def find_value_errors(numbers: Mapping[str, Number], values: Mapping[str, Any]) 
 
 
 def check_numbers(config: Any, what: str) -> None:
-    """Check all numbers of a dataclass; one error lists all that are wrong.
-
-    Raises:
-        ConfigError: with every one that is outside of its range.
-    """
+    """Check all numbers of a dataclass; raises ConfigError, which lists all that are outside of their range."""
     if wrong := [*find_number_errors(config, integers=True), *find_number_errors(config, integers=False)]:
         raise ConfigError(f"{what}: " + "; ".join(wrong))
 

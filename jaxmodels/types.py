@@ -7,26 +7,24 @@ from typing import Any, NamedTuple
 from jaxmodels.errors import ConfigError
 from jaxmodels.ranges import WIDTH, Range, check_unknown_fields, is_number, shorten_value
 
-# Further inputs of policies that continue a plan (`Requirements.takes_prefix`): the rest of the current plan,
-# un-normalised and aligned with the observation (b, t, a); how many of its actions will have been executed when the
-# answer arrives (b,) int32, with which the new chunk begins; and its length (b,) int32, 0 for no plan.
+# Inputs of policies that continue a plan (`Requirements.takes_prefix`), see `Prefix`: the un-normalised rest of the
+# plan (b, t, a) from the observation on, the delay (b,) int32 and the length (b,) int32.
 PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH = "prefix.actions", "prefix.delay", "prefix.length"
 # LeRobot's name of the instruction, for policies that read language: one text for each member of the batch.
 TASK = "task"
-# Which end of a prompt that is too long is cut where the state follows the instruction: that of the instruction, or, as
-# in LeRobot, that of the prompt. In an observation: one text for each member.
+# Which end of a too long prompt with a state is cut: the instruction's or (LeRobot) the prompt's; a text per member.
 PROMPT_CUT = "prompt_cut"
 CUT_TASK, CUT_AS_LEROBOT = "task", "lerobot"
 PROMPT_CUTS = (CUT_TASK, CUT_AS_LEROBOT)
 
 
 class Prefix(NamedTuple):
-    """The plan that is being executed and that a new chunk continues (`PREFIX_ACTIONS` and so on), as a tree of arrays.
+    """Executing plan that a new chunk continues (`PREFIX_ACTIONS` and so on), as a tree of arrays.
 
     Attributes:
-        actions: (b, t, a), aligned with the new chunk. What lies beyond `length` is not read.
-        delay: (b,) int32, how many of its actions will have been executed when the new chunk is there.
-        length: (b,) int32, how many there are; 0 for none.
+        actions: (b, t, a), aligned with the new chunk, read up to `length`.
+        delay: (b,) int32, actions that will have been executed when the chunk arrives.
+        length: (b,) int32, number of actions; 0 for none.
     """
 
     actions: Any
@@ -201,8 +199,7 @@ ACTION = "action"
 STATE = "observation.state"
 ENVIRONMENT_STATE = "observation.environment_state"
 IMAGES = "observation.images."
-# How the name of a feature ends that says which members of a batch have an image of this camera, (b,) bool; for
-# policies that allow for cameras without one. LeRobot's name.
+# LeRobot's suffix of a feature (b,) bool: which members have an image of a camera that may be absent.
 PADDING_MASK = "_padding_mask"
 EMPTY_CAMERA = f"{IMAGES}empty_camera_"  # LeRobot's name of cameras that a policy was built for and no robot has
 

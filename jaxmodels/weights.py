@@ -74,11 +74,7 @@ class _SameKeys(nnx.Rngs):
 
 
 def blueprint(build: Callable[[nnx.Rngs], Module]) -> Blueprint[Module]:
-    """Build a module without allocating or drawing its weights.
-
-    Args:
-        build: makes the module with the random keys that it is given.
-    """
+    """Build a module with `build` and random keys, without allocating or drawing its weights."""
     graph, state = nnx.split(nnx.eval_shape(lambda: build(_SameKeys())))
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     shapes = {_name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves}
@@ -105,11 +101,7 @@ def blueprint_of(model: Callable[..., Module], config: Hashable, **options: Any)
 def check_fit(
     stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, where: str, hint: str = ""
 ) -> None:
-    """Compare names and shapes of weights with the expected ones.
-
-    Raises:
-        WeightsMismatch: with every missing, unused and misshaped tensor in one message.
-    """
+    """Raise WeightsMismatch with every missing, unused and misshaped tensor, if weights differ from the expected."""
     missing = [f"{name} {list(expected[name])}" for name in expected if name not in stored]
     unused = [f"{name} {list(stored[name])}" for name in stored if name not in expected]
     misshaped = [

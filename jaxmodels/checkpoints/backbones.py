@@ -1,10 +1,7 @@
-"""ImageNet vision backbones from torchvision or timm files.
+"""ImageNet vision backbones from torchvision or timm safetensors files, with or without their classifier.
 
-Sources: torchvision/models/resnet.py; timm/models/resnet.py (its variants with a deep stem or average pooling before
-the skip's convolution, ``resnet18d`` and the like, are other networks and have other names).
-
-Files are safetensors with torchvision's names, which timm shares. Exactly the tensors of a ResNet must be there, with
-or without its classifier.
+Sources: torchvision/models/resnet.py; timm/models/resnet.py. timm's variants with a deep stem or average pooling
+(``resnet18d``) are other networks.
 """
 
 import re
@@ -26,11 +23,11 @@ NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "variance": "
 
 
 def backbone_tensor(name: str, *, ours: str = "", theirs: str = "") -> Tensor:
-    """The tensor in a file that holds one weight of a backbone. Our own small backbone's keep our names.
+    """Return the tensor in a file that holds one weight of a backbone; our small backbone keeps our names.
 
     Args:
-        name: ours, within the backbone, e.g. ``stages.0.1.norms.0.scale``.
-        ours, theirs: prefixes of the policy that the backbone is part of, e.g. ``backbone.`` and ``model.backbone.``.
+        name: our name within the backbone, e.g. ``stages.0.1.norms.0.scale``.
+        ours, theirs: prefixes of the policy that contains it, e.g. ``backbone.`` and ``model.backbone.``.
     """
     layer, _, last = name.rpartition(".")
     match layer.split("."):
@@ -121,13 +118,10 @@ def read_backbone(
 
 
 def replace_backbone(backbone: Backbone, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy's weights with those of its backbone, or of each camera's own, replaced by a trained one's.
-
-    Args:
-        weights: of the whole policy, by our names; its backbones are attributes ``backbone``, at any depth.
+    """Return a policy's weights with its backbones, attributes ``backbone`` at any depth, replaced by a trained one.
 
     Raises:
-        WeightsMismatch: the policy's backbone is another, or it has none.
+        WeightsMismatch: the policy has another backbone or none.
     """
     stems = [name.removesuffix("stem.kernel") for name in weights if f".{name}".endswith(".backbone.stem.kernel")]
     if not stems:

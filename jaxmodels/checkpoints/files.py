@@ -1,11 +1,9 @@
 """Bounded, strict readers and writers of JSON and safetensors files.
 
-A legal safetensors file of 67 MB can hold a header of a million empty tensors, which costs the library seconds and a
-gigabyte; so the length of the header and the number of tensors are bounded first. Format:
-https://github.com/huggingface/safetensors#format
+The length of a header and the number of tensors are limited, because a file of 67 MB can hold a million empty tensors,
+which cost the library seconds and a gigabyte. Format: https://github.com/huggingface/safetensors#format
 
-Shards are named as diffusers names them. Source: diffusers 0.42.1, models/modeling_utils.py (save_pretrained) and
-utils/hub_utils.py (_add_variant).
+Shards have diffusers' names. Source: diffusers 0.42.1, models/modeling_utils.py and utils/hub_utils.py.
 """
 
 import json
@@ -30,7 +28,7 @@ from jaxmodels.errors import CheckpointError
 
 HEADER_LIMIT = 8 << 20  # bytes
 TENSOR_LIMIT = 10_000
-DIMENSIONS = 64  # of a tensor; NumPy has no more
+DIMENSIONS = 64  # NumPy's limit for an array
 METADATA = "__metadata__"
 # First bytes of a pointer, which replaces a large file in a git repository (https://git-lfs.com).
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -44,7 +42,7 @@ FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
         "BF16": np.dtype(ml_dtypes.bfloat16),
     }
 )
-# Of every dtype of the format, read here or not.
+# Bits of every dtype of the format.
 BITS: Mapping[str, int] = MappingProxyType(
     {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32}
     | dict.fromkeys(("F16", "BF16", "I16", "U16"), 16)
@@ -78,11 +76,10 @@ class Stored:
 
 
 def find_floats(path: Source, is_selected: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:
-    """Position, dtype and shape of the selected tensors of a safetensors file; none is read.
+    """Return position, dtype and shape of the selected tensors of a safetensors file, without reading them.
 
     Raises:
-        CheckpointError: no such file, a header beyond the limits, not a safetensors file, or wanted tensors that are
-            not floating-point (all listed).
+        CheckpointError: the file is missing or malformed, or selected tensors are not floating-point (all listed).
     """
     header, start, end = _read_header(path)
     header.pop(METADATA, None)
@@ -99,24 +96,13 @@ def find_floats(path: Source, is_selected: Callable[[str], bool] = lambda name: 
 
 
 def read_metadata(path: Source) -> dict[str, str]:
-    """The metadata (strings by name) of a safetensors file.
-
-    Raises:
-        CheckpointError: no such file, or not a safetensors file.
-    """
+    """Return the metadata of a safetensors file; raises CheckpointError if it is missing or malformed."""
     header, _, _ = _read_header(path)
     return {name: text for name, text in header.get(METADATA, {}).items() if isinstance(text, str)}
 
 
 def read_floats(path: Source, *, but: str | None = None) -> dict[str, np.ndarray]:
-    """Every tensor of a safetensors file, in its own dtype (bfloat16 as ml_dtypes' type).
-
-    Args:
-        but: leave out tensors whose name ends so.
-
-    Raises:
-        CheckpointError: as `find_floats`.
-    """
+    """Return every tensor whose name does not end with `but`, in its own dtype; raises what `find_floats` raises."""
     tensors = find_floats(path, lambda name: but is None or not name.endswith(but))
     return {name: stored.read() for name, stored in tensors.items()}
 
@@ -124,18 +110,18 @@ def read_floats(path: Source, *, but: str | None = None) -> dict[str, np.ndarray
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Write arrays to a safetensors file that PyTorch's loaders read, too."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    # Not save_file: what it writes only its owner may read, whatever the umask says.
+    # save_file ignores the umask: only the owner could read its files.
     path.write_bytes(save(contiguous, metadata={"format": "pt"}))
 
 
 def write_floats(
     path: Path, described: Mapping[str, tuple[np.dtype[Any], Shape]], tensor: Callable[[str], Any]
 ) -> None:
-    """Write tensors to a safetensors file one after the other, so that only one of them need be in memory.
+    """Write tensors to a safetensors file one after the other, so that only one is in memory.
 
     Args:
-        described: dtype and shape of every tensor, in the order they are written.
-        tensor: gives the tensor of a name.
+        described: dtype and shape of every tensor, in the order of the file.
+        tensor: returns the tensor of a name.
     """
     header: dict[str, Any] = {METADATA: {"format": "pt"}}  # PyTorch's loaders look for it
     end = 0
@@ -151,9 +137,9 @@ def write_floats(
 
 
 def _describe_layout_error(header: Mapping[str, Any], size: int) -> str | None:
-    """Error text when tensors do not fill the file one after the other; None when they do.
+    """Return an error text unless the tensors fill the file one after the other.
 
-    Not the library's own check, which maps the file into memory: one that is cut off meanwhile would end this process.
+    The library's own check maps the file into memory: a file truncated meanwhile would end this process.
     """
     ranges: list[tuple[int, int, str]] = []
     for name, entry in header.items():
@@ -212,15 +198,7 @@ def _read_header(path: Source) -> tuple[dict[str, Any], int, int]:
 
 
 def check_lfs_pointer(name: str, content: bytes) -> None:
-    """Refuse a pointer of Git LFS, which a clone without Git LFS has in place of a file.
-
-    Args:
-        name: the file's name, for the error.
-        content: what the file begins with.
-
-    Raises:
-        CheckpointError: the file is such a pointer.
-    """
+    """Raise CheckpointError if a file's first bytes are a pointer that Git LFS puts in place of the file."""
     if content.startswith(LFS_POINTER):
         raise CheckpointError(
             f"{name}: a pointer of Git LFS and not the file itself; run `git lfs pull` in its repository, or download "
@@ -314,12 +292,11 @@ def is_shard(name: str, variant: str | None) -> bool:
 def find_shards(
     folder: Path, variant: str | None = None, is_selected: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Stored]:
-    """Position, dtype and shape of a model's selected tensors, in shards or one file; none is read. An index goes
-    first.
+    """Return position, dtype and shape of a model's selected tensors, in shards or one file; an index takes precedence.
 
     Raises:
-        CheckpointError: no such files (the message names the variants there are, and never opens a pickle), unreadable
-            ones, or an index that names files outside of the folder or does not fit them.
+        CheckpointError: no such files (the message names the variants there are; pickles are never opened), unreadable
+            files, or an index that names files outside of the folder or does not fit them.
     """
     for name in list_index_names(variant):
         if (folder / name).is_file():
@@ -391,7 +368,7 @@ def _read_weight_map(folder: Folder, index: str, pattern: re.Pattern[str]) -> di
         raise CheckpointError(f"{index}: has no weight_map; wanted an object of tensors and their files")
     if len(files) > TENSOR_LIMIT:
         raise CheckpointError(f"{index}: names {len(files)} tensors; wanted at most {TENSOR_LIMIT}")
-    # Names come from a file of a stranger: they must not lead out of the folder.
+    # The file is untrusted: its names must not lead out of the folder.
     wrong = sorted(
         {str(name)[:80] for name in files.values() if not isinstance(name, str) or not pattern.fullmatch(name)}
     )

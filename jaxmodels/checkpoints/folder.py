@@ -1,9 +1,8 @@
 """A policy's folder, each of whose files is opened once and proved to be a regular file.
 
-A folder may be hostile, and may change while it is read. So each name is opened once: the check and the reader of a
-file share its descriptor, and read as many bytes as it had when it was opened. Pipes and devices never block, links may
-only lead into allowed folders, and no file is mapped into memory, because a truncated one would end the process
-(SIGBUS).
+A folder may be hostile and may change while it is read. So the check and the reader of a file share one descriptor and
+read at most its size when opened. Pipes and devices never block, links may only lead into allowed folders, and no file
+is mapped into memory, because a truncated one would end the process (SIGBUS).
 """
 
 import os
@@ -14,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TypeAlias
 
 import numpy as np
@@ -74,12 +72,7 @@ def empty_aligned(count: int) -> np.ndarray:
 
 
 class OpenFile:
-    """A regular file that is open for reading, by its descriptor.
-
-    Attributes:
-        name: the last part of its path.
-        size: bytes when it was opened; no more are read.
-    """
+    """Regular file that is open for reading; at most `size` bytes, its size when opened, are read."""
 
     def __init__(self, descriptor: int, name: str):
         """Takes the descriptor, and closes it."""
@@ -96,19 +89,11 @@ class OpenFile:
         return True
 
     def read(self, start: int = 0, count: int | None = None) -> bytes:
-        """Bytes from an offset; fewer where the file ends.
-
-        Raises:
-            CheckpointError: it is shorter than it was when it was opened.
-        """
+        """Return bytes from an offset; raises CheckpointError if the file is now shorter than when it was opened."""
         return self.array(start, self.size - start if count is None else min(count, self.size - start)).tobytes()
 
     def array(self, start: int, count: int) -> np.ndarray:
-        """Exactly `size` bytes from an offset, as an array.
-
-        Raises:
-            CheckpointError: it has not so many, or no longer.
-        """
+        """Return exactly `count` bytes from an offset; raises CheckpointError if the file is shorter."""
         raw = empty_aligned(max(count, 0))
         view, done = raw.data, 0
         while done < count:
@@ -149,12 +134,7 @@ class MissingFile:
 
 @contextmanager
 def open_source(source: Source) -> Iterator[OpenFile]:
-    """Open a file to read: one that is open already, or one at a path.
-
-    Raises:
-        OSError: it cannot be opened.
-        CheckpointError: it is no regular file.
-    """
+    """Open a file or use an open one; raises OSError if it cannot be opened, CheckpointError if it is not regular."""
     if isinstance(source, MissingFile):
         raise source.refusal()
     if isinstance(source, OpenFile):
@@ -171,14 +151,15 @@ def open_file(path: str | Path, within: int | None = None) -> OpenFile:
     """Open a regular file without blocking on pipes or devices; the caller closes it.
 
     Args:
-        within: descriptor of the folder that ``path`` is a name in.
+        path: path of the file.
+        within: descriptor of the folder to which ``path`` is relative.
 
     Raises:
-        OSError: it cannot be opened.
-        CheckpointError: it is no regular file.
+        OSError: the file cannot be opened.
+        CheckpointError: the file is not regular.
     """
     name = Path(path).name
-    # Looked at before: to open a device may be to start it. And after: what the name means may change.
+    # Checked before, because opening a device may start it, and after, because the name may change its target.
     _check_regular(os.stat(path, dir_fd=within), name)
     descriptor = os.open(path, _FLAGS, dir_fd=within)
     try:
@@ -190,11 +171,7 @@ def open_file(path: str | Path, within: int | None = None) -> OpenFile:
 
 
 def get_path(descriptor: int) -> Path:
-    """The real path of an open file or folder, with all links followed.
-
-    Raises:
-        OSError: the system does not say.
-    """
+    """Return the real path of an open file or folder, with all links followed."""
     if sys.platform == "darwin":
         import fcntl
 
@@ -203,7 +180,7 @@ def get_path(descriptor: int) -> Path:
 
 
 def get_identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
-    """Device, inode, size and times of change of a file; nobody can set the last of them back."""
+    """Return device, inode, size and times of change of a file; the last cannot be set back."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -217,13 +194,12 @@ def is_state_file(name: str) -> bool:
 
 
 class PolicyFolder:
-    """A policy's folder whose files are all open; used like a path: ``folder / "config.json"``.
+    """Policy's folder whose files are all open; used like a path: ``folder / "config.json"``.
 
     Attributes:
-        path: where it was found; for messages, and for what cannot be read by descriptor.
-        name: the last part of the path.
-        names: of everything in it.
-        files: what was opened, or why not, by name.
+        path: where it was found, for messages and for what cannot be read by descriptor.
+        names: names of all entries.
+        files: open files, or the reasons why they are not open, by name.
     """
 
     def __init__(self, path: Path, *, roots: Iterable[Path] | None = None, largest: int | None = None):
@@ -271,17 +247,11 @@ class PolicyFolder:
     def __enter__(self) -> "PolicyFolder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __truediv__(self, name: str) -> OpenFile | MissingFile:
         return self.files.get(name) or MissingFile(name)
-
-    def is_dir(self) -> bool:
-        """Always true; for callers that also take a path."""
-        return True
 
     def close(self) -> None:
         """Close all descriptors of the folder's files."""
@@ -342,10 +312,7 @@ class PolicyFolder:
         return None
 
     def find_policies(self) -> list[str]:
-        """Return the paths of policies in the folders below, relative to this one.
-
-        The shallowest policy is first; among the checkpoints of a training, the last one.
-        """
+        """Return the relative paths of policies below, the shallowest and the last checkpoint of a training first."""
         found: list[str] = []
         level, searched = [""], 0
         for _ in range(SEARCH_DEPTH + 1):
@@ -385,11 +352,7 @@ class PolicyFolder:
         return False
 
     def tree(self, name: str = ORBAX) -> Path:
-        """Path of the Orbax arrays; `check_tree` says whether they can be read there.
-
-        Raises:
-            CheckpointError: they are not where they may be.
-        """
+        """Return the path of the Orbax arrays; raises CheckpointError if it is outside the allowed folders."""
         assert self._descriptor is not None
         try:
             tree = os.open(name, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
@@ -420,7 +383,7 @@ class PolicyFolder:
             except CheckpointError as error:
                 if name in KNOWN or name in shards or name.startswith("policy_"):
                     raise
-                self.files[name] = MissingFile(name, error)  # nobody need ask for it
+                self.files[name] = MissingFile(name, error)  # an error only for a caller that reads it
         for name in states[STATE_FILES:]:
             error = CheckpointError(f"{name}: one of over {STATE_FILES} .safetensors files; wanted a policy's folder")
             self.files[name] = MissingFile(name, error)
@@ -495,10 +458,10 @@ def list_names(folder: Folder) -> Sequence[str]:
 
 
 def check_tree(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """Return the identity of every file and folder of an Orbax checkpoint, to compare before and after reading.
+    """Return the identity of each file and folder of an Orbax checkpoint, to compare before and after reading.
 
     Raises:
-        CheckpointError: one is a link, a pipe or a device, or there are more than a checkpoint has.
+        CheckpointError: an entry is a link, a pipe or a device, or there are too many entries.
     """
     identities: dict[str, tuple[int, ...]] = {}
     try:

@@ -1,18 +1,17 @@
 """Orbax checkpoints, always restored into a tree of known shapes and dtypes.
 
-Restoring without one believes the files: an edited shape asks for any amount of memory and ends the process, an
-edited path reads outside the folder. Here both are refused; and only the operator's own folders are read at all.
+Without one, an edited shape could ask for any amount of memory and an edited path could read outside the folder.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jaxmodels.checkpoints.folder import check_tree
 from jaxmodels.errors import CheckpointError
@@ -28,23 +27,18 @@ Tree = TypeVar("Tree")
 
 
 def save(folder: Path, tree: Any) -> None:
-    """Write a tree of arrays to an Orbax checkpoint, as `Writer` does, and wait for it.
-
-    Raises:
-        OSError: it cannot be written, e.g. because the disk is full.
-    """
+    """Write a tree of arrays to an Orbax checkpoint, wait for it, and raise OSError if it cannot be written."""
     with Writer() as writer:
         writer.save(folder, tree)
 
 
 class Writer:
-    """Writes Orbax checkpoints in the background, one at a time.
+    """Writer of Orbax checkpoints in the background, one at a time.
 
-    Each folder appears whole or not at all, and replaces one that is there. What is written are the arrays as they were
-    when `save` was called: they may be donated or overwritten afterwards.
+    Each folder appears whole or not at all and replaces an existing one. Arrays may be overwritten after `save`.
 
     Raises:
-        OSError: one cannot be written, e.g. because the disk is full; by the call that follows, or at the end.
+        OSError: a checkpoint cannot be written; raised by the next call or at the end.
     """
 
     def __init__(self) -> None:
@@ -54,9 +48,7 @@ class Writer:
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A full disk fails here, too, and must not hide what was wrong first.
         with suppress(OSError) if kind is not None else nullcontext(), self._explain_errors():
             self._checkpointer.close()
@@ -111,16 +103,16 @@ def restore(folder: Path, target: Tree) -> Tree:
 def restore_parts(
     folder: Path, target: Mapping[str, jax.ShapeDtypeStruct], *, share: float = 0.02
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Read the arrays of another program's checkpoint a few at a time, the largest first, onto the host.
+    """Read the arrays of another program's checkpoint onto the host a few at a time, the largest first.
 
     Orbax holds each array twice while it reads it; in parts, this needs little more memory than the arrays.
 
     Args:
-        target: paths in the tree of dictionaries, joined by ``/``, of arrays as `float_shapes` found them.
-        share: of all bytes, that are read together at most.
+        target: paths in the tree, joined by ``/``, to arrays as `float_shapes` found them.
+        share: largest share of all bytes that is read together.
 
     Raises:
-        CheckpointError: unreadable files, or ones that were changed meanwhile.
+        CheckpointError: files are unreadable or were changed meanwhile.
     """
     import orbax.checkpoint as ocp
 
@@ -136,7 +128,7 @@ def restore_parts(
         room -= sizes[name]
     with _explain_unreadable(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         for names in batches:
-            item = _nest({name: target[name] for name in names})
+            item = unflatten_dict({name: target[name] for name in names}, sep="/")
             how = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=host, global_shape=x.shape, dtype=x.dtype), item)
             arguments = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
             arrays = _flatten(checkpointer.restore(folder.resolve(), args=arguments))
@@ -146,10 +138,10 @@ def restore_parts(
 
 
 def float_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of an Orbax checkpoint's arrays by name, as its files state them; whether true or not.
+    """Return shapes and dtypes of an Orbax checkpoint's arrays by name, as its files state them.
 
     Raises:
-        CheckpointError: no such checkpoint, unreadable files, or arrays that are no floats (all listed).
+        CheckpointError: the checkpoint is missing or unreadable, or has arrays that are not floats (all listed).
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder.name}: no Orbax checkpoint there")
@@ -217,15 +209,3 @@ def _flatten(tree: Any) -> dict[str, Any]:
     # One level of names keeps the structure out of Orbax's hands, which turns tuples and classes into dictionaries.
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def _nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """A tree of dictionaries out of its leaves by path."""
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *above, last = path.split("/")
-        branch = tree
-        for name in above:
-            branch = branch.setdefault(name, {})
-        branch[last] = leaf
-    return tree

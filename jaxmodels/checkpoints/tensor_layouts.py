@@ -94,11 +94,7 @@ class TensorTarget:
 
 
 def read_tensors(table: Sequence[Tensor], read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-    """Convert PyTorch tensors to our arrays, float32; names and shapes must have been checked.
-
-    Args:
-        read: a tensor by its name; asked for one after the other, so that one at a time is in memory beside ours.
-    """
+    """Convert checked PyTorch tensors to our float32 arrays; `read` is called for one name at a time to save memory."""
     weights: dict[str, np.ndarray] = {}
     for entry in table:
         parts = entry.layout.read(read(entry.theirs))

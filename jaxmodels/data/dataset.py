@@ -24,7 +24,7 @@ from jaxmodels.data.statistics import NAMES, Arrays, ColourStats, compute_vector
 from jaxmodels.errors import CheckpointError, DatasetError
 from jaxmodels.types import Feature
 
-# Frames that are looked at, evenly over the dataset, when nobody wrote down what the colours are like.
+# Frames, evenly over the dataset, that statistics of colours are computed from if none are stored.
 STATISTICS_FRAMES = 1000
 
 
@@ -308,6 +308,6 @@ def fetch_dataset(
     }
     # Each name is compared with each pattern: of a whole dataset two are enough.
     patterns = sorted(files) if episodes is not None else ALL
-    # The same commit, even when somebody pushes meanwhile: a snapshot's folder is called after it.
+    # A snapshot's folder has the name of its commit, so a later push changes nothing.
     commit = folder.name
     return hub.fetch(repo_id, commit, files=(*META, *patterns), kind="dataset", on_progress=on_progress)

@@ -194,11 +194,7 @@ class DatasetWriter:
         self._steps.append({name: np.array(step[name], np.float32) for name in self._names})
 
     def add_episode(self, arrays: Mapping[str, np.ndarray], task: str) -> None:
-        """Add a whole episode: arrays by feature, steps along the first axis.
-
-        Raises:
-            DatasetError: as `add` and `end_episode` do, or the features differ in length.
-        """
+        """Add a whole episode: arrays by feature, steps along the first axis; raises DatasetError as `add` does."""
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
             raise DatasetError(f"an episode's features differ in length: {lengths}")

@@ -20,8 +20,7 @@ from jaxmodels.data.dataset import Dataset
 def resize_frames(frames: UInt8[np.ndarray, "n h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "n h2 w2 3"]:
     """Resize frames to (height, width): linear with anti-aliasing as ``jax.image.resize``, rounded to uint8.
 
-    Training on frames resized in another way teaches a policy edges that it will not see when it is served. In NumPy,
-    because several threads do this beside a device that is busy with training.
+    Training must resize as serving does. In NumPy, because threads do this while a device is busy with training.
     """
     (count, height, width, _), (tall, wide) = frames.shape, size
     if (height, width) == size:
@@ -39,10 +38,7 @@ def resize_frames(frames: UInt8[np.ndarray, "n h w 3"], size: tuple[int, int]) -
 
 @lru_cache(maxsize=64)
 def _weights(size: int, new_size: int) -> np.ndarray:
-    """(wanted, size): how much of each pixel is in each new one; a triangle as wide as a new pixel, or else an old one.
-
-    Source: jax/_src/image/scale.py, compute_weight_mat.
-    """
+    """(wanted, size) weights of each pixel in each new one (jax/_src/image/scale.py, compute_weight_mat)."""
     scale = size / new_size
     centres = (np.arange(new_size) + 0.5) * scale - 0.5
     distance = np.abs(centres[:, None] - np.arange(size)) / max(scale, 1.0)
@@ -53,7 +49,7 @@ def _weights(size: int, new_size: int) -> np.ndarray:
 VARIABLE = "ROBOJAX_FRAME_CACHE"
 # Of all datasets together. A 96x96 frame has 28 kB, one of 480x640 0.9 MB.
 LIMIT = 32 << 30
-# Left on the disk for everybody else.
+# Bytes that stay free on the disk.
 SPARE = 2 << 30
 PART = 32  # frames that are decoded together
 SUFFIX, UNFINISHED = ".frames", ".partial"
@@ -70,12 +66,9 @@ def cache_frames(
     workers: int,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> np.ndarray | None:
-    """All frames of a camera (n, h, w, 3) uint8, memory-mapped read-only; None when they cannot be stored.
+    """Return all frames of a camera (n, h, w, 3) uint8, memory-mapped read-only; None when they cannot be stored.
 
-    Frames of other datasets that were not used for the longest time make room.
-
-    Args:
-        on_progress: told how many frames are decoded, and of how many.
+    Frames of the least recently used datasets make room. `on_progress` receives counts of decoded and of all frames.
 
     Raises:
         DatasetError: a frame cannot be read.
@@ -156,6 +149,6 @@ def _make_room(folder: Path, needed: int) -> bool:
         return False
     while sum(sizes.values()) + needed > LIMIT or needed + SPARE > free:
         oldest = next(iter(sizes))
-        oldest.unlink(missing_ok=True)  # whoever reads it keeps what is mapped
+        oldest.unlink(missing_ok=True)  # readers keep their mapping
         free += sizes.pop(oldest)
     return True

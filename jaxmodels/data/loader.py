@@ -19,11 +19,7 @@ from jaxmodels.types import Feature
 
 
 class Sampler:
-    """Draws rows for each step; in every epoch each row once, in a newly shuffled order.
-
-    Args:
-        rows: those that are drawn, ascending.
-    """
+    """Sampler that draws each of `rows` (ascending) once in every epoch, in a newly shuffled order."""
 
     def __init__(self, rows: np.ndarray, batch_size: int, seed: int):
         self._rows, self._batch_size, self._seed = rows, batch_size, seed
@@ -148,11 +144,7 @@ class Loader:
         )
 
     def batches(self, first: int, last: int) -> Generator[Batch, None, None]:
-        """Batches of steps ``first`` to ``last - 1``, in order.
-
-        Raises:
-            DatasetError: frames cannot be read.
-        """
+        """Yield the batches of steps ``first`` to ``last - 1``; raises DatasetError if frames cannot be read."""
         pool = ThreadPoolExecutor(self._workers, "batch")
         waiting: deque[Future[Batch]] = deque()
         try:

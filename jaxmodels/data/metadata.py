@@ -44,9 +44,9 @@ INDICES = {
 # Names of features become names of folders.
 FEATURE_NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}")
 
-# Larger frames are not decoded: whoever made the file may want to fill the memory.
+# Larger frames are refused, because a hostile file may try to fill the memory.
 MAX_PIXELS = 3840 * 2160
-# Only what datasets come in, so that a stranger's file does not choose among all of FFmpeg's decoders.
+# Codecs of datasets, so that an untrusted file cannot choose any of FFmpeg's decoders.
 CODECS = ("av1", "h264", "hevc", "libdav1d", "vp9")
 
 
@@ -77,11 +77,7 @@ class Info:
 
 
 def read_info(folder: Path) -> Info:
-    """Read and check a dataset's ``info.json``.
-
-    Raises:
-        DatasetError: it is missing, of another version, or garbled; all errors together.
-    """
+    """Read a dataset's ``info.json``; raises DatasetError with all errors if it is missing or malformed."""
     if not (folder / INFO).is_file():
         raise DatasetError(f"{folder}: no {INFO} there; wanted a LeRobotDataset v3.0 or v2.1 folder")
     try:
@@ -162,7 +158,7 @@ def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
     try:
         names = parse_names(name, entry.get("names"))
     except ConfigError:
-        names = None  # of some other form: they are only for people
+        names = None  # another format; names are only for display
     return Feature(name, kind, shape, names if names is not None and len(names) == shape[0] else None)
 
 
@@ -187,13 +183,7 @@ _SPAN = ("from_timestamp", "to_timestamp")
 
 
 class VideoSpan(NamedTuple):
-    """Part of a video file that holds the frames of one episode.
-
-    Attributes:
-        file: path of the video, relative to the dataset.
-        start: seconds in the file at which the frames begin.
-        end: seconds in the file at which they end; None in version 2.1, where the file holds one episode.
-    """
+    """Seconds of a video file, relative to the dataset, that hold one episode; `end` is None in version 2.1."""
 
     file: str
     start: float
@@ -202,14 +192,7 @@ class VideoSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class EpisodeLocation:
-    """Number and length of an episode, and the files of its rows and videos.
-
-    Attributes:
-        number: its ``episode_index``.
-        length: rows.
-        rows: file of its rows, relative to the dataset.
-        videos: video feature to the span of its frames.
-    """
+    """Number (``episode_index``) and length in rows of an episode, the file of its rows, and the span of each video."""
 
     number: int
     length: int
@@ -218,11 +201,7 @@ class EpisodeLocation:
 
 
 def read_episode_locations(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
-    """Where all episodes of a dataset lie, in their order.
-
-    Raises:
-        DatasetError: files of the description are missing or garbled, or it contradicts itself.
-    """
+    """Return the locations of all episodes in order; raises DatasetError for missing, malformed or wrong files."""
     try:
         locations = _read_new_episodes(folder, info) if info.version == VERSION else _read_old_episodes(folder, info)
     except (KeyError, TypeError, ValueError) as error:
@@ -242,13 +221,9 @@ def read_episode_locations(folder: Path, info: Info) -> tuple[EpisodeLocation, .
 
 
 def check_video_spans(folder: Path, fps: float, locations: Sequence[EpisodeLocation]) -> None:
-    """Check that episodes do not share frames, and that each span is as long as the episode's rows.
+    """Check that episodes do not share frames, and that each span is as long as the episode's rows; opens no video.
 
-    A span may be one frame too long, because some recorders keep a last frame without a row. No video is opened.
-
-    Args:
-        fps: rows per second.
-        locations: all episodes of the dataset, in their order.
+    A span may be one frame too long, because some recorders keep a last frame without a row. `fps` is rows per second.
 
     Raises:
         DatasetError: names the episode, the camera and the file.
@@ -278,11 +253,7 @@ def check_video_spans(folder: Path, fps: float, locations: Sequence[EpisodeLocat
 def select_episodes(
     folder: Path, locations: Sequence[EpisodeLocation], episodes: Sequence[int] | None
 ) -> tuple[EpisodeLocation, ...]:
-    """The locations of some episodes, in the dataset's order; of all for None.
-
-    Raises:
-        DatasetError: one is not there, or none is wanted.
-    """
+    """Return the locations of `episodes`, in order; of all for None. Raises DatasetError for missing or no episodes."""
     if episodes is None:
         return tuple(locations)
     if wrong := sorted({number for number in episodes if not 0 <= number < len(locations)}):
@@ -344,11 +315,7 @@ def _read_old_episodes(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
 
 
 def read_tasks(folder: Path, info: Info) -> tuple[str, ...]:
-    """Texts of a dataset's tasks, in the order of ``task_index``.
-
-    Raises:
-        DatasetError: the list is missing or garbled.
-    """
+    """Return texts of tasks in the order of ``task_index``; raises DatasetError if the list is missing or malformed."""
     if info.version == VERSION:
         where = f"{folder.name}: {TASKS}"
         table = read_table(folder / TASKS, None, where)

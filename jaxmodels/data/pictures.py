@@ -83,11 +83,7 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
 
 
 def _open(file: bytes | memoryview) -> ImageFile.ImageFile:
-    """Open a PNG or JPEG file without decoding it.
-
-    Raises:
-        PictureError: another format, or a damaged header. Names the format that the first bytes show.
-    """
+    """Open a PNG or JPEG file without decoding it; raises PictureError, which names the format that was found."""
     try:
         return Image.open(io.BytesIO(file), formats=_FORMATS)
     except Image.DecompressionBombError as error:

@@ -35,11 +35,7 @@ class Rows:
     """
 
     def __init__(self, folder: Path, locations: Sequence[EpisodeLocation]):
-        """Read which rows there are, and check their order.
-
-        Raises:
-            DatasetError: a file is missing or garbled, or holds other rows than the dataset speaks of.
-        """
+        """Read which rows there are and check their order; raises DatasetError for missing or wrong files."""
         self._folder, self._locations = folder, locations
         by_file: dict[str, list[EpisodeLocation]] = {}
         for location in locations:
@@ -65,14 +61,7 @@ class Rows:
             self._check_ascending("index", np.concatenate(indices))
 
     def _check_ascending(self, name: str, values: np.ndarray, *, is_continued: bool = True) -> None:
-        """Check that a column increases from row to row.
-
-        Args:
-            is_continued: whether the column also increases from the last row of an episode to the first of the next.
-
-        Raises:
-            DatasetError: names the episode and its row.
-        """
+        """Raise DatasetError unless a column increases; if `is_continued`, also from one episode to the next."""
         is_wrong = np.diff(values) <= 0
         if not is_continued:
             is_wrong[self._ends[:-1] - 1] = False
@@ -90,7 +79,7 @@ class Rows:
         return self._locations[number], int(self._ends[number]) - self._locations[number].length
 
     def check_rate(self, fps: float) -> None:
-        """Check that the timestamps of each episode go on at the dataset's rate.
+        """Check that the timestamps of each episode follow the dataset's rate.
 
         An episode is refused if three quarters of its stretches, each a quarter of the episode and at least a second
         long, deviate in the same direction by more than 0.05 % and more than 0.1 ms, LeRobot's ``tolerance_s``. That
@@ -118,11 +107,7 @@ class Rows:
             )
 
     def check_times_of_videos(self, fps: float) -> None:
-        """Check that the timestamps of each episode begin at 0 and end within the spans of its videos.
-
-        Raises:
-            DatasetError: names the episode, the camera and the file.
-        """
+        """Raise DatasetError unless each episode's timestamps begin at 0 and end within the spans of its videos."""
         for location, end in zip(self._locations, self._ends, strict=True):
             first, last = self.timestamps[end - location.length], self.timestamps[end - 1]
             for camera, span in location.videos.items():
@@ -135,11 +120,7 @@ class Rows:
                     )
 
     def read(self, name: str, width: int, dtype: Any) -> np.ndarray:
-        """A column as an array (n, width).
-
-        Raises:
-            DatasetError: it is missing or garbled.
-        """
+        """Return a column as an array (n, width); raises DatasetError if it is missing or malformed."""
 
         def part(number: int) -> np.ndarray:
             file, where = self._folder / self.files[number], self._describe_file(self.files[number])
@@ -154,11 +135,7 @@ class Rows:
             return list(pool.map(read, range(len(self.files))))
 
     def _select_rows(self, file: str, locations: Sequence[EpisodeLocation]) -> "_Selection":
-        """Read which rows of a file belong to these episodes.
-
-        Raises:
-            DatasetError: they are not the described ones, or not in order; names an episode.
-        """
+        """Return which rows of a file belong to these episodes; raises DatasetError if they do not fit."""
         where = self._describe_file(file)
         kinds = {"episode_index": np.int64, "frame_index": np.int64, "timestamp": np.float32, "task_index": np.int32}
         table = read_table(self._folder / file, list(kinds), where, optional=("index",))
@@ -190,13 +167,9 @@ class Rows:
 
 
 class _Selection(NamedTuple):
-    """Rows of one file that belong to the chosen episodes.
+    """Rows of one file that belong to the chosen episodes, as arrays (n,).
 
-    Attributes:
-        chosen: (n,) their places in the file.
-        times: (n,) float32 ``timestamp``.
-        tasks: (n,) int32 ``task_index``.
-        indices: (n,) int64 ``index``, or None if the file has no such column.
+    `chosen` are their places in the file; `indices` is None if the file has no column ``index``.
     """
 
     chosen: np.ndarray
@@ -206,13 +179,7 @@ class _Selection(NamedTuple):
 
 
 def _explain_disorder(suspects: Sequence[EpisodeLocation], episode: np.ndarray, frame: np.ndarray) -> str:
-    """Return what is wrong with the rows of a file.
-
-    Args:
-        suspects: the one or two episodes at the first wrong row.
-        episode: (n,) ``episode_index`` of all rows of the file.
-        frame: (n,) their ``frame_index``.
-    """
+    """Return what is wrong with a file's rows; `suspects` are the episodes at the first wrong row, arrays are (n,)."""
     for location in suspects:
         number, found = location.number, np.flatnonzero(episode == location.number)
         if len(found) != location.length:
@@ -239,7 +206,7 @@ def decode_still(data: bytes | None, size: tuple[int, int], where: str) -> np.nd
     """Decode one PNG or JPEG into uint8 (h, w, 3).
 
     Raises:
-        DatasetError: it is empty, no PNG or JPEG, no colour picture, or of another height and width.
+        DatasetError: it is empty, malformed, not in colour, or of another size.
     """
 
     def check_size(height: int, width: int) -> None:

@@ -67,10 +67,10 @@ class ColourStats:
 
 
 def read_stats(feature: Feature, stats: Mapping[str, Any], where: str) -> Arrays:
-    """Check statistics out of a file: float32 of the feature's shape, (3, 1, 1) of images; unknown names are dropped.
+    """Check statistics from a file: float32 of the feature's shape ((3, 1, 1) for images); drops unknown names.
 
     Raises:
-        DatasetError: an array has another shape, or a number is none or not finite.
+        DatasetError: an array has another shape or a number that is not finite.
     """
     expected = (3, 1, 1) if feature.type == "VISUAL" else feature.shape
     arrays = {}

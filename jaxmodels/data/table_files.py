@@ -19,11 +19,7 @@ ROWS_BASE, VALUES_BASE, EXPANSION = 10_000, 64 << 20, 256
 
 
 def open_table(path: Path, where: str) -> parquet.ParquetFile:
-    """Open a Parquet file, of which only the footer is read.
-
-    Raises:
-        DatasetError: it is missing, no parquet file, or claims too many rows.
-    """
+    """Open a Parquet file and read its footer; raises DatasetError if it is malformed or claims too many rows."""
     try:
         check_regular(path)
         file = parquet.ParquetFile(path)
@@ -41,11 +37,7 @@ def open_table(path: Path, where: str) -> parquet.ParquetFile:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a file that is no regular one: a pipe would block, a device may never end.
-
-    Raises:
-        OSError: it is not there, or no regular file.
-    """
+    """Raise OSError unless a file is regular: a pipe would block, a device may never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path.name} is no regular file")
 
@@ -72,13 +64,10 @@ def _check_size(file: parquet.ParquetFile, columns: Sequence[str], where: str) -
 
 
 def read_table(path: Path, columns: Sequence[str] | None, where: str, *, optional: Sequence[str] = ()) -> pa.Table:
-    """Read these columns of a Parquet file, or all but the statistics.
-
-    Args:
-        optional: columns that are read as well if the file has them.
+    """Read these columns of a Parquet file (None: all but the statistics), and those of `optional` that it has.
 
     Raises:
-        DatasetError: the file or one of them is missing or cannot be read.
+        DatasetError: the file or a column is missing or unreadable.
     """
     with open_table(path, where) as file:
         available = file.schema_arrow.names
@@ -96,11 +85,7 @@ def read_table(path: Path, columns: Sequence[str] | None, where: str, *, optiona
 
 
 def read_vectors(column: Any, width: int, dtype: Any, where: str) -> np.ndarray:
-    """A column of lists or of single numbers as an array (n, width).
-
-    Raises:
-        DatasetError: it holds something else, or nothing in places.
-    """
+    """Return a column of lists or numbers as an array (n, width); raises DatasetError for other values or gaps."""
     parts = []
     for chunk in column.chunks:
         values = chunk.flatten() if _is_list(chunk.type) else chunk
@@ -121,11 +106,7 @@ LONGEST = 1 << 22  # bytes of a line; statistics of thirty features have a hundr
 
 
 def read_lines(path: Path, where: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file, one at a time.
-
-    Raises:
-        DatasetError: the file is missing, or a line is too long or no object.
-    """
+    """Yield the objects of a JSON-lines file; raises DatasetError if it is missing or has a long or malformed line."""
     try:
         if not path.is_file():
             raise DatasetError(f"{where} is missing, or no regular file; fetch or copy the dataset anew")

@@ -16,7 +16,7 @@ from jaxmodels.data.statistics import FRAMES, ColourStats, Stats
 from jaxmodels.data.table_files import check_regular
 from jaxmodels.errors import DatasetError
 
-# Of the time of a frame: two that are nearer are the same, whatever the file's clock and float32 made of it.
+# Part of a frame's duration within which two times are equal, because of rounding in the file and float32.
 NEAR = 0.1
 
 
@@ -24,13 +24,9 @@ class VideoFile:
     """An open mp4 file, for one thread at a time."""
 
     def __init__(self, path: Path, size: tuple[int, int], fps: float, where: str):
-        """Open it.
-
-        Raises:
-            DatasetError: it is missing, no video of a known codec, or its frames are not of this height and width.
-        """
+        """Open it; raises DatasetError if it is missing or has another codec, height or width."""
         self._size, self._period, self._where = size, 1 / fps, where
-        # Checked before FFmpeg looks inside, which it does with whatever decoder fits.
+        # Limit the decoders that FFmpeg may use while it opens the file.
         options = {"protocol_whitelist": "file", "codec_whitelist": ",".join(metadata.CODECS)}
         try:
             check_regular(path)
@@ -71,7 +67,7 @@ class VideoFile:
         """Decode the frame nearest to a time, uint8 (h, w, 3); later times are cheap, earlier ones need a seek.
 
         Raises:
-            DatasetError: no frame is near (`metadata.NEAREST_FRAME`), or it cannot be decoded.
+            DatasetError: no frame is within `metadata.NEAREST_FRAME`, or the file cannot be decoded.
         """
         try:
             frame = self._find(seconds)
@@ -142,11 +138,9 @@ _OPTIONS = {
 
 
 class VideoWriter:
-    """Encodes frames of one size into an mp4 file, one per tick.
+    """Encoder of frames of one size into an mp4 file, one per tick; `count` frames are written.
 
-    Attributes:
-        count: frames written.
-        format: the pixels' format; colours have half the resolution unless a side is odd.
+    Colours have half the resolution (`format`) unless a side is odd.
     """
 
     def __init__(self, path: Path, rate: Fraction, size: tuple[int, int]):
@@ -174,11 +168,7 @@ class VideoWriter:
         self.count += 1
 
     def close(self) -> None:
-        """Write the frames that are left and close the file; after a failed write it is only closed.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """Write the remaining frames, unless a write failed, and close; raises OSError if the disk is full."""
         if self._has_failed:
             self.discard()
             return
@@ -204,12 +194,7 @@ class VideoWriter:
 
 
 class CameraFiles:
-    """Video files of one camera in a dataset, about 200 MB each, every one with whole episodes.
-
-    Attributes:
-        colours: of all frames that were looked at.
-        size: height and width.
-    """
+    """Video files of one camera in a dataset, about 200 MB each, with whole episodes; `size` is (height, width)."""
 
     def __init__(self, folder: Path, key: str, rate: Fraction):
         self.colours = ColourStats()
@@ -255,11 +240,7 @@ class CameraFiles:
         return row, stats
 
     def close(self) -> None:
-        """Finish the last file; a write that failed is not tried again.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """Finish the last file; raises OSError if it cannot be written. A failed write is not repeated."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

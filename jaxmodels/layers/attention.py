@@ -28,12 +28,10 @@ def attend(
 ) -> Float[Array, "b n heads k"]:
     """Softmax attention by the kernel that is fastest for these shapes on the platform it is lowered for.
 
-    So a program made for another device than the one at hand gets that device's. The softmax is taken in float32
-    whatever comes in, and apart from dropout no array has as many numbers as there are scores, forwards or backwards,
-    once these are many.
+    The softmax is in float32. Without dropout, no array has as many numbers as there are scores, once these are many.
 
     Args:
-        bias: added to the scores (-inf leaves a key out); a constant, to which no gradient flows.
+        bias: added to the scores (-inf leaves a key out); a constant without a gradient.
         rate: share of the probabilities dropped where there are `rngs`; all scores are then in memory at once.
         scale: of the scores; 1 / sqrt(k) when None.
     """
@@ -53,13 +51,7 @@ def attend(
 
 
 class Attention(nnx.Module):
-    """Multi-head attention: projections to queries, keys and values, and back.
-
-    Args:
-        width: d, width of the input and output tokens; a multiple of `heads`.
-        heads: number of heads.
-        rate: dropout rate of the attention probabilities in training.
-    """
+    """Multi-head attention over `width` channels (a multiple of `heads`); `rate` is the dropout of probabilities."""
 
     def __init__(self, width: int, heads: int, *, rate: float = 0.0, rngs: nnx.Rngs):
         self.heads = heads

@@ -1,8 +1,7 @@
 """Attention kernels: batched, blocked for CPUs, cuDNN, flash attention for TPUs.
 
-On a CPU attention is computed in two-dimensional products, which XLA joins with the softmax to few and fast passes; and
-a block's scores stay in the cache between the first product and the second. The limits below were measured with 16 to
-4096 queries and keys, on two cores with 1 MB of cache each.
+On a CPU, blocks of two-dimensional products keep a block's scores in the cache. The limits below were measured with 16
+to 4096 queries and keys, on two cores with 1 MB of cache each.
 
 Source: https://arxiv.org/abs/2205.14135, jax.experimental.pallas.ops.tpu.flash_attention.
 """
@@ -146,10 +145,7 @@ FLASH_BLOCKS = (512, 256, 128)
 
 
 def is_flash_supported(query: Array, key: Array, bias: Array | None) -> bool:
-    """Whether the TPU kernel computes this and pays off: long sequences of whole blocks.
-
-    Not with a bias: the kernel wants it repeated for every head and query, which is as large as the scores.
-    """
+    """Return whether the TPU kernel pays off: long sequences of whole blocks, without a bias that it would repeat."""
     lengths = (query.shape[1], key.shape[1])
     return bias is None and min(lengths) >= FLASH_TOKENS and all(length % FLASH_BLOCKS[-1] == 0 for length in lengths)
 
@@ -198,10 +194,9 @@ def attend_cudnn(
 
 
 def is_cudnn_supported(query: Array, key: Array, bias: Array | None) -> bool:
-    """Whether cuDNN is installed and supports this: half precision, head sizes of multiples of 8 up to a limit.
+    """Return whether cuDNN is installed and supports this: half precision, head sizes of multiples of 8 up to a limit.
 
-    Where it is not there, nothing can be compiled for such a card either; a program exported from there for one
-    computes attention by batched products.
+    Without it nothing can be compiled for such a card; an exported program computes batched products instead.
     """
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return False

@@ -1,7 +1,4 @@
-"""Sinusoidal embeddings of positions and timesteps, as constants that the compiler may fold.
-
-Computed in NumPy in the precision of those whose checkpoints hold, or were trained with, the results.
-"""
+"""Sinusoidal embeddings of positions and timesteps, computed in NumPy in the precision of their sources."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -15,10 +12,7 @@ EPSILON = 1e-6
 
 
 def sinusoidal(count: int, width: int) -> Float[np.ndarray, "n d"]:
-    """Embeddings of positions 0 to count - 1: sine in even channels, cosine in odd ones.
-
-    Source: lerobot/policies/act/modeling_act.py, create_sinusoidal_pos_embedding.
-    """
+    """Embed positions 0 to count - 1: sine in even channels, cosine in odd ones (LeRobot's ACT)."""
     frequency = np.power(TEMPERATURE, 2 * (np.arange(width) // 2) / width)
     table = np.arange(count)[:, None] / frequency
     table[:, 0::2] = np.sin(table[:, 0::2])
@@ -27,9 +21,8 @@ def sinusoidal(count: int, width: int) -> Float[np.ndarray, "n d"]:
 
 
 def sinusoidal_2d(height: int, width: int, channels: int) -> Float[np.ndarray, "h w d"]:
-    """Embeddings of the pixels of a feature map: the row in the first half of the channels, the column in the second.
+    """Embed the pixels of a feature map, rows first; rows and columns count from 1 and end at 2 pi.
 
-    Rows and columns count from 1 and are scaled so that the last is 2 pi.
     Source: lerobot/policies/act/modeling_act.py, ACTSinusoidalPositionEmbedding2d.
     """
 
@@ -59,8 +52,7 @@ def time_sinusoid(time: Float[Array, "..."], width: int, shift: int) -> Float[Ar
     return jnp.concatenate((jnp.cos(angle), jnp.sin(angle)), axis=-1)
 
 
-# PyTorch's exponential is right to 0.52 of a last bit; here, close to the middle, it rounds the other way. At timestep
-# 1000 that bit is 6e-5 in the angle. (width, shift) -> place -> the neighbour it takes.
+# Where PyTorch's exponential rounds the other way, 6e-5 of an angle: (width, shift) -> place -> its neighbour.
 _OTHER_WAY: Mapping[tuple[int, int], Mapping[int, float]] = MappingProxyType(
     {(256, 0): {12: np.inf, 106: np.inf}, (256, 1): {4: -np.inf}}
 )
@@ -79,9 +71,7 @@ def time_frequencies(width: int, shift: int) -> Float[np.ndarray, " d2"]:
 def flow_time_sinusoid(
     times: Float[np.ndarray, " n"], width: int, min_period: float, max_period: float
 ) -> Float[np.ndarray, "n {width}"]:
-    """Embeddings of times in [0, 1]: sines in the first half of the channels, cosines in the second.
-
-    In float64: with a period of 0.004 angles reach 1570, where float32 would cost 1e-4.
+    """Embed times in [0, 1]: sines first, then cosines; in float64, where float32 would cost 1e-4.
 
     Source: lerobot/policies/common/vla_utils.py, create_sinusoidal_pos_embedding; openpi's posemb_sincos.
     """

@@ -32,10 +32,8 @@ def resize_with_padding(
 def resize_as_pillow(images: Float[Array, "b h w c"], size: tuple[int, int]) -> Float[Array, "b h2 w2 c"]:
     """Resize pixels of [0, 1] to fit into the middle of ``size`` and fill the rest with 0, as openpi's clients do.
 
-    Bilinear with antialiasing, first along rows and then along columns, each of which leaves whole numbers of 0 to 255.
-    Images of that size stay as they are.
-
-    Source: openpi_client/image_tools.py, resize_with_pad, which is Pillow's resize (src/libImaging/Resample.c).
+    Bilinear with antialiasing, along rows, then columns, each rounded to whole numbers of 0 to 255. Images of that size
+    stay as they are. Source: openpi_client/image_tools.py, resize_with_pad; Pillow's src/libImaging/Resample.c.
     """
     if images.shape[1:3] == size:
         return images
@@ -55,10 +53,7 @@ _BITS = 22  # of a weight's fraction, as Pillow has them
 
 
 def _weigh_neighbours(size: int, count: int) -> tuple[Int[np.ndarray, "n k"], Int[np.ndarray, "n k"]]:
-    """Of each of `count` pixels: those of `size` near it, and their weights; a triangle, as wide as two of the coarser.
-
-    Weights are whole numbers of 2**-22.
-    """
+    """For each of `count` pixels, its neighbours among `size` and their triangular weights, in units of 2**-22."""
     scale = size / count
     places = (np.arange(count) + 0.5) * scale
     distance = np.abs(np.arange(size)[None] + 0.5 - places[:, None]) / max(scale, 1.0)

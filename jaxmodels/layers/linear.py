@@ -9,13 +9,10 @@ from jaxtyping import Array, Float
 
 
 class Linear(nnx.Module):
-    """Linear layer without a bias whose weight is (out, in), as `torch.nn.Linear` has it.
+    """Linear layer without a bias whose weight is (out, in), as `torch.nn.Linear` has it; `axes` names the axes.
 
-    A CPU multiplies some tens to hundreds of tokens with it in half to three quarters of the time that (in, out) takes,
-    and what torch wrote is read as it lies. Other devices take both alike.
-
-    Args:
-        axes: names of the weight's axes (jaxmodels/devices.py).
+    A CPU multiplies tens to hundreds of tokens with it in half to three quarters of the time of (in, out), and torch's
+    files are read as they are. Other devices take both alike.
     """
 
     def __init__(

@@ -19,10 +19,7 @@ class Buffer(nnx.Variable):
 
 
 def standardize(x: Float[Array, "... d"], epsilon: float) -> Float[Array, "... d"]:
-    """Scale each row to mean 0 and variance 1, in float32.
-
-    The mean is taken off before squaring: E[x^2] - E[x]^2 loses digits where the mean is large.
-    """
+    """Scale each row to mean 0 and variance 1, in float32; subtracts the mean before squaring, which keeps digits."""
     wide = x.astype(jnp.float32)
     centred = wide - wide.mean(axis=-1, keepdims=True)
     return centred * lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + epsilon)
@@ -37,10 +34,7 @@ def divide_by_rms(x: Float[Array, "... d"], epsilon: float) -> Float[Array, "...
 class LayerNorm(nnx.Module):
     """Layer normalisation over the width of each token, in float32; also its output with `keeps_float32`.
 
-    Args:
-        epsilon: added to the variance.
-        affine: whether there is a scale and a bias per channel.
-        keeps_float32: give float32 whatever comes in, for a modulation that follows.
+    `epsilon` is added to the variance; `affine` adds a scale and a bias per channel.
     """
 
     def __init__(
@@ -99,10 +93,7 @@ class Modulation(NamedTuple):
 
 
 class AdaptiveRMSNorm(nnx.Module):
-    """Root-mean-square normalisation that a condition scales and shifts, in float32; it also gives a gate.
-
-    Source: adaRMS of pi0.5, lerobot/policies/pi_gemma.py.
-    """
+    """Root-mean-square norm in float32 with scale, shift and gate from a condition (lerobot/policies/pi_gemma.py)."""
 
     def __init__(self, width: int, condition: int, *, epsilon: float = EPSILON, rngs: nnx.Rngs):
         self.epsilon = epsilon
@@ -172,10 +163,7 @@ class BatchNorm(nnx.Module):
 
 
 class FrozenBatchNorm(nnx.Module):
-    """Batch normalisation with fixed statistics and weights: one multiply-add per channel.
-
-    Source: torchvision/ops/misc.py, FrozenBatchNorm2d.
-    """
+    """Batch normalisation with fixed statistics, one multiply-add per channel (torchvision's FrozenBatchNorm2d)."""
 
     def __init__(self, width: int):
         self.scale = Buffer(jnp.ones(width))

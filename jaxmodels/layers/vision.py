@@ -1,12 +1,10 @@
 """Vision backbones: ResNets, a small CNN, and Winograd's 3x3 convolution.
 
-Source: torchvision/models/resnet.py (v1.5: the stride of a bottleneck sits in its 3x3 convolution).
+Source: torchvision/models/resnet.py (v1.5: the stride of a bottleneck is in its 3x3 convolution).
 
-Winograd: every 2x2 tile of the output comes from a 4x4 tile of the input by adding and subtracting, sixteen small
-matrix products, and adding and subtracting again. The factors are 1 and 1/2, so float32 loses nothing worth mentioning
-(1e-6 of the largest value); larger tiles would save more and lose more. It pays where the products are compute bound
-and the sixteen intermediate planes stay in the processor's cache; accelerators' libraries choose for themselves.
-Source: Lavin and Gray, https://arxiv.org/abs/1509.09308.
+Winograd: every 2x2 tile of the output comes from a 4x4 tile of the input by sums and sixteen small matrix products. The
+error is 1e-6 of the largest value in float32; larger tiles lose more. It pays on CPUs where the intermediate planes
+stay in the cache. Source: Lavin and Gray, https://arxiv.org/abs/1509.09308.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,10 +37,9 @@ _init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 def convolve(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k c c2"], stride: int = 1, dilation: int = 1
 ) -> Float[Array, "b h2 w2 c2"]:
-    """Convolve with a border of zeros that keeps the size, but for the stride, as torchvision's ResNets do.
+    """Convolve with a border of zeros that keeps the size except for the stride, as torchvision's ResNets do.
 
-    XLA's fast convolutions for a CPU are for maps that are larger than the kernel. Others (the last stage over a small
-    image) take a loop that is a hundred times as slow, so that the product is taken over what each pixel looks at.
+    XLA's convolution on a CPU is a hundred times slower for maps not larger than the kernel; they use a product.
     """
     size = kernel.shape[0]
     pad = dilation * (size // 2)
@@ -77,9 +74,9 @@ class BlockPlan(NamedTuple):
     """Shapes of one residual block.
 
     Attributes:
-        convolutions: (input channels, kernel size, stride, dilation) of each; the last has `outputs` channels.
-        scale: how many pixels of the image one pixel of the block's output stands for, per side.
-        projects: whether the skip connection has a convolution of its own, with stride `stride`.
+        convolutions: (input channels, kernel size, stride, dilation) of each.
+        scale: pixels of the image per pixel of the block's output, per side.
+        projects: whether the skip connection has a convolution with stride `stride`.
     """
 
     stage: int
@@ -163,9 +160,8 @@ class ResNet(nnx.Module):
 
     Args:
         name: one of `RESNETS`.
-        dilate_last: keep the stride of the last stage at 1 and dilate its convolutions instead; bottlenecks only,
-            as in torchvision.
-        norm: makes the norm of so many channels that follows each convolution.
+        dilate_last: dilate the last stage instead of its stride; bottlenecks only, as in torchvision.
+        norm: makes the norm, of so many channels, that follows each convolution.
     """
 
     def __init__(self, name: str, *, dilate_last: bool = False, norm: Norm = FrozenBatchNorm, rngs: nnx.Rngs):
@@ -189,14 +185,9 @@ class ResNet(nnx.Module):
 
 
 class SpatialSoftmax(nnx.Module):
-    """A feature map to the expected places of some keypoints, each a column and a row in [-1, 1].
+    """A feature map of `channels` and `size` (h, w) to expected places of `keypoints`: column and row in [-1, 1].
 
     Sources: https://arxiv.org/abs/1509.06113; lerobot/policies/diffusion/modeling_diffusion.py.
-
-    Args:
-        size: height and width of the feature map.
-        channels: of the feature map.
-        keypoints: how many maps are made of it, each the weights of one mean.
     """
 
     def __init__(self, size: tuple[int, int], channels: int, keypoints: int, *, rngs: nnx.Rngs):

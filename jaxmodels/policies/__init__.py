@@ -61,13 +61,12 @@ class PolicyType:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a policy's `act`; serving runs all of them as one program.
+    """Part of a policy's `act`; serving runs all of them as one program.
 
     Attributes:
-        name: such as ``vision``.
-        run: (`PolicyConfig.architecture`, serving weights, normalised observation, what the stage before gave or
-            None) to what the next one is given; of a sampler, its first step.
-        count: how often it runs for one chunk, from a config.
+        run: (`PolicyConfig.architecture`, serving weights, normalised observation, result of the stage before or None)
+            to the next stage's input; of a sampler, its first step.
+        count: config to the number of runs per chunk.
     """
 
     name: str
@@ -77,19 +76,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class TreeReader:
-    """Functions that read a checkpoint of another program's, which is a tree of arrays.
+    """Functions that read a checkpoint of another program's, which is a tree of arrays in a folder.
 
-    Attributes:
-        complete: (folder of the tree, config) to the config with the sizes that the tree has, once both agree.
-        read: (folder of the tree, config) to our weights, float32.
+    `complete` returns a config with the tree's sizes; `read` returns our weights, float32.
     """
 
     complete: Callable[[Path, Any], Any]
     read: Callable[[Path, Any], dict[str, Any]]
 
 
-# Types that are built on another model: under which name a config's reader finds the sizes of that model among the
-# fields of ``config.json``, and the file that has them, where it is in the policy's folder.
+# Types built on another model: the field of its sizes for the config's reader, and their file in the folder.
 VLM_NAME = "VLM"
 ARCHITECTURE_FILES: Mapping[str, tuple[str, str]] = {
     "smolvla": ("vlm", f"{VLM_NAME}/config.json"),
@@ -113,11 +109,7 @@ def policy_types() -> tuple[str, ...]:
 
 
 def get_policy_type(name: Any) -> PolicyType:
-    """The policy type of this name.
-
-    Raises:
-        ConfigError: there is none; the message lists those there are.
-    """
+    """Return the policy type of this name; raises ConfigError, which lists the known types."""
     if name not in policy_types():
         raise ConfigError(f"policy type is {name!r}; known: {', '.join(policy_types())}")
     return import_module(f"{__name__}.{name}").POLICY

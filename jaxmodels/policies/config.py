@@ -270,10 +270,7 @@ class PolicyConfig(_OtherFields):
 
     @property
     def table_numbers(self) -> int:
-        """Numbers in the tables, such as positions, that are computed while a network is built, folded and traced.
-
-        Tracing gives no other array memory, so these are what a config can ask for before its program is measured.
-        """
+        """Numbers in the tables, such as positions, that are computed while a network is built, folded and traced."""
         return 2 * max((height * width for height, width in self.frames), default=0)
 
     @property
@@ -298,11 +295,7 @@ class PolicyConfig(_OtherFields):
 
     @classmethod
     def from_json(cls: builtins.type[Config], values: Mapping[str, Any]) -> Config:
-        """Read a parsed ``config.json``.
-
-        Raises:
-            ConfigError: unknown fields, or values that make no sense.
-        """
+        """Read a parsed ``config.json``; raises ConfigError for unknown fields or wrong values."""
         return cls(**read_fields(cls, values, f"{cls.type} config", cls.advice))
 
     def to_json(self) -> dict[str, Any]:
@@ -356,11 +349,7 @@ class PolicyConfig(_OtherFields):
 
 @dataclass(frozen=True)
 class LerobotConfig(PolicyConfig):
-    """Fields that all of LeRobot's policy configs begin with (lerobot/configs/policies.py).
-
-    Raises:
-        ConfigError: a value makes no sense; all errors together.
-    """
+    """Fields of all of LeRobot's policy configs (lerobot/configs/policies.py); ConfigError lists all wrong values."""
 
     # LeRobot's policies draw new noise for each chunk; here the same observation has the same answer.
     noise_seed: ClassVar[int] = 0

@@ -171,12 +171,11 @@ SLOW, MAX_SLOW = 3, 0.25  # waves of the first noise that are held to so many st
 
 
 def make_first_noise(config: Diffusion2dConfig) -> Float[Array, "t a"]:
-    """The noise that every chunk is sampled from, whose slowest waves along time are small.
+    """Return the noise that every chunk is sampled from; its slowest waves along time are small.
 
-    It is the same for all observations. A wave as slow as the chunk moves all of it to one side, and whatever the model
-    is not sure of, e.g. how far it is to the cube, it would always answer too far to that side: after 2,000 steps of
-    training, the demo's policy was wrong by 1.6 degrees with plain noise and by 0.8 like this. They are not 0, so that
-    there is a side when two ways are equally good.
+    It is the same for all observations. A wave as slow as the chunk biases all uncertain actions to one side: the
+    demo's policy was wrong by 1.6 degrees with plain noise and by 0.8 with this. The waves are not 0, so that there
+    is a side when two ways are equally good.
     """
     shape = (config.chunk_size, config.action.shape[0])
     noise = jax.random.normal(jax.random.key(config.noise_seed), shape, jnp.float32)
@@ -205,8 +204,7 @@ def add_training_noise(config: Diffusion2dConfig, actions: Float[Array, "b t a"]
     first, noise_key, delay_key = jax.random.split(key, 3)
     batch, schedule = actions.shape[0], config.schedule
     noise = jax.random.normal(noise_key, actions.shape, jnp.float32)
-    # Spread evenly over the batch from a random place on, so that one batch's loss differs less from another's:
-    # https://arxiv.org/abs/2107.00630, appendix I.1
+    # Spread evenly over the batch for a less noisy loss: https://arxiv.org/abs/2107.00630, appendix I.1.
     start = jnp.float32(0.5 / batch) if rngs is None else jax.random.uniform(first)
     share = (start + jnp.arange(batch, dtype=jnp.float32) / batch) % 1
     if not isinstance(schedule, FlowSchedule):
@@ -245,11 +243,11 @@ class Diffusion2d(Transformer2dPolicy):
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """Mean squared error of the predictions for noisy chunks, and its parts.
 
-        With `do_mask_loss_for_padding` errors of padded steps count as zero and are divided by all steps, as LeRobot
-        does; and nothing looks at those steps. What a plan has told already (`trained_prefix`) is no part of the mean.
+        With `do_mask_loss_for_padding` errors of padded steps count as zero and are divided by all steps, as in
+        LeRobot; no attention sees those steps. Actions of a plan (`trained_prefix`) are excluded from the mean.
 
         Args:
-            rngs: streams ``noise`` and ``dropout``; None evaluates: no dropout, and always the same noise and times.
+            rngs: streams ``noise`` and ``dropout``; None evaluates, with the same noise and times in every call.
         """
         config, transformer = self.config, self.transformer
         dropout = rngs if config.dropout else None
@@ -275,10 +273,9 @@ class Diffusion2d(Transformer2dPolicy):
 
 
 def initialize_plain(transformer: Transformer2DModel) -> None:
-    """Initial weights for training from scratch: outputs of zero, and blocks that time does not modulate.
+    """Initialize weights for training from scratch: outputs of 0 as in DiT, and blocks that time does not modulate.
 
-    The output is 0, as in DiT and PixArt. Their gates begin (next to) closed, for the sake of many layers or of a
-    model trained before; here they begin open, as in a plain transformer with a norm before each part.
+    DiT's gates begin closed, for many layers; here they begin open, as in a plain pre-norm transformer.
     """
     for layer in (transformer.proj_out, transformer.adaln_single.linear):
         for weight in (layer.kernel, layer.bias):
@@ -311,13 +308,12 @@ def predict(
     is_real: Bool[Array, "b t"] | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> Float[Array, "b t a"]:
-    """The transformer's prediction for a noisy chunk.
+    """Return the transformer's prediction for a noisy chunk.
 
     Args:
-        context: of the transformer's ``prepare_context``.
-        mask: which tokens of the context count; all when None.
+        context: result of ``prepare_context``; `mask` marks its valid tokens, all when None.
         modulations: of `prepare_modulations` for `t`.
-        is_real: which actions are looked at; all when None.
+        is_real: actions that attention sees; all when None.
     """
     del t
     image = rearrange(x, "b t a -> b a t 1").astype(transformer.dtype)
@@ -363,11 +359,7 @@ def act(config: Diffusion2dConfig, weights: Mapping[str, Array], observation: Ob
 
 
 def _continue_plan(config: Diffusion2dConfig, denoise: Partial, knowing: Partial | None, prefix: Prefix) -> Partial:
-    """`denoise` for chunks that continue a plan.
-
-    Args:
-        knowing: the same of a model that was trained with plans; it takes a time for each action.
-    """
+    """`denoise` for chunks that continue a plan; `knowing` was trained with plans and takes a time for each action."""
     schedule = config.schedule
     guided = continuing(denoise, prefix, schedule, bound=config.prefix_bound, through_model=config.prefix_through_model)
     if knowing is None or not isinstance(schedule, FlowSchedule):
@@ -394,11 +386,7 @@ def _predict_rest(
     t: Float[Array, "b t"],
     modulations: Modulations,
 ) -> Float[Array, "b t a"]:
-    """The answer to a chunk whose first actions have no noise, at time 0.
-
-    Args:
-        clean, modulations: of time 0, and of the time of all other actions.
-    """
+    """Answer a chunk whose first actions have no noise; `clean` modulates time 0, `modulations` all other actions."""
     is_known = (t == 0)[..., None]
     mixed = jax.tree.map(lambda known, others: jnp.where(is_known, known, others), clean, modulations)
     return predict(transformer, context, mask, x, t, mixed)

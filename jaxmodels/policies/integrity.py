@@ -1,8 +1,7 @@
 """Verification of all files of a policy, without JAX and in a process of its own.
 
-What is wrong with a stranger's files then ends that process and no other: a library that asks for all memory there is,
-or that aborts. The other one opened them (jaxmodels/checkpoints/folder.py) and hands over their descriptors: what is
-proved here is what is read there.
+A malicious file may make a library abort or exhaust memory; then only that process ends. Its parent opened the files
+(jaxmodels/checkpoints/folder.py) and passes the descriptors, so that both read the same files.
 """
 
 import json
@@ -44,7 +43,7 @@ from jaxmodels.ranges import shorten_value
 from jaxmodels.types import Feature
 
 PIECE = 16 << 20  # bytes that are in memory at a time
-# Of what is told, and of an error that lists the names of a stranger: characters.
+# Characters of an answer, and of an error, which may list many names.
 ANSWER = 100_000
 ERROR = 10_000
 CONFIG = "config.json"
@@ -57,10 +56,7 @@ MAX_ACTION_WIDTH = 256  # values of an action whose range is reported; a session
 
 
 def verify_files(folder: Folder) -> dict[str, int]:
-    """Read every file of a policy's folder to its end; returns counts of what was read.
-
-    Files of statistics, too, whatever they are called: those that are named like LeRobot's, and those that its
-    processors name.
+    """Read every file of a policy's folder, including all statistics, to its end; returns counts of what was read.
 
     Raises:
         CheckpointError: a file is malformed, cut off or not readable, or a weight is not finite.
@@ -146,11 +142,7 @@ def _describe(
 
 
 def read_sidecar(folder: Folder) -> dict[str, Any] | None:
-    """Read ``robojax.json``; None if the folder has no such file.
-
-    Raises:
-        CheckpointError: the file is malformed.
-    """
+    """Read ``robojax.json``, None without one; raises CheckpointError if it is malformed."""
     return read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
 
 
@@ -190,11 +182,7 @@ def _read_image_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
 
 
 def check_weights(folder: Folder, *, has_orbax: bool) -> None:
-    """Refuse a folder that has no file of weights, or a pointer of Git LFS in place of one.
-
-    Raises:
-        CheckpointError: names the file.
-    """
+    """Raise CheckpointError if a folder has no file of weights, or a pointer of Git LFS in place of one."""
     for name in list_names(folder):
         if (name == WEIGHTS or SHARD.fullmatch(name)) and (folder / name).exists():
             with open_source(folder / name) as file:
@@ -311,9 +299,7 @@ def _read(stored: Stored) -> tuple[int, bool]:
 def main(request: str) -> None:
     """Verify or describe a folder for a parent process: prints JSON, or ``error``, or ``out_of_memory``.
 
-    Args:
-        request: JSON with what to ``do`` (``prove``, ``describe``), the folder's ``name``, and descriptors of its
-            ``files`` by name, and why others are ``refused``.
+    `request` is JSON: ``do`` (``prove``, ``describe``), ``name``, descriptors of ``files``, reasons of ``refused``.
     """
     answer: dict[str, Any]
     task = json.loads(request)

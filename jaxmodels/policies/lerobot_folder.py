@@ -1,8 +1,4 @@
-"""Reader and writer of LeRobot's policy folders.
-
-Reading is strict in both directions: every tensor that the config asks for must be there in its shape, and every
-tensor that is there must be asked for.
-"""
+"""Strict reader and writer of LeRobot's policy folders: files and config must have exactly the same tensors."""
 
 import logging
 import os
@@ -106,13 +102,7 @@ class Sidecar:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Contents of a policy's folder: config, weights, normalization, sidecar, tokenizer.
-
-    Attributes:
-        config: of the policy's type, e.g. `ActConfig`.
-        weights: our flat names (jaxmodels/weights.py) to float32 arrays.
-        tokenizer: the content of ``tokenizer.json``, for policies whose text encoder needs one.
-    """
+    """Contents of a policy's folder; `weights` have our flat names (jaxmodels/weights.py) and are float32."""
 
     config: PolicyConfig
     weights: Mapping[str, np.ndarray]
@@ -150,12 +140,7 @@ class Description:
 
 
 def build_description(small: Mapping[str, Any]) -> Description:
-    """Build the description from what `describe_folder` read, in this process or another one.
-
-    Raises:
-        ConfigError: the config has unknown fields or values that make no sense.
-        CheckpointError: so has the sidecar.
-    """
+    """Build the description from what `describe_folder` read; raises ConfigError or CheckpointError."""
     values = small["config"]
     config: Any = read_config_values(values, small["sidecar"])
     lerobot_processors.check_renames(small["renames"], config.input_features)
@@ -165,11 +150,7 @@ def build_description(small: Mapping[str, Any]) -> Description:
 
 
 def check_statistics(small: Mapping[str, Any], config: Any) -> None:
-    """Refuse a policy without the statistics that it needs, from what `describe_folder` read.
-
-    Raises:
-        CheckpointError: statistics are missing, as of `complete_statistics`.
-    """
+    """Raise CheckpointError, as `complete_statistics`, if `describe_folder` read too few statistics for a policy."""
     names, buffers, sidecar = small["normalization"], small["buffers"], small["sidecar"]
     if names is not None:
         complete_statistics(parse_names(names), config, sidecar, names["dataset"])
@@ -179,10 +160,10 @@ def check_statistics(small: Mapping[str, Any], config: Any) -> None:
 
 
 def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | None) -> Any:
-    """The config out of ``config.json``, with what ``robojax.json`` says of it: which LeRobot the files are meant for.
+    """Return the config from ``config.json`` and ``robojax.json``, which says the version of LeRobot.
 
     Raises:
-        ConfigError: unknown fields, or values that make no sense.
+        ConfigError: unknown fields or wrong values.
     """
     version = (sidecar or {}).get(LEROBOT)
     values = dict(values)
@@ -325,10 +306,10 @@ def _get_weights_name(folder: Folder) -> str:
 
 
 def _find_tensors(folder: Folder, kind: PolicyType, config: Any) -> tuple[dict[str, Stored], dict[str, Stored]]:
-    """The tensors of a folder that a policy acts with, and the statistics that older policies keep among them.
+    """Return the tensors that a policy acts with, and the statistics that older policies keep among them.
 
     Raises:
-        WeightsMismatch: a tensor that acting does not need is not the one of the config either, or one is there twice.
+        WeightsMismatch: an unused tensor has a wrong shape, or a tensor is there twice.
     """
     where = _get_weights_name(folder)
     tensors = find_policy_weights(folder, lambda name: not name.endswith(NEVER_USED))

@@ -1,9 +1,8 @@
 """LeRobot's processor files and their older formats.
 
-Each file lists steps in order. Steps that only move arrays about need nothing here; renaming and normalising are read;
-any other step would change numbers in a way this package does not know, so it is refused. Source:
-lerobot/processor/pipeline.py, lerobot/policies/act/processor_act.py (0.4.4). Older formats:
-lerobot/processor/migrate_policy_normalization.py (0.4.4), lerobot/common/policies/normalize.py (before 0.4).
+Each file lists steps in order. Renaming and normalising are read, steps that move arrays are ignored, and steps that
+change numbers in another way are refused. Sources: lerobot/processor/{pipeline,migrate_policy_normalization}.py and
+lerobot/policies/act/processor_act.py (0.4.4), lerobot/common/policies/normalize.py (before 0.4).
 """
 
 import logging
@@ -28,16 +27,14 @@ STATE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 EPSILONS = Range(0, 1, above=True, below=True)
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,2}")
 MOVING = ("to_batch_processor", "device_processor")
-# Keys of ``robojax.json``: the prefix of the robot's statistics in the processors' files, and whether features without
-# statistics are left as they are.
+# Keys of ``robojax.json``: prefix of the robot's statistics, and whether features without statistics stay unchanged.
 GROUP, NORMALIZATION = "statistics", "normalization"
 WRITE_IDENTITY = f'write {{"{NORMALIZATION}": "identity"}} into robojax.json'
 OTHERS = 100  # names of statistics of other features that a description contains
 DATASET_STATISTICS = "stats.json"
 TOKENIZE = "tokenizer_processor"
 RELATIVE, ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
-# Steps of some policy types, which do in their own arithmetic what these steps say (`PolicyConfig.processor_steps`);
-# and on which side of normalising they mean what they mean there.
+# Steps that some policy types compute themselves (`PolicyConfig.processor_steps`), and their side of normalising.
 ONLY_BEFORE = frozenset({RELATIVE})
 ONLY_AFTER = frozenset({"pi05_prepare_state_tokenizer_processor_step", ABSOLUTE})
 OF_TYPES = ONLY_BEFORE | ONLY_AFTER | {TOKENIZE, "smolvla_new_line_processor", "pi0_new_line_processor"}
@@ -61,11 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_processors(folder: Folder) -> Normalization:
-    """Read a policy's normalization and renamed features from its processor files.
-
-    Raises:
-        CheckpointError: malformed, a step that is not known, or statistics that are missing or unreadable.
-    """
+    """Read a policy's normalization and renamed features; raises CheckpointError for malformed or unknown steps."""
     inputs, renames, before = _read(folder, PRE, "normalizer_processor")
     outputs, other, after = _read(folder, POST, "unnormalizer_processor")
     if other:
@@ -74,11 +67,7 @@ def read_processors(folder: Folder) -> Normalization:
 
 
 def check_steps(normalization: Normalization, known: Set[str], policy_type: str) -> None:
-    """Refuse steps that this type of policy does not have, or that come where they would mean something else.
-
-    Raises:
-        CheckpointError: there is one.
-    """
+    """Raise CheckpointError for steps that this type of policy lacks or that are on the wrong side of normalising."""
     for step in normalization.steps:
         where = f"{POST if step.is_output else PRE}.json"
         if step.name not in known:
@@ -94,10 +83,10 @@ def check_steps(normalization: Normalization, known: Set[str], policy_type: str)
 
 
 def get_relative_actions(normalization: Normalization, width: int) -> tuple[bool, ...] | None:
-    """Which numbers of an action LeRobot's processors make relative to the state; None for none.
+    """Return which numbers of an action are relative to the state; None for none.
 
     Raises:
-        CheckpointError: a step makes no sense, or one of the two steps is missing.
+        CheckpointError: a step is malformed, or one of the two steps is missing.
     """
     before, after = normalization.find_step(RELATIVE), normalization.find_step(ABSOLUTE)
     enabled = [step is not None and step.fields.get("enabled", False) for step in (before, after)]
@@ -117,13 +106,10 @@ def get_relative_actions(normalization: Normalization, width: int) -> tuple[bool
 
 
 def get_tokenizer_name(normalization: Normalization, length: int) -> str | None:
-    """Name of the model whose tokenizer LeRobot's processors take; None where they take none.
-
-    Args:
-        length: tokens of an instruction that the policy's config says.
+    """Return the name of the model whose tokenizer the processors use, if any, for prompts of `length` tokens.
 
     Raises:
-        CheckpointError: the step asks for something else than is done here.
+        CheckpointError: the step asks for settings that are not supported.
     """
     step = normalization.find_step(TOKENIZE)
     if step is None:
@@ -245,12 +231,10 @@ def _describe_gaps(gaps: Iterable[str], found: list[str]) -> str:
 
 
 def read_dataset_statistics(folder: Folder) -> dict[str, dict[str, np.ndarray]]:
-    """Read a dataset's statistics by feature from ``stats.json`` in a policy's folder; empty if there is no such file.
-
-    It is the file ``meta/stats.json`` of a LeRobotDataset.
+    """Read a LeRobotDataset's ``stats.json`` in a policy's folder: statistics by feature, none without the file.
 
     Raises:
-        CheckpointError: the file makes no sense.
+        CheckpointError: the file is malformed.
     """
     if not (folder / DATASET_STATISTICS).exists():
         return {}
@@ -271,8 +255,7 @@ def read_dataset_statistics(folder: Folder) -> dict[str, dict[str, np.ndarray]]:
 def dump_names(normalization: Normalization, known: Iterable[str]) -> dict[str, Any]:
     """Return a normalization without its numbers, as JSON for `parse_names`.
 
-    Args:
-        known: names of features, with their prefix, whose statistics are listed; of other features only `OTHERS` names.
+    All statistics of the `known` features, with their prefix, are listed, and `OTHERS` names of other features.
     """
     names = set(known)
 
@@ -383,11 +366,7 @@ def _describe_unknown_step(where: str, step: Mapping[str, Any], kind: str, *, is
 
 
 def _check_fields(what: str, values: Mapping[str, Any], known: Set[str]) -> None:
-    """Log unknown fields that are off, and refuse unknown fields that are on.
-
-    Raises:
-        CheckpointError: with the name and value of each field that is on.
-    """
+    """Log unknown fields that are off; raise CheckpointError with all unknown fields that are on."""
     unknown = {field: value for field, value in values.items() if field not in known}
     try:
         check_unknown_fields(what, unknown, "this reads the fields of LeRobot 0.6.1")
@@ -412,11 +391,7 @@ def _read_renames(where: str, config: Mapping[str, Any], before: Mapping[str, st
 
 
 def check_renames(renames: Mapping[str, str], inputs: Iterable[Feature]) -> None:
-    """Refuse a step that renames to what the policy does not read.
-
-    Raises:
-        CheckpointError: there is such a name.
-    """
+    """Raise CheckpointError if a step renames to a feature that the policy does not read."""
     known = {feature.name for feature in inputs}
     for outside, inside in renames.items():
         if inside not in known:
@@ -453,7 +428,7 @@ def _read_step(folder: Folder, where: str, step: Mapping[str, Any], config: Mapp
 def _read_state(folder: Folder, where: str, name: Any) -> dict[str, np.ndarray]:
     if name is None:
         return {}
-    # The name comes from a file of a stranger: it must not lead out of the folder.
+    # The file is untrusted: its name must not lead out of the folder.
     if not isinstance(name, str) or not STATE_FILE.fullmatch(name):
         raise CheckpointError(
             f"{where}: state_file is {shorten_value(name)}; wanted the plain name of a .safetensors file"
@@ -500,11 +475,7 @@ def is_buffer(name: str) -> bool:
 
 
 def upgrade_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` of early 2025 or before, with today's fields.
-
-    Raises:
-        CheckpointError: modes that differ within one type, which today's field cannot say.
-    """
+    """Return an early ``config.json`` with today's fields; raises CheckpointError if one type has several modes."""
     if not any(name in values for name in OLD_FIELDS):
         return dict(values)
     modern = {name: value for name, value in values.items() if name not in OLD_FIELDS}
@@ -547,7 +518,7 @@ def read_buffered_normalization(
     """Read the normalization from the buffers of an older weights file; `complete_statistics` finds missing ones.
 
     Raises:
-        CheckpointError: buffers belong to no feature of the config.
+        CheckpointError: a buffer belongs to no feature.
     """
     unused = dict(buffers)
 

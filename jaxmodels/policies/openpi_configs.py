@@ -1,11 +1,11 @@
 """openpi's configs by name: what its checkpoints do not say of robot, cameras, chunk and normalization.
 
-A checkpoint of openpi is a tree ``params`` and ``assets/ID/norm_stats.json``. The rest stands in the code that trained
-it, and here in ``robojax.json`` beside the tree: ``{"openpi": "pi05_droid"}`` for a config of openpi's own, or an
-object of `OpenpiConfig`'s fields. No JAX here: a policy is described in a process that has none.
+A checkpoint of openpi has a tree ``params`` and ``assets/ID/norm_stats.json``. ``robojax.json`` next to the tree says
+the rest: ``{"openpi": "pi05_droid"}`` for a config of openpi's, or an object of `OpenpiConfig`'s fields. Without JAX,
+because a process without JAX describes policies.
 
-Sources: openpi/training/config.py, openpi/training/misc, openpi/policies/{aloha,droid,libero}_policy.py,
-openpi/models/{model,pi0_config}.py, openpi/transforms.py and examples/*/main.py
+Sources: openpi/training/{config.py,misc}, openpi/policies/{aloha,droid,libero}_policy.py, openpi/transforms.py,
+openpi/models/{model,pi0_config}.py and examples/*/main.py
 (https://github.com/Physical-Intelligence/openpi, 15a9616 of June 2026).
 """
 
@@ -39,11 +39,8 @@ class Robot:
 
     Attributes:
         cameras: the robot's name of each, and openpi's key of its image.
-        state: names of its numbers, in order.
-        actions: likewise.
-        controls_joints: whether actions are targets of what the state measures; else velocities or displacements,
-            which mean something to openpi's clients only.
-        rate: actions per second of openpi's example, where it has one.
+        controls_joints: whether actions are targets of the state's joints; else velocities or displacements.
+        rate: actions per second of openpi's example, if it has a rate.
     """
 
     cameras: tuple[tuple[str, str], ...]
@@ -294,12 +291,9 @@ CONFIGS: Mapping[str, OpenpiConfig] = _make_configs()
 
 
 def read_openpi_config(value: Any) -> OpenpiConfig:
-    """The config that ``openpi`` of a ``robojax.json`` says: a name of `CONFIGS`, or an object of fields.
+    """Return the config of ``openpi`` in ``robojax.json``: a name of `CONFIGS`, or fields.
 
-    An object may have a name under ``config``, whose fields its own replace.
-
-    Raises:
-        ConfigError: an unknown name or field, or a value that makes no sense; with what to write.
+    Fields may replace those of a name in ``config``. Raises ConfigError for unknown names or fields or wrong values.
     """
     where = f"robojax.json: {KEY}"
     given = dict(value) if isinstance(value, Mapping) else {"config": value}
@@ -369,13 +363,10 @@ def describe_missing_config(name: str) -> str:
 
 
 def read_normalization(folder: Folder, config: OpenpiConfig, sidecar: Mapping[str, Any] | None) -> Normalization:
-    """Read openpi's statistics as LeRobot's steps take them: spreads and ranges are wider by openpi's epsilon.
-
-    Args:
-        sidecar: content of ``robojax.json``, which may say that there are no statistics (`allows_identity`).
+    """Read openpi's statistics for LeRobot's steps; spreads and ranges are wider by openpi's epsilon.
 
     Raises:
-        CheckpointError: statistics are missing, are of another robot, or are malformed.
+        CheckpointError: statistics are missing (unless `allows_identity`), of another robot, or malformed.
     """
     values, steps = config.build_values(), ()
     inputs, outputs = (parse_features(name, values[name]) for name in ("input_features", "output_features"))
@@ -407,12 +398,9 @@ def read_normalization(folder: Folder, config: OpenpiConfig, sidecar: Mapping[st
 def _read_norm_stats(
     folder: Folder, config: OpenpiConfig, *, is_optional: bool
 ) -> tuple[str, dict[str, dict[str, np.ndarray]]]:
-    """Return the name of the file and its statistics of ``state`` and ``actions``, cut to the robot's widths.
+    """Return the file's name and its statistics of ``state`` and ``actions``, cut to the robot's widths.
 
-    openpi pads both to ``action_dim`` before or after it takes statistics, so files may have more.
-
-    Args:
-        is_optional: whether the file, the state or the actions may be missing.
+    openpi may pad both to ``action_dim``. With `is_optional` the file, state or actions may be missing.
     """
     found = _find_assets(folder)
     asset = config.asset_id

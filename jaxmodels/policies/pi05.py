@@ -99,11 +99,7 @@ class Pi05Config(Pi0Config):
         return self.openpi is None or self.openpi.reads_state_in_prompt
 
     def format_prompt(self, task: str, state: np.ndarray | None = None) -> str:
-        """The text that is tokenized: the task, and a number for each of the normalised state's, -1 to 255.
-
-        Args:
-            state: (s,), of one robot.
-        """
+        """Return the prompt: the task, and -1 to 255 for each number of the normalised state (s,) of one robot."""
         if not self.prompt_reads_state:
             return super().format_prompt(task)
         assert state is not None, "the prompt of pi0.5 says the state"
@@ -114,10 +110,7 @@ class Pi05Config(Pi0Config):
 
 
 class Pi05Model(PiModel):
-    """pi0.5: the expert is told the time by its norms, and the state by the prompt.
-
-    Source: https://arxiv.org/abs/2504.16054; openpi/models/pi0.py.
-    """
+    """pi0.5: norms get the time, and the prompt contains the state (arXiv 2504.16054; openpi/models/pi0.py)."""
 
     has_state_token = False
 

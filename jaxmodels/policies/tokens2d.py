@@ -1,11 +1,8 @@
 """tokens2d: action chunks as tokens, decoded by confidence on the 2D transformer.
 
-Classes that are neighbours are numbers that are neighbours. Training says so (`spread_targets`), and a distribution
-over classes tells a number more finely than its class does (`compute_expectation`).
-
-Each number of an action is a pixel. The transformer adds an embedding of the row to one of the column, on a square, of
-which it uses the first rows: the longer of chunk and action lies along them, so that one embedding is of the time and
-the other of the joint, and no pixel is wasted.
+Neighbouring classes are neighbouring numbers: training spreads targets (`spread_targets`), and a distribution over
+classes gives a finer number than its class (`compute_expectation`). Each number of an action is a pixel; the longer of
+chunk and action lies along the rows, so that one embedding is of the time and the other of the joint.
 
 Sources: https://arxiv.org/abs/2202.04200 (masked prediction and decoding by confidence),
 https://arxiv.org/abs/2508.20072 (the same for actions), https://arxiv.org/abs/2403.03950 (bins with a spread).
@@ -137,11 +134,8 @@ def quantise(x: Float[Array, "*n"], bins: int) -> Int[Array, "*n"]:
 def spread_targets(x: Float[Array, "*n"], bins: int, width: float) -> Float[Array, "*n {bins}"]:
     """Target distribution over bins for each number; its expectation is the number.
 
-    Args:
-        width: standard deviation, in bins, of the normal distribution around the number of which each bin gets its
-            share; 0 gives all to the bin of the number.
-
-    Source: HL-Gauss, https://arxiv.org/abs/2403.03950, which recommends 0.75.
+    Bins get shares of a normal distribution of `width` bins (0: only one bin). Source: HL-Gauss, arXiv 2403.03950,
+    which recommends 0.75.
     """
     if not width:
         return (quantise(x, bins)[..., None] == jnp.arange(bins)).astype(jnp.float32)
@@ -153,15 +147,9 @@ def spread_targets(x: Float[Array, "*n"], bins: int, width: float) -> Float[Arra
 def compute_expectation(
     log_probabilities: Float[Array, "b v n"], ids: Int[Array, "b n"], neighbours: int
 ) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
-    """Mean of each token's distribution near the chosen class, and the probability there.
+    """Mean of each token's distribution within `neighbours` classes of the chosen one, and the probability there.
 
-    Near it, because a distribution may have several humps, each a way to do the task, and between them there is none.
-
-    Args:
-        neighbours: how many classes on either side count; 0 gives the centre of the bin.
-
-    Returns:
-        The number, and the probability that the model gave to it or its neighbours.
+    Distant classes are excluded because a distribution may have several modes, each a way to do the task.
     """
     classes = jnp.arange(log_probabilities.shape[1])
     is_near = jnp.abs(classes[:, None] - ids[:, None]) <= neighbours
@@ -182,13 +170,10 @@ def draw_even_shares(key: PRNGKeyArray, batch: int) -> Float[Array, " {batch}"]:
 def mask_tokens(
     schedule: MaskSchedule, is_pad: Bool[Array, "b t"], width: int, prefix_rate: float, key: PRNGKeyArray
 ) -> Bool[Array, "b t {width}"]:
-    """A random mask of the tokens to predict: of each chunk at least one.
+    """Draw a mask of tokens to predict, at least one of each chunk; actions have `width` numbers.
 
-    Padded steps are not among them. Nor are, in a share `prefix_rate` of the chunks, the first actions, however many:
-    a policy that continues a plan sees those.
-
-    Args:
-        width: numbers of an action.
+    Padded steps are not among them, nor, in a share `prefix_rate` of the chunks, some first actions, which a policy
+    sees when it continues a plan.
     """
     batch, steps = is_pad.shape
     share_key, prefix_key, delay_key, order_key = jax.random.split(key, 4)
@@ -204,22 +189,14 @@ def mask_tokens(
 
 
 class Context(NamedTuple):
-    """Keys and values of an observation, which all decoding passes attend to: a tree of arrays.
-
-    Attributes:
-        key_values: keys and values of the observation's tokens.
-        mask: (b, n), which tokens there are; None for all.
-    """
+    """Keys and values of an observation, which all decoding passes attend to, and the mask (b, n) of valid tokens."""
 
     key_values: KeyValues
     mask: Bool[Array, "b n"] | None
 
 
 def make_bin_embeddings(bins: int, width: int, seed: Array) -> Float[Array, "{bins} {width}"]:
-    """Initial embeddings of the bins: waves, so that those of neighbours are similar.
-
-    A table of independent numbers would have to learn which bins are neighbours, from as many examples of each.
-    """
+    """Return initial embeddings of the bins: waves, so that neighbours are similar, which need not be learned."""
     phase_key, length_key = jax.random.split(seed)
     cycles = 0.5 * jnp.exp(jax.random.uniform(length_key, (width,), jnp.float32) * np.log(bins / 2))
     phase = jax.random.uniform(phase_key, (width,), jnp.float32)
@@ -302,14 +279,7 @@ def from_pixels(pixels: Array, steps: int) -> Array:
 
 
 class Decoded(NamedTuple):
-    """A decoded chunk and its confidence.
-
-    Attributes:
-        actions: normalised, in [-1, 1] but where a plan was begun with.
-        confidence: the probability that the model gave to each number and its neighbours when it chose it; 1 for what
-            was planned.
-        ids: the tokens, never the masked one.
-    """
+    """Decoded chunk `actions`, normalised, its `ids`, and each number's probability when it was chosen (plans: 1)."""
 
     actions: Float[Array, "b t a"]
     confidence: Float[Array, "b t a"]

@@ -167,11 +167,9 @@ _embedding_init = nnx.initializers.normal(0.5)
 class ObservationTokens(nnx.Module):
     """Encoder of an observation to tokens: state, environment state, feature maps of cameras, language.
 
-    Each kind has a projection and a learned embedding of its own (all cameras share backbone and projection); pixels of
-    a feature map have fixed positions. An instruction also scales and shifts the channels of feature maps (FiLM, arXiv
-    1709.07871, as in RT-1): what it asks for stands out in them, which attention alone learns slowly. With
-    `n_encoder_layers` the tokens then look at each other, in plain blocks of the 2D transformer: that costs once per
-    chunk what each step of a sampler would cost again.
+    Each kind has a projection and a learned embedding; pixels have fixed positions. An instruction also scales and
+    shifts the channels of feature maps (FiLM, arXiv 1709.07871, as in RT-1), which attention alone learns slowly. With
+    `n_encoder_layers`, tokens attend to each other once per chunk instead of in each step of a sampler.
     """
 
     def __init__(self, config: Transformer2dPolicyConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
@@ -276,11 +274,7 @@ class Transformer2dPolicy(nnx.Module):
             self.text = TextEncoder(config.text_encoder, rngs=rngs)
 
     def read(self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]) -> Language:
-        """Encode an instruction for observations of this policy.
-
-        Args:
-            ids, mask: of the tokenizer.
-        """
+        """"""
         return Language(self.text(ids, mask), mask)
 
 

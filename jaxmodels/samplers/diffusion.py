@@ -24,10 +24,7 @@ _BETA = Range(0, 1, above=True, below=True)
 class DiffusionRow(NamedTuple):
     """Coefficients of one sampling step; with a leading axis, of all steps.
 
-    Attributes:
-        timestep: what the model is told.
-        alpha: share of the clean sample's variance at this timestep (diffusers' alphas_cumprod).
-        next_alpha: the same after the step.
+    `alpha` and `next_alpha` are the clean sample's shares of the variance before and after it (alphas_cumprod).
     """
 
     timestep: Int[Any, "..."]

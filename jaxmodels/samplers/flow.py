@@ -1,8 +1,7 @@
 """Flow matching samplers by Euler's and Heun's methods.
 
-The convention is diffusers': sigma is 1 for noise and 0 for the sample, x is ``(1 - sigma) sample + sigma noise``, the
-model predicts ``noise - sample``, and is told sigma times num_train_timesteps. A model that was trained the other way
-round (tau from 0 to 1, predicting ``sample - noise``) is ``lambda x, t: -model(x, 1000 - t)``.
+As in diffusers, x is ``(1 - sigma) sample + sigma noise`` and the model predicts ``noise - sample`` from sigma times
+num_train_timesteps. A model of tau from 0 to 1 and ``sample - noise`` is ``lambda x, t: -model(x, 1000 - t)``.
 """
 
 from dataclasses import dataclass
@@ -24,13 +23,9 @@ ADVICE = "the shape of the sample"
 
 
 class FlowRow(NamedTuple):
-    """Coefficients of one evaluation of the model and the step after it; with a leading axis, of all.
+    """Coefficients of one evaluation of the model and the step from `sigma` to `next_sigma`.
 
-    Attributes:
-        timestep: what the model is told.
-        sigma: where the step begins.
-        next_sigma: where it ends.
-        is_correction: Heun's second look, at the end of the step it repeats.
+    With a leading axis, of all evaluations. `is_correction` marks Heun's second evaluation, at the step's end.
     """
 
     timestep: Float[Any, "..."]

@@ -48,7 +48,6 @@ class MaskRow(NamedTuple):
     """Coefficients of one decoding step; with a leading axis, of all.
 
     Attributes:
-        timestep: number of steps after this step, the model's timestep.
         share: share of the initially masked tokens that are masked after the step.
         temperature: randomness in the choice of the kept tokens.
     """
@@ -132,11 +131,7 @@ class MaskSchedule:
 
 
 def first_tokens(known: Any, shape: tuple[int, int], mask: int) -> Int[Array, "b n"]:
-    """The tokens to start from: known ones, and the masked class elsewhere.
-
-    Raises:
-        InputError: `known` has another shape, or holds something else than integers.
-    """
+    """Return the first tokens: `known` ones or the masked class; raises InputError for a wrong shape or dtype."""
     if known is None:
         return jnp.full(shape, mask, jnp.int32)
     if jnp.shape(known) != shape or not jnp.issubdtype(jnp.result_type(known), jnp.integer):
@@ -148,11 +143,7 @@ def first_tokens(known: Any, shape: tuple[int, int], mask: int) -> Int[Array, "b
 
 
 def check_known(known: Any, mask: int) -> None:
-    """Check that known tokens are classes; the values of tracers are unknown and not checked.
-
-    Raises:
-        InputError: a known token is not a class.
-    """
+    """Raise InputError if a known token is not a class; the values of tracers are not checked."""
     if known is None or isinstance(known, Tracer):
         return
     tokens = np.asarray(known)

@@ -1,19 +1,17 @@
 """Real-time chunking: sampling of chunks that continue the plan that is being executed.
 
-At every step of a sampler the clean chunk that the model expects is pulled towards that plan by the gradient of that
-expectation: firmly where the robot will have moved before the chunk is there, ever less where it can still change its
-mind. No training, and any sampler. Source: https://arxiv.org/abs/2506.07339 (formulas 2 to 5 and algorithm 1), which is
-pseudo-inverse guidance (https://openreview.net/forum?id=9_gsMA8MRKQ) for flow matching, with soft masking and a bound.
-
-In the words of this package (sigma = 1 - tau, velocity = noise - sample)::
+Guidance: at every step the gradient of the expected clean chunk pulls it towards the plan, firmly where the robot will
+have moved before the chunk arrives, less after that. It needs no training and works with any sampler. Source:
+https://arxiv.org/abs/2506.07339 (formulas 2 to 5 and algorithm 1), pseudo-inverse guidance
+(https://openreview.net/forum?id=9_gsMA8MRKQ) for flow matching with soft masking and a bound. With sigma = 1 - tau and
+velocity = noise - sample::
 
     sample_hat = x - sigma velocity(x)                                # what the model expects
     error      = mask (plan - sample_hat)                             # `soft_mask`
     guided     = velocity - weight(sigma) error . d sample_hat / dx   # `pull`
 
-The other way to real-time chunking, without gradients when it is served: in training the first actions of a chunk are
-left without noise, and each action comes with a timestep of its own that says so. Source:
-https://arxiv.org/abs/2512.05964 (its timestep 1 is sigma 0 here). For models of flows that take timesteps (b, t).
+Trained: the first actions of a chunk have no noise in training, and each action has a timestep of its own (b, t).
+Source: https://arxiv.org/abs/2512.05964 (its timestep 1 is sigma 0 here).
 """
 
 from dataclasses import dataclass, replace
@@ -49,10 +47,9 @@ def soft_mask(delay: Int[Array, " b"], length: Int[Array, " b"], chunk: int) -> 
 
 
 def pull(sigma: Float[Any, "..."], bound: float = BOUND) -> Float[Array, "..."]:
-    """Weight of the guidance at a time, ``(1 - tau) / (tau r^2)`` with ``r^2 = (1 - tau)^2 / (tau^2 + (1 - tau)^2)``,
-    at most a bound.
+    """Return the guidance's weight, ``(1 - tau) / (tau r^2)`` with ``r^2 = (1 - tau)^2 / (tau^2 + (1 - tau)^2)``.
 
-    It is 2 half way and without bound at both ends, where few steps could not follow it.
+    It is 2 half way; the bound limits it at both ends, where few steps could not follow it.
     """
     other = 1 - sigma
     inside = sigma * other
@@ -176,12 +173,9 @@ class Example(NamedTuple):
 
 
 def draw_delays(key: PRNGKeyArray, batch: int, largest: int, decay: float = 0.0) -> Int[Array, " {batch}"]:
-    """Random delays of 0 to `largest` (included) for training, so that one model serves all of them.
+    """Draw random delays of 0 to `largest` (included, less than a chunk) for training.
 
-    Args:
-        largest: in actions, what is to be expected of the slowest server; less than a chunk.
-        decay: 0 draws all of them equally often; with more, each is ``exp(-decay)`` as frequent as the one before: more
-            is learned of short delays, which leave more actions to learn from.
+    Each delay is ``exp(-decay)`` as frequent as the one before: short delays leave more actions to learn from.
     """
     return jax.random.categorical(key, -decay * jnp.arange(largest + 1, dtype=jnp.float32), shape=(batch,))
 
@@ -201,13 +195,10 @@ def example(
 
 
 def given(predict: Predict, prefix: Prefix, schedule: FlowSchedule) -> Partial:
-    """A `predict` that continues a plan in a flow sampler, for a model that was trained with `example`.
+    """Return a `predict` that continues a plan in a flow sampler, for a model that was trained with `example`.
 
-    The first `delay` actions are seen without noise at every step, and come out as they went in. What the plan holds
-    beyond its delay is not used: the model never saw anything like it.
-
-    Args:
-        predict: ``(x, t)``, or ``(x, t, extra)``, with t (b, t).
+    The first `delay` actions stay without noise. The plan beyond them is not used, because the model never saw any.
+    `predict` takes ``(x, t)``, or ``(x, t, extra)``, with t (b, t).
     """
     return Partial(_given, make_partial(predict), prefix, jnp.float32(schedule.num_train_timesteps))
 

@@ -53,11 +53,7 @@ def run_steps(
 
 
 def check_prediction(prediction: Array, expected: tuple[int, ...], advice: str) -> None:
-    """Compare the shape of a prediction with the expected shape; a wrong shape could broadcast unnoticed.
-
-    Raises:
-        InputError: the prediction has another shape.
-    """
+    """Raise InputError if a prediction has another shape than expected, which could broadcast unnoticed."""
     if prediction.shape != expected:
         raise InputError(f"predict gave {list(prediction.shape)}; wanted {list(expected)}: {advice}")
 
@@ -69,11 +65,7 @@ def _check_extras(extras: Any, steps: int) -> None:
 
 
 def first_noise(start: Any, shape: tuple[int, ...], key: Any) -> Array:
-    """Return `start`, or standard normal noise if it is None.
-
-    Raises:
-        InputError: `start` has another shape.
-    """
+    """Return `start`, or standard normal noise if it is None; raises InputError if `start` has another shape."""
     if start is None:
         return jax.random.normal(key, shape, jnp.float32)
     if jnp.shape(start) != shape:
@@ -98,10 +90,8 @@ def combine(unconditional: Float[Array, "*x"], conditional: Float[Array, "*x"], 
 def guide(predict: Predict, scale: Any) -> Partial:
     """Return a guided `predict` for a model that predicts with and without the condition in one batch.
 
-    Args:
-        predict: receives x twice in one batch of size 2 b. The first half of its result is without the condition, the
-            second half with it (the order of diffusers).
-        scale: strength of the guidance; 1 is none. Another value does not compile the program again.
+    `predict` receives x twice, 2 b; the first half of its result is without the condition, as in diffusers. A `scale`
+    of 1 is no guidance; another value does not compile the program again.
     """
     return Partial(_guided, make_partial(predict), scale)
 

@@ -87,11 +87,7 @@ class TextConfig:
 
     @classmethod
     def from_json(cls, values: Any) -> "TextConfig":
-        """Read the object ``text_encoder`` of a policy's ``config.json``.
-
-        Raises:
-            ConfigError: unknown fields that are on, or values that make no sense.
-        """
+        """Read a config's ``text_encoder``; raises ConfigError for unknown fields that are on or wrong values."""
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"text_encoder is {shorten_value(values)}; wanted an object, e.g. {cls.small().to_json()}, or null"
@@ -130,12 +126,9 @@ class Layer(nnx.Module):
 
 
 class TextEncoder(nnx.Module):
-    """Transformer over the tokens of a text, with full attention, or with causal attention as in CLIP.
+    """Transformer over the tokens of a text, with full attention, or causal as in CLIP; output has `width` channels.
 
-    Source of the latter: transformers/models/clip/modeling_clip.py, CLIPTextModel, whose ``last_hidden_state`` it is.
-
-    Attributes:
-        width: d, of what it gives.
+    Source of the latter: transformers/models/clip/modeling_clip.py, CLIPTextModel's ``last_hidden_state``.
     """
 
     def __init__(self, config: TextConfig, *, rngs: nnx.Rngs):
@@ -147,10 +140,7 @@ class TextEncoder(nnx.Module):
         self.norm = LayerNorm(config.width)
 
     def __call__(self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]) -> Float[Array, "b n d"]:
-        """What is said at each token; those that `mask` leaves out are looked at by none.
-
-        The first token of every text must be in: with nothing to look at there is no answer.
-        """
+        """Encode each token without attending to masked ones; the first token of every text must be valid."""
         length = ids.shape[1]
         x = self.tokens[...][ids] + self.positions[...][None, :length]
         attended = mask[:, None, None, :]

@@ -14,31 +14,24 @@ from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
 from jaxmodels.hub import find_in_cache
 from jaxmodels.text.encoder import BYTES, CLIP, TextConfig
 
-FILE = "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 
 
 class VocabularyTokenizer:
-    """Tokenizer of a ``tokenizer.json``; longer texts are cut at the end, as with CLIP, and keep their outer tokens.
-
-    Shorter ones are filled up with their last token. Nobody looks there: CLIP's own models were trained like that.
-    """
+    """Tokenizer of a ``tokenizer.json`` for CLIP: texts are cut at the end or padded with their last token."""
 
     def __init__(self, config: TextConfig, file: bytes | None):
-        """
-        Raises:
-            CheckpointError: the file is missing, malformed, or has more tokens than the encoder knows.
-            ConfigError: the package that reads it is not installed.
-        """
+        """Read the file; raises CheckpointError if it does not fit, ConfigError if its package is not installed."""
         if file is None:
             raise CheckpointError(
-                f"{FILE}: missing; a text encoder of kind {config.kind!r} needs it. Copy it from the model that the "
-                "encoder's weights are from"
+                f"{TOKENIZER}: missing; a text encoder of kind {config.kind!r} needs it. Copy it from the model "
+                "that the encoder's weights are from"
             )
         self.length = config.length
         self._read = _reader(file, config.vocabulary, f"a text encoder of kind {config.kind!r}")
         self._read.enable_truncation(config.length)
         if not self._read.encode("").ids:
-            raise CheckpointError(f"{FILE}: begins and ends no text with a token of its own; wanted CLIP's")
+            raise CheckpointError(f"{TOKENIZER}: begins and ends no text with a token of its own; wanted CLIP's")
 
     def __call__(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]:
         ids = np.zeros((len(texts), self.length), np.int32)
@@ -71,9 +64,7 @@ class PromptTokenizer:
     def __call__(self, text: str) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"], int]:
         """Tokens of a prompt, which of them are part of it, and how many it has with those that were cut."""
         tokens = self._encode(text)
-        used = tokens
-        if len(tokens) > self.length:
-            used = self._cut(text)
+        used = self._cut(text) if len(tokens) > self.length else tokens
         ids, mask = np.zeros(self.length, np.int32), np.zeros(self.length, bool)
         ids[: len(used)], mask[: len(used)] = used, True
         return ids, mask, len(tokens)
@@ -96,18 +87,19 @@ def _reader(file: bytes, vocabulary: int, what: str) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ConfigError(
-            f"{what} reads {FILE} with the package tokenizers, which is not installed; pip install -e '.[language]'"
+            f"{what} reads {TOKENIZER} with the package tokenizers, which is not installed; "
+            "pip install -e '.[language]'"
         ) from error
     try:
         reader = Tokenizer.from_str(file.decode())
     except Exception as error:  # the package raises no class of its own
         raise CheckpointError(
-            f"{FILE}: cannot be read ({error}); wanted what transformers' save_pretrained wrote"
+            f"{TOKENIZER}: cannot be read ({error}); wanted what transformers' save_pretrained wrote"
         ) from (error)
     largest = max(reader.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocabulary:
         raise CheckpointError(
-            f"{FILE}: has a token {largest}, and {what} a vocabulary of {vocabulary}; they are not of one model"
+            f"{TOKENIZER}: has a token {largest}, and {what} a vocabulary of {vocabulary}; they are not of one model"
         )
     reader.no_padding()
     return reader
@@ -163,9 +155,6 @@ class ByteTokenizer:
             ids[row, : len(said) + 1] = [START, *said]
             mask[row, : len(said) + 1] = True
         return ids, mask
-
-
-TOKENIZER = "tokenizer.json"
 
 
 def read_tokenizer(folder: Folder, name: str | None = None) -> bytes | None:

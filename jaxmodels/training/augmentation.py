@@ -169,8 +169,8 @@ def _apply(x: Float[Array, "b h w 3"], transform: Transform, key: PRNGKeyArray) 
     return _FACTORS[transform.name](x, uniform(key, transform.low, transform.high))
 
 
-# The transforms as torchvision computes them, over a batch: pictures (b, h, w, 3) and one number per picture (b,) to
-# pictures in [0, 1]. Source: torchvision/transforms/v2/functional/_color.py and _geometry.py.
+# torchvision's transforms of pictures (b, h, w, 3) in [0, 1] by a number per picture (b,).
+# Source: torchvision/transforms/v2/functional/_color.py and _geometry.py.
 
 Pictures = Float[Array, "b h w 3"]
 Numbers = Float[Array, " b"]

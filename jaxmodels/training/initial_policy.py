@@ -40,10 +40,9 @@ class Start:
     """Config, weights, backbone and tokenizer that a training starts from.
 
     Attributes:
-        policy: its config.
-        weights: those that are not drawn, by our names: a whole policy's, those of its text encoder, or none.
-        backbone: a trained vision backbone, which goes in place of the drawn one.
-        tokenizer: the policy's ``tokenizer.json``.
+        weights: by our names: a whole policy's, those of its text encoder, or none; the others are drawn.
+        backbone: a trained vision backbone, which replaces the drawn one.
+        tokenizer: content of ``tokenizer.json``.
     """
 
     policy: Any
@@ -62,21 +61,13 @@ class Start:
 
 
 def policy_fields(kind: str) -> dict[str, str]:
-    """Return the fields of a policy type's config and their types in words.
-
-    Raises:
-        ConfigError: there is no such type.
-    """
+    """Return the fields of a policy type's config and their types in words; raises ConfigError for an unknown type."""
     entries = fields(get_policy_type(kind).config(_ANY))
     return {entry.name: str(entry.type) for entry in entries if entry.name != OTHER}
 
 
 def _check_known(kind: str, values: Mapping[str, Any]) -> None:
-    """Refuse unknown fields of a training, even if they are off; only files of newer versions may have such fields.
-
-    Raises:
-        ConfigError: with the names of the unknown fields.
-    """
+    """Raise ConfigError for unknown fields, even if they are off, which only files of newer versions may have."""
     if unknown := sorted(set(values) - set(policy_fields(kind))):
         raise ConfigError(
             f"{kind} config: unknown fields {', '.join(unknown)[:400]}; known: {', '.join(sorted(policy_fields(kind)))}"
@@ -206,8 +197,7 @@ def _text_encoder(name: str) -> dict[str, Any]:
     return presets[name]().to_json()
 
 
-# The text encoder of a CLIP in a transformers folder. Source of names and meanings: transformers/models/clip
-# (CLIPTextModel, or a whole CLIPModel, whose vision tower and projections are not read).
+# Source of the text encoder's names: transformers/models/clip (CLIPTextModel, or the text part of a CLIPModel).
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # How the names of all that is read begin, and of what there may be besides.
 TOWER = "text_model."
@@ -230,12 +220,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class ClipText:
-    """Config, weights and tokenizer of a CLIP text encoder.
-
-    Attributes:
-        weights: our flat names within a `TextEncoder` to float32 arrays.
-        tokenizer: the content of ``tokenizer.json``.
-    """
+    """Config, float32 weights by our names within a `TextEncoder`, and ``tokenizer.json`` of a CLIP text encoder."""
 
     config: TextConfig
     weights: dict[str, np.ndarray]
@@ -246,9 +231,8 @@ def read_clip_text(folder: Path) -> ClipText:
     """Read the text encoder of a CLIP folder.
 
     Raises:
-        CheckpointError: a file is missing or malformed, or this is no CLIP.
-        ConfigError: the config's numbers make no sense.
-        WeightsMismatch: the weights do not fit the config.
+        CheckpointError: a file is missing or malformed, is not of a CLIP, or does not fit (`WeightsMismatch`).
+        ConfigError: the config has wrong values.
     """
     config = _text_config(read_json(folder / CONFIG))
     plan = blueprint(lambda rngs: TextEncoder(config, rngs=rngs))
@@ -263,11 +247,9 @@ def read_clip_text(folder: Path) -> ClipText:
 
 
 def _text_config(values: dict[str, Any]) -> TextConfig:
-    """Config of the text encoder in a ``config.json`` of transformers: its own, or of a whole CLIP.
+    """Return the text encoder's config in a ``config.json`` of transformers: its own, or of a whole CLIP.
 
-    Raises:
-        CheckpointError: it is of another model, or needs what is not done here.
-        ConfigError: its numbers make no sense.
+    Raises CheckpointError for another or an unsupported model, ConfigError for wrong values.
     """
     said = values.get("text_config") if isinstance(values.get("text_config"), dict) else values
     assert isinstance(said, dict)

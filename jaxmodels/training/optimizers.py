@@ -164,10 +164,9 @@ def optimizer_preset(policy: object) -> OptimizerConfig:
 def make_optimizer(
     config: OptimizerConfig, scheduler: SchedulerConfig, steps: int, names: Iterable[str]
 ) -> optax.GradientTransformation:
-    """The optax transformation for a flat mapping of parameters with these names.
+    """Return the optax transformation for parameters with these names; clips the norm of all of them together.
 
-    The norm that is clipped is that of all of these parameters together. A parameter belongs to the backbone when a
-    part of its name is ``backbone``.
+    A parameter belongs to the backbone if a part of its name is ``backbone``.
     """
     groups = {name: "backbone" if "backbone" in name.split(".") else "others" for name in names}
     rates = {"others": config.lr, "backbone": config.lr if config.lr_backbone is None else config.lr_backbone}
@@ -191,9 +190,6 @@ def _are_matrices(parameters: Any) -> Any:
 
 
 def update_average(average: Any, parameters: Any, step: Any, decay: float) -> Any:
-    """Exponential moving average of parameters after one more step.
-
-    Early on the decay is (1 + step) / (10 + step), so that the average does not remember the initial weights.
-    """
+    """Update the moving average of parameters; early decay is (1 + step) / (10 + step), to forget initial weights."""
     now = jnp.asarray(step, jnp.float32)
     return optax.incremental_update(parameters, average, 1 - jnp.minimum(decay, (1 + now) / (10 + now)))

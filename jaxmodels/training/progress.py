@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -46,10 +45,9 @@ class Progress:
 
 
 class Reports:
-    """Open metrics files of a run; only the first process writes.
+    """Open metrics files of a run, which only the first process writes.
 
-    Raises:
-        ConfigError: TensorBoard's events are wanted and tensorboardX is not installed.
+    Raises ConfigError if TensorBoard's events are wanted and tensorboardX is not installed.
     """
 
     def __init__(self, output: Path, *, first: int, tensorboard: bool, is_writing: bool = True):
@@ -67,17 +65,11 @@ class Reports:
                 self._stack.callback(self._events.close)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def write(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Write one line of metrics.
-
-        Args:
-            values: what was measured beside the loss.
-        """
+        """Write one line of metrics with further measured `values`."""
         if not self._is_writing:
             return
         line = {name: value for name, value in asdict(progress).items() if name not in ("steps", "left")} | dict(values)
@@ -152,10 +144,7 @@ def _ticks(low: float, high: float) -> list[float]:
 class Throughput:
     """Measures seconds between lines of metrics, and those in which the device waited for data.
 
-    Args:
-        steps, batch_size: of the training.
-        first: steps that were done before this run.
-        before: seconds that they took.
+    `first` steps were done before this run, in `before` seconds.
     """
 
     def __init__(self, steps: int, batch_size: int, first: int, before: float):
@@ -165,12 +154,7 @@ class Throughput:
 
     @contextmanager
     def waiting(self, running: Any) -> Iterator[None]:
-        """Context in which waiting for a batch is measured.
-
-        Args:
-            running: of the newest step, None before the first. If it is not there when the batch is, the device had
-                something to do all the time, and did not wait.
-        """
+        """Measure a wait for a batch; while the newest step (`running`, None at first) goes on, it does not count."""
         began = time.monotonic()
         yield
         if running is None or running.is_ready():

@@ -1,7 +1,6 @@
-"""Folder of a training run: its claim, checkpoints, exported policy.
+"""Folder of a training run with LeRobot's names: its claim, checkpoints, exported policy.
 
-``checkpoints/<step>/training_state`` is an Orbax checkpoint, ``checkpoints/<step>/pretrained_model`` a policy, and
-``checkpoints/last`` a link to the newest: LeRobot's names.
+``checkpoints/<step>`` has ``training_state`` (Orbax) and ``pretrained_model``; ``checkpoints/last`` links to a step.
 """
 
 import errno
@@ -12,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -33,11 +31,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def claim_folder(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
-    """Write the settings of a new run to its folder, or check that a resumed run has the same.
+    """Write a new run's settings to its folder, or compare a resumed run's.
 
     Raises:
-        TrainingError: the folder holds a run that nobody asked to go on with, or one of another set-up (every
-            difference named).
+        TrainingError: the folder holds a run and `resume` is False, or its set-up differs (all differences).
     """
     path = output / SETUP
     text = json.dumps(setup, indent=2) + "\n"
@@ -57,7 +54,7 @@ def claim_folder(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
         raise TrainingError(
             f"{output}: holds a run with another set-up ({'; '.join(differing)}); choose another folder"
         )
-    for draft in output.glob(f".{POLICY_FOLDER}-*"):  # of a run that was killed while it wrote it
+    for draft in output.glob(f".{POLICY_FOLDER}-*"):  # drafts of a killed run
         shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -77,7 +74,7 @@ def cut_metrics(output: Path, step: int) -> float:
     path = output / METRICS
     if not path.exists():
         return 0.0
-    # The last line may have been cut by the kill.
+    # A kill may have truncated the last line.
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     remaining = [line for line in lines if line["step"] <= step]
     _replace(path, "".join(json.dumps(line) + "\n" for line in remaining))
@@ -86,11 +83,7 @@ def cut_metrics(output: Path, step: int) -> float:
 
 @contextmanager
 def explain_write_errors(output: Path) -> Iterator[None]:
-    """Context that turns errors of a full disk into ones that name the run and the next step.
-
-    Raises:
-        OSError: something could not be written.
-    """
+    """Context that re-raises OSErrors of a full disk with the run and the next step in their text."""
     try:
         yield
     except OSError as error:
@@ -121,13 +114,10 @@ Tree = TypeVar("Tree")
 
 
 class Snapshots:
-    """Checkpoints of a run; incomplete ones of killed runs are removed.
-
-    Args:
-        keep: how many of the newest stay.
+    """Checkpoints of a run, of which the newest `keep` stay; removes incomplete ones of killed runs.
 
     Raises:
-        OSError: one cannot be written; when the next is, or at the end.
+        OSError: a checkpoint cannot be written; raised by the next `save` or at the end.
     """
 
     def __init__(self, folder: Path, *, keep: int):
@@ -140,10 +130,8 @@ class Snapshots:
             self._remove_incomplete()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writer.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        self._writer.__exit__(kind, *details)
         if kind is None:
             self._finish_pending()
 
@@ -163,11 +151,7 @@ class Snapshots:
         self._pending = step
 
     def restore(self, step: int, target: Tree) -> Tree:
-        """The state of a step, as a tree like `target` with its shardings.
-
-        Raises:
-            CheckpointError: unreadable, or of other shapes than wanted.
-        """
+        """Return a step's state as a tree like `target` with its shardings; raises CheckpointError on a misfit."""
         leaves = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
             for name, leaf in _leaves(target).items()
@@ -193,7 +177,7 @@ class Snapshots:
             self._remove(self.folder(step))
 
     def _remove(self, folder: Path) -> None:
-        # Under another name first: one that was removed in part would look whole.
+        # Renamed first, because a partly removed folder would look complete.
         removed = folder.with_name(f"{REMOVED}{folder.name}")
         shutil.rmtree(removed, ignore_errors=True)
         os.replace(folder, removed)
@@ -217,10 +201,9 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def derive_normalization(dataset: Dataset, start: Start, *, use_imagenet_stats: bool) -> Normalization:
-    """A policy's normalization from a dataset's statistics.
+    """Return a policy's normalization from a dataset's statistics.
 
-    Args:
-        use_imagenet_stats: cameras by the mean and spread that a trained backbone wants, ImageNet's if it does not say.
+    `use_imagenet_stats` takes cameras' mean and spread from the backbone, or else from ImageNet.
     """
     policy, stats = start.policy, dict(dataset.statistics())
     if use_imagenet_stats:
@@ -235,11 +218,7 @@ def derive_normalization(dataset: Dataset, start: Start, *, use_imagenet_stats: 
 def write_policy(
     folder: Path, weights: Mapping[str, np.ndarray], start: Start, normalization: Normalization, dataset: Dataset
 ) -> None:
-    """Write a trained policy in LeRobot's layout.
-
-    Raises:
-        TrainingError: weights are no numbers any more.
-    """
+    """Write a trained policy in LeRobot's layout; raises TrainingError if weights are not finite."""
     if wrong := not_finite(weights):
         raise TrainingError(f"weights hold a NaN or an infinity: {', '.join(sorted(wrong)[:5])}; nothing is written")
     policy = start.policy

@@ -22,7 +22,7 @@ from jaxmodels.devices import Layout
 from jaxmodels.errors import DatasetError
 from jaxmodels.normalization import Affine, Normalization
 from jaxmodels.policies import get_policy_type
-from jaxmodels.program import Scales, Size, normalize
+from jaxmodels.program import Scales, Size, build_scales, normalize
 from jaxmodels.text import tokenizer
 from jaxmodels.training.augmentation import augment_moments
 from jaxmodels.training.config import OPERATIONAL, TrainingConfig
@@ -36,12 +36,7 @@ AHEAD = 64  # tasks that are read at a time
 
 @dataclass(frozen=True)
 class Instructions:
-    """Tokens of all task texts of a dataset.
-
-    Attributes:
-        ids, mask: of the tasks, in their order.
-        language: what a frozen text encoder makes of them; None for one that is trained.
-    """
+    """Tokens and mask of all task texts of a dataset; `language` is the result of a frozen text encoder, else None."""
 
     ids: Int[Any, "k n"]
     mask: Bool[Any, "k n"]
@@ -75,13 +70,10 @@ jax.tree_util.register_dataclass(Instructions, data_fields=["ids", "mask", "lang
 
 
 def read_instructions(policy: Any, tasks: Sequence[str], file: bytes | None) -> Instructions | None:
-    """Tokens of a dataset's tasks for a policy; None for one without language.
-
-    Args:
-        file: the policy's ``tokenizer.json``, if it has one.
+    """Return tokens of a dataset's tasks for a policy; None without language. `file` is the ``tokenizer.json``.
 
     Raises:
-        DatasetError: the dataset says of no episode, or not of every one, what is being done.
+        DatasetError: an episode has no task.
     """
     config = getattr(policy, "text_encoder", None)
     if config is None:
@@ -100,16 +92,13 @@ COUNT = "count"
 
 
 class State(NamedTuple):
-    """Everything that a training step changes: a tree of arrays.
+    """Everything that a training step changes: a tree of arrays; weights are float32 by our names.
 
     Attributes:
-        step: how many were done.
-        parameters: by our names, float32.
-        optimizer: what it remembers of them.
-        average: their moving average; None without one.
-        sums: of what was measured since the last line of metrics, and `COUNT`, the steps that are in it. A resumed run
-            so writes the lines that it would have written.
-        statistics: running statistics of batch norms, by our names, float32.
+        average: moving average of the parameters; None without one.
+        sums: measured values since the last line of metrics, and `COUNT`, their steps, so that a resumed run
+            writes the same lines.
+        statistics: running statistics of batch norms.
     """
 
     step: Any
@@ -121,14 +110,7 @@ class State(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """Everything that a training step reads and does not change, besides the batch.
-
-    Attributes:
-        weights: buffers and frozen parameters, by our names.
-        scales: normalisation of the observation.
-        action: normalisation of actions, in the forward direction.
-        instructions: of the dataset's tasks, for policies that read them.
-    """
+    """Everything besides the batch that a training step reads: buffers and frozen parameters, normalisation, tasks."""
 
     weights: Weights
     scales: Scales
@@ -143,11 +125,9 @@ Step = Callable[[State, Fixed, Batch], tuple[State, Float[Array, ""]]]
 
 
 def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingConfig, layout: Layout) -> Loss:
-    """The loss function of a batch, given parameters and running statistics; also its parts and new statistics.
+    """Return the loss function of a batch, given parameters and running statistics; also its parts and new statistics.
 
-    Args:
-        plan: the module, which computes in `config.dtype`.
-        sizes: (height, width) the model wants per camera.
+    `plan` computes in `config.dtype`; `sizes` are (height, width) per camera.
     """
     dtype = jnp.dtype(config.dtype)
 
@@ -186,11 +166,7 @@ def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingCon
 def make_step(
     loss: Loss, config: TrainingConfig, rule: optax.GradientTransformation, layout: Layout, shardings: State
 ) -> Step:
-    """The compiled training step: state and batch to the next state and the loss. The state's memory is reused.
-
-    Args:
-        shardings: where a state's arrays lie, before and after.
-    """
+    """Return the compiled step: state and batch to the next state, in the same memory and `shardings`, and the loss."""
     parts = config.gradient_accumulation_steps
 
     def gradient(
@@ -270,14 +246,10 @@ def describe_training(dataset: Dataset, policy: Any, config: TrainingConfig) -> 
 def put_on_devices(
     dataset: Dataset, start: Start, normalization: Normalization, config: TrainingConfig, layout: Layout, batch: Batch
 ) -> PlacedTraining:
-    """Put a training onto its devices.
-
-    Args:
-        config: resolved.
-        batch: any, put onto the devices, for its shapes.
+    """Put a training with a resolved config onto its devices; `batch` is any batch there, for its shapes.
 
     Raises:
-        CheckpointError: weights to start from do not fit the policy.
+        CheckpointError: initial weights do not fit the policy.
         DatasetError: the policy reads instructions and the dataset has none.
     """
     policy = start.policy
@@ -285,17 +257,10 @@ def put_on_devices(
     weights = _weights(programs, start, layout, config.seed)
     parameters = {name: weights.pop(name) for name in programs.learned}
     statistics = {name: weights.pop(name) for name in programs.plan.running}
-    inputs = normalization.inputs
-    scales = Scales(
-        images=tuple(inputs.get_affine(camera) for camera in policy.cameras),
-        state=None if policy.state is None else inputs.get_affine(policy.state),
-        environment_state=None if policy.environment_state is None else inputs.get_affine(policy.environment_state),
-        action=normalization.outputs.get_affine(policy.action, inverse=True),
-    )
     instructions = read_instructions(policy, dataset.tasks, start.tokenizer)
     if instructions is not None and policy.text_encoder.is_frozen:
         instructions = instructions.read_ahead(programs.plan, {**weights, **parameters}, layout.replicated)
-    others = (scales, inputs.get_affine(policy.action), instructions)
+    others = (build_scales(policy, normalization), normalization.inputs.get_affine(policy.action), instructions)
     fixed = Fixed(weights, *jax.tree.map(lambda array: layout.put(array, layout.replicated), others))
     _, (values, _) = programs.loss.eval_shape(parameters, statistics, fixed, batch, jax.random.key(0))
     names = (*values, "gradient_norm", COUNT)
@@ -312,14 +277,7 @@ def put_on_devices(
 
 @dataclass(frozen=True)
 class _Programs:
-    """Compiled functions of a training.
-
-    Attributes:
-        plan: of the policy's weights, as they are kept.
-        learned: names of the weights that are trained.
-        draw: initial weights of a seed, where they will be.
-        remember: what the optimizer has to remember of these parameters at first.
-    """
+    """Compiled functions of a training; `draw` makes initial weights of a seed, `remember` the optimizer's state."""
 
     plan: Blueprint[Any]
     learned: tuple[str, ...]
@@ -337,7 +295,7 @@ _UNCOMPILED = {
 }
 
 
-@lru_cache(maxsize=4)  # who trains, or goes on with a training, twice in a process waits for the compiler once
+@lru_cache(maxsize=4)  # a second training in a process does not compile again
 def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
     model = get_policy_type(policy.type).model
     # Modules that compute in a dtype of their own take it; others compute in that of their weights.

@@ -22,10 +22,7 @@ CONDITIONS = {"resolution": 2, "aspect_ratio": 1}  # name -> numbers per element
 class Arguments(NamedTuple):
     """Checked arguments of a call, in the dtypes of the compiled program; a pytree.
 
-    Attributes:
-        objects: what GLIGEN's fusers look at.
-        conditions: resolution and aspect ratio, for models that have them.
-        scale: of low-rank adapters, for models that have them.
+    `objects` are for GLIGEN's fusers, `conditions` are resolution and aspect ratio, `scale` is of LoRA adapters.
     """
 
     hidden_states: Array
@@ -52,13 +49,10 @@ def read_arguments(
     encoder_attention_mask: ArrayLike = None,
     conditioning: Conditioning | None = None,
 ) -> Arguments:
-    """Check shapes and dtypes of a call's arguments, and values where they are known (tracers have none).
-
-    Args:
-        conditioning: in the place of what it was prepared from.
+    """Check shapes and dtypes of a call's arguments or `conditioning`, and values unless they are tracers.
 
     Raises:
-        InputError: which argument, what was found, what was wanted.
+        InputError: names the argument, what was found and what was wanted.
     """
     for name, value in (
         ("added_cond_kwargs", added_cond_kwargs),
@@ -112,11 +106,7 @@ def read_timing(
     class_labels: ArrayLike,
     added_cond_kwargs: Mapping[str, ArrayLike] | None,
 ) -> Timing:
-    """Check the conditions of the norms; those that this model's norms do not use are dropped, as in diffusers.
-
-    Args:
-        batch: number of elements; None when nothing says it yet.
-    """
+    """Check the conditions of the norms for `batch` (None: unknown); drops unused ones, as diffusers does."""
     norm = config.block_norm
     if norm == "layer_norm":
         return Timing()
@@ -334,11 +324,7 @@ def _objects(
 
 
 def read_scale(cross_attention_kwargs: Mapping[str, Any] | None) -> Array | None:
-    """Scale of low-rank adapters (jaxmodels/transformer2d/lora.py) in cross_attention_kwargs.
-
-    Raises:
-        InputError: it is no number, or there is a key that nothing here knows.
-    """
+    """Return the scale of LoRA adapters in cross_attention_kwargs; raises InputError for other keys or values."""
     options = cross_attention_kwargs or {}
     unknown = sorted(set(options) - {"gligen", "scale"})
     if unknown:

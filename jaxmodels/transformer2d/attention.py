@@ -82,11 +82,7 @@ class SelfAttention(nnx.Module):
 
 
 class ContextAttention(nnx.Module):
-    """Attention to the tokens of a context, or to the tokens themselves without one.
-
-    Args:
-        context_width: width of the tokens that keys and values are made of.
-    """
+    """Attention to the tokens of a context of width `context_width`, or to the tokens themselves without one."""
 
     def __init__(
         self,
@@ -129,10 +125,7 @@ def _mix(query: Float[Array, "b n d"], context: KeyValue, heads: int, bias: Bias
 
 
 class Fuser(nnx.Module):
-    """GLIGEN's gated self-attention: tokens attend to themselves and to objects, through two learned gates.
-
-    Source: diffusers/models/attention.py, GatedSelfAttentionDense; https://arxiv.org/abs/2301.07093.
-    """
+    """GLIGEN's gated self-attention to tokens and objects (diffusers' GatedSelfAttentionDense, arXiv 2301.07093)."""
 
     def __init__(self, width: int, heads: int, object_width: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
         geglu = DIFFUSERS_ACTIVATIONS["geglu"]

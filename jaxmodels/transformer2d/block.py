@@ -120,10 +120,7 @@ def six_parts(parts: Float[Array, "b 6 d"]) -> Modulation:
 
 
 class TimeSingle(nnx.Module):
-    """ada_norm_single: one embedding of the timestep (and of resolution and aspect ratio) for all layers.
-
-    Source: diffusers/models/normalization.py, AdaLayerNormSingle; https://arxiv.org/abs/2310.00426.
-    """
+    """ada_norm_single: one time embedding for all layers (diffusers' AdaLayerNormSingle, arXiv 2310.00426)."""
 
     def __init__(self, width: int, has_conditions: bool, dtypes: Dtypes, *, rngs: nnx.Rngs):
         self.emb = TimeAndConditions(width, has_conditions, dtypes, rngs=rngs)
@@ -293,11 +290,9 @@ class Modulations(NamedTuple):
 
 
 class Conditioning(NamedTuple):
-    """Everything that `Transformer2DModel.prepare` computes ahead of a call; a pytree.
+    """Everything that `Transformer2DModel.prepare` computes before a call; a pytree.
 
-    Attributes:
-        context: keys and values of `encoder_hidden_states` for every layer; the same for all steps of a sampler.
-        modulations: what the timestep does; another one for each step.
+    `context` (keys and values for every layer) is the same for all steps; `modulations` differ for each timestep.
     """
 
     context: KeyValues
@@ -311,11 +306,7 @@ class Conditioning(NamedTuple):
 
 
 def check_conditioning(config: Transformer2DConfig, conditioning: Conditioning, batch: int) -> None:
-    """Refuse a conditioning prepared for another number of elements; one for a single element fits all.
-
-    Raises:
-        InputError: it is something else, or of another model or batch.
-    """
+    """Raise InputError for a conditioning of another model or batch; one for a single element fits all."""
     if not isinstance(conditioning, Conditioning):
         raise InputError(
             f"conditioning is a {type(conditioning).__name__}; wanted what model.prepare gives, or "

@@ -78,11 +78,7 @@ class CompiledTransformer2D:
         conditioning: Conditioning | None = None,
         **named: ArrayLike,
     ) -> Float[Array, "..."]:
-        """Return the sample; the arguments are those of `Transformer2DModel` in shapes that are compiled.
-
-        Raises:
-            InputError: an argument is wrong, or the shapes are not compiled.
-        """
+        """Return the sample; raises InputError if an argument is wrong or its shapes are not compiled."""
         arguments = read_arguments(
             self._config, self._dtype, hidden_states, *others, conditioning=conditioning, **named
         )

@@ -220,11 +220,7 @@ class Transformer2DConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Transformer2DConfig":
-        """Read a parsed ``config.json``; unknown keys are ignored, as in diffusers.
-
-        Raises:
-            ConfigError: a value has the wrong type or makes no sense.
-        """
+        """Read a parsed ``config.json``; ignores unknown keys like diffusers; raises ConfigError for wrong values."""
         known = {field.name for field in fields(cls)}
         if wrong := find_value_errors(list_numbers(cls), values):
             raise ConfigError("Transformer2DModel: " + "; ".join(wrong))

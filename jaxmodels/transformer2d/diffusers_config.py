@@ -29,8 +29,7 @@ PATCHED = {
     "upcast_attention": False,
     "norm_elementwise_affine": False,
 }
-# The constructor arguments of the two classes that Transformer2DModel was split into, with their defaults; diffusers
-# ignores other keys of their files.
+# Arguments and defaults of the classes that replaced Transformer2DModel; diffusers ignores other keys.
 SPLIT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "DiTTransformer2DModel": {**PATCHED, "sample_size": 32, "norm_type": "ada_norm_zero", "norm_eps": 1e-5},
@@ -76,11 +75,7 @@ LAYER_LIMIT = 64  # attentions in one block of a UNet; published ones have two o
 
 
 def read_model_config(values: Mapping[str, Any]) -> Transformer2DConfig:
-    """Config of a folder with one 2D transformer.
-
-    Raises:
-        ConfigError: it holds something else, or values that make no sense.
-    """
+    """Return the config of a folder with one 2D transformer; raises ConfigError for other models or wrong values."""
     name = values.get("_class_name", GENERAL)
     if name in SPLIT:
         defaults = SPLIT[name]
@@ -111,11 +106,7 @@ def dump_model_config(config: Transformer2DConfig) -> dict[str, Any]:
 
 
 def read_block_config(values: Mapping[str, Any], prefix: str) -> Transformer2DConfig:
-    """Config of one 2D transformer inside a UNet, e.g. ``mid_block.attentions.0``.
-
-    Raises:
-        ConfigError: no such prefix (the message lists those there are), not a UNet, or values that make no sense.
-    """
+    """Return the config of a 2D transformer inside a UNet, e.g. ``mid_block.attentions.0``; raises ConfigError."""
     name = values.get("_class_name")
     if name not in UNETS:
         raise ConfigError(

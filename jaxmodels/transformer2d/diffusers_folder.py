@@ -1,11 +1,9 @@
 """Reader and writer of diffusers' folders: weight names and shards.
 
-Files keep every layer, and queries, keys and values, apart; here layers are stacked and projections of the same tokens
-are one matrix, so that each tensor of theirs is a slice of an array of ours.
+Files keep layers, queries, keys and values apart; here they are slices of stacked arrays.
 Source: diffusers 0.42.1, models/transformers/transformer_2d.py, models/attention.py, models/normalization.py.
 
-Reading is strict in both directions: every tensor that the config asks for must be there in its shape, and every
-tensor that is there must be asked for. Tensors are read one after the other into the arrays that they end in.
+Reading is strict: files and config must have exactly the same tensors. They are read one after the other.
 """
 
 import math
@@ -199,11 +197,9 @@ ALIGNMENT = 64  # bytes; JAX takes arrays that begin so as they are, without a c
 
 
 def read_config(folder: Path, *, subfolder: str | None = None, prefix: str | None = None) -> Transformer2DConfig:
-    """Config of the model in a folder, or of the one under a prefix of a UNet.
+    """Return the config of the model in a folder, or of the one under a prefix of a UNet.
 
-    Raises:
-        ConfigError: the config is of another model, or has values that make no sense.
-        CheckpointError: no such folder or file, malformed JSON, or an unknown prefix.
+    Raises ConfigError for another model or wrong values, CheckpointError for missing or malformed files.
     """
     folder = _find_folder(folder, subfolder)
     values = read_json(folder / CONFIG)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jaxmodels.checkpoints.files import read_json
 from jaxmodels.devices import Device, device_name, find_dtype
@@ -68,11 +69,7 @@ def output_shape(config: Transformer2DConfig) -> tuple[str | int, ...]:
 
 
 def read_inputs(inputs: tuple[Input, ...], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Convert arrays to the dtypes of the device (float32, int32 or bool); a single number becomes (1,).
-
-    Raises:
-        InputError: a name is unknown or missing, or an array holds what these dtypes cannot.
-    """
+    """Convert arrays to the device's dtypes; raises InputError for wrong names or values. A number becomes (1,)."""
     known = {entry.name for entry in inputs}
     unknown = sorted(map(repr, arrays.keys() - known))
     missing = [entry.name for entry in inputs if entry.is_required and entry.name not in arrays]
@@ -83,18 +80,6 @@ def read_inputs(inputs: tuple[Input, ...], arrays: Mapping[str, np.ndarray]) -> 
         required = ", ".join(entry.name for entry in inputs if entry.is_required)
         raise InputError(f"the input {' and '.join(errors)}; wanted {required}, and if you like {', '.join(optional)}")
     return {entry.name: _read(entry, np.asarray(arrays[entry.name])) for entry in inputs if entry.name in arrays}
-
-
-def to_call(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert arrays by dotted name to the arguments of a call."""
-    call: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *folders, last = name.split(".")
-        folder_values = call
-        for folder in folders:
-            folder_values = folder_values.setdefault(folder, {})
-        folder_values[last] = array
-    return call
 
 
 def _read(entry: Input, array: np.ndarray) -> np.ndarray:
@@ -197,11 +182,11 @@ _FLOAT = 4
 def forward_cost(
     config: Transformer2DConfig, matrices: int, shapes: Mapping[str, tuple[int, ...]], item: int = _FLOAT
 ) -> ForwardCost:
-    """Rough cost of a forward pass, to tell a second from an hour.
+    """Estimate the cost of a forward pass roughly, to tell a second from an hour.
 
     Args:
         matrices: numbers in the weights that every token is multiplied with.
-        shapes: of the arguments, by their flat names; that of hidden_states has its right rank.
+        shapes: of the arguments, by their flat names; hidden_states has its right rank.
         item: bytes of a number that the model computes in.
     """
     shape = shapes["hidden_states"]
@@ -232,8 +217,7 @@ UNSAID_SIZE = 32  # side of an example's latents when the config names none
 CONTEXT = 77  # tokens of an example's context: what CLIP makes of a text
 # Any machine does as many operations in a second; it keeps a first, small forward from looking like a slow machine.
 SLOWEST = 1e10
-# Executables forgotten until JAX's own caches are emptied. They keep half a megabyte of what was traced for each, for
-# ever; filling them again takes one pass 50 ms.
+# Forgotten executables until JAX's caches are cleared, which keep 0.5 MB for each; refilling takes 50 ms.
 CLEAR_AFTER = 32
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
@@ -419,7 +403,7 @@ class LoadedModel:
             start = time.perf_counter()
             on_device = jax.block_until_ready(jax.device_put(arrays, self._device))
             sent = time.perf_counter()
-            sample = jax.block_until_ready(self._compiled(**to_call(on_device)))
+            sample = jax.block_until_ready(self._compiled(**unflatten_dict(on_device, sep=".")))
             computed = time.perf_counter()
         except jax.errors.JaxRuntimeError as error:
             raise _convert_error(error) from error
@@ -454,7 +438,7 @@ class LoadedModel:
 
     def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Check inputs, with their values: nothing is compiled or estimated for wrong ones."""
-        read_arguments(self._config, self._dtype, **to_call(arrays))
+        read_arguments(self._config, self._dtype, **unflatten_dict(arrays, sep="."))
 
     def _compile(self, arrays: Mapping[str, np.ndarray]) -> float:
         shapes = _abstract(arrays)
@@ -466,14 +450,14 @@ class LoadedModel:
             self._check(arrays)
             while len(self._cached_shapes) >= self.shapes_kept:
                 oldest, shapes_of_it = self._cached_shapes.popitem(last=False)
-                self._compiled.forget(**to_call(shapes_of_it))
+                self._compiled.forget(**unflatten_dict(shapes_of_it, sep="."))
                 self._seconds.pop(oldest, None)
                 self._forgotten += 1
                 if not self._forgotten % CLEAR_AFTER:
                     jax.clear_caches()
             start = time.perf_counter()
             try:
-                self._compiled.compile(**to_call(shapes))
+                self._compiled.compile(**unflatten_dict(shapes, sep="."))
             except jax.errors.JaxRuntimeError as error:
                 raise _convert_error(error) from error
             self._cached_shapes[key] = shapes

@@ -1,9 +1,8 @@
 """LoRA adapters of a 2D transformer: read from files of peft and diffusers, attached to or fused into the weights.
 
-An adapter adds ``up @ down`` to the weights that it names. The factors have the layout of the model's weights:
-stacked by layer, queries, keys and values in one array, zeros where the adapter has nothing.
-Source: peft 0.21 (utils/save_and_load.py), diffusers 0.42.1 (loaders/peft.py).
-Layers: https://arxiv.org/abs/2106.09685; peft 0.21, tuners/lora/layer.py.
+An adapter adds ``up @ down`` to weights, in their stacked layout, with zeros for parts without an adapter.
+Sources: peft 0.21 (utils/save_and_load.py, tuners/lora/layer.py), diffusers 0.42.1 (loaders/peft.py),
+https://arxiv.org/abs/2106.09685.
 """
 
 import json
@@ -292,11 +291,7 @@ def is_adapted(model: nnx.Module) -> bool:
 
 
 def scale_adapters(state: Any, scale: Float[Array, ""]) -> Any:
-    """State of a model (or a part of it) whose adapters are scaled by `scale`.
-
-    Raises:
-        InputError: there are none.
-    """
+    """Return a model's state with adapters scaled by `scale`; raises InputError if there are none."""
     flat = [(path, variable) for path, variable in nnx.to_flat_state(state)]
     if not any(path[-1] == UP for path, _ in flat):
         raise InputError("cross_attention_kwargs has 'scale', but the model has no adapter; lora.load puts one in")

@@ -100,12 +100,7 @@ class PatchProjection(nnx.Module):
 
 
 class Execution(NamedTuple):
-    """How the layers are executed: scanned, rematerialised.
-
-    Attributes:
-        scan: one compiled block over all layers, or each written out.
-        remat: recompute each block in the backward pass.
-    """
+    """How layers are executed: `scan` compiles one block for all; `remat` recomputes blocks in the backward pass."""
 
     scan: bool
     remat: bool
@@ -138,11 +133,10 @@ def run_blocks(
     """Run tokens through all layers.
 
     Args:
-        modulation: of every layer, with a leading axis; likewise `seen`.
-        context: in the place of `seen`: each block makes its own keys and values.
+        modulation: of every layer, with a leading axis, as `seen`.
+        context: replaces `seen`: each block makes its own keys and values.
         key: switches dropout on.
-        layers: each block's weights by itself, when they do not lie in one array each; then `blocks` only tells
-            what a block is.
+        layers: each block's weights, if not stacked in `blocks`, which then only defines the block.
     """
     graph, stacked = nnx.split(blocks)
     count = jax.tree.leaves(stacked)[0].shape[0] if layers is None else len(layers)

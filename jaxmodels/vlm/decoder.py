@@ -17,15 +17,7 @@ from jaxmodels.ranges import HEADS, LAYERS_WRITTEN_OUT, WIDTH, Range
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """Sizes of a stack of layers.
-
-    Attributes:
-        width: d, of the tokens.
-        hidden: channels of the feed-forward layers.
-        heads, kv_heads: of queries, and of keys and values.
-        head_width: channels of a head.
-        epsilon: of the norms.
-    """
+    """Sizes of a stack of layers: widths of tokens, feed-forward layers and heads, and the norms' `epsilon`."""
 
     width: Annotated[int, Range(1, WIDTH)]
     hidden: Annotated[int, Range(1, WIDTH)]
@@ -39,10 +31,7 @@ class DecoderSizes:
 class DecoderLayer(nnx.Module):
     """Grouped-query attention and a gated feed-forward layer, each behind a root-mean-square norm; no biases.
 
-    Args:
-        activation: of the gate.
-        offset: of the norms' scales, see `RMSNorm`.
-        context_width: of what keys and values are made of, where these are not the layer's own tokens.
+    `offset` is of the norms' scales (`RMSNorm`); keys and values are made of `context_width` channels.
     """
 
     def __init__(
@@ -68,11 +57,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b n d"], rotation: Rotation, mask: Bool[Array, "b #n m"], cache: KeyValues | None = None
     ) -> tuple[Float[Array, "b n d"], KeyValues]:
-        """Tokens that look at those of a cache and at each other; also their own keys and values.
-
-        Args:
-            mask: which keys each token sees: of the cache, if there is one, then their own.
-        """
+        """Attend to a cache and to the tokens (`mask`: cache first); returns tokens and their keys and values."""
         normal = self._normalize(self.attention_norm, x)
         own = self.attention.project_keys(normal, rotation)
         seen = own if cache is None else append(cache, own)
@@ -109,11 +94,6 @@ _PARTS = {
 
 
 def decoder_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
-    """Where transformers keeps a weight of a `DecoderLayer`.
-
-    Args:
-        inside: the weight's name in the layer.
-        ours, theirs: what comes before it here and there, e.g. ``expert.0.`` and ``lm_expert.layers.0.``.
-    """
+    """Return transformers' name of a `DecoderLayer`'s weight `inside`, with prefix `theirs` in place of `ours`."""
     part = inside.rpartition(".")[0]
     return Tensor(f"{theirs}{_PARTS[part]}.weight", (f"{ours}{inside}",), SAME)

@@ -23,15 +23,7 @@ CHANNELS = 3
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """Sizes of a vision tower.
-
-    Attributes:
-        width: d, of the tokens.
-        hidden: channels of the feed-forward layers.
-        image_size: side in pixels of the images whose patches have a position each.
-        patch_size: side of a patch in pixels.
-        epsilon: of the norms.
-    """
+    """Sizes of a vision tower: channels, sides in pixels of images and patches, and the norms' `epsilon`."""
 
     width: Annotated[int, Range(1, WIDTH)]
     hidden: Annotated[int, Range(1, WIDTH)]
@@ -116,12 +108,7 @@ _PARTS = {
 
 
 def vision_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
-    """Where transformers keeps a weight of the tower.
-
-    Args:
-        inside: the weight's name in a `VisionTower`.
-        ours, theirs: what comes before it here, and before ``embeddings`` and ``encoder`` there, each with its dot.
-    """
+    """Return transformers' name of a `VisionTower`'s weight `inside`; the prefixes end with a dot."""
     name = (f"{ours}{inside}",)
     match inside:
         case "kernel":

@@ -185,10 +185,9 @@ class LastLayer(nnx.Module):
 
 
 class SmolVlm(nnx.Module):
-    """SmolVLM2: a vision tower whose patches become tokens, and the layers of a language model over all tokens.
+    """SmolVLM2: a vision tower whose patches become tokens, and `layers` of a language model over all tokens.
 
-    Args:
-        layers: of the language model that somebody looks at; of the last one, only at keys and values.
+    Of the last layer only keys and values are used.
     """
 
     def __init__(self, sizes: SmolVlmSizes, layers: int, *, rngs: nnx.Rngs):
@@ -214,11 +213,7 @@ class SmolVlm(nnx.Module):
         return self.embedding[...][tokens]
 
     def compute_cache(self, tokens: Tokens, starts: Bool[np.ndarray, " m"]) -> list[KeyValues]:
-        """Keys and values of each layer.
-
-        Args:
-            starts: where a new block of tokens starts, which those before do not see.
-        """
+        """Return keys and values of each layer; tokens before a new block in `starts` do not see it."""
         rotation = compute_rotation(count_positions(tokens.is_valid), self.sizes.text.head_width)
         mask, x, kept = mask_blocks(tokens.is_valid, starts), tokens.values, []
         for layer in self.layers:

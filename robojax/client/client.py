@@ -178,10 +178,9 @@ class Session:
 
 @contextmanager
 def _judge_stop(session_id: str, error: BaseException | None) -> Iterator[None]:
-    """Context of the stop at the end of a session's ``with`` block.
+    """Context of the stop at the end of a session's ``with`` block; ignores sessions that do not move or exist.
 
-    A session that does not move or does not exist needs no stop. After an ``error`` inside the block that error is
-    raised, with a note when the stop failed.
+    An ``error`` inside the block is raised, with a note if the stop failed.
     """
     try:
         yield

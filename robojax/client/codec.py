@@ -24,11 +24,7 @@ def pack_array(array: "np.ndarray") -> dict[str, object]:
 
 
 def unpack_array(packed: object) -> "np.ndarray":
-    """Decode an array from such a map, or from nested lists.
-
-    Raises:
-        Garbled: it is neither.
-    """
+    """Decode an array from a map or nested lists; raises Garbled for anything else."""
     import numpy as np
 
     if isinstance(packed, list):

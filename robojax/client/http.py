@@ -65,11 +65,7 @@ def _default_url() -> str:
 
 
 def credentials(key: str | None) -> dict[str, str]:
-    """Authorization header of a key or token, as given or from ROBOJAX_KEY; empty without one.
-
-    Raises:
-        Unusable: it has characters that no key has.
-    """
+    """Return the Authorization header of a key or ROBOJAX_KEY, if any; raises Unusable for invalid characters."""
     sent = (key or os.environ.get("ROBOJAX_KEY") or "").strip()
     if not sent:
         return {}
@@ -99,13 +95,12 @@ LOADED = 1800.0
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """A request, and how its answer is read.
+    """Request and the reader of its answer.
 
     Attributes:
-        read: makes the result of the answer's body.
+        read: converts the answer's body to the result.
         timeout: seconds for the whole answer; the client's own when None.
-        is_safe: whether it may be sent twice: it only tells something, or stops a robot. What moves one is never sent
-            again.
+        is_safe: whether it may be sent twice: it only reads, or stops a robot. Requests that move one are sent once.
     """
 
     method: str
@@ -161,11 +156,7 @@ SESSION_FIELDS = (
 
 
 def create(session_id: str, policy_path: str, transport_server_url: str, fields: Mapping[str, object]) -> Call[Any]:
-    """Return the request for a new session; the response arrives when its policy is loaded, or cannot be.
-
-    Raises:
-        Unusable: a session has no field of this name.
-    """
+    """Return the request for a new session, answered when its policy is loaded; raises Unusable for unknown fields."""
     for name in fields:
         if name not in SESSION_FIELDS:
             from difflib import get_close_matches
@@ -214,12 +205,7 @@ def _act(session_id: str, observation: Mapping[str, object], want: str, read: Ca
 
 
 def read_result(call: Call[T], status: int, headers: Mapping[str, str], body: bytes) -> T:
-    """The result out of an answer, or its error.
-
-    Raises:
-        Refused: no.
-        Garbled: nothing that can be read.
-    """
+    """Return the result of an answer; raises Refused for an error, Garbled for an unreadable answer."""
     if not 200 <= status < 300:
         raise build_refusal(status, headers, body)
     return call.read(_decode_body(headers.get("content-type", ""), body))
@@ -276,15 +262,10 @@ MOVED = "on_another_server"
 
 
 class _Connections:
-    """Connections to a server, and to other servers that share its database.
+    """Connections to the named server (`base`), and to other servers that share its database.
 
-    The key is sent only to addresses that the named server lists as servers of its database, and only with the scheme
-    of the named server: https is never left, and its certificates are verified.
-
-    Args:
-        base: URL of the named server.
-        timeout: seconds for an answer.
-        kind: name of the client class of httpx.
+    The key is sent only to addresses that the named server lists, and only with its scheme: https is never left, and
+    its certificates are verified. `timeout` is in seconds; `kind` is the client class of httpx.
     """
 
     def __init__(self, base: str, headers: dict[str, str], timeout: float, kind: str):

@@ -104,11 +104,7 @@ Message = Welcome | Command | Status | Stopped | Pong | Wrong | Chunk | Action
 
 
 def decode_message(data: bytes | str) -> Message | None:
-    """Decode a message of the server; None for a kind that this client does not know.
-
-    Raises:
-        Garbled: it cannot be read.
-    """
+    """Decode a message of the server; None for an unknown kind; raises Garbled if it is unreadable."""
     fields = _map(data)
     kind = fields.get("kind")
     reader = READERS.get(kind) if isinstance(kind, str) else None

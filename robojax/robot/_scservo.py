@@ -5,8 +5,7 @@
 
 from scservo_sdk import PortHandler
 
-# Milliseconds that an answer may take beyond its bytes. USB adapters hold bytes back for up to 16 ms; the package's own
-# 34 ms are too short when the machine is busy (LeRobot waits 50, too).
+# Extra milliseconds for an answer, as in LeRobot; the package's 34 are too short on a busy machine.
 PACKET_TIMEOUT = 50.0
 # Seconds of one read; the package would otherwise ask for bytes in a loop that takes a whole core.
 WAIT = 0.002
@@ -15,11 +14,8 @@ WAIT = 0.002
 class SerialPort(PortHandler):
     """scservo_sdk's ``PortHandler``, blocking with timeouts instead of spinning.
 
-    Only the time that reads wait counts towards a timeout: an answer that arrived while this process was suspended is
-    still in the buffer, and a change of the wall clock, which the package uses, has no effect.
-
-    Attributes:
-        packet_timeout: milliseconds that an answer may take beyond its bytes; None for ``PACKET_TIMEOUT``.
+    Only the time that reads wait counts towards a timeout, so suspending the process or changing the wall clock, which
+    the package uses, has no effect. `packet_timeout` is in milliseconds; None for ``PACKET_TIMEOUT``.
     """
 
     packet_timeout: float | None = None

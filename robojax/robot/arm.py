@@ -27,10 +27,7 @@ FOLDERS = {
 class JointCalibration:
     """Calibration of one joint, as LeRobot's MotorCalibration; positions in servo steps.
 
-    Attributes:
-        id: of the servo on the bus.
-        drive_mode: 1 where the joint's direction is turned round, else 0.
-        homing_offset: what the servo itself takes off its encoder's position.
+    `drive_mode` 1 reverses the direction; the servo subtracts `homing_offset` from its encoder's position.
     """
 
     id: int
@@ -52,14 +49,7 @@ def get_calibration_folder() -> Path:
 
 
 def find_calibration(robot_type: str, robot_id: str, folder: Path | None = None) -> Path:
-    """Path of an arm's calibration file.
-
-    Args:
-        folder: where ID.json lies; LeRobot's own folders when None.
-
-    Raises:
-        RobotError: there is none, or two that differ.
-    """
+    """Return the path of an arm's ID.json in a folder or (None) LeRobot's; raises RobotError unless there is one."""
     folders = (
         [folder] if folder is not None else [get_calibration_folder() / "robots" / name for name in FOLDERS[robot_type]]
     )
@@ -84,13 +74,10 @@ def find_calibration(robot_type: str, robot_id: str, folder: Path | None = None)
 
 
 def read_calibration(file: Path, joints: Mapping[str, int]) -> dict[str, JointCalibration]:
-    """Read a calibration file, in the order of ``joints``.
-
-    Args:
-        joints: name to servo id, as the arm is built.
+    """Read a calibration file, in the order of ``joints`` (name to servo id).
 
     Raises:
-        RobotError: it cannot be read, or is no calibration of these joints; names everything that is wrong.
+        RobotError: it is unreadable or does not fit these joints; names everything that is wrong.
     """
     repair = "calibrate the arm again with lerobot-calibrate"
     try:
@@ -157,12 +144,9 @@ def from_steps(steps: int, joint: JointCalibration, unit: Unit) -> float:
 
 
 def to_steps(value: float, joint: JointCalibration, unit: Unit) -> int:
-    """Convert a target to a servo's position, always within the calibrated range.
+    """Convert a target to a servo's position within the calibrated range; raises ValueError if it is not finite.
 
-    LeRobot sends degrees beyond the range and relies on the servo's own limits; here the limit is the file's, too.
-
-    Raises:
-        ValueError: the target is not finite.
+    LeRobot sends degrees beyond the range and relies on the servo's own limits; this limits them to the file's, too.
     """
     if not math.isfinite(value):
         raise ValueError(f"a target of {value} is no position")
@@ -214,11 +198,7 @@ class Figures(NamedTuple):
 
 
 class Arm:
-    """An arm on an open bus. For one thread at a time.
-
-    Attributes:
-        servo_errors: joint to what its servo complains of, as of the last reading.
-    """
+    """Arm on an open bus, for one thread at a time; `servo_errors` are joints' errors in the last reading."""
 
     def __init__(self, bus: Bus, calibration: Calibration, use_degrees: bool):
         self._bus, self._calibration = bus, calibration
@@ -310,11 +290,7 @@ class Arm:
                 self._bus.write(JOINTS[name], registers.LOCK, 1)
 
     def read_pose(self) -> dict[str, float] | None:
-        """Read the joints' positions; None when this reading failed, or a servo does not know its position.
-
-        Raises:
-            BusLost: that was so several times in a row.
-        """
+        """Read the joints' positions; None after a failed reading; raises BusLost after several in a row."""
         try:
             steps = self._steps()
             self._check_plausible(steps)

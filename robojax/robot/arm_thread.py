@@ -40,12 +40,7 @@ class ArmLatch:
 
 @dataclass(frozen=True)
 class Goal:
-    """Targets for the servos in one cycle, and joints whose target was clamped.
-
-    Attributes:
-        targets: joint to target, in the arm's units; None: nothing new.
-        clamped: joints whose target was too far from where they are.
-    """
+    """Targets (joint to value in the arm's units, None for nothing new) of a cycle, and the clamped joints."""
 
     targets: Mapping[str, float] | None
     clamped: tuple[str, ...] = ()
@@ -158,13 +153,9 @@ MAX_POSE_AGE = 0.5
 
 
 class ArmThread:
-    """Thread in which an arm follows commands; a context manager that starts and ends it.
+    """Thread in which an arm follows commands; a context manager; methods may be called from any thread.
 
-    Every method may be called from any thread.
-
-    Attributes:
-        failure: what ended it, when something did.
-        clamped: joints of which a target was clamped so far.
+    `failure` is the error that ended it; `clamped` are joints whose target was clamped so far.
     """
 
     def __init__(self, arm: Arm, follower: Follower, rate: float):
@@ -198,11 +189,7 @@ class ArmThread:
         self._wake.set()
 
     def reset(self, number: int) -> str | None:
-        """Release the latch of the emergency stop with this number, unless a later one followed.
-
-        Returns:
-            Reason why the arm stays held; None when it obeys commands again.
-        """
+        """Release the latch of this emergency stop, unless a later one followed; returns why the arm stays held."""
         with self._lock:
             latch, newest = self._follower.latch, self._newest
             if latch is None:

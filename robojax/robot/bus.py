@@ -1,7 +1,6 @@
-"""Bus of Feetech servos, and their registers.
+"""Bus of Feetech servos, and their registers, by LeRobot's names.
 
-Register addresses are those of Feetech's memory table for the STS series, names are LeRobot's; the packets are those of
-the package ``feetech-servo-sdk`` (imported as ``scservo_sdk``).
+Addresses are of Feetech's STS memory table; ``feetech-servo-sdk`` (``scservo_sdk``) makes the packets.
 """
 
 # pyright: reportMissingImports=false
@@ -19,11 +18,9 @@ RESOLUTION = 4096  # steps of one turn
 
 @dataclass(frozen=True)
 class Register:
-    """Address and size of a servo's register.
+    """Address and `length` in bytes (least significant first) of a servo's register.
 
-    Attributes:
-        length: in bytes, least significant first.
-        sign_bit: where the sign stands (sign and magnitude, not two's complement); None for values without one.
+    `sign_bit` is the position of the sign (sign and magnitude); None for values without a sign.
     """
 
     name: str
@@ -32,11 +29,7 @@ class Register:
     sign_bit: int | None = None
 
     def encode(self, value: int) -> bytes:
-        """Bytes of a value.
-
-        Raises:
-            ValueError: it does not fit.
-        """
+        """Return the bytes of a value; raises ValueError if it does not fit."""
         magnitude, most = abs(value), (1 << (self.sign_bit or 8 * self.length)) - 1
         if magnitude > most or (value < 0 and self.sign_bit is None):
             low = 0 if self.sign_bit is None else -most
@@ -105,13 +98,9 @@ class Bus:
     """
 
     def __init__(self, port: str, packet_timeout: float | None = None):
-        """Open the port.
+        """Open the port; raises RobotError if it cannot be opened or the package is not installed.
 
-        Args:
-            packet_timeout: milliseconds that a servo's answer may take; None for the time that real servos need.
-
-        Raises:
-            RobotError: the package is not installed, or the port cannot be opened.
+        `packet_timeout` is in milliseconds; None for the time that real servos need.
         """
         try:
             import scservo_sdk

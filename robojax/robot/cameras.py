@@ -71,10 +71,9 @@ class CameraConfig:
 
 
 class Source(NamedTuple):
-    """Source of a camera's pictures. One thread reads it and closes it.
+    """Source of a camera's pictures, for one thread.
 
-    Attributes:
-        read: waits for the next picture, uint8 (h, w, 3) RGB; None when there is none this time.
+    `read` waits for the next picture, uint8 (h, w, 3) RGB; None when there is none this time.
     """
 
     read: Callable[[], np.ndarray | None]
@@ -94,8 +93,7 @@ class Camera:
     def __init__(self, name: str, config: CameraConfig, open_simulated: OpenSource | None = None):
         """Open the camera and wait for its first picture.
 
-        Args:
-            open_simulated: opens the source of a camera of type "simulated"; None for a test picture.
+        `open_simulated` opens the source of a "simulated" camera; None for a test picture.
 
         Raises:
             RobotError: OpenCV is not installed, or the camera cannot be opened or gives no picture.
@@ -117,11 +115,7 @@ class Camera:
             )
 
     def newest(self, now: float) -> np.ndarray:
-        """The newest picture: uint8 (h, w, 3), RGB.
-
-        Raises:
-            CameraLost: none came for a while.
-        """
+        """Return the newest picture: uint8 (h, w, 3), RGB; raises CameraLost if none arrived for a while."""
         assert self._newest is not None, "the first one was waited for"
         picture, observed_at = self._newest
         if self._why is not None or now - observed_at > FRAME_TIMEOUT:

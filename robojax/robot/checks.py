@@ -34,11 +34,7 @@ Findings = Generator[Finding, None, Any]
 
 
 def check_robot(runner: RobotRunner, problems: Mapping[str, RobotError] | None = None) -> Iterator[Finding]:
-    """Run all checks of a robot, one after the other.
-
-    Args:
-        problems: flags that cannot be used, by the part of the robot that they concern (``read_robot_config``).
-    """
+    """Run all checks of a robot; `problems` are unusable flags by part of the robot (``read_robot_config``)."""
     problems, config, simulation = problems or {}, runner.robot, runner.simulation
     calibration = readings = None
     for name, problem in problems.items():

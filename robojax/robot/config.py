@@ -57,14 +57,11 @@ def join_problems(problems: Mapping[str, RobotError]) -> RobotError:
 
 
 def read_robot_config(**flags: str | None) -> tuple[RobotConfig, dict[str, RobotError]]:
-    """Read a robot's config from flags.
-
-    Args:
-        flags: texts of the flags ``--robot.NAME``, by the field of ``RobotConfig``; None for a flag that is not given.
+    """Read a robot's config from texts of the flags ``--robot.NAME`` by field; None for flags that are not given.
 
     Returns:
-        The config, with defaults for flags that cannot be used; and the problems by the part of the robot that they
-        concern: type, port, id, units, cameras, max_relative_target, disable_torque_on_disconnect.
+        The config, with defaults for unusable flags; and the problems by part of the robot: type, port, id, units,
+        cameras, max_relative_target, disable_torque_on_disconnect.
     """
     problems: dict[str, RobotError] = {}
     type_, port, robot_id = flags.get("type"), flags.get("port"), flags.get("id")
@@ -89,11 +86,7 @@ def read_robot_config(**flags: str | None) -> tuple[RobotConfig, dict[str, Robot
 
 
 def read_cameras(text: str) -> dict[str, CameraConfig]:
-    """Parse ``{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}``.
-
-    Raises:
-        RobotError: it is no such map.
-    """
+    """Parse ``{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}``; raises RobotError."""
     example = '--robot.cameras="{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"'
     parsed = _yaml("robot.cameras", text, example)
     if not isinstance(parsed, dict) or not all(
@@ -116,11 +109,7 @@ def read_cameras(text: str) -> dict[str, CameraConfig]:
 
 
 def read_max_relative_target(text: str) -> float | dict[str, float] | None:
-    """Parse a number, a map from joint to number, or none.
-
-    Raises:
-        RobotError: it is neither.
-    """
+    """Parse a number, a map from joint to number, or none; raises RobotError for anything else."""
     parsed = _yaml("robot.max_relative_target", text, "--robot.max_relative_target=10")
     if parsed in (None, "none"):
         return None
@@ -172,11 +161,7 @@ SIMULATED_PACKET_TIMEOUT = 1000.0
 
 
 def load_calibration(config: RobotConfig) -> Calibration:
-    """Load the robot's calibration.
-
-    Raises:
-        RobotError: there is none, or it cannot be used.
-    """
+    """Load the robot's calibration; raises RobotError if it is missing or unusable."""
     if config.is_simulated:
         return {name: JointCalibration(servo, 0, 0, LOW, HIGH) for name, servo in JOINTS.items()}
     return read_calibration(find_calibration(config.type, config.id, config.calibration_dir), JOINTS)
@@ -184,13 +169,9 @@ def load_calibration(config: RobotConfig) -> Calibration:
 
 @contextmanager
 def open_bus(config: RobotConfig, servos: Mapping[int, Servo] | None = None) -> Iterator[Bus]:
-    """Open the bus of the arm's servos, as a context manager.
+    """Open the bus of the arm's servos, as a context manager; `servos` by id are simulated with physics.
 
-    Args:
-        servos: servos of a simulated arm by id; None for servos without physics.
-
-    Raises:
-        RobotError: the port cannot be opened, or a package is missing.
+    Raises RobotError if the port cannot be opened or a package is missing.
     """
     if not config.is_simulated or config.port:
         with Bus(config.port) as bus:
@@ -205,11 +186,7 @@ def open_bus(config: RobotConfig, servos: Mapping[int, Servo] | None = None) -> 
 
 @contextmanager
 def open_arm(config: RobotConfig, servos: Mapping[int, Servo] | None = None) -> Iterator[Arm]:
-    """Open the arm, as a context manager; nothing is written to the servos by that. ``servos`` as in ``open_bus``.
-
-    Raises:
-        RobotError: the calibration, the port or a package is missing.
-    """
+    """Open the arm as a context manager, without writing to its servos; ``servos`` and errors as in ``open_bus``."""
     calibration = load_calibration(config)
     with open_bus(config, servos) as bus:
         yield Arm(bus, calibration, config.use_degrees)

@@ -88,11 +88,7 @@ def suggest_cameras(fit: PolicyFit) -> str:
 
 
 def compare_joints(fit: PolicyFit, given: Sequence[str] | None) -> Finding:
-    """Compare the joints that the policy's actions are for with the arm's.
-
-    Args:
-        given: names by ``--policy.joint_names``.
-    """
+    """Compare the policy's joints with the arm's; `given` are names by ``--policy.joint_names``."""
     arm, names = ", ".join(JOINTS), fit.joint_names or given
     give = f"give their names in the order of the dataset's action: --policy.joint_names={','.join(JOINTS)}"
     other = "use a policy that was trained on an arm like this one"
@@ -119,12 +115,7 @@ def compare_joint_names(names: Sequence[str]) -> str | None:
 
 
 def compare_units(fit: PolicyFit, use_degrees: bool | None, calibration: Calibration | None) -> Finding:
-    """Compare the unit of the arm with the values that the policy was trained on.
-
-    Args:
-        use_degrees: None when the user did not say.
-        calibration: of the arm; None when it could not be read.
-    """
+    """Compare the arm's unit (`use_degrees`, None if not given) with the values that the policy was trained on."""
     trained = _trained_ranges(fit)
     if trained is None:
         text = "the checkpoint has no ranges of its joints, so their unit cannot be compared"

@@ -62,8 +62,7 @@ class StreamLink:
     async def run(self, linked: asyncio.Event) -> None:
         """Send observations and receive commands until cancelled; ``linked`` is set while connected.
 
-        Raises:
-            RobotError: the connection cannot be made, and another attempt would not help.
+        Raises RobotError if another attempt to connect would not help.
         """
         tries = 0
         while True:

@@ -306,11 +306,7 @@ async def _run_unless_ended(
     work: Coroutine[Any, Any, Any],
     undo: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> Any:
-    """Return the result of the work.
-
-    Raises:
-        _Ended: a person ended the program first; the work was undone.
-    """
+    """Return the result of the work; raises _Ended if a person ended the program first and the work was undone."""
     task, ended = asyncio.create_task(work), asyncio.create_task(end_requested.wait())
     try:
         await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,4 @@
-"""Simulated servos behind a pseudo-terminal, for tests and for a robot without an arm.
-
-The bytes are a real bus's (ping, read, write, sync read, sync write, checksums, status bits), so that everything above
-is what a real arm gets.
-"""
+"""Simulated servos behind a pseudo-terminal with a real bus's bytes, for tests and for a robot without an arm."""
 
 import os
 import select
@@ -42,12 +38,8 @@ FIRST = {
 class Servo:
     """Simulated servo: its memory, and a shaft that moves to its goal while torque is on.
 
-    Args:
-        speed: steps per second of the shaft; None for a shaft that only ``set_position`` turns, e.g. a physics engine.
-
-    Attributes:
-        status: its status byte.
-        written: the newest goals that it received while torque was on, each with its time.
+    `speed` is in steps per second; None for a shaft that only ``set_position`` turns, e.g. a physics engine. `written`
+    are the newest goals that it received while torque was on, each with its time.
     """
 
     def __init__(self, position: int = RESOLUTION // 2, speed: float | None = SPEED):
@@ -99,12 +91,7 @@ class Servo:
 
 
 class ServoLine:
-    """All servos of a bus: packets in, packets out.
-
-    Attributes:
-        silent: ids that do not answer, as if unplugged.
-        corrupted: ids whose answers have a wrong checksum.
-    """
+    """All servos of a bus: packets in, packets out; `silent` ids do not answer, `corrupted` ones wrongly."""
 
     def __init__(self, servos: Mapping[int, Servo]):
         self.servos = dict(servos)
@@ -178,11 +165,7 @@ def compute_checksum(body: bytes) -> int:
 
 
 class SimulatedBus:
-    """Simulated servos behind a pseudo-terminal, run by a thread; a context manager.
-
-    Attributes:
-        port: what to give as ``--robot.port``.
-    """
+    """Simulated servos in a thread behind a pseudo-terminal; a context manager; `port` is for ``--robot.port``."""
 
     def __init__(self, servos: Mapping[int, Servo]):
         self.line = ServoLine(servos)

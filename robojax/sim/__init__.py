@@ -13,8 +13,7 @@ def _is_library(name: str) -> bool:
     return True
 
 
-# MuJoCo chooses its way to draw at its import, which fails when the library is missing. With neither library physics
-# still runs, and drawing says what to install.
+# MuJoCo's import fails if the chosen renderer is missing. Without EGL and OSMesa physics runs, and drawing fails.
 if sys.platform == "linux" and "MUJOCO_GL" not in os.environ:
     available = [
         name for name, library in (("egl", "libEGL.so.1"), ("osmesa", "libOSMesa.so.8")) if _is_library(library)

@@ -253,11 +253,7 @@ class Arm:
         return bool(self._get_position(cube)[2] > LIFTED)
 
     def picture(self, camera: str, height: int, width: int) -> np.ndarray:
-        """Render a camera: uint8 (height, width, 3), RGB.
-
-        Raises:
-            RuntimeError: nothing here can draw without a screen; says what to install.
-        """
+        """Render a camera: uint8 (height, width, 3), RGB; raises RuntimeError as `open_renderer` does."""
         renderer = self._renderers.get((height, width))
         if renderer is None:
             renderer = self._renderers[height, width] = open_renderer(self.model, height, width)
@@ -271,11 +267,7 @@ class Arm:
 
 
 def open_renderer(model: mujoco.MjModel, height: int, width: int) -> mujoco.Renderer:
-    """Open a renderer; only the thread that opened it may use and close it.
-
-    Raises:
-        RuntimeError: nothing on this machine can render without a screen; the text says what to install.
-    """
+    """Open a renderer for this thread alone; raises RuntimeError, which says what to install for rendering."""
     try:
         return mujoco.Renderer(model, height, width)
     except (ImportError, RuntimeError, AttributeError, mujoco.FatalError) as error:

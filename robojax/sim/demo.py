@@ -72,14 +72,14 @@ class DemoFailed(Exception):
 
 @dataclass
 class View:
-    """State of the demo at one moment.
+    """State of the demo at one moment; `news` and `notes` are new since the previous view.
 
     Attributes:
         status: the session as ``GET /sessions/{id}`` answers it.
-        news: episodes that ended since the previous view.
-        instruction: the instruction of the current episode; empty before the first.
-        notes: lines for the terminal since the previous view: a person stopped the session, or let it go on.
-        is_over: whether the arm has played all its episodes.
+        news: ended episodes.
+        instruction: of the current episode; empty before the first.
+        notes: lines for the terminal: a person stopped or continued the session.
+        is_over: whether all episodes ended.
     """
 
     status: Mapping[str, Any]
@@ -109,14 +109,7 @@ class Demo:
     async def create_session(
         self, policy: str, task: Task = PICK, seed: int = 0, *, revision: str | None = None
     ) -> Request:
-        """Create the session; returns when its policy is loaded, compiled and warm.
-
-        Args:
-            seed: of the first episode, whose instruction the session begins with.
-
-        Raises:
-            DemoFailed: the server refused.
-        """
+        """Create the session when its policy is warm; `seed` decides its instruction; raises DemoFailed if refused."""
         named = {"policy_path": policy} | ({} if revision is None else {"revision": revision})
         needs = (await self._post("/policies/check", named, "policy"))["requirements"]
         instruction = task.choose_cube(seed).instruction if needs["language"] else None
@@ -208,11 +201,7 @@ class Demo:
         )
 
     async def finish_recording(self) -> Mapping[str, Any]:
-        """End the session; returns its recording when a dataset was made of it, or could not be.
-
-        Raises:
-            DemoFailed: it took too long, or there is none.
-        """
+        """End the session and return its finished recording; raises DemoFailed if it is missing or takes too long."""
         try:
             async with asyncio.timeout(LOADING):
                 await self._client.session(SESSION).delete()
@@ -264,10 +253,9 @@ async def _drain(server: Child) -> None:
 
 
 async def read_server_url(server: Child) -> str:
-    """Wait until the server answers, and return the URL that it prints.
+    """Wait until the server answers, and return the URL that it prints to its pipe.
 
-    The line comes through the child's own pipe. A request to the port would prove nothing, because another server may
-    answer there while this child still starts.
+    A request to the port would prove nothing, because another server may answer there.
 
     Raises:
         DemoFailed: it did not answer in time.

@@ -24,12 +24,7 @@ PACKAGES = ("robojax", "jax", "jaxlib", "flax", "numpy", "mujoco", "aiortc", "av
 
 @dataclass
 class Evaluation:
-    """Settings and results of an evaluation.
-
-    Attributes:
-        policy: a folder, or a repo id of the Hub.
-        results: of the policy and of the way its answers took, as it becomes known.
-    """
+    """Settings and `results` of an evaluation; `policy` is a folder or a repo id of the Hub."""
 
     policy: str
     revision: str | None
@@ -70,11 +65,7 @@ class Evaluation:
         }
 
     def save(self, folder: Path) -> Path:
-        """Write the report; the file appears only when it is whole.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """Write the report, which appears whole; raises OSError if it cannot be written."""
         path = folder / REPORT
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")

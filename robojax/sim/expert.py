@@ -114,11 +114,9 @@ _is_over: Callable[[], bool] = bool
 
 
 class Demonstration(NamedTuple):
-    """One recorded episode of the expert.
+    """Recorded episode of the expert: its instruction, and arrays by feature in units of the wire.
 
-    Attributes:
-        arrays: feature to array; frames (t, h, w, 3) uint8, states and actions (t, 6) float32 in units of the wire.
-        instruction: what was done.
+    Frames are (t, h, w, 3) uint8, states and actions (t, 6) float32.
     """
 
     arrays: dict[str, np.ndarray]

@@ -1,8 +1,7 @@
-"""Process that connects the simulated arm to a server.
+"""Process that connects the simulated arm to a server, sends camera and joints at 25 Hz, and plays episodes.
 
-It sends its camera and joints at 25 Hz and plays episodes: lay the cubes, set the instruction, start the session, move
-for `HORIZON` ticks, stop the session, score. After a stop by a person it waits and plays the episode again. Each event
-is a line of JSON on standard output, for the parent process.
+An episode lays the cubes, sets the instruction, starts the session for `HORIZON` ticks, stops it and scores. After a
+stop by a person it is played again. Events are lines of JSON on standard output for the parent process.
 """
 
 import argparse
@@ -28,12 +27,9 @@ from service.transport.client.robot import Robot
 
 
 class SimulatedRobot:
-    """Simulation on one thread, since an OpenGL context belongs to the thread that made it.
+    """Simulation on one thread, since an OpenGL context belongs to the thread that made it; `films` is a folder.
 
     Its camera has noise of one grey level, because the server holds an arm whose pictures are identical.
-
-    Args:
-        films: a folder for a video of each episode.
     """
 
     def __init__(self, task: Task = PICK, films: Path | None = None) -> None:
@@ -97,12 +93,7 @@ class EpisodeFailed(Exception):
 
 
 class EpisodeStopped(Exception):
-    """A person stopped the session during the episode.
-
-    Attributes:
-        reason: why, in the person's words.
-        is_latched: whether it is an emergency stop, which needs a reset.
-    """
+    """A person stopped the session and gave a `reason`; an emergency stop `is_latched` and needs a reset."""
 
     def __init__(self, reason: str, is_latched: bool):
         super().__init__(reason)
@@ -190,14 +181,9 @@ class Player:
             await self._raise_if_stopped()
 
     async def _raise_if_stopped(self, *, by_request: bool = True) -> None:
-        """Raise when the session is stopped.
+        """Raise EpisodeStopped if a person stopped the session, EpisodeFailed if it stopped by itself.
 
-        Args:
-            by_request: whether a stop without a latch counts, too. Between two episodes the session is always stopped.
-
-        Raises:
-            EpisodeStopped: a person stopped it.
-            EpisodeFailed: the session stopped by itself, for example because it saw nothing for a long time.
+        `by_request` counts stops without a latch; between two episodes the session is always stopped.
         """
         session = await self._session.status()
         latch, code = session.stats.get("emergency_stop"), session.stats.get("stop_code")

@@ -36,12 +36,7 @@ POLL_PERIOD = 0.05  # seconds
 
 
 class ServoArm:
-    """Arm and cubes in real time, behind servos and cameras; a context manager that runs the physics in a thread.
-
-    Attributes:
-        servos: servos of the arm by id.
-        score: outcomes of the episodes so far.
-    """
+    """Arm and cubes in real time behind `servos` by id and cameras; a context manager with a thread of physics."""
 
     def __init__(self, config: RobotConfig):
         calibration = load_calibration(config)
@@ -63,11 +58,7 @@ class ServoArm:
         self._thread.join()
 
     def open_camera(self, name: str, config: CameraConfig) -> Source:
-        """Open a camera of the scene; the thread that reads it renders in parallel with the physics.
-
-        Raises:
-            RobotError: the scene has no such camera.
-        """
+        """Open a camera of the scene, which renders in its reader's thread; raises RobotError for unknown cameras."""
         camera, model = str(config.index_or_path or name), self._arm.model
         cameras = [model.camera(number).name for number in range(model.ncam)]
         if camera not in cameras:
@@ -160,11 +151,7 @@ class ServoArm:
     async def _begin_episode(
         self, session: AsyncSession, stops: object, arm_thread: ArmThread, on_event: Callable[[str], None]
     ) -> None:
-        """Stop the session, lay a new cube, and start the session again, except after a stop by a person.
-
-        Args:
-            stops: number of stops of the session so far.
-        """
+        """Stop the session, stopped `stops` times before, and start it with a new cube unless a person stopped it."""
         await session.stop()
         await _wait_held(arm_thread)
         self._lay_cube()

@@ -110,8 +110,7 @@ class ActConfig(LerobotConfig):
     def table_numbers(self) -> int:
         name, is_dilated = self.vision_backbone, self.replace_final_stride_with_dilation
         tokens = 3 + sum(math.prod(measure_feature_map(name, frame, is_dilated)) for frame in self.frames)
-        # Queries, keys and values of an encoder's layer are in one table. A decoder's layer has keys and values of the
-        # tokens, the query of the chunk, and, but for the first layer, its own queries, keys and values.
+        # Tables of tokens: 3 per encoder layer, 2 per decoder layer; of the chunk: 4 per decoder layer (first: 1).
         numbers = tokens * (1 + 3 * self.n_encoder_layers + 2 * self.n_decoder_layers)
         numbers += self.chunk_size * (4 * self.n_decoder_layers - 3 + self.use_vae)
         return super().table_numbers + numbers * self.dim_model

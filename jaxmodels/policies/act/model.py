@@ -1,7 +1,6 @@
 """ACT's network: encoder over observation tokens, decoder over action queries, CVAE latent.
 
-The order of the encoder's tokens is that of the checkpoints: latent, state, environment state, then each camera's
-feature map, row by row.
+Tokens have the checkpoints' order: latent, state, environment state, then each camera's feature map, row by row.
 """
 
 from collections.abc import Callable, Mapping
@@ -205,10 +204,7 @@ class LatentEncoder(nnx.Module):
 
 
 class Act(nnx.Module):
-    """Action Chunking Transformer (ACT) over normalised arrays.
-
-    Normalisation lives outside (jaxmodels/normalization.py), so that the same model trains and serves.
-    """
+    """Action Chunking Transformer (ACT) over arrays that jaxmodels/normalization.py normalised."""
 
     def __init__(self, config: ActConfig, *, rngs: nnx.Rngs):
         width = config.dim_model
@@ -242,12 +238,7 @@ class Act(nnx.Module):
         latent: Float[Array, "b z"] | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "b t a"]:
-        """A normalised chunk for a normalised observation.
-
-        Args:
-            latent: the latent's value; zeros when None, as at inference.
-            rngs: streams for dropout; None switches it off.
-        """
+        """Return a normalised chunk; `latent` is zeros when None, as at inference; `rngs` switches dropout on."""
         tokens, positions = self.tokens(observation, latent)
         memory = self.encoder(tokens, positions, rngs=rngs)
         queries = self.action_queries[...][None]
@@ -286,8 +277,8 @@ class Act(nnx.Module):
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """Training loss as LeRobot computes it, and its parts.
 
-        The absolute error counts padded steps as zero but divides by all steps. With `use_vae` the divergence of
-        the latent is added, `kl_weight` times.
+        The absolute error counts padded steps as zero but divides by all steps. With `use_vae`, `kl_weight` times the
+        latent's divergence is added.
 
         Args:
             rngs: the streams ``dropout`` and ``latent``; None evaluates: no dropout, latent 0, no divergence.

@@ -35,11 +35,7 @@ WINOGRAD_CHANNELS = 64
 
 
 def fold(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndarray]:
-    """Weights for serving by name, with constant parts folded together.
-
-    Args:
-        platform: JAX's name of where they will run, e.g. ``cpu``.
-    """
+    """Return serving weights by name, with constant parts folded, for JAX's name of a platform (``cpu``)."""
     folded: dict[str, np.ndarray] = {}
     if config.cameras:
         folded |= _backbone(config, weights, platform)

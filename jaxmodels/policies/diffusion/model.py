@@ -76,10 +76,7 @@ def shift_time(x: Float[Array, "b t c"], size: int, stride: int = 1) -> Float[Ar
 
 
 class TimeConvolution(nnx.Module):
-    """A convolution over time, padded so that (but for the stride) the length stays.
-
-    One product with all that each step looks at: few steps and many channels make it a matter of reading the kernel.
-    """
+    """Convolution over time as one product, padded so that the length stays except for the stride."""
 
     def __init__(self, inputs: int, outputs: int, size: int, *, stride: int = 1, rngs: nnx.Rngs):
         self.stride = stride

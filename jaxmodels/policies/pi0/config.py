@@ -58,15 +58,15 @@ class SiglipSizes:
 
 @dataclass(frozen=True)
 class PaliGemmaSizes:
-    """Sizes that LeRobot and openpi keep in their code; ``architecture.json`` of a policy's folder overrides them.
+    """Sizes that LeRobot and openpi keep in their code; a policy's ``architecture.json`` overrides them.
 
     Attributes:
         gemma_2b, gemma_300m: the models that `paligemma_variant` and `action_expert_variant` choose from.
-        vocab_size: tokens that PaliGemma knows.
-        vision: of the tower that looks at the images.
+        vocab_size: tokens of PaliGemma.
+        vision: of the vision tower.
 
     Raises:
-        ConfigError: a value makes no sense; all errors together.
+        ConfigError: all wrong values together.
     """
 
     gemma_2b: GemmaSizes = GemmaSizes(2048, 18, 16_384, 8, 1, 256)
@@ -90,11 +90,7 @@ class PaliGemmaSizes:
 
     @classmethod
     def from_json(cls, values: Any) -> "PaliGemmaSizes":
-        """Reads an ``architecture.json`` that was parsed already.
-
-        Raises:
-            ConfigError: fields are unknown or missing, or values make no sense.
-        """
+        """Read a parsed ``architecture.json``; raises ConfigError for unknown or missing fields or wrong values."""
         read = dict(_check_names("architecture.json", cls, values))
         for name, kind in (("gemma_2b", GemmaSizes), ("gemma_300m", GemmaSizes), ("vision", SiglipSizes)):
             if name in read:
@@ -136,12 +132,10 @@ COMMANDS = (-0.6213, 1.4910)  # radians of ALOHA's commanded 0 and 1
 
 
 class AlohaJoints:
-    """Conversion of ALOHA's joints to the joints that pi0 was trained with, and back; arrays of NumPy or JAX.
+    """Conversion of ALOHA's joints to pi0's and back, for arrays of NumPy or JAX.
 
-    Some joints turn the other way there. ALOHA measures how far its fingers are apart and is commanded in radians;
-    pi0 has the angle of the gripper's motor, from closed (0) to open (1).
-
-    Source: openpi/policies/aloha_policy.py (https://github.com/Physical-Intelligence/openpi).
+    Some joints turn the other way. ALOHA measures the distance of its fingers and is commanded in radians; pi0 has the
+    angle of the gripper's motor, from closed (0) to open (1). Source: openpi/policies/aloha_policy.py.
     """
 
     @staticmethod
@@ -358,14 +352,9 @@ class Pi0Config(VlaConfig):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Pi0Config":
-        """Read a parsed ``config.json``.
+        """Read a parsed ``config.json``; raises ConfigError for unknown fields or wrong values.
 
-        Args:
-            values: its fields; besides, ``architecture``: the parsed ``architecture.json``, and ``lerobot`` and
-                ``openpi``: see above.
-
-        Raises:
-            ConfigError: unknown fields, or values that make no sense.
+        `values` may also hold the parsed ``architecture.json`` as ``architecture``, ``lerobot`` and ``openpi``.
         """
         what = f"{cls.type} config"
         read = dict(values)

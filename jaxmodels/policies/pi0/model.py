@@ -50,11 +50,9 @@ def vision_sizes(config: Pi0Config) -> VisionSizes:
 
 
 class StepInputs(NamedTuple):
-    """What the time of a step contributes; with a leading axis, of all steps of a sampler.
+    """What the time of a step contributes: `hidden`, added before the actions' SiLU (pi0), or `modulations` (pi0.5).
 
-    Attributes:
-        hidden: what is added to the actions before their SiLU (pi0).
-        modulations: of the expert's norms (pi0.5).
+    With a leading axis, those of all steps of a sampler.
     """
 
     hidden: Float[Array, "*s d"] | None
@@ -73,11 +71,7 @@ def fit_into_square(config: Pi0Config, frames: Float[Array, "b h w 3"]) -> Float
 
 
 class PiModel(nnx.Module):
-    """What pi0 and pi0.5 share: images and words become keys and values once per chunk.
-
-    Attributes:
-        has_state_token: whether the expert sees the state as a token in front of the actions.
-    """
+    """What pi0 and pi0.5 share: images and words become keys and values once per chunk."""
 
     has_state_token: ClassVar[bool]
 
@@ -89,13 +83,7 @@ class PiModel(nnx.Module):
         self.action_out = nnx.Linear(width, config.max_action_dim, rngs=rngs)
 
     def embed_images(self, observation: Observation) -> Float[Array, "n m d"]:
-        """Tokens of the images of all cameras that are there, camera by camera, as one batch.
-
-        A camera that is absent is left out: it would be masked, and nobody would see it.
-
-        Raises:
-            ObservationError: all cameras are absent (when traced).
-        """
+        """Return tokens of the present cameras' images as one batch; raises ObservationError without any (traced)."""
         present = [frames for frames in observation.images if frames is not None]
         if not present:
             raise ObservationError(f"all {len(observation.images)} cameras are absent; wanted one or more")
@@ -104,14 +92,7 @@ class PiModel(nnx.Module):
         )
 
     def encode(self, observation: Observation, seen: Float[Array, "n m d"] | None = None) -> PrefixCache:
-        """Images and words to keys and values: once per chunk.
-
-        Args:
-            seen: what `embed_images` gave for the observation; None to ask it.
-
-        Raises:
-            ObservationError: all cameras are absent (when traced).
-        """
+        """Return keys and values of images and words, once per chunk; `seen` is `embed_images`' result, if known."""
         seen = self.embed_images(observation) if seen is None else seen
         images, masks = observation.images, observation.image_masks
         present = [camera for camera, frames in enumerate(images) if frames is not None]
@@ -145,10 +126,7 @@ class PiModel(nnx.Module):
 
 
 class Pi0Model(PiModel):
-    """pi0: the expert sees the state as a token, and the time in the tokens of the actions.
-
-    Source: https://arxiv.org/abs/2410.24164; openpi/models/pi0.py.
-    """
+    """pi0: the expert sees the state as a token and the time in actions' tokens (arXiv 2410.24164; openpi's pi0.py)."""
 
     has_state_token = True
 
@@ -280,11 +258,7 @@ def denoise_behind(
     t: Float[Array, "b t"],
     step: StepInputs,
 ) -> Float[Array, "b t a"]:
-    """The velocity of a chunk some of whose actions are without noise, as pi0.5 may be trained.
-
-    Args:
-        still: what time 0 contributes, which is theirs.
-    """
+    """Return the velocity of a chunk of pi0.5 whose first actions have no noise; `still` is time 0's contribution."""
     step = jax.tree.map(
         lambda noisy, clean: jnp.where((t == 0).reshape(*t.shape, *(1,) * noisy.ndim), clean, noisy), step, still
     )

@@ -1,8 +1,6 @@
-"""Trees of openpi's own checkpoints of pi0 and pi0.5, onto the same networks as LeRobot's files.
+"""Reader of openpi's checkpoint trees of pi0 and pi0.5; their robots: jaxmodels/policies/openpi_configs.py.
 
-A tree has its layers on one axis, and heads on axes of their own. Low-rank updates (LoRA) are added to what they
-update.
-What robot a checkpoint is of: jaxmodels/policies/openpi_configs.py.
+A tree stacks its layers on one axis and has axes for heads. Low-rank updates (LoRA) are added to their weights.
 
 Sources: openpi/models/{gemma,siglip,pi0,lora,model}.py (https://github.com/Physical-Intelligence/openpi).
 """
@@ -36,13 +34,11 @@ _LORA = ("lora_a", "lora_b")
 
 @dataclass(frozen=True)
 class Source:
-    """Where an array of ours lies in openpi's tree.
+    """Path `theirs` and `index` of one of our arrays in openpi's tree.
 
     Attributes:
-        theirs: the path of the array there.
-        index: where in it ours lies.
-        has_heads_first: whether its axis of heads comes before that of its inputs.
-        is_transposed: whether ours is (out, in); theirs is (in, out), once its heads are behind its inputs.
+        has_heads_first: whether its axis of heads is before the axis of inputs.
+        is_transposed: whether ours is (out, in) and theirs is (in, out), with heads behind inputs.
     """
 
     theirs: str
@@ -64,11 +60,7 @@ class Source:
 
 
 def complete_config(tree: Path, config: Pi0Config) -> Pi0Config:
-    """The config with the sizes that a tree has, once all that both say is the same.
-
-    Raises:
-        CheckpointError: an array is not what pi0 or pi0.5 have, or the tree is of another config (all that differs).
-    """
+    """Return the config with a tree's sizes; raises CheckpointError, listing differences, if both do not agree."""
     shapes = {name: tuple(shape.shape) for name, shape in _list_arrays(tree).items()}
     kind = "pi05" if "time_mlp_in/kernel" in shapes else "pi0"
     sizes, side, width = _derive_sizes(tree.name, shapes)
@@ -176,10 +168,10 @@ def _find_scale(where: str, config: Pi0Config, base: str, rank: int) -> float:
 
 
 def merge_update(base: str, down: np.ndarray, up: np.ndarray, scale: float) -> np.ndarray:
-    """What a low-rank update adds to a weight: the product of its factors, over the last two axes.
+    """Return what a low-rank update adds to a weight: the product of its factors, over the last two axes.
 
-    Of what attention gives out, both factors are summed over the heads before they meet (openpi's einsum: its first
-    one gives ``BTL``), so each head's part of the weight gets the sum of all second factors.
+    In openpi's einsum of attention outputs both factors are summed over the heads, so each head gets the sum of all
+    second factors.
     """
     if "/attn_vec_einsum" in base:
         up = up.sum(axis=-3, keepdims=True)

@@ -30,12 +30,11 @@ _LAYERS = Range(-1, LAYERS_WRITTEN_OUT)
 
 
 class ExpertStep(NamedTuple):
-    """Layer of the action expert, and the layer of the language model whose keys and values it looks at.
+    """Layer of the action expert; `vlm_layer` is the language model's layer whose keys and values it attends to.
 
     Attributes:
-        vlm_layer: its number.
-        is_cross: whether it looks at those alone; else at the other actions, too.
-        has_context: whether its projections of keys and values are made for those of the language model.
+        is_cross: whether it attends to those alone, and not to the other actions.
+        has_context: whether its projections of keys and values are for those of the language model.
     """
 
     vlm_layer: int
@@ -238,14 +237,10 @@ class SmolVlaConfig(VlaConfig):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SmolVlaConfig":
-        """Read a parsed ``config.json``.
+        """Read a parsed ``config.json``; raises ConfigError for unknown fields, wrong values or an unknown model.
 
-        Args:
-            values: its fields; besides, ``vlm``: the parsed ``config.json`` of the vision-language model, and
-                ``vlm_tokens``: numbers of its special tokens by name. Without them it is one that is known by name.
-
-        Raises:
-            ConfigError: unknown fields, values that make no sense, or a model that is not known.
+        `values` may also hold ``vlm``, the parsed config of the vision-language model, and ``vlm_tokens``, numbers of
+        its special tokens by name. Without them the model must be known by name.
         """
         read = dict(values)
         file, tokens = read.pop("vlm", None), read.pop("vlm_tokens", None)

@@ -28,12 +28,9 @@ from jaxmodels.weights import blueprint_of
 
 
 class Encoded(NamedTuple):
-    """What was seen and said, for all steps of one chunk.
+    """Keys and values of an observation for each layer of the action expert, for all steps of one chunk.
 
-    Attributes:
-        key_values: what each layer of the action expert looks at: the language model's keys and values, or for
-            cross-attention what the layer makes of them; maybe with zeros behind them (`pad_keys`).
-        is_valid: which of their tokens count.
+    They may end with zeros (`pad_keys`); `is_valid` marks the tokens that count.
     """
 
     key_values: tuple[KeyValues, ...]
@@ -242,8 +239,7 @@ STAGES = (
 )
 
 
-# ALOHA's joints, as LeRobot's policy sees them (`adapt_to_pi_aloha`): some are turned round, and grippers are angles
-# instead of how far they are open. Constants: lerobot/policies/smolvla/modeling_smolvla.py.
+# LeRobot's `adapt_to_pi_aloha` reverses joints and converts gripper openings to angles (modeling_smolvla.py).
 FLIPPED, GRIPPERS = (1, 2, 8, 9), (6, 13)
 _OPENING = (0.01844, 0.058)
 _ANGLE = (0.4, 1.5)
@@ -327,10 +323,9 @@ def _tensor(name: str, last: int) -> Tensor:
 
 
 def find_unused(config: SmolVlaConfig) -> dict[str, Shape]:
-    """Tensors of LeRobot's files that no action depends on, and their shapes.
+    """Return unused tensors of LeRobot's files and their shapes: head and last norm of the language model.
 
-    The head and the last norm of the language model; of its last layer that the action expert looks at, all but keys
-    and values; and the layers behind that one.
+    Also layers behind the last one that the action expert attends to, and of that one all but keys and values.
     """
     text, last = config.vlm.text, config.expert_steps[-1].vlm_layer
     unused: dict[str, Shape] = {HEAD: (config.vocabulary, text.width), f"{_TEXT}norm.weight": (text.width,)}
