@@ -34,10 +34,6 @@ def run(stub: StubHub, tmp_path):
     return run
 
 
-def test_every_block_is_python_or_commands():
-    assert [language for language, _ in BLOCKS] == ["python", "python", "python", "bash"]
-
-
 def test_the_python_does_what_it_says(stub, run, tmp_path):
     told = run(sys.executable, "-c", "\n".join(text for language, text in BLOCKS if language == "python"))
     (webhook,) = stub.webhooks.values()

@@ -1,7 +1,6 @@
 """What a webhook may be made of, what is shown of one, where its secret comes from; and no secret in sight."""
 
 import copy
-import logging
 import pickle
 import stat
 from dataclasses import asdict
@@ -9,7 +8,7 @@ from dataclasses import asdict
 import huggingface_hub
 import pytest
 
-from hooks import WebhookWatchedItem, find_secret, generate_secret
+from hooks import WebhookWatchedItem, find_secret
 from hooks.client.webhook import check_webhook_id, make_body, mask_url, read_domains, read_watched, read_webhook
 from hooks.errors import HubTrouble, InvalidWebhook
 
@@ -86,13 +85,6 @@ def test_what_can_be_used_is_sent_as_it_was_given(given, caplog):
     options = {"is_new", "allow_http", "allow_empty"}
     assert make_body(**{"is_new": True} | given) == {name: sent[name] for name in set(sent) - options}
     assert not caplog.records
-
-
-def test_a_short_secret_is_warned_of_in_the_log_without_it(caplog):
-    with caplog.at_level(logging.WARNING):
-        make_body(url=URL, secret="my-secret", is_new=True)
-    assert "9 characters" in caplog.text
-    assert "my-secret" not in caplog.text
 
 
 def test_watched_items_are_read_in_any_form_each_once():
@@ -184,11 +176,6 @@ def test_what_is_no_webhook_is_refused(answer):
 )
 def test_an_address_is_shown_without_what_is_secret_in_it(url, shown):
     assert mask_url(url) == shown
-
-
-def test_a_generated_secret_is_good_and_another_each_time(caplog):
-    one, other = generate_secret(), generate_secret()
-    assert make_body(url=URL, secret=one, is_new=True, shortest_secret=40)["secret"] == one != other
 
 
 def test_a_secret_comes_from_its_file(tmp_path):

@@ -212,9 +212,7 @@ async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path
         assert (await finished(registry, webhook, attempts=3))["attempts"][2]["isReplay"] is True
 
 
-async def test_when_the_server_stops_its_jobs_end_within_two_seconds_and_are_run_again(
-    tmp_path: Path, pauses: Pauses
-) -> None:
+async def test_jobs_end_within_2_s_of_a_stop_and_run_at_the_next_start(tmp_path: Path, pauses: Pauses) -> None:
     (tmp_path / "marks").mkdir()
     async with running(tmp_path, sleepers(tmp_path / "marks")) as (registry, _):
         await registry.emit_session("session.started", {"session_id": "1"})

@@ -123,12 +123,6 @@ def test_the_list_is_a_table_or_json_or_ids(call, hub, made):
     assert call("ls", "-q").output.split() == list(hub.webhooks)
 
 
-def test_an_empty_list_is_said(call):
-    assert "No results found" in call("ls").output
-    assert json.loads(call("ls", "--json").stdout) == []
-    assert call("ls", "-q").output == ""
-
-
 def test_an_update_keeps_what_is_not_named(call, hub, made):
     told = call("update", made, "--url", f"{URL}/new").output
     assert made in told
@@ -196,24 +190,6 @@ def test_the_token_comes_from_the_environment_or_the_login(call, hub, monkeypatc
     file = tmp_path / "token"  # where the login keeps it
     file.write_text(TOKEN + "\n")
     call("ls")
-
-
-def test_a_hub_that_hangs_ends_the_command(call, hub):
-    hub.script("GET", "hang", None)
-    told = call("ls", "--timeout", "0.3", code=4).output
-    assert "did not answer" in told
-    assert "--timeout" in told
-
-
-def test_a_refusal_says_what_to_do_and_asks_for_another_try_only_where_that_helps(call, hub, monkeypatch):
-    create = ("create", "--url", URL, "--watch", "model:a")
-    for status, then in [(400, "change what it names"), (404, "robojax server with --registry"), (500, "try again")]:
-        hub.script("POST", status)
-        told = call(*create, code=4).output
-        assert then in told
-        assert ("try again" in told) == (status == 500)
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "log names its token file" in call("ls", code=4).output
 
 
 def test_letters_that_steer_a_terminal_are_written_out(call, hub, made):

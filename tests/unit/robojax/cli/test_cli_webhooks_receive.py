@@ -127,7 +127,7 @@ def test_a_script_is_sent_to_and_its_events_are_listed(receive, robojax, call):
         (("events", "show", "1", "--database", "x"), "there is no file 'x'"),
     ],
 )
-def test_what_cannot_be_sent_or_looked_at_ends_with_2_and_says_why_and_what_to_do(call, arguments, why):
+def test_invalid_arguments_end_with_2_and_an_advice(call, arguments, why):
     ends_with_2(call("webhooks", *arguments), why)
 
 
