@@ -3,29 +3,13 @@
 import pytest
 from pydantic import ValidationError
 
-from hooks.payload import WebhookPayload
+from hooks.payload import WebhookPayload, sample
 
-PUSH = {
-    "event": {"action": "update", "scope": "repo.content"},
-    "repo": {
-        "type": "model",
-        "name": "user/act_so101",
-        "id": "621ffdc036468d709f17434d",
-        "private": False,
-        "url": {
-            "web": "https://huggingface.co/user/act_so101",
-            "api": "https://huggingface.co/api/models/user/act_so101",
-        },
-        "headSha": "9b0c1a6f0c1b7d6e1f2a3b4c5d6e7f8091a2b3c4",
-        "owner": {"id": "628b753283ef59b5be89e937"},
-    },
-    "updatedRefs": [
-        {"ref": "refs/heads/main", "oldSha": "1" * 40, "newSha": "2" * 40},
-        {"ref": "refs/tags/v1", "oldSha": None, "newSha": "2" * 40},
-        {"ref": "refs/heads/old", "oldSha": "1" * 40, "newSha": None},
-    ],
-    "webhook": {"id": "6390e855e30d9209411de93b", "version": 3},
-}
+PUSH = sample(repo="user/act_so101", sha="2" * 40)
+PUSH["updatedRefs"] += [
+    {"ref": "refs/tags/v1", "oldSha": None, "newSha": "2" * 40},
+    {"ref": "refs/heads/old", "oldSha": "1" * 40, "newSha": None},
+]
 
 
 def changed(**changes: object) -> dict:

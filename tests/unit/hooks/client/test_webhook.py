@@ -185,21 +185,3 @@ def test_a_secret_comes_from_its_file(tmp_path):
     made = find_secret(file=tmp_path / "new", generate=True)
     assert find_secret(file=tmp_path / "new", generate=True) == made == (tmp_path / "new").read_text().strip()
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ({"generate": True}, "name the file"),
-        ({"file": "not-there"}, "let it be made"),
-        ({"file": "no/folder", "generate": True}, "cannot be made"),
-        ({"file": "empty"}, "is empty"),
-        ({"file": "binary"}, "not ASCII"),
-    ],
-)
-def test_a_place_without_a_secret_is_said(named, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").write_text("\n")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(InvalidWebhook, match=message):
-        find_secret(**named)

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from hooks.errors import HooksError, UnknownWebhook
-from hooks.payload import WebhookPayload
+from hooks.payload import WebhookPayload, sample
 from hooks.registry.registry import Registry
 from hooks.registry.store import Watched, Webhook
 from tests.testing.target import TargetServer
@@ -126,21 +126,8 @@ async def test_session_events_go_to_every_webhook_of_that_domain(registry: Regis
 
 
 async def test_hub_event_is_relayed_once_to_each_webhook_of_its_repo(registry: Registry, target: TargetServer) -> None:
-    payload = {
-        "event": {"action": "update", "scope": "repo.content"},
-        "repo": {
-            "type": "model",
-            "name": "lab/act",
-            "id": "621ffdc036468d709f17434d",
-            "private": False,
-            "owner": {"id": "628b753283ef59b5be89e937"},
-            "url": {"web": "https://huggingface.co/lab/act"},
-            "headSha": NEW,
-            "somethingNew": {"kept": True},
-        },
-        "webhook": {"id": "at-the-hub", "version": 3},
-        "updatedRefs": [{"ref": "refs/heads/main", "oldSha": OLD, "newSha": NEW}],
-    }
+    payload = sample(repo="lab/act", sha=NEW)
+    payload["repo"]["somethingNew"] = {"kept": True}
     first, second = await add(registry, f"{target.url}/1"), await add(registry, f"{target.url}/2")
     await add(registry, f"{target.url}/3", watched=[{"type": "dataset", "name": "lab/act"}])
     assert await registry.emit_payload(payload, event_id="delivery-1") == 2

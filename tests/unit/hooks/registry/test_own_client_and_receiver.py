@@ -9,7 +9,6 @@ import pytest
 from sanic import Sanic
 
 from hooks import WebhooksClient
-from hooks.errors import HubTrouble, UnknownWebhook
 from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.receiver import Receiver
@@ -25,30 +24,6 @@ WATCHED = ["model:lab/act"]
 async def registry() -> AsyncIterator[tuple[Registry, str]]:
     async with serve(registry := Registry(settings())) as url:
         yield registry, url
-
-
-async def test_our_client_goes_through_the_whole_life_of_a_webhook(registry: tuple[Registry, str]) -> None:
-    _, url = registry
-
-    def manage() -> None:
-        client = WebhooksClient(endpoint=url, token=TOKEN, timeout=30.0)
-        target = "http://127.0.0.1:9/hook"
-        made = client.ensure(url=target, watched=WATCHED, secret=SECRET)
-        assert client.ensure(url=target, watched=WATCHED, secret=SECRET).id == made.id
-        assert [one.id for one in client.list_webhooks()] == [made.id]
-        changed = client.update_webhook(made.id, url=target + "/2")
-        assert [(item.type, item.name) for item in changed.watched] == [("model", "lab/act")]
-        assert client.disable_webhook(made.id).status == "disabled"
-        assert client.enable_webhook(made.id).status == "enabled"
-        with pytest.raises(UnknownWebhook):
-            client.replay(made.id, "0" * 24)
-        with pytest.raises(HubTrouble, match="401"):
-            client.delete_webhook(made.id, token="hf_" + "r" * 30)
-        client.delete_webhook(made.id)
-        with pytest.raises(UnknownWebhook, match="there is no webhook"):
-            client.get_webhook(made.id)
-
-    await asyncio.to_thread(manage)
 
 
 async def test_our_receiver_takes_a_delivery_of_the_registry(registry: tuple[Registry, str]) -> None:

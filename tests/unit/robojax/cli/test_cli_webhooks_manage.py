@@ -2,8 +2,6 @@
 
 import json
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -133,10 +131,6 @@ def test_an_update_keeps_what_is_not_named(call, hub, made):
     assert (the_one(hub).watched, the_one(hub).secret) == ([{"type": "dataset", "name": "a/b"}], SECRET)
 
 
-def test_an_update_of_nothing_is_refused(call, made):
-    assert "nothing was named" in call("update", made, code=2).output
-
-
 @pytest.mark.parametrize("what", ["enable", "disable"])
 def test_it_is_switched(call, hub, made, what):
     the_one(hub).disabled = what == "enable"
@@ -197,11 +191,3 @@ def test_letters_that_steer_a_terminal_are_written_out(call, hub, made):
     for told in (call("ls").output, call("enable", made).output):
         assert "\x1b" not in told
         assert "[bold]x" in told
-
-
-def test_the_command_as_people_start_it(environment, hub, tmp_path):
-    environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path)}
-    line = [sys.executable, "-m", "robojax.cli", "webhooks", "create", "--url", URL, "--watch", "model:someone/arm"]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"id:      {the_one(hub).id}" in done.stdout
