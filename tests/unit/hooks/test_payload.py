@@ -35,20 +35,9 @@ def test_refs_by_long_and_by_short_name() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "repo__url",
-        "repo__owner",
-        "repo__headSha",
-        "repo__private",
-        "repo__subdomain",
-        "repo__tags",
-        "webhook__version",
-        "discussion",
-        "comment",
-        "movedTo",
-        "updatedRefs",
-        "updatedConfig",
-        "updatedFiles",
-        "updatedFilesTruncated",
+        *(f"repo__{name}" for name in ("url", "owner", "headSha", "private", "subdomain", "tags")),
+        *("webhook__version", "discussion", "comment", "movedTo"),
+        *("updatedRefs", "updatedConfig", "updatedFiles", "updatedFilesTruncated"),
     ],
 )
 def test_a_field_that_names_no_event_never_refuses_a_delivery(place: str, wrong: object) -> None:

@@ -29,11 +29,6 @@ class Rows:
         values = {"topic": topic, "lane": lane.strip("-"), "status": status, "due": NOW + float(due)}
         self.database.run_blocking(lambda connection: insert_row(connection, "rows", **values))
 
-    def set(self, number: int, status: str) -> None:
-        self.database.run_blocking(
-            lambda connection: connection.execute("UPDATE rows SET status = ? WHERE number = ?", (status, number))
-        )
-
     def take(self, room: int = 9) -> tuple[list[int], float | None]:
         left = [room]
 

@@ -133,7 +133,6 @@ def test_offline_mode_is_said(stub, client, monkeypatch):
     ("headers", "seconds"),
     [
         ({}, None),
-        ({"Retry-After": "7"}, 7.0),
         ({"retry-after": "Wed, 21 Oct 2015 07:28:10 GMT"}, 10.0),
         ({"RateLimit": '"api";r=0;t=55', "Retry-After": "3"}, 55.0),
         ({"RateLimit": '"api";r=9;t=55'}, None),

@@ -3,9 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-from sanic import Sanic
-
 from hooks.registry.jobs import load_jobs
 
 PAGE = (Path(__file__).parents[4] / "docs" / "operate" / "webhooks_registry.md").read_text()
@@ -14,17 +11,6 @@ PAGE = (Path(__file__).parents[4] / "docs" / "operate" / "webhooks_registry.md")
 def block(language: str) -> str:
     [found] = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
     return found
-
-
-def test_the_program_on_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "registry.token").write_text("t" * 64)
-    made: dict[str, object] = {}
-    exec(compile(block("python"), "webhooks_registry.md", "exec"), made)
-    app = made["app"]
-    assert isinstance(app, Sanic)
-    Sanic.unregister_app(app)
-    assert list(tmp_path.iterdir()) == [tmp_path / "registry.token"], "nothing is opened before it is served"
 
 
 def test_the_jobs_on_the_page_are_read(tmp_path: Path) -> None:

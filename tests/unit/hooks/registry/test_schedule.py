@@ -27,13 +27,11 @@ def test_waits_have_jitter_and_follow_retry_after(
     [
         (None, None),
         ("120", 120.0),
-        (" 7 ", 7.0),
         ("Tue, 14 Nov 2023 22:14:20 GMT", 60.0),
         ("Tue, 14 Nov 2023 22:14:20 -0000", 60.0),
         ("Tue, 14 Nov 2000 22:14:20 GMT", 0.0),
         ("soon", None),
         ("-5", None),
-        ("1.5", None),
         ("", None),
         ("²", None),
     ],

@@ -67,9 +67,6 @@ class ScriptedDeliverer:
         finally:
             self.at_once -= 1
 
-    def ids(self) -> list[str]:
-        return [request.id for _, request in self.got]
-
 
 class Sending:
     def __init__(self, path: Path | None = None, **settings: Any):
@@ -200,7 +197,7 @@ async def test_a_replay_has_the_same_id_and_its_failure_changes_nothing(sending:
     assert failed is not None
     assert again is not None
     assert (failed.status, again.status) == (500, 200)
-    assert len(set(sending.deliverer.ids())) == 1
+    assert len({request.id for _, request in sending.deliverer.got}) == 1
     [entry] = sending.log()
     assert entry["status"] == "delivered"
     assert [attempt["isReplay"] for attempt in entry["attempts"]] == [False, True, True]

@@ -20,13 +20,6 @@ def test_the_first_script_serves_both_of_its_endpoints(script):
         assert (code, "Traceback" in errors) == (0, False)
 
 
-def test_the_second_script_answers(script):
-    with script(PYTHON[1]) as (process, url):
-        assert ask(f"{url}/webhooks/hello", sample(repo="a/b")).json == {"message": "hello a/b"}
-        code, errors = end(process)
-        assert (code, "Traceback" in errors) == (0, False)
-
-
 def test_options_of_the_registry_are_settings():
     from service.settings import FIELDS
 

@@ -176,16 +176,6 @@ def test_a_replay_ends_with_1_when_it_was_not_taken(call, hub, made, monkeypatch
     assert told == {"id": made, "did": "replayed", "log_id": "log-1", "status_code": status}
 
 
-def test_the_token_comes_from_the_environment_or_the_login(call, hub, monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "401" in call("ls", code=4).output
-    monkeypatch.delenv("HF_TOKEN")
-    assert "hf auth login" in call("ls", code=4).output
-    file = tmp_path / "token"  # where the login keeps it
-    file.write_text(TOKEN + "\n")
-    call("ls")
-
-
 def test_letters_that_steer_a_terminal_are_written_out(call, hub, made):
     the_one(hub).watched = [{"type": "model", "name": "arm\x1b[2J\n[bold]x"}]
     for told in (call("ls").output, call("enable", made).output):

@@ -101,10 +101,3 @@ def ends_with_2(told, why):
     assert told.returncode == 2
     assert why in told.stderr
     assert "Do: " in told.stderr
-
-
-def test_whoever_looks_for_the_events_of_a_script_is_told_its_file(robojax, tmp_path):
-    kept = tmp_path / "state" / "robojax" / "webhooks" / "app-0123abcd.sqlite3"
-    kept.parent.mkdir(parents=True)
-    kept.touch()
-    assert str(kept) in robojax("webhooks", "events", "list").stderr
