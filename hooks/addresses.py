@@ -1,7 +1,6 @@
 """Rules for the addresses that webhooks may be sent to; host names are resolved once and then pinned.
 
-A webhook's URL comes over the wire. Without these rules it would reach what only this machine can reach: services on
-its loopback, the metadata server of a cloud, other machines behind its firewall.
+Without these rules, a webhook's URL could reach services on loopback, metadata servers and machines behind a firewall.
 """
 
 import ipaddress
@@ -35,12 +34,7 @@ _HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?", re.IGN
 
 @dataclass(frozen=True)
 class Target:
-    """Host, port and addresses of a webhook's URL.
-
-    Attributes:
-        host: a name, or an address without brackets.
-        addresses: of the host when it is an address itself, else empty.
-    """
+    """Parts of a webhook's URL; ``addresses`` is empty if the host is a name."""
 
     url: str
     host: str

@@ -1,7 +1,6 @@
 """SQLite database that survives a kill at any moment; one thread owns its connection.
 
-A commit is on the disk before ``run`` returns: WAL with ``synchronous=FULL``, so that an event which was acknowledged
-is there after a loss of power too.
+A commit is on the disk before ``run`` returns (WAL, ``synchronous=FULL``), so acknowledged events survive a power loss.
 """
 
 import asyncio
@@ -33,8 +32,7 @@ def alone(database: Path | None, taken_message: str) -> Iterator[None]:
         yield
         return
     path = database.with_name(database.name + ".lock")
-    # Inboxes are closed by other threads than those that opened them; a file whose being there is the lock would
-    # outlive a kill.
+    # Another thread may close the inbox, and a soft lock would outlive a kill.
     lock = FileLock(path, mode=0o600, blocking=False, thread_local=False, fallback_to_soft=False)
     try:
         held = lock.acquire()
@@ -79,10 +77,7 @@ class Database:
 
     def _open(self, schema: list[str]) -> sqlite3.Connection:
         if self.path is not None:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise StoreError(f"database {self._name}: its folder cannot be made ({error.strerror})") from error
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(self.path or ":memory:", timeout=LOCK_TIMEOUT, isolation_level=None)
         connection.row_factory = sqlite3.Row
         try:

@@ -33,14 +33,6 @@ class UnknownWebhook(HubTrouble):
     """No webhook has this id."""
 
 
-class DeliveryRefused(HooksError):
-    """The receiver did not accept a delivery; ``status`` is the status for the caller."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-
 class StoreError(HooksError):
     """The database of events cannot be opened or written."""
 

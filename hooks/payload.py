@@ -1,8 +1,7 @@
 """Payload of a Hub webhook, version 3, and a sample of each scope.
 
-A delivery is refused only for the fields that name its event: ``event.action``, ``event.scope``, ``repo.id``,
-``repo.name``, ``repo.type`` and ``webhook.id``, all text. Unknown fields and values are kept, and any other field that
-does not have its documented type is None, so that a change of the Hub does not silence a receiver.
+Only ``event.action``, ``event.scope``, ``repo.id``, ``repo.name``, ``repo.type`` and ``webhook.id`` are required, all
+text. Unknown fields are kept, and other fields of an undocumented type are None: a change of the Hub stops no receiver.
 Source: https://huggingface.co/docs/hub/webhooks, and huggingface_hub 2.4.
 """
 

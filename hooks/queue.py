@@ -1,9 +1,8 @@
 """Durable queue in SQLite: rows of one lane run in order, those of different lanes in parallel.
 
-Received events and deliveries to send are rows of such queues. Each queue is a table with the columns ``number`` (order
-of acceptance), ``status``, ``attempt``, ``due`` (seconds since 1970), ``lane``, and a column for the row's group: an
-endpoint or a webhook. A ``waiting`` row begins when it is due, no other row of its group and lane runs or is older and
-waiting, and its group has room. Then it is ``running``, until its worker writes the outcome.
+Each queue is a table with the columns ``number`` (order of acceptance), ``status``, ``attempt``, ``due`` (seconds since
+1970), ``lane``, and a group: an endpoint or a webhook. A ``waiting`` row begins when it is due, its group has room, and
+no row of its group and lane runs or is older and waiting. It is ``running`` until its worker writes the outcome.
 """
 
 import asyncio

@@ -70,12 +70,8 @@ class HubUnreachable(HubTrouble, ConnectionError):
 class WebhookFields(TypedDict, total=False):
     """Fields of a webhook by huggingface_hub's names; None counts as left out.
 
-    Attributes:
-        url: that is sent to.
-        job_id: of the job that is started, instead.
-        domains: ``repo`` and ``discussion``; when left out, both for a new one and those it has for others.
-        secret: that each delivery carries.
-        secrets: variables of the job; an update replaces the named variables and removes the empty ones.
+    A webhook sends to ``url`` or starts the job ``job_id``. A new webhook without ``domains`` gets those of the Hub.
+    Deliveries carry ``secret``. An update replaces the named ``secrets`` (variables of the job) and removes empty ones.
     """
 
     url: str | None

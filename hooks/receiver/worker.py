@@ -32,10 +32,9 @@ PRUNE_INTERVAL = 60.0
 
 
 class Reply:
-    """Answer to a waiting sender, handed over from the handler's run to the request.
+    """Answer to a waiting sender, passed from the handler's run to the request.
 
-    A failure that the sender has to repeat is written to the inbox first. From ``hold_sender`` on, the request waits
-    for that write instead of answering 202: no event is both accepted and handed back.
+    From ``hold_sender`` on, the request waits for the inbox, so that no event is both accepted and handed back.
     """
 
     def __init__(self) -> None:
@@ -193,7 +192,10 @@ class Worker:
         handler = endpoint.handler
         payload = None
         if handler.takes("payload"):
-            read = functools.partial(_parse_payload, handler.model, event.body)
+
+            def read() -> Any:
+                return build_payload(handler.model, parse_json(event.body))
+
             payload = read() if event.size < LARGE_BODY else await asyncio.to_thread(read)
         if handler.takes("request") and request is None:
             request = _rebuild_request(event, self._app)
@@ -299,7 +301,3 @@ def _rebuild_request(event: Event, app: Sanic) -> Request:
     request = Request(event.path.encode(), Header(dict(event.headers)), "1.1", "POST", cast(Any, None), app)
     request.body = event.body
     return request
-
-
-def _parse_payload(model: Any, body: bytes) -> Any:
-    return build_payload(model, parse_json(body))

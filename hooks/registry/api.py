@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sanic import Blueprint, HTTPResponse, Request
 from sanic import json as in_json
 
-from hooks.errors import DeliveryRefused, HooksError, HubTrouble, InvalidWebhook, StoreError, UnsafeTarget
+from hooks.errors import HooksError, HubTrouble, InvalidWebhook, StoreError, UnknownWebhook, UnsafeTarget
 from hooks.secrets import is_valid_secret
 
 if TYPE_CHECKING:
@@ -122,10 +122,10 @@ def _guard(handler: Handler, tokens: tuple[str, ...]) -> Handler:
             return in_json(await handler(request, **arguments))
         except (InvalidWebhook, UnsafeTarget) as error:
             return build_error(400, "BadRequest", str(error))
-        except HubTrouble as error:
+        except UnknownWebhook as error:
             return build_error(404, "NotFound", str(error))
-        except DeliveryRefused as error:
-            return build_error(error.status, "ReplayFailed", str(error))
+        except HubTrouble as error:
+            return build_error(502, "ReplayFailed", str(error))
         except StoreError:
             return build_error(503, "Unavailable", "the registry cannot write its database; its log says why")
         except HooksError as error:

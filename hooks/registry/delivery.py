@@ -113,8 +113,6 @@ def make_excerpt(
 
 
 MINUTE, HOUR = 60.0, 3600.0
-
-
 # Seconds before the first attempt, before the second, ...; each wait allows one attempt.
 WAITS = (0.0, 5.0, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 5 * HOUR, 10 * HOUR)
 JITTER = 0.2  # part of a wait by which it is randomly longer or shorter, so that retries spread

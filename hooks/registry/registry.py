@@ -14,7 +14,7 @@ from sanic import Blueprint
 
 from hooks.addresses import Resolve, TargetRules
 from hooks.database import Database, alone
-from hooks.errors import DeliveryRefused, HooksError, InvalidWebhook, UnknownWebhook
+from hooks.errors import HooksError, HubTrouble, InvalidWebhook, UnknownWebhook
 from hooks.payload import WebhookPayload
 from hooks.registry import delivery_queue
 from hooks.registry.api import add_routes
@@ -41,20 +41,13 @@ class Registry:
         InvalidSettings: the jobs file cannot be used.
     """
 
-    def __init__(
-        self,
-        settings: RegistrySettings,
-        *,
-        resolve: Resolve = ask_name_server,
-        clock: Callable[[], float] = time.time,
-    ):
+    def __init__(self, settings: RegistrySettings, *, resolve: Resolve = ask_name_server):
         """Make a registry; nothing runs before ``running``, or the server of ``blueprint``, starts."""
         self.settings = settings
         self._jobs = load_jobs(settings.jobs_file)
         self._rules = TargetRules.from_networks(settings.allowed_networks)
         self._store = WebhookStore(settings.max_webhooks, settings.suspend_after)
         self._resolve = resolve
-        self._clock = clock
         self._open: tuple[Database, Sender] | None = None
 
     @property
@@ -97,7 +90,7 @@ class Registry:
                 target = urls if destination.job is None else jobs
                 return await target.deliver(destination, request, now)
 
-            sender = Sender(database, self._store, deliver, settings, clock=self._clock)
+            sender = Sender(database, self._store, deliver, settings)
             self._open = database, sender
             task = asyncio.create_task(sender.run(), name="webhooks sender")
             task.add_done_callback(_log_task_error)
@@ -122,13 +115,13 @@ class Registry:
     async def create_webhook(self, body: object) -> Webhook:
         """Register a webhook by the JSON of ``HfApi.create_webhook``; raise ``InvalidWebhook``, ``UnsafeTarget``."""
         update = await self._check_target(read_update(body, is_new=True))
-        return await self._run(self._store.create, update, self._clock())
+        return await self._run(self._store.create, update, time.time())
 
     async def update_webhook(self, webhook_id: str, body: object) -> Webhook:
         """Change the fields that the body names; raises as ``create_webhook``."""
         before = await self.get_webhook(webhook_id)
         update = await self._check_target(read_update(body, is_new=False), before.job)
-        return await self._run(self._store.update, webhook_id, update, self._clock())
+        return await self._run(self._store.update, webhook_id, update, time.time())
 
     async def _check_target(self, update: WebhookUpdate, old_job: str | None = None) -> WebhookUpdate:
         if update.url:
@@ -149,13 +142,13 @@ class Registry:
 
     async def enable_webhook(self, webhook_id: str) -> Webhook:
         """Enable deliveries of a webhook (again)."""
-        webhook = await self._run(self._store.enable, webhook_id, self._clock())
+        webhook = await self._run(self._store.enable, webhook_id, time.time())
         self._running[1].runner.wake()
         return webhook
 
     async def disable_webhook(self, webhook_id: str) -> Webhook:
         """Disable deliveries of a webhook."""
-        return await self._run(self._store.disable, webhook_id, self._clock())
+        return await self._run(self._store.disable, webhook_id, time.time())
 
     async def delete_webhook(self, webhook_id: str) -> None:
         """Delete a webhook and its delivery log."""
@@ -167,13 +160,13 @@ class Registry:
         return await self._run(delivery_queue.list_deliveries, webhook_id, limit, before)
 
     async def replay(self, webhook_id: str, delivery_id: str) -> Outcome:
-        """Send a logged delivery again, or start its job; raise ``DeliveryRefused`` if there was no HTTP answer."""
+        """Send a logged delivery again, or start its job; raise ``HubTrouble`` without an HTTP answer."""
         webhook = await self.get_webhook(webhook_id)
         outcome = await self._running[1].replay(webhook_id, delivery_id, is_awaited=webhook.job is None)
         if outcome is None:
             raise UnknownWebhook("there is no delivery of this id in the webhook's log; it may have been pruned", 404)
         if outcome.status is None:
-            raise DeliveryRefused(502, f"replayed, but not taken: {outcome.text}")
+            raise HubTrouble(f"replayed, but not taken: {outcome.text}", 502)
         return outcome
 
     # Events.
@@ -189,7 +182,7 @@ class Registry:
         # Other values become their text, NaN and infinities null, and lone surrogates of file names question marks.
         text = json.dumps(data, default=str, ensure_ascii=False).encode("utf-8", "replace")
         plain = json.loads(text, parse_constant=lambda name: None)
-        body = {"type": type, "timestamp": format_time(self._clock()), "data": plain}
+        body = {"type": type, "timestamp": format_time(time.time()), "data": plain}
         message = Message(generate_id(), type, f"session:{plain.get('session_id', '')}", body, is_hub=False)
         return await self._running[1].queue_message(
             message,

@@ -25,8 +25,6 @@ SUSPENDED = "suspended-after-failure"
 MAX_WATCHED = 100
 MAX_SECRETS = 32
 MAX_ERRORS = 10  # errors per answer
-
-
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
 
 

@@ -36,14 +36,12 @@ def is_local_request(request: "Request[Any, Any]") -> bool:
 
 def check_access(request: Request, secrets: Sequence[str]) -> HTTPResponse | None:
     """Check that a visitor may see events: None if so, else the refusing answer."""
-    if not secrets:
-        return (
-            None
-            if is_local_request(request)
-            else json({"error": "Without a secret, only from this machine itself."}, 403)
-        )
-    refusal = check_sender(request.headers, tuple(secrets))
-    return None if refusal is None else to_response(refusal)
+    if secrets:
+        refusal = check_sender(request.headers, tuple(secrets))
+        return None if refusal is None else to_response(refusal)
+    if is_local_request(request):
+        return None
+    return json({"error": "Without a secret, only from this machine itself."}, 403)
 
 
 def _is_loopback(name: str | None) -> bool:

@@ -1,7 +1,6 @@
 """Lifecycle of a script's server: it starts when the script ends, with the settings of its environment.
 
-``atexit`` is too late for the start: by then thread pools are shut, and with them ``asyncio.to_thread`` and name
-look-ups. ``concurrent.futures`` shuts its pools by a hook that runs earlier, and the last registered call goes first.
+``atexit`` runs too late, after ``concurrent.futures`` has shut the thread pools in an earlier hook, which is used here.
 """
 
 import atexit

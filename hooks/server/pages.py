@@ -8,7 +8,6 @@ import secrets
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from html import escape
-from typing import TypeAlias
 
 from sanic import Blueprint, HTTPResponse, Request
 from sanic.response import html
@@ -94,24 +93,15 @@ def _render_endpoint(base: str, endpoint: Endpoint, has_secret: bool) -> str:
     return f"<h3><code>POST {escape(base + endpoint.path)}</code></h3><p>{escape(text)}</p><pre>{escape(command)}</pre>"
 
 
-Interface: TypeAlias = str | Blueprint
-
-
-def check_ui(ui: object) -> Interface:
-    """Return the ``ui`` if it is HTML or a blueprint, else raise ``TypeError``."""
-    if isinstance(ui, str | Blueprint):
-        return ui
-    kind = type(ui)
-    raise TypeError(
-        f"ui: found {kind.__module__}.{kind.__qualname__}, wanted a text of HTML or a Sanic blueprint; "
-        "a gradio interface runs in a server of its own: launch it there and link to it"
-    )
-
-
-def build_ui_blueprint(ui: Interface) -> Blueprint:
-    """Build the routes of a user's own interface."""
+def build_ui_blueprint(ui: object) -> Blueprint:
+    """Build the routes of a user's own interface; raise ``TypeError`` for anything but HTML text or a blueprint."""
     if isinstance(ui, Blueprint):
         return ui
+    if not isinstance(ui, str):
+        raise TypeError(
+            f"ui: found {type(ui).__module__}.{type(ui).__qualname__}, wanted a text of HTML or a Sanic blueprint; "
+            "a gradio interface runs in a server of its own: launch it there and link to it"
+        )
     blueprint = Blueprint(f"ui-{secrets.token_hex(4)}")
 
     async def show(request: Request) -> HTTPResponse:

@@ -102,9 +102,9 @@ class WebhooksServer:
         database: str | Path | None = None,
         settings: ReceiverSettings | None = None,
     ):
-        self._ui = None if ui is None else pages.check_ui(ui)
+        self._ui = None if ui is None else pages.build_ui_blueprint(ui)
         self._host, self._port, self._share = host, port, share
-        self._receiver = Receiver(resolve_settings(settings, webhook_secret, database))
+        self.receiver = Receiver(resolve_settings(settings, webhook_secret, database))
         self._app: Sanic[Any, Any] | None = None
         self._background: BackgroundServer | None = None
         self._local: str | None = None
@@ -115,17 +115,12 @@ class WebhooksServer:
     @property
     def settings(self) -> ReceiverSettings:
         """Settings of the receiver; with the secret and the database of this server."""
-        return self._receiver.settings
+        return self.receiver.settings
 
     @property
     def registered_webhooks(self) -> Mapping[str, Callable[..., Any]]:
         """Registered functions by absolute path."""
-        return {path: endpoint.handler.function for path, endpoint in self._receiver.endpoints.items()}
-
-    @property
-    def receiver(self) -> Receiver:
-        """Receiver of the deliveries."""
-        return self._receiver
+        return {path: endpoint.handler.function for path, endpoint in self.receiver.endpoints.items()}
 
     @property
     def app(self) -> Sanic[Any, Any]:
@@ -190,7 +185,7 @@ class WebhooksServer:
             raise HooksError("the app is made already, and its routes are fixed: add webhooks before .app is asked for")
         if path is not None and path.strip("/").split("/")[0] in RESERVED:
             raise InvalidWebhook(f"webhook path {path!r} is a page of the server; give it another one")
-        self._receiver.add(function, path, **options)
+        self.receiver.add(function, path, **options)
         return function
 
     def run(self) -> None:
@@ -233,7 +228,7 @@ class WebhooksServer:
             command = choose_command()
             if not self.settings.secrets:
                 secret = secrets.token_urlsafe(32)
-                self._receiver.settings = replace(self.settings, secrets=(secret,))
+                self.receiver.settings = replace(self.settings, secrets=(secret,))
                 print_notice(SECRET_MADE.format(secret=secret))
         where, ports = choose_address(host, port)
         listener = open_listener(where, ports)
@@ -248,7 +243,10 @@ class WebhooksServer:
         except BaseException:
             self._app = None
             raise
-        _close_at_exit(self)
+        # Close while threads are still usable; at the end of the script itself, `launch` waits and closes instead.
+        reference = weakref.WeakMethod(self.close)
+        with contextlib.suppress(RuntimeError):
+            register_at_exit(lambda: (close := reference()) and close())
         print_notice(CLOSED if self.settings.secrets else OPEN)
 
     @asynccontextmanager
@@ -287,32 +285,19 @@ class WebhooksServer:
 
     def _new_app(self) -> Sanic[Any, Any]:
         app = build_app(self.settings.max_body)
-        app.blueprint(self._receiver.blueprint())
-        app.blueprint(event_routes.build_blueprint(self._receiver, lambda: self.settings.secrets))
+        app.blueprint(self.receiver.blueprint())
+        app.blueprint(event_routes.build_blueprint(self.receiver, lambda: self.settings.secrets))
         if self._ui is None:
             links = {"Health": "/healthz"}
-            app.blueprint(pages.build_blueprint(self._receiver, "/", base=lambda: self._public, links=links))
+            app.blueprint(pages.build_blueprint(self.receiver, "/", base=lambda: self._public, links=links))
         else:
-            app.blueprint(pages.build_ui_blueprint(self._ui))
+            app.blueprint(self._ui)
 
         @app.get("/healthz", name="healthz")
         async def healthz(request: Request) -> HTTPResponse:
             return json({"status": "ok"})
 
         return app
-
-
-def _close_at_exit(server: WebhooksServer) -> None:
-    """Close a background server at exit while its loop, threads and database are still usable."""
-    reference = weakref.ref(server)
-
-    def close() -> None:
-        if (server_or_none := reference()) is not None:
-            server_or_none.close()
-
-    # At the end of the script itself nothing can be registered; there `launch` waits and closes.
-    with contextlib.suppress(RuntimeError):
-        register_at_exit(close)
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """The file of events: versions, whole transactions, what happens when it cannot be used."""
 
-import asyncio
-import errno
 import sqlite3
 import subprocess
 import sys
@@ -27,15 +25,6 @@ def words(connection: sqlite3.Connection) -> list[str]:
     return [row["word"] for row in connection.execute("SELECT word FROM words ORDER BY word")]
 
 
-async def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
-    database = Database(tmp_path / "deep" / "events.sqlite3", SCHEMA)
-    assert await database.run(add, "one") == 1
-    database.close()
-    again = Database(tmp_path / "deep" / "events.sqlite3", SCHEMA)
-    assert again.run_blocking(words) == ["one"]
-    again.close()
-
-
 def test_a_transaction_that_fails_leaves_nothing() -> None:
     database = Database(None, SCHEMA)
     with pytest.raises(KeyError):
@@ -43,18 +32,6 @@ def test_a_transaction_that_fails_leaves_nothing() -> None:
     assert database.run_blocking(add, "two") == 1
     with pytest.raises(StoreError, match="UNIQUE"):
         database.run_blocking(add, "two")
-    database.close()
-
-
-async def test_a_waiter_that_is_cancelled_does_not_tear_its_transaction() -> None:
-    database = Database(None, SCHEMA)
-    waiting = [asyncio.create_task(database.run(add, str(number))) for number in range(20)]
-    await asyncio.sleep(0)
-    for task in waiting[10:]:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    found = await database.run(words)
-    assert set(found) >= {str(number) for number in range(10)}
     database.close()
 
 
@@ -76,16 +53,7 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) ->
     assert path.read_text().startswith("not a database")
 
 
-def test_a_file_that_cannot_be_made_its_owners_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, mode: int) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", str(path))
-
-    monkeypatch.setattr(Path, "chmod", refuse)
-    with pytest.raises(StoreError, match="Read-only file system"):
-        Database(tmp_path / "events.sqlite3", SCHEMA)
-
-
-def test_a_file_that_is_deleted_or_replaced_takes_nothing_that_would_be_lost(tmp_path: Path) -> None:
+def test_deleted_or_replaced_file_refuses_writes(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite3"
     database = Database(path, SCHEMA)
     path.unlink()
@@ -102,14 +70,6 @@ def test_a_file_that_is_deleted_or_replaced_takes_nothing_that_would_be_lost(tmp
 def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
     Database(tmp_path / "events.sqlite3", SCHEMA).close()
     assert (tmp_path / "events.sqlite3").stat().st_mode & 0o077 == 0
-
-
-def test_after_close_it_says_so() -> None:
-    database = Database(None, SCHEMA)
-    database.close()
-    database.close()
-    with pytest.raises(StoreError, match="is closed"):
-        database.run_blocking(words)
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:

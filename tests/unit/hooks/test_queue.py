@@ -29,11 +29,6 @@ class Rows:
         values = {"topic": topic, "lane": lane.strip("-"), "status": status, "due": NOW + float(due)}
         self.database.run_blocking(lambda connection: insert_row(connection, "rows", **values))
 
-    def set(self, number: int, status: str) -> None:
-        self.database.run_blocking(
-            lambda connection: connection.execute("UPDATE rows SET status = ? WHERE number = ?", (status, number))
-        )
-
     def take(self, room: int = 9) -> tuple[list[int], float | None]:
         left = [room]
 
@@ -63,12 +58,7 @@ def test_what_begins_is_due_and_next_in_its_lane(rows, begun, later):
     assert table.database.run_blocking(QUEUE.release_running) == len(begun) + sum("running" in row for row in rows)
 
 
-def test_no_more_begin_than_there_is_room_for():
-    table = Rows(*["x - waiting 0"] * 5)
-    assert [table.take(2)[0] for _ in range(3)] == [[1, 2], [3, 4], [5]]
-
-
-async def test_a_runner_keeps_to_its_limits_follows_the_clock_and_writes_until_it_is_written(monkeypatch, caplog):
+async def test_runner_obeys_limits_and_the_clock_and_repeats_writes(monkeypatch, caplog):
     monkeypatch.setattr("hooks.queue.STORE_RETRY_INTERVAL", 0.01)
     table = Rows(*["x - waiting 0"] * 4, "off - waiting 0", "y - waiting 90")
     began, most, goes_on, wall = [], [], asyncio.Event(), [NOW]
@@ -100,24 +90,3 @@ async def test_a_runner_keeps_to_its_limits_follows_the_clock_and_writes_until_i
     assert began == [1, 2, 3, 4, 6]
     runner.is_ending = True
     await runner.close(1.0)
-
-
-async def test_what_does_not_end_in_time_is_cancelled():
-    table = Rows("x - waiting 0", "x - waiting 0")
-    ended = []
-
-    async def work(row: sqlite3.Row) -> None:
-        try:
-            await asyncio.sleep(0.01 if row["number"] == 1 else 3600)
-        finally:
-            ended.append(row["number"])
-
-    runner = QueueRunner(table.database, QUEUE, work, lambda topic: {}, clock=lambda: NOW)
-    running = asyncio.create_task(runner.run())
-    await until(lambda: ended)
-    table.add("x - waiting 0")
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await runner.close(0.05)
-    assert ended == [1, 2]
-    assert table.database.run_blocking(QUEUE.release_running) == 2

@@ -120,13 +120,6 @@ def test_one_that_was_not_made_is_asked_for_again_after_a_look(hub, ensure, how,
     assert len(hub.webhooks) == 1
 
 
-def test_a_refusal_is_not_asked_for_again(hub, ensure):
-    hub.script("POST", 403, None)
-    with pytest.raises(HubTrouble, match="403"):
-        ensure()
-    assert methods(hub) == ["GET", "POST"]
-
-
 def test_a_secret_that_can_be_guessed_is_refused(hub, ensure):
     with pytest.raises(InvalidWebhook, match="at least 16"):
         ensure(secret="my-secret")

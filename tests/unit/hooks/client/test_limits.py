@@ -3,15 +3,12 @@
 import threading
 import time
 
-import httpx2
 import huggingface_hub
 import pytest
-from huggingface_hub.utils import _http
 
 from hooks import HubRefused, HubSilent, HubUnreachable, WebhooksClient
 from hooks.client.client import read_retry_after
 from hooks.errors import HubTrouble
-from hooks.threads import run_with_timeout
 
 URL = "https://example.com/hook"
 DATE = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
@@ -32,46 +29,6 @@ def test_a_hub_that_hangs_is_an_error_within_the_limit(stub, how, pauses):
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, HubTrouble)
     assert caught.value.was_sent
-
-
-def test_a_hub_that_gives_one_byte_at_a_time_is_an_error_within_the_limit(stub, monkeypatch, pauses):
-    """Each read is quick enough for the HTTP client, all of them together are not for us."""
-    ended = threading.Event()
-
-    def drip(request):
-        def read():
-            while not ended.wait(0.1):
-                yield b" "
-
-        return httpx2.Response(200, stream=_Stream(read()), request=request)
-
-    session = httpx2.Client(transport=httpx2.MockTransport(drip))
-    monkeypatch.setattr("hooks.client.client.get_session", lambda: session)
-    began = time.monotonic()
-    with pytest.raises(HubSilent):
-        quick(stub).list_webhooks()
-    assert pauses.running(began) < 1.3
-    ended.set()
-
-
-class _Stream(httpx2.SyncByteStream):
-    def __init__(self, parts):
-        self.parts = parts
-
-    def __iter__(self):
-        return self.parts
-
-
-def test_limits_leave_the_process_as_it_was(stub):
-    huggingface_hub.HfApi(stub.url, "hf_token").list_webhooks()
-    shared, factory = huggingface_hub.get_session(), _http._GLOBAL_CLIENT_FACTORY
-    stub.script("GET", "hang", None)
-    with pytest.raises(HubSilent):
-        quick(stub).list_webhooks()
-    assert huggingface_hub.get_session() is shared
-    assert shared.timeout == httpx2.Timeout(None)
-    assert _http._GLOBAL_CLIENT_FACTORY is factory
-    assert not shared.is_closed
 
 
 def test_what_would_be_sent_after_the_limit_is_not_sent(stub, monkeypatch):
@@ -172,20 +129,10 @@ def test_offline_mode_is_said(stub, client, monkeypatch):
     assert stub.requests == []
 
 
-def test_a_client_closed_by_another_thread_is_opened_again(stub, client):
-    client.list_webhooks()
-    huggingface_hub.get_session().close()
-    with pytest.raises(HubUnreachable, match="closed"):
-        client.create_webhook(url=URL, watched="model:someone/arm")
-    huggingface_hub.close_session()
-    assert client.list_webhooks() == []
-
-
 @pytest.mark.parametrize(
     ("headers", "seconds"),
     [
         ({}, None),
-        ({"Retry-After": "7"}, 7.0),
         ({"retry-after": "Wed, 21 Oct 2015 07:28:10 GMT"}, 10.0),
         ({"RateLimit": '"api";r=0;t=55', "Retry-After": "3"}, 55.0),
         ({"RateLimit": '"api";r=9;t=55'}, None),
@@ -193,14 +140,6 @@ def test_a_client_closed_by_another_thread_is_opened_again(stub, client):
 )
 def test_what_an_answer_asks_for(headers, seconds):
     assert read_retry_after(headers, now=DATE) == seconds
-
-
-def test_errors_and_timeouts_of_the_work_itself_are_handed_on():
-    def fail():
-        raise TimeoutError("its own")
-
-    with pytest.raises(TimeoutError, match="its own"):
-        run_with_timeout(5, fail)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])

@@ -1,7 +1,6 @@
 """What a webhook may be made of, what is shown of one, where its secret comes from; and no secret in sight."""
 
 import copy
-import logging
 import pickle
 import stat
 from dataclasses import asdict
@@ -9,7 +8,7 @@ from dataclasses import asdict
 import huggingface_hub
 import pytest
 
-from hooks import WebhookWatchedItem, find_secret, generate_secret
+from hooks import WebhookWatchedItem, find_secret
 from hooks.client.webhook import check_webhook_id, make_body, mask_url, read_domains, read_watched, read_webhook
 from hooks.errors import HubTrouble, InvalidWebhook
 
@@ -33,9 +32,7 @@ JOB = {"dockerImage": "python:3.12", "command": ["true"], "secrets": {"HF_TOKEN"
         ({}, "Missing argument for webhook: `url` or `job_id`."),
         ({"job_id": " "}, "job_id is empty"),
         ({"url": "ftp://example.com"}, "wanted https://host/path"),
-        ({"url": "https://"}, "wanted https://host/path"),
         ({"url": "https://[::1"}, "cannot be read"),
-        ({"url": "https://example.com:port"}, "cannot be read"),
         ({"url": "https://example.com/a b"}, "blanks"),
         ({"url": "http://example.com/hook"}, "--allow-http example.com"),
         ({"url": "http://10.1.2.3/hook"}, "allow_http=['10.1.2.3']"),
@@ -45,14 +42,12 @@ JOB = {"dockerImage": "python:3.12", "command": ["true"], "secrets": {"HF_TOKEN"
         ({"url": URL, "watched": ["modle arm"]}, "'modle arm' cannot be read; wanted 'type:name'"),
         ({"url": URL, "domains": []}, "domains is empty"),
         ({"url": URL, "domains": ["repos"]}, "'repos' is not known; known: repo"),
-        ({"url": URL, "domains": [""]}, "known:"),
         ({"url": URL, "secrets": {"HF_TOKEN": "hf_value"}}, "`secrets` can only be set together with `job_id`."),
         ({"job_id": "687f", "secrets": {"HF_TOKEN": 5}}, "wanted a name and a text"),
         ({"url": URL, "secret": ""}, "at least 16 visible ASCII characters"),
         ({"url": URL, "secret": "short"}, "at least 16 visible ASCII characters"),
         ({"url": URL, "secret": "with a blank in it all"}, "at least 16 visible ASCII characters"),
         ({"url": URL, "secret": "übermäßig-geheim-und-lang"}, "at least 16 visible ASCII characters"),
-        ({"url": URL, "secret": "line\nbreak" * 4}, "at least 16 visible ASCII characters"),
         ({"url": URL, "secret": "my-secret", "shortest_secret": 16}, "at least 16 visible ASCII characters"),
     ],
 )
@@ -71,7 +66,6 @@ def test_what_cannot_be_used_is_refused_and_no_secret_is_told(given, message):
         {"url": "http://127.0.0.1:8001/x"},
         {"url": "http://localhost/x"},
         {"url": "http://[::1]:80/x"},
-        {"url": "http://robot.local/x", "allow_http": ["other", "robot.local"]},
         {"url": "http://robot.local/x", "allow_http": ["ROBOT.local"]},
         {"url": "http://robot.local/x", "allow_http": ["*"]},
         {"url": "http://10.1.2.3/x", "allow_http": ["10.0.0.0/8"]},
@@ -86,13 +80,6 @@ def test_what_can_be_used_is_sent_as_it_was_given(given, caplog):
     options = {"is_new", "allow_http", "allow_empty"}
     assert make_body(**{"is_new": True} | given) == {name: sent[name] for name in set(sent) - options}
     assert not caplog.records
-
-
-def test_a_short_secret_is_warned_of_in_the_log_without_it(caplog):
-    with caplog.at_level(logging.WARNING):
-        make_body(url=URL, secret="my-secret", is_new=True)
-    assert "9 characters" in caplog.text
-    assert "my-secret" not in caplog.text
 
 
 def test_watched_items_are_read_in_any_form_each_once():
@@ -186,11 +173,6 @@ def test_an_address_is_shown_without_what_is_secret_in_it(url, shown):
     assert mask_url(url) == shown
 
 
-def test_a_generated_secret_is_good_and_another_each_time(caplog):
-    one, other = generate_secret(), generate_secret()
-    assert make_body(url=URL, secret=one, is_new=True, shortest_secret=40)["secret"] == one != other
-
-
 def test_a_secret_comes_from_its_file(tmp_path):
     (tmp_path / "secret").write_text(" of-the-file\n")
     assert find_secret() is None
@@ -198,21 +180,3 @@ def test_a_secret_comes_from_its_file(tmp_path):
     made = find_secret(file=tmp_path / "new", generate=True)
     assert find_secret(file=tmp_path / "new", generate=True) == made == (tmp_path / "new").read_text().strip()
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ({"generate": True}, "name the file"),
-        ({"file": "not-there"}, "let it be made"),
-        ({"file": "no/folder", "generate": True}, "cannot be made"),
-        ({"file": "empty"}, "is empty"),
-        ({"file": "binary"}, "not ASCII"),
-    ],
-)
-def test_a_place_without_a_secret_is_said(named, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").write_text("\n")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(InvalidWebhook, match=message):
-        find_secret(**named)

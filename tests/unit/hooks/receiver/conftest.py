@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from sanic import Sanic
 
+from hooks.payload import sample
 from hooks.receiver.inbox import Status
 from hooks.receiver.receiver import Receiver
 
@@ -115,20 +116,9 @@ def make_payload() -> Callable[..., dict[str, Any]]:
     def make(
         name: str = "robots/act", *, repo_id: str | None = None, sha: str = "a" * 40, **more: Any
     ) -> dict[str, Any]:
-        return {
-            "event": {"action": "update", "scope": "repo.content"},
-            "repo": {
-                "id": repo_id or f"id-of-{name}",
-                "owner": {"id": "owner-1"},
-                "headSha": sha,
-                "name": name,
-                "private": False,
-                "type": "model",
-                "url": {"web": f"https://hub.example/{name}", "api": f"https://hub.example/api/models/{name}"},
-            },
-            "updatedRefs": [{"ref": "refs/heads/main", "oldSha": "b" * 40, "newSha": sha}],
-            "webhook": {"id": "webhook-1", "version": 3},
-            **more,
-        }
+        payload = sample(repo=name, sha=sha)
+        payload["repo"]["id"] = repo_id or f"id-of-{name}"
+        payload["webhook"]["id"] = "webhook-1"
+        return payload | more
 
     return make

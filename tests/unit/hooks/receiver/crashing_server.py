@@ -17,19 +17,17 @@ from hooks.receiver.receiver import Receiver
 
 
 class Outside:
-    """An effect that is not in the inbox: it is made once by the id of its event. Counts all runs too."""
+    """Effects outside the inbox, each made once by the id of its event."""
 
     def __init__(self, path: Path):
         self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.execute("PRAGMA synchronous=NORMAL")
-        self._connection.execute("CREATE TABLE IF NOT EXISTS runs (event_id TEXT)")
         self._connection.execute("CREATE TABLE IF NOT EXISTS moves (event_id TEXT UNIQUE, number INTEGER)")
         self._lock = threading.Lock()
 
     def move(self, event: Event, number: int) -> None:
         with self._lock:
-            self._connection.execute("INSERT INTO runs VALUES (?)", (event.id,))
             self._connection.execute("INSERT OR IGNORE INTO moves VALUES (?, ?)", (event.id, number))
 
 

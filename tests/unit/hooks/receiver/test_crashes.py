@@ -1,14 +1,12 @@
 """The receiver is killed at random moments; every event has its effect exactly once and none is lost."""
 
 import asyncio
-import json
 import random
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -64,9 +62,7 @@ class Senders:
         chance.shuffle(numbers)
         self.left = numbers
         self.total = len(numbers)
-        self.posts = 0
         self.acknowledged: Counter[int] = Counter()
-        self.statuses: Counter[str] = Counter()
         self._url = url
 
     async def run(self, session: aiohttp.ClientSession) -> None:
@@ -82,16 +78,14 @@ class Senders:
         }
         url = f"{self._url}/webhooks/{PATHS[number % len(PATHS)]}"
         while True:
-            self.posts += 1
             try:
                 async with session.post(url, json=body, headers={"webhook-id": f"d{number}"}) as answer:
                     await answer.read()
-                    self.statuses[str(answer.status)] += 1
                     if answer.status < 300:
                         self.acknowledged[number] += 1
                         return
-            except (aiohttp.ClientError, OSError) as error:
-                self.statuses[type(error).__name__] += 1
+            except (aiohttp.ClientError, OSError):
+                pass  # The server was killed: send again.
             await asyncio.sleep(PATIENCE)
 
 
@@ -99,7 +93,6 @@ async def crash(folder: Path, *, count: int, kills: int, seed: int) -> dict[str,
     chance = random.Random(seed)
     server = Server(folder)
     senders = Senders(f"http://127.0.0.1:{server.port}", count, chance)
-    began = time.monotonic()
     try:
         async with aiohttp.ClientSession() as session:
             await server.ready()
@@ -119,32 +112,20 @@ async def crash(folder: Path, *, count: int, kills: int, seed: int) -> dict[str,
         server.kill()
     connection = sqlite3.connect(folder / "outside.sqlite3")
     moves = Counter(number for (number,) in connection.execute("SELECT number FROM moves"))
-    runs = connection.execute("SELECT count(*) FROM runs").fetchone()[0]
     connection.close()
     return {
-        "deliveries": senders.total,
-        "events": count,
-        "kills": kills,
-        "posts": senders.posts,
-        "answers": dict(senders.statuses),
-        "runs": runs,
         "effects": sum(moves.values()),
         "effects_twice": sum(number > 1 for number in moves.values()),
         "lost": sum(number not in moves for number in range(count)),
         "not_acknowledged": sum(number not in senders.acknowledged for number in range(count)),
         "ends": dict(ends),
-        "seconds": round(time.monotonic() - began, 1),
     }
 
 
 @pytest.mark.parametrize(
     ("count", "kills"), [(150, 3), pytest.param(1000, 20, marks=[pytest.mark.slow, pytest.mark.timeout(180)])]
 )
-async def test_every_event_has_its_effect_exactly_once_while_the_receiver_is_killed(
-    tmp_path: Path, count: int, kills: int
-) -> None:
+async def test_each_event_takes_effect_once_over_kills(tmp_path: Path, count: int, kills: int) -> None:
     found = await crash(tmp_path, count=count, kills=kills, seed=count)
-    sys.stdout.write(json.dumps(found) + "\n")
-    assert (found["lost"], found["effects_twice"], found["not_acknowledged"]) == (0, 0, 0), found
-    assert found["effects"] == count, found
-    assert found["ends"] == {"done": count}, found
+    wanted = {"effects": count, "effects_twice": 0, "lost": 0, "not_acknowledged": 0, "ends": {"done": count}}
+    assert found == wanted

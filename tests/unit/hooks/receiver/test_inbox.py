@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hooks.errors import StoreError, UnknownEvent
+from hooks.errors import UnknownEvent
 from hooks.receiver import inbox as ledger
 from hooks.receiver.endpoint import DAY
 from hooks.receiver.inbox import Acceptance, Answer, Event, Inbox, IncomingEvent
@@ -48,12 +48,6 @@ def inbox(tmp_path: Path):
         yield opened
 
 
-def test_a_lock_file_that_cannot_be_made_is_told(inbox: Inbox, tmp_path: Path) -> None:
-    (tmp_path / "events.sqlite3.lock").mkdir()
-    with pytest.raises(StoreError, match="lock file cannot be made"):
-        inbox.lock()
-
-
 def test_events_are_listed_newest_first_page_by_page(inbox: Inbox) -> None:
     for number in range(5):
         arrive(inbox, number, path=f"/webhooks/{number % 2}")
@@ -76,15 +70,6 @@ def test_a_duplicate_is_known_by_its_id_whatever_its_body(inbox: Inbox) -> None:
     assert arrive(inbox, 4, delivery_id="d1", path="/webhooks/y")[0] is Acceptance.NEW
 
 
-def test_without_an_id_the_body_counts_for_a_while(inbox: Inbox) -> None:
-    same = {"delivery_id": None, "identity": "body:abc"}
-    assert arrive(inbox, 1, **same)[0] is Acceptance.NEW
-    assert arrive(inbox, 2, **same, at=NOW + 9)[0] is Acceptance.DUPLICATE
-    assert arrive(inbox, 3, **same, at=NOW + 11)[0] is Acceptance.NEW
-    assert arrive(inbox, 4, **{**same, "identity": "body:abcd"}, at=NOW + 11)[0] is Acceptance.NEW
-    assert arrive(inbox, 5, delivery_id="body:abc", at=NOW + 11)[0] is Acceptance.NEW
-
-
 def test_an_event_during_which_the_process_ends_too_often_is_a_dead_letter(inbox: Inbox) -> None:
     for number in (1, 2):
         arrive(inbox, number)
@@ -104,12 +89,6 @@ def test_a_clean_stop_is_no_such_end(inbox: Inbox) -> None:
         assert begin(inbox, "e1")
         assert inbox.database.run_blocking(ledger.QUEUE.release_running) == 1
         assert inbox.database.run_blocking(ledger.resume_events, now=NOW, max_crashes=0)
-
-
-def test_an_event_begins_once(inbox: Inbox) -> None:
-    arrive(inbox, 1)
-    assert begin(inbox, "e1")
-    assert begin(inbox, "e1") is None
 
 
 def test_what_ended_long_ago_is_forgotten_and_what_waits_never(inbox: Inbox) -> None:
@@ -143,11 +122,3 @@ def test_the_write_ahead_log_does_not_grow_with_what_is_written(inbox: Inbox) ->
             arrive(inbox, number, body=bytes(4 << 20))
             other.list()
             assert log.stat().st_size < 24 << 20
-
-
-def test_a_listing_reads_no_bodies(inbox: Inbox) -> None:
-    arrive(inbox, 1)
-    statements: list[str] = []
-    inbox.database.run_blocking(lambda connection: connection.set_trace_callback(statements.append))
-    inbox.list()
-    assert not any("body" in statement or "*" in statement for statement in statements if "SELECT" in statement)

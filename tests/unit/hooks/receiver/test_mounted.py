@@ -1,13 +1,10 @@
 """The blueprint in apps with manners of their own, the service among them."""
 
-import asyncio
 import io
 import json
 
 import aiohttp
 import pytest
-import sanic
-from sanic import Sanic
 
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.receiver import Receiver
@@ -55,46 +52,3 @@ async def test_the_service_takes_5_MB_here_while_its_own_limit_is_1_MB() -> None
             assert (answer.status, await answer.json()) == (405, {"error": "Method Not Allowed"})
         async with session.get(f"{url}/") as answer:
             assert answer.status == 200
-
-
-async def test_middleware_and_error_handlers_of_another_app_do_not_change_the_answers(serving, caplog) -> None:
-    def prepare(app: Sanic) -> None:
-        @app.on_request
-        async def look(request: sanic.Request) -> None:
-            request.ctx.seen = True
-
-        @app.on_response
-        async def mark(request: sanic.Request, response: sanic.HTTPResponse) -> None:
-            response.headers["x-marked"] = str(request.ctx.seen)
-
-        @app.exception(Exception)
-        async def page(request: sanic.Request, error: Exception) -> sanic.HTTPResponse:
-            return sanic.html("<h1>Oh no</h1>", 500)
-
-    async with serving(receiver(max_body=100), prepare=prepare) as sender:
-        told = [
-            await sender.post("/others/size", {"padding": "x"}, headers=SIGNED),
-            await sender.post("/others/size", {"padding": "x"}),
-            await sender.post("/others/size", {"padding": "x" * 200}, headers=SIGNED),
-            await sender.post("/others/size", data="{", headers=SIGNED),
-            await sender.post("/others/breaks", headers=SIGNED),
-            await sender.post("/others/breaks", method="PATCH"),
-        ]
-    assert [one.status for one in told] == [200, 401, 413, 422, 500, 405]
-    assert {one.headers["x-marked"] for one in told} == {"True"}
-
-
-async def test_an_app_that_answers_sooner_is_not_cut(serving) -> None:
-    made = Receiver(ReceiverSettings(stop_within=0.01))
-
-    async def for_ever() -> None:
-        await asyncio.Event().wait()
-
-    made.add(for_ever)
-
-    def prepare(app: Sanic) -> None:
-        # A fifth of it is what the answer may come late without being cut.
-        app.config.RESPONSE_TIMEOUT = 4.0
-
-    async with serving(made, prepare=prepare) as sender:
-        assert (await sender.post("/webhooks/for_ever")).status == 202

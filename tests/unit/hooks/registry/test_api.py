@@ -76,21 +76,6 @@ async def test_the_real_client_goes_through_the_whole_life_of_a_webhook(served: 
     assert error.value.response.status_code == 404
 
 
-async def test_the_default_domains_of_the_client_are_the_hubs(served: Served) -> None:
-    made = await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED)
-    assert made.domains == ["repo", "discussion"]
-
-
-async def test_a_webhook_for_sessions_needs_to_watch_nothing(served: Served) -> None:
-    made = await served.call(served.api.create_webhook, url=PUBLIC, watched=[], domains=["session"])
-    assert (made.domains, made.watched) == (["session"], [])
-
-
-async def test_whoami_answers(served: Served) -> None:
-    me = await served.call(served.api.whoami)
-    assert (me["name"], me["auth"]["accessToken"]["role"]) == ("robojax", "write")
-
-
 @pytest.mark.parametrize(
     ("token", "status", "text"),
     [
@@ -155,7 +140,7 @@ async def test_a_body_that_is_no_object_is_a_400(served: Served, body: bytes) ->
     assert answer["error"].startswith("body: ")
 
 
-async def test_a_body_whose_parts_do_not_go_together_or_are_of_another_kind_is_a_400(served: Served) -> None:
+async def test_body_with_contradicting_or_mistyped_fields_is_400(served: Served) -> None:
     for body, text in (
         ({"url": PUBLIC, "jobSourceId": "retrain"}, "both are given"),
         ({}, "wanted one of them"),

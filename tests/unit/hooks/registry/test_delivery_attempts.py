@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from hooks.addresses import TargetRules
-from hooks.registry.delivery import MAX_EXCERPT, DeliveryRequest, Destination, HttpDeliverer, build_headers
+from hooks.registry.delivery import MAX_EXCERPT, DeliveryRequest, Destination, HttpDeliverer
 from tests.testing.pauses import Pauses
 from tests.testing.target import TargetServer
 
@@ -34,10 +34,6 @@ async def test_a_delivery_carries_the_hubs_headers(target: TargetServer) -> None
     assert got.headers["x-webhook-secret"] == SECRET
     assert got.id == "msg_1"
     assert got.headers["webhook-timestamp"] == "1700000000"
-
-
-def test_without_a_secret_there_is_no_header_for_it() -> None:
-    assert "X-Webhook-Secret" not in build_headers(Destination("1", "http://x"), PARCEL, NOW)
 
 
 async def test_a_redirect_is_an_answer_and_is_not_followed(target: TargetServer) -> None:
@@ -62,21 +58,6 @@ async def test_a_closed_port_is_a_reason_and_no_exception(unused_tcp_port: int) 
     )
     assert outcome.error is not None
     assert outcome.error.startswith("no connection: ")
-
-
-async def test_a_target_that_speaks_no_http_is_a_reason_and_no_exception() -> None:
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")  # what nobody read would end the connection before the answer came
-        writer.write(b"220 smtp ready\r\n")
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(talk, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        outcome = await HttpDeliverer(LOOPBACK).deliver(Destination("1", f"http://127.0.0.1:{port}/"), PARCEL, NOW)
-    assert outcome.error is not None
-    assert "HTTP" in outcome.error
 
 
 async def test_a_long_answer_is_cut_and_a_secret_in_it_struck_out(target: TargetServer) -> None:

@@ -212,9 +212,7 @@ async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path
         assert (await finished(registry, webhook, attempts=3))["attempts"][2]["isReplay"] is True
 
 
-async def test_when_the_server_stops_its_jobs_end_within_two_seconds_and_are_run_again(
-    tmp_path: Path, pauses: Pauses
-) -> None:
+async def test_jobs_end_within_2_s_of_a_stop_and_run_at_the_next_start(tmp_path: Path, pauses: Pauses) -> None:
     (tmp_path / "marks").mkdir()
     async with running(tmp_path, sleepers(tmp_path / "marks")) as (registry, _):
         await registry.emit_session("session.started", {"session_id": "1"})
@@ -272,13 +270,9 @@ def test_a_file_of_jobs_is_read(tmp_path: Path) -> None:
         ("[jobs.a]\nargv = []", "a.argv: Tuple should have at least 1 item"),
         ("[jobs.a]\nargv = ['x']\nshell = true", "a.shell: Unexpected keyword argument"),
         ("[jobs.a]\nargv = ['x']\ntimeout = 0", "a.timeout: Input should be greater than 0"),
-        ("[jobs.a]\nargv = ['x']\ntimeout = true", "a.timeout: Input should be a valid number"),
         ("[jobs.a]\nargv = ['x']\nmax_output = 9999999", "a.max_output: Input should be less than"),
-        ("[jobs.a]\nargv = ['x']\nenv = { A = 1 }", "a.env.A: Input should be a valid string"),
         ("[jobs.a]\nargv = ['x']\nsecrets = ['WEBHOOK_ID']", "a.secrets.0: String should match pattern"),
         ("[jobs.'a b']\nargv = ['x']", "a b.id: String should match pattern"),
-        ("[jobs]\na = 3", "a: Input should be a dictionary or an instance of Job, found 3"),
-        ("jobs = 3", "wanted only tables"),
         ("[job.a]\nargv = ['x']", "found job"),
         ("[jobs.a", "jobs file"),
     ],

@@ -22,7 +22,7 @@ def test_what_counts_as_delivered(outcome: Outcome, is_delivered: bool) -> None:
     assert outcome.is_delivered is is_delivered
 
 
-def test_a_secret_that_the_target_repeats_is_struck_out_also_where_reading_ended() -> None:
+def test_repeated_secret_is_masked_also_where_reading_ended() -> None:
     secret = "s3cret-" * 8
     assert make_excerpt(f"you sent {secret}!".encode(), (secret, None)) == "you sent ***!"
     for begin in range(MAX_EXCERPT - 80, MAX_EXCERPT + MAX_SECRET):

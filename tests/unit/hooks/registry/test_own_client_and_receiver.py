@@ -1,58 +1,26 @@
 """Our own client manages the registry, and our own receiver takes what it sends."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from sanic import Sanic
 
 from hooks import WebhooksClient
-from hooks.errors import HubTrouble, UnknownWebhook
 from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.receiver import Receiver
 from hooks.registry.registry import Registry
 from service.http.server import listen, serve_app
+from tests.testing.waiting import until
 from tests.unit.hooks.registry.serving import TOKEN, serve, settings
 
 SECRET = "a-secret-of-some-length"
 WATCHED = ["model:lab/act"]
 
 
-@pytest.fixture
-async def registry() -> AsyncIterator[tuple[Registry, str]]:
-    async with serve(registry := Registry(settings())) as url:
-        yield registry, url
-
-
-async def test_our_client_goes_through_the_whole_life_of_a_webhook(registry: tuple[Registry, str]) -> None:
-    _, url = registry
-
-    def manage() -> None:
-        client = WebhooksClient(endpoint=url, token=TOKEN, timeout=30.0)
-        target = "http://127.0.0.1:9/hook"
-        made = client.ensure(url=target, watched=WATCHED, secret=SECRET)
-        assert client.ensure(url=target, watched=WATCHED, secret=SECRET).id == made.id
-        assert [one.id for one in client.list_webhooks()] == [made.id]
-        changed = client.update_webhook(made.id, url=target + "/2")
-        assert [(item.type, item.name) for item in changed.watched] == [("model", "lab/act")]
-        assert client.disable_webhook(made.id).status == "disabled"
-        assert client.enable_webhook(made.id).status == "enabled"
-        with pytest.raises(UnknownWebhook):
-            client.replay(made.id, "0" * 24)
-        with pytest.raises(HubTrouble, match="401"):
-            client.delete_webhook(made.id, token="hf_" + "r" * 30)
-        client.delete_webhook(made.id)
-        with pytest.raises(UnknownWebhook, match="there is no webhook"):
-            client.get_webhook(made.id)
-
-    await asyncio.to_thread(manage)
-
-
-async def test_our_receiver_takes_a_delivery_of_the_registry(registry: tuple[Registry, str]) -> None:
-    sender, _ = registry
+async def test_our_receiver_takes_a_delivery_of_the_registry() -> None:
+    sender = Registry(settings())
     got: asyncio.Queue[WebhookPayload] = asyncio.Queue()
 
     async def act(payload: WebhookPayload) -> str:
@@ -64,18 +32,18 @@ async def test_our_receiver_takes_a_delivery_of_the_registry(registry: tuple[Reg
     app: Sanic[Any, Any] = Sanic(f"receiver-{id(receiver)}")
     app.config.update({"MOTD": False, "TOUCHUP": False, "REQUEST_DEADLINE": 10.0})
     app.blueprint(receiver.blueprint())
-    async with serve_app(app, listen("127.0.0.1", 0)) as url:
+    async with serve_app(app, listen("127.0.0.1", 0)) as url, sender.running():
         body = {"url": url + path, "watched": [{"type": "model", "name": "lab/act"}], "secret": SECRET}
         webhook = await sender.create_webhook(body)
         await sender.emit_repo("lab/act", "b" * 40, "a" * 40)
         async with asyncio.timeout(30):
             payload = await got.get()
         assert (payload.webhook.id, payload.new_sha("main")) == (webhook.id, "b" * 40)
-        for _ in range(3000):
-            [entry] = await sender.list_deliveries(webhook.id, 10, None)
-            if entry["status"] == "delivered":
-                break
-            await asyncio.sleep(0.01)
+
+        async def delivered() -> list[dict[str, Any]]:
+            return [one for one in await sender.list_deliveries(webhook.id, 10, None) if one["status"] == "delivered"]
+
+        [entry] = await until(delivered)
         assert entry["attempts"][0]["excerpt"] == '"taken"'
         assert (await sender.replay(webhook.id, entry["id"])).status == 200
         # The same event: the receiver answers, and runs nothing again.

@@ -3,12 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
-from sanic import Sanic
-
-from hooks.registry import api
 from hooks.registry.jobs import load_jobs
-from hooks.registry.registry import RegistrySettings
 
 PAGE = (Path(__file__).parents[4] / "docs" / "operate" / "webhooks_registry.md").read_text()
 
@@ -18,25 +13,6 @@ def block(language: str) -> str:
     return found
 
 
-def test_the_program_on_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "registry.token").write_text("t" * 64)
-    made: dict[str, object] = {}
-    exec(compile(block("python"), "webhooks_registry.md", "exec"), made)
-    app = made["app"]
-    assert isinstance(app, Sanic)
-    Sanic.unregister_app(app)
-    assert list(tmp_path.iterdir()) == [tmp_path / "registry.token"], "nothing is opened before it is served"
-
-
 def test_the_jobs_on_the_page_are_read(tmp_path: Path) -> None:
     (tmp_path / "jobs.toml").write_text(block("toml"))
     assert load_jobs(tmp_path / "jobs.toml")["retrain"].secrets == ("HF_TOKEN",)
-
-
-def test_the_figures_on_the_page_are_the_defaults() -> None:
-    defaults = RegistrySettings(tokens=("t" * 16,))
-    assert defaults.waits == (0, 5, 300, 1800, 7200, 18000, 36000)
-    assert (defaults.max_parallel, defaults.max_waiting) == (4, 1000)
-    assert (defaults.suspend_after, defaults.jobs_at_once) == (3, 2)
-    assert f"GET {api.PREFIX}/{{id}}/deliveries" in PAGE

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hooks.registry.delivery import HOUR, WAITS, format_time, get_wait, parse_retry_after
+from hooks.registry.delivery import HOUR, WAITS, get_wait, parse_retry_after
 
 NOW = 1_700_000_000.0
 
@@ -27,21 +27,14 @@ def test_waits_have_jitter_and_follow_retry_after(
     [
         (None, None),
         ("120", 120.0),
-        (" 7 ", 7.0),
         ("Tue, 14 Nov 2023 22:14:20 GMT", 60.0),
         ("Tue, 14 Nov 2023 22:14:20 -0000", 60.0),
         ("Tue, 14 Nov 2000 22:14:20 GMT", 0.0),
         ("soon", None),
         ("-5", None),
-        ("1.5", None),
         ("", None),
         ("²", None),
     ],
 )
 def test_retry_after_is_a_number_or_a_date(header: str | None, seconds: float | None) -> None:
     assert parse_retry_after(header, NOW) == seconds
-
-
-def test_times_are_written_as_the_hub_writes_them() -> None:
-    assert format_time(NOW) == "2023-11-14T22:13:20.000Z"
-    assert format_time(None) is None

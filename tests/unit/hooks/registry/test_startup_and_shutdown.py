@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from hooks.errors import InvalidSettings, StoreError
 from hooks.registry.delivery import resolve_host
@@ -77,7 +76,7 @@ def numbers(got: Sequence[Delivery]) -> dict[int, set[str]]:
     return found
 
 
-async def test_a_server_killed_in_the_middle_of_a_delivery_makes_it_again_with_the_same_id(tmp_path: Path) -> None:
+async def test_killed_server_repeats_the_delivery_with_the_same_id(tmp_path: Path) -> None:
     async with target_server() as target:
         target.gate.clear()
         first = Process(tmp_path / "registry.sqlite3", target.url, 0, 1)
@@ -92,7 +91,7 @@ async def test_a_server_killed_in_the_middle_of_a_delivery_makes_it_again_with_t
         assert target.got[0].headers["webhook-timestamp"] <= target.got[1].headers["webhook-timestamp"]
 
 
-async def test_no_event_is_lost_and_each_keeps_its_id_over_kills_at_random_moments(tmp_path: Path) -> None:
+async def test_random_kills_lose_no_event_and_keep_the_ids(tmp_path: Path) -> None:
     chance = random.Random(7)
     count, emitted = 150, 0
     async with target_server() as target:
@@ -161,26 +160,6 @@ async def test_two_processes_do_not_send_from_one_database(tmp_path: Path) -> No
                 pass
     async with Registry(made).running():
         pass
-
-
-def test_it_runs_on_the_event_loop_of_the_service(tmp_path: Path) -> None:
-    jobs = tmp_path / "jobs.toml"
-    jobs.write_text("[jobs.mark]\nargv = ['touch', 'mark']\n")
-    made = settings(database=tmp_path / "db" / "r.sqlite3", jobs_file=jobs)
-
-    async def main() -> None:
-        watched = [{"type": "model", "name": "act"}]
-        async with target_server() as target, serve(registry := Registry(made)):
-            await registry.create_webhook({"url": target.url, "watched": watched})
-            await registry.create_webhook({"jobSourceId": "mark", "watched": watched})
-            await registry.emit_repo("act", "b" * 40, "a" * 40)
-            await target.wait_for(1)
-            async with asyncio.timeout(30):
-                while not (tmp_path / "mark").exists():  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_an_allowed_network_is_sent_to(network: str, url: str) -> None:
         ("0.0.0.0/0", "http://[::1]/"),
     ],
 )
-def test_an_allowed_network_is_no_leave_for_others_nor_for_a_metadata_server_within(network: str, url: str) -> None:
+def test_allowed_network_permits_no_other_and_no_metadata_server(network: str, url: str) -> None:
     with pytest.raises(UnsafeTarget, match="--registry-allow "):
         TargetRules.from_networks([network]).parse_url(url)
 

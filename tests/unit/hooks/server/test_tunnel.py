@@ -1,4 +1,3 @@
-import asyncio
 import re
 import sys
 from pathlib import Path
@@ -78,15 +77,6 @@ async def test_a_program_without_an_address_is_an_error_with_its_words(install, 
     with pytest.raises(TunnelFailed, match=message):
         async with open_tunnel([str(program)], "http://127.0.0.1:1", timeout=within):
             pass
-
-
-async def test_the_end_of_a_tunnel_is_logged(install, caplog):
-    program = install("tunnel", text="#!/bin/sh\necho https://here.example/; exec /bin/sleep 0.1\n")
-    async with open_tunnel([str(program)], "http://127.0.0.1:1") as url:
-        assert url == "https://here.example"
-        async with asyncio.timeout(30):
-            while "https://here.example does not lead here now" not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
 
 
 def test_the_program_is_the_named_or_the_first_installed_one(install, tmp_path):

@@ -2,15 +2,12 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from hooks.payload import SAMPLES
+from tests.unit.hooks.server.conftest import script as script  # The fixture of the same name.
 
 MODULE = """
 from hooks.payload import WebhookPayload
@@ -43,39 +40,8 @@ def environment(environment, tmp_path):
     }
 
 
-@pytest.fixture
-def receive(environment, tmp_path):
-    """A server process and its URL."""
-
-    @contextmanager
-    def start() -> Iterator[tuple[subprocess.Popen[str], str]]:
-        process = subprocess.Popen(
-            [sys.executable, "app.py"],
-            env=environment | {"WEBHOOK_SECRET": SECRET},
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert process.stdout is not None
-            told = ""
-            for line in process.stdout:
-                told = line.split()[-1] if line.startswith("Running on local") else told
-                if line.startswith("Go to "):
-                    break
-            assert told, process.communicate(timeout=60)
-            yield process, told
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
-
-    return start
-
-
-def test_a_script_is_sent_to_and_its_events_are_listed(receive, robojax, call):
-    with receive() as (process, url):
+def test_a_script_is_sent_to_and_its_events_are_listed(script, robojax, call):
+    with script(MODULE, WEBHOOK_SECRET=SECRET) as (process, url):
         options = ("--all-scopes", "--json")
         sent = robojax("webhooks", "send", f"{url}/webhooks/hello", "--secret-file", "secret", *options)
         rows = [json.loads(line) for line in sent.stdout.splitlines()]
@@ -127,7 +93,7 @@ def test_a_script_is_sent_to_and_its_events_are_listed(receive, robojax, call):
         (("events", "show", "1", "--database", "x"), "there is no file 'x'"),
     ],
 )
-def test_what_cannot_be_sent_or_looked_at_ends_with_2_and_says_why_and_what_to_do(call, arguments, why):
+def test_invalid_arguments_end_with_2_and_an_advice(call, arguments, why):
     ends_with_2(call("webhooks", *arguments), why)
 
 
@@ -135,16 +101,3 @@ def ends_with_2(told, why):
     assert told.returncode == 2
     assert why in told.stderr
     assert "Do: " in told.stderr
-
-
-def test_whoever_looks_for_the_events_of_a_script_is_told_its_file(robojax, tmp_path):
-    kept = tmp_path / "state" / "robojax" / "webhooks" / "app-0123abcd.sqlite3"
-    kept.parent.mkdir(parents=True)
-    kept.touch()
-    assert str(kept) in robojax("webhooks", "events", "list").stderr
-
-
-def test_a_delivery_to_a_server_that_is_not_there_ends_with_1(robojax):
-    told = robojax("webhooks", "send", "http://127.0.0.1:1/webhooks/x")
-    assert (told.returncode, told.stdout[:3]) == (1, "---")
-    assert "0 of 1 accepted" in told.stdout
