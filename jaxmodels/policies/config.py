@@ -290,8 +290,12 @@ class PolicyConfig(_OtherFields):
 
     def architecture(self: Config) -> Config:
         """Return the config with every indifferent field at its default: equal ones share programs."""
+        return self._with_defaults()
+
+    def _with_defaults(self: Config, **fixed: Any) -> Config:
+        """Return the config with these values, and with the defaults of all other indifferent fields."""
         defaults = {entry.name: entry.default for entry in fields(self) if entry.name.startswith(self.indifferent)}
-        return replace(self, **defaults)
+        return replace(self, **defaults | fixed)
 
     @classmethod
     def from_json(cls: builtins.type[Config], values: Mapping[str, Any]) -> Config:

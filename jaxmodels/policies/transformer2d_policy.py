@@ -6,7 +6,7 @@ A new kind is a config (`Transformer2dPolicyConfig`), a model (`Transformer2dPol
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, ClassVar, TypeVar
@@ -157,7 +157,7 @@ class Transformer2dPolicyConfig(PolicyConfig):
     def architecture(self: Config) -> Config:
         # Numbers of a normalisation are weights; of its modes only the actions' says anything, how far these reach.
         modes = tuple((kind, mode) for kind, mode in self.normalization_mapping if kind == "ACTION")
-        return replace(super().architecture(), n_action_steps=1, normalization_mapping=modes)
+        return self._with_defaults(n_action_steps=1, normalization_mapping=modes)
 
 
 # About as large as the features they are added to, so that two cameras are told apart from the first step.

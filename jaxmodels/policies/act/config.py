@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
@@ -116,7 +116,7 @@ class ActConfig(LerobotConfig):
         return super().table_numbers + numbers * self.dim_model
 
     def architecture(self) -> "ActConfig":
-        return replace(super().architecture(), use_vae=False, n_action_steps=1)
+        return self._with_defaults(use_vae=False, n_action_steps=1)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ActConfig":

@@ -1,7 +1,7 @@
 """DiffusionConfig: every field of LeRobot's configuration of Diffusion Policy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, cast
 
@@ -229,4 +229,4 @@ class DiffusionConfig(LerobotConfig):
         )
 
     def architecture(self) -> "DiffusionConfig":
-        return replace(super().architecture(), pretrained_backbone_weights=None)
+        return self._with_defaults(pretrained_backbone_weights=None)

@@ -1,7 +1,7 @@
 """Config of pi0: every field of LeRobot's, the sizes that LeRobot keeps in its code, and the joints of ALOHA."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
@@ -348,7 +348,7 @@ class Pi0Config(VlaConfig):
 
     def architecture(self) -> "Pi0Config":
         openpi = None if self.openpi is None else self.openpi.reading
-        return replace(super().architecture(), openpi=openpi)
+        return self._with_defaults(openpi=openpi)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Pi0Config":
