@@ -256,7 +256,9 @@ def main() -> None:
         parser.error(f"no such kinds: {', '.join(sorted(unknown))}; there are {', '.join(kinds)}")
     quiet = quietness()
     with tempfile.TemporaryDirectory() as state:
-        server = Child("-m", "robojax.cli", "serve", "--port", "0", "--state", state)
+        # The robot stands still, which would hold it as frozen.
+        flags = ("--port", "0", "--state", state, "--frozen", "warn")
+        server = Child("-m", "robojax.cli", "serve", *flags)
         try:
             found = uvloop.run(measure(wanted, options.seconds, server.url(), server.process.pid))
         finally:
