@@ -12,7 +12,6 @@ from pathlib import Path
 
 from sanic import Sanic
 
-import jaxmodels
 from hooks.addresses import describe_danger, unwrap_ipv4
 from hooks.database import Database
 from hooks.errors import StoreError
@@ -44,7 +43,6 @@ from service.inference.policy_sources import (
 from service.inference.progress import LoadDurations
 from service.logging import RecentLogs, capture_logs
 from service.loop_watchdog import LoopWatchdog
-from service.processes import pause_garbage_collection
 from service.recording.recordings import Recordings
 from service.reloading_file import FileUnusable
 from service.rollout.webhooks import Webhooks
@@ -58,7 +56,6 @@ from service.shared_sessions import SharedDatabase
 from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
 from service.streaming.direct_transport import TransportByUrl
-from service.threads import call_in_thread
 from service.transport.address import AddressRules, Destinations
 from service.transport.client.room_keys import RoomKeys
 from service.transport.client.rooms_link import RoomsTransport
@@ -141,7 +138,7 @@ def create_app(
     context.guard.install(app)
     # After the guard and before the doors: whatever session is not here is sent on.
     shared = SharedDatabase(app)
-    source = create_engine_source(app, lambda: context.sessions.engine.devices.first)
+    source = create_engine_source(app, load)
     install_errors(app)
     origins = Origins(settings.server.origins)
     app.blueprint(build_live_blueprint(origins))
@@ -169,8 +166,6 @@ def create_app(
     # After the sessions: what is delivered again at the start may be about them.
     for blueprint in webhooks.build_blueprints():
         app.blueprint(blueprint)
-    if load is None and settings.cluster.engine == "here":
-        app.after_server_start(_import_jax)
     # Registered last and so run first, because Sanic runs stop listeners in reverse.
     app.before_server_stop(_hold_robots)
     return app
@@ -308,13 +303,3 @@ def register_lifespan(
 async def _hold_robots(app: App) -> None:
     """Hold all robots, before anything else is closed."""
     app.ctx.sessions.begin_close()
-
-
-async def _import_jax(app: App) -> None:
-    """Import JAX in a thread once the server answers, because it takes seconds, and the first session waits less."""
-
-    def load() -> None:
-        with pause_garbage_collection():
-            _ = jaxmodels.load_policy
-
-    app.ctx.jax_import = call_in_thread(load, "import-jax", niceness=5)

@@ -1,73 +1,61 @@
-"""Chooses where inference runs: in this process, or in a Ray cluster."""
+"""Chooses where inference runs: in processes of this machine, or in a Ray cluster."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-import jaxmodels
-from jaxmodels.errors import JaxModelsError
 from service.api.context import App
-from service.errors import NoDevice
+from service.engines.local_engines import LocalEngines
 from service.inference.config import PolicySettings
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadPolicy
-from service.inference.policy_sources import make_policy_loader
 from service.inference.progress import LoadDurations
 from service.setting_types import SettingsError
 from service.shared_sessions import front_name
-from service.threads import call_in_thread
 
 if TYPE_CHECKING:
     from service.distributed.cluster import ClusterEngine  # It imports Ray, which only some servers need.
 
 
-class OwnEngine:
-    """Engine source with the devices of this machine."""
+class InProcessEngine:
+    """Engine source that runs policies in this process: for programs that bring their own loader of policies."""
 
-    def __init__(self, policies: PolicySettings, first_device: Callable[[], str | None]):
-        self._policies = policies
-        self.load: LoadPolicy = make_policy_loader(policies, first_device)
+    def __init__(self, policies: PolicySettings, load: LoadPolicy):
+        self._policies, self.load = policies, load
 
     @asynccontextmanager
     async def open(self, durations: LoadDurations) -> AsyncIterator[Engine]:
-        """Open the engine; it is closed when the context ends.
-
-        Raises:
-            NoDevice: the machine does not have a device of the settings.
-        """
-        policies, devices = self._policies, ()
-        if policies.devices:
-            named = partial(jaxmodels.name_devices, policies.devices, together=policies.placement == "shard")
-            try:
-                devices = await call_in_thread(named, "import-jax")  # JAX is imported before the server answers
-            except JaxModelsError as error:
-                raise NoDevice(f"devices: {error}") from error
+        """Open the engine; it is closed when the context ends."""
+        policies = self._policies
         yield Engine(
             stuck_after=policies.stuck_after,
             durations=durations,
             batch_sizes=policies.engine_batch_sizes,
-            devices=devices,
+            devices=policies.devices,
             max_load=policies.engine_load,
             load_timeout=policies.load_timeout,
         )
 
 
-EngineSource: TypeAlias = "OwnEngine | ClusterEngine"
+EngineSource: TypeAlias = "InProcessEngine | LocalEngines | ClusterEngine"
 
 
-def create_engine_source(app: App, first_device: Callable[[], str | None]) -> EngineSource:
+def create_engine_source(app: App, load: LoadPolicy | None) -> EngineSource:
     """Create the engine source that the settings ask for.
 
     Args:
-        first_device: returns the device to which the engine loads policies first, once the engine is open.
+        load: loads policies into this process; None for engines in other processes.
 
     Raises:
         SettingsError: the settings ask for a cluster, and Ray is not installed.
     """
     settings = app.ctx.settings
     if settings.cluster.engine == "here":
-        return OwnEngine(settings.policies, first_device)
+        if load is not None:
+            return InProcessEngine(settings.policies, load)
+        local = LocalEngines(settings.policies, settings.cluster.engine_patience)
+        app.ctx.engines = local.engines
+        return local
     try:
         from service.distributed.cluster import ClusterEngine
     except ModuleNotFoundError as error:
@@ -75,5 +63,5 @@ def create_engine_source(app: App, first_device: Callable[[], str | None]) -> En
             f"engine: {settings.cluster.engine} needs Ray ({error.name} is not installed); pip install -e '.[ray]'"
         ) from error
     source = ClusterEngine(settings.policies, settings.cluster, lambda: front_name(app))
-    app.ctx.cluster = source.cluster
+    app.ctx.cluster, app.ctx.engines = source.cluster, source.cluster.engines
     return source

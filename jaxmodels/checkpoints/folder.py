@@ -78,8 +78,8 @@ class OpenFile:
         """Takes the descriptor, and closes it."""
         self.name = name
         self.descriptor = descriptor
-        self._identity = get_identity(os.fstat(descriptor))
-        self.size = self._identity[2]
+        self.identity = get_identity(os.fstat(descriptor))
+        self.size = self.identity[2]
 
     def __repr__(self) -> str:
         return f"OpenFile({self.name!r}, {self.size} bytes)"
@@ -105,7 +105,7 @@ class OpenFile:
 
     def check_unchanged(self) -> None:
         """Compare the file with what it was when it was opened."""
-        if get_identity(os.fstat(self.descriptor)) != self._identity:
+        if get_identity(os.fstat(self.descriptor)) != self.identity:
             raise CheckpointError(f"{self.name}: was changed while it was read; load it once more")
 
     def close(self) -> None:
@@ -267,6 +267,11 @@ class PolicyFolder:
     def descriptors(self) -> Mapping[str, int]:
         """Descriptors of the files by name, to be passed to another process."""
         return {name: file.descriptor for name, file in self.files.items() if isinstance(file, OpenFile)}
+
+    @property
+    def identities(self) -> Mapping[str, tuple[int, ...]]:
+        """Device, inode, size and times of change of the open files by name."""
+        return {name: file.identity for name, file in self.files.items() if isinstance(file, OpenFile)}
 
     @property
     def refused(self) -> Mapping[str, str]:

@@ -1,6 +1,5 @@
 """Route description, shared app context, and the sessions that a caller may see."""
 
-import asyncio
 import inspect
 import re
 import time
@@ -18,6 +17,7 @@ from service.api.metrics import Metrics
 from service.auth.caller import Role, caller_of
 from service.auth.guard import Guard
 from service.dashboard.live import Live
+from service.engines.engine_set import EngineSet
 from service.errors import InvalidRequest, UnknownSession
 from service.http.limits import CreateLimiter
 from service.inference.model_server import ModelServer
@@ -142,7 +142,7 @@ class Context:
         live: viewers of the dashboard.
         cluster: engines of a cluster; None if policies run here.
         peer_sessions, other_servers: this server and the others with the same database; None without one.
-        jax_import: import of JAX, which takes seconds; None if not needed.
+        engines: engines in other processes; None if policies run in this one.
         started_at: monotonic time.
     """
 
@@ -161,7 +161,7 @@ class Context:
     stream_clients: StreamClients
     loop_watchdog: LoopWatchdog
     started_at: float = field(default_factory=time.monotonic)
-    jax_import: asyncio.Future[Any] | None = None
+    engines: EngineSet | None = None
     cluster: "Cluster | None" = None
     peer_sessions: "PeerSessions | None" = None
     other_servers: "Redirects | None" = None

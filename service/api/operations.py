@@ -189,10 +189,8 @@ async def readiness(request: Request) -> HTTPResponse:
     """
     context = request.app.ctx
     waiting_for = []
-    if context.jax_import is not None and not context.jax_import.done():
-        waiting_for.append("JAX is being imported")
-    elif context.jax_import is not None and context.jax_import.exception() is not None:
-        waiting_for.append("JAX cannot be imported; the server's log says more")
+    if context.engines is not None and not context.engines.members:
+        waiting_for.append(context.engines.read_trouble() or "an engine is being started")
     if context.sessions.is_closing:
         waiting_for.append("the server is shutting down")
     facts: Any = context.sessions.engine.get_stats()

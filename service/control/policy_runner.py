@@ -144,6 +144,11 @@ class PolicyRunner:
             if self.shadow is not None:
                 self.shadow.compare(inputs.features, answer.chunk)
 
+    @property
+    def is_engine_lost(self) -> bool:
+        """Whether no engine has the policy, and another one may get it."""
+        return not self.loaded.unnamed.usable
+
     def instruct(self, instruction: str | None) -> None:
         """Give a policy that reads language another instruction, from the next request on."""
         self.instruction, self._task = instruction, task_input(instruction, self.prompt_cut)

@@ -23,6 +23,8 @@ from service.transport.link import EmergencyStop, JointValue, Link, LinkEvent, R
 _INPUT_ROUNDS = 8
 # Seconds from a tick's moment to its decision after which that is worth nothing: it takes less than a millisecond.
 _MAX_DECISION_TIME = 0.1
+# Code of an obstacle: no engine has the policy.
+ENGINE_LOST = "engine_lost"
 # Code of an obstacle: the robot's own program obeys no command after an emergency stop.
 ROBOT_LATCHED = "robot_latched"
 
@@ -71,7 +73,7 @@ class RobotIO:
         self._link: Link | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._preparing: asyncio.Task[None] | None = None
-        self._is_latched = False
+        self._is_latched = self._is_engine_lost = False
         self._events: deque[ControlEvent] = deque()
         self._has_events = asyncio.Event()
         self._wake = asyncio.Event()
@@ -103,10 +105,22 @@ class RobotIO:
                             await asyncio.sleep(0)
                         now = self._clock()
                     previous = now
+                    self._check_engine()
                     result = controller.tick(now)
                     self.apply(result, is_tick=True, is_overtaken=self._clock() - now > _MAX_DECISION_TIME)
             finally:
                 self._tasks = None  # no task begins in a group that ends
+
+    def _check_engine(self) -> None:
+        """Hold the robot while no engine has its policy."""
+        is_lost = self.runner.is_engine_lost
+        if is_lost is not self._is_engine_lost:
+            self._is_engine_lost = is_lost
+            if is_lost:
+                text = "the engine that ran the policy has ended; the robot goes on when another one has the policy"
+                self.controller.obstruct(ENGINE_LOST, text)
+            else:
+                self.controller.clear(ENGINE_LOST)
 
     # What comes in.
 

@@ -3,24 +3,25 @@
 import asyncio
 import logging
 import time
-from asyncio import Task
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import ray  # pyright: ignore[reportMissingImports] - an extra
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # pyright: ignore[reportMissingImports] - an extra
 
 from jaxmodels.errors import CheckpointError
+from service.distributed.artifacts import PolicyArtifact, pack
 from service.distributed.config import ClusterSettings
-from service.distributed.engine_actor import EngineOptions, Loaded
 from service.distributed.pool import Listed, Listing, get_or_create_pool
 from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, call_actor, means_no_answer
-from service.distributed.remote_engine import RemoteLoader, RemoteWorker, RetryState
 from service.distributed.scaling import Bounds
+from service.engines.engine_set import EngineMember, EngineSet
+from service.engines.messages import EngineOptions
+from service.engines.remote_policy import RemoteLoader
 from service.errors import NoEngine
 from service.inference.config import PolicySettings
 from service.inference.device_worker import DeviceGone
@@ -29,64 +30,55 @@ from service.inference.policy_cache import summarize_error
 from service.inference.policy_sources import allowed_roots
 from service.inference.progress import LoadDurations
 from service.inference.sandbox import CheckpointSandbox
-from service.threads import Worker
+from service.threads import Worker, settle_threadsafe
 
 logger = logging.getLogger(__name__)
 
 
-class EngineHandle:
-    """One engine from joining until leaving; the same actor gets another name when it is used again.
+# Methods that have another name in a Ray actor, because the files are sent to it.
+RAY_METHODS = {"load": "load_sent"}
+
+
+class RayMember(EngineMember):
+    """An engine that is a Ray actor; the same actor gets another name when it is used again.
 
     Attributes:
-        worker: sends the requests of robots to the engine.
-        joined_at: monotonic time at which it joined, or failed here.
-        last_reply_at: monotonic time at which it last reported its load.
-        is_gone: no calls are sent to it any more.
-        poll_task: polls its load.
-        copy_task: copies missing policies to it.
-        copies: policies in the engine that this server uses; for the event loop only.
+        listed: the actor, as the pool lists it.
     """
 
-    def __init__(self, name: str, listed: Listed, joined_at: float, stuck_after: float):
-        self.name = name
+    def __init__(self, name: str, listed: Listed, stuck_after: float):
+        super().__init__(name, listed.begun, stuck_after)
         self.listed = listed
-        self.worker = RemoteWorker(name, self.ask, stuck_after)
-        self.joined_at = self.last_reply_at = joined_at
-        self.is_gone = False
-        self.poll_task: Task[None] | None = None
-        self.copy_task: Task[None] | None = None
-        self.copies: WeakSet[Loaded] = WeakSet()
-        self._pending: set[Future[Any]] = set()
-        self._gone_reason = ""
+        # Sending large frames takes time, and the event loop has ticks to keep.
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"engine {name}")
 
-    def ask(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Call a method of the engine, from any thread.
-
-        Returns:
-            Its answer, or `DeviceGone` as soon as the engine is gone.
-        """
-        answer: Future[Any] = Future()
-        self._pending.add(answer)
-        answer.add_done_callback(self._pending.discard)
-        if self.is_gone:
-            _settle(answer, DeviceGone(self._gone_reason))
-            return answer
-
-        def deliver(reply: "Future[Any]") -> None:
+    def _call(self, method: str, arguments: tuple[Any, ...], deliver: Callable[[Any], None]) -> None:
+        def take(reply: "Future[Any]") -> None:
             error = reply.exception()
-            _settle(answer, reply.result() if error is None else self._translate(error))
+            deliver(reply.result() if error is None else self._translate(error))
 
         try:
-            getattr(self.listed.actor, method).remote(*arguments).future().add_done_callback(deliver)
+            remote = getattr(self.listed.actor, RAY_METHODS.get(method, method)).remote
+            remote(*arguments).future().add_done_callback(take)
         except Exception as error:
-            _settle(answer, self._translate(error))
-        return answer
+            deliver(self._translate(error))
+
+    def act(self, outcome: asyncio.Future[Any], *arguments: Any) -> None:
+        loop = outcome.get_loop()
+
+        def send() -> None:
+            if not outcome.done():  # it failed while an earlier request was being sent
+                self._call("act", arguments, lambda answer: settle_threadsafe(loop, outcome, answer))
+
+        self._sender.submit(send)
+
+    def on_stuck(self) -> None:
+        """Do nothing: the pool finds out whether the engine lives."""
 
     def fail(self, why: str) -> None:
-        """Mark the engine as gone and fail all pending calls, except those of robots, which the worker fails."""
-        self.is_gone, self._gone_reason = True, f"engine {self.name} is not there any more: {why}"
-        for answer in tuple(self._pending):
-            _settle(answer, DeviceGone(self._gone_reason))
+        """Mark the engine as gone and fail all pending calls."""
+        super().fail(why)
+        self._sender.shutdown(wait=False, cancel_futures=True)
 
     def _translate(self, error: BaseException) -> BaseException:
         # Other errors of Ray report what happened inside the engine.
@@ -100,12 +92,24 @@ def describe_loss(error: BaseException) -> str:
     return f"{'its process ended' if is_known else 'it cannot be reached'} ({type(error).__name__})"
 
 
-def _settle(answer: "Future[Any]", outcome: Any) -> None:
-    with suppress(InvalidStateError):  # the engine left at the same moment
-        if isinstance(outcome, BaseException):
-            answer.set_exception(outcome)
-        else:
-            answer.set_result(outcome)
+class RayFiles:
+    """A policy's files in the object store of a cluster, packed again when the cluster was joined again."""
+
+    def __init__(self, cluster: "Cluster", folder: Path):
+        """Pack the files; raises CheckpointError if they cannot be sent."""
+        self._cluster, self._folder = cluster, folder
+        self._artifact, self._packed_connection = pack(folder, cluster.put), cluster.connection
+
+    def __call__(self) -> PolicyArtifact:
+        """Return the files in the store of the present connection; raises CheckpointError if they changed."""
+        if (connection := self._cluster.connection) != self._packed_connection:
+            artifact = pack(self._folder, self._cluster.put)
+            if artifact.sha != self._artifact.sha:
+                raise CheckpointError(
+                    f"{self._folder.name}: the files there are others than those that run; restart the session"
+                )
+            self._artifact, self._packed_connection = artifact, connection
+        return self._artifact
 
 
 # Seconds between two polls of the pool, for its answers, for its first answer, for joining, for leaving at the end, and
@@ -133,6 +137,9 @@ class Cluster:
     Args:
         address: Ray's address: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
         front: name of this server.
+
+    Attributes:
+        engines: its engines.
     """
 
     def __init__(self, address: str, front: str, options: EngineOptions, bounds: Bounds, *, stuck_after: float = 5.0):
@@ -143,14 +150,11 @@ class Cluster:
         self._options, self._bounds = options, bounds
         self._stuck_after = stuck_after
         self._pool: Any = None
-        self._members: dict[str, EngineHandle] = {}
-        self._retries = RetryState()
+        self.engines = EngineSet()
         self._join_count = 0
         self._trouble = ""
         self._lost = ""
         self._last_reply_at = 0.0
-        self._engine: Engine  # set by `open`, like the loop
-        self._loop: asyncio.AbstractEventLoop
         self._task: asyncio.Task[None] | None = None
 
     async def open(self, engine: Engine) -> None:
@@ -159,7 +163,7 @@ class Cluster:
         Raises:
             CannotJoin: and why.
         """
-        self._engine, self._loop = engine, asyncio.get_running_loop()
+        self.engines.open(engine)
         try:
             await asyncio.wait_for(self._connect(), JOIN_TIMEOUT)
         except TimeoutError:
@@ -173,7 +177,7 @@ class Cluster:
             except NoAnswer as error:
                 if time.monotonic() - self._last_reply_at > JOIN_TIMEOUT:
                     raise CannotJoin(f"{POOL_SILENT} ({error}); `ray status` says more") from error
-            if self._members:
+            if self.engines.members:
                 break
             if self._trouble or time.monotonic() > until:
                 raise CannotJoin(
@@ -220,7 +224,7 @@ class Cluster:
     def _remove_silent_engines(self) -> None:
         """Remove engines that answer neither here nor to the pool, so that robots do not wait for them."""
         now = time.monotonic()
-        for member in tuple(self._members.values()):
+        for member in self._members():
             if now - member.last_reply_at > SILENCE_TIMEOUT:
                 self._remove_engine(member, "it does not answer, and neither does the pool")
 
@@ -228,7 +232,7 @@ class Cluster:
         """Leave a lost cluster and join it again; each robot is held when its plan is used up."""
         logger.error("nothing of the cluster has answered for %g s: %s", LOSS_TIMEOUT, CLUSTER_LOST)
         self._lost = CLUSTER_LOST
-        for member in tuple(self._members.values()):
+        for member in self._members():
             self._remove_engine(member, "the cluster is lost")
         reported = ""
         while trouble := await self._try_rejoin():
@@ -261,14 +265,14 @@ class Cluster:
         self._trouble = listing.trouble
         ours = version("robojax")
         available = {listed.name: listed for listed in listing.engines}
-        for member in tuple(self._members.values()):
+        for member in self._members():
             if member.listed.name not in available:
                 self._remove_engine(member, "it is not in the cluster any more")
-            elif member.name in self._engine.devices.health.failed and not member.is_gone:
+            elif self.engines.has_failed(member.name) and not member.is_gone:
                 member.fail("it failed")
                 member.joined_at = now
         for name, listed in available.items():
-            member = next((one for one in self._members.values() if one.listed.name == name), None)
+            member = next((one for one in self._members() if one.listed.name == name), None)
             if member is not None and member.is_gone and now - member.joined_at > REJOIN_AFTER:
                 # It failed here, and the pool finds it well: it stood still, or the network did.
                 self._remove_engine(member, "it failed")
@@ -276,53 +280,36 @@ class Cluster:
             if member is None and listed.begun.version != ours:
                 self._trouble = f"engine {name} is robojax {listed.begun.version}, this front {ours}"
             elif member is None:
-                self._add_engine(listed, now)
-        self._retry_copies(now)
+                self._add_engine(listed)
+        self.engines.retry_copies()
 
-    def _retry_copies(self, now: float) -> None:
-        """Start to copy missing policies to the engines that are due for another try."""
-        alive = {member.name: member for member in self._members.values() if not member.is_gone}
-        self._retries.retain(alive, {copy.handle for member in alive.values() for copy in member.copies})
-        for name in self._retries.due(now):
-            member = alive[name]
-            if member.copy_task is None or member.copy_task.done():
-                member.copy_task = asyncio.create_task(self._copy_missing(name), name=f"complete {name}")
+    def _members(self) -> list[RayMember]:
+        return [member for member in self.engines.members.values() if isinstance(member, RayMember)]
 
-    async def _copy_missing(self, name: str) -> None:
-        began = time.monotonic()
-        await self._engine.replica_manager.copy_missing_policies(name)
-        self._retries.drop_failures(name, began)
-
-    def _add_engine(self, listed: Listed, now: float) -> None:
+    def _add_engine(self, listed: Listed) -> None:
         self._join_count += 1
         name = listed.name.removeprefix("robojax-")
-        if name in self._engine.devices.health.failed:
+        if self.engines.has_failed(name):
             name = f"{name}.{self._join_count}"
-        member = self._members[name] = EngineHandle(name, listed, now, self._stuck_after)
-        member.poll_task = asyncio.create_task(self._poll_engine(member), name=f"watch {name}")
-        self._engine.replica_manager.add_device(name, member.worker)
-        logger.info("engine %s joins (%s, process %d)", name, listed.begun.node, listed.begun.process)
+        member = RayMember(name, listed, self._stuck_after)
+        self.engines.add(member, lambda: self._poll_engine(member))
 
-    def _remove_engine(self, member: EngineHandle, why: str) -> None:
-        del self._members[member.name]
-        if member.poll_task is not None and member.poll_task is not asyncio.current_task():
-            member.poll_task.cancel()
-        member.fail(why)
-        member.worker.fail(why)
-        self._engine.replica_manager.retire_device(member.name, why)
-        asyncio.get_running_loop().call_later(1.0, self._forget_device, member.name)
+    def _remove_engine(self, member: RayMember, why: str) -> None:
+        self.engines.retire(member, why)
+        asyncio.get_running_loop().call_later(1.0, self._forget_engine, member)
 
-    def _forget_device(self, name: str) -> None:
-        task = asyncio.get_running_loop().create_task(self._engine.replica_manager.remove_device(name))
+    def _forget_engine(self, member: RayMember) -> None:
+        task = asyncio.get_running_loop().create_task(self.engines.forget(member))
         task.add_done_callback(lambda task: task.exception())
 
-    async def _poll_engine(self, member: EngineHandle) -> None:
+    async def _poll_engine(self, member: RayMember) -> None:
         """Poll one engine's load, which also reports to it which policies are still used here."""
         while True:
             try:
-                handles = sorted({copy.handle for copy in member.copies})
-                member.worker.facts = await call_actor(member.listed.actor, ANSWER_TIMEOUT, "facts", handles)
-                member.last_reply_at = self._last_reply_at = time.monotonic()
+                arguments = self.engines.poll_arguments(member)
+                facts = await call_actor(member.listed.actor, ANSWER_TIMEOUT, "facts", *arguments)
+                self.engines.take_facts(member, facts)
+                self._last_reply_at = member.last_reply_at
             except NoAnswer as error:
                 cause = error.__cause__
                 if cause is not None and isinstance(cause, RayActorError):
@@ -334,23 +321,8 @@ class Cluster:
 
     def facts(self) -> dict[str, object]:
         """Return state and load of all engines for the API; JSON-ready."""
-        engines = [
-            {
-                "engine": member.name,
-                "node": member.listed.begun.node,
-                "process": member.listed.begun.process,
-                "load": round(member.worker.facts.load, 4),
-                "queue_ms": round(member.worker.facts.queue * 1e3, 2),
-                "waiting": member.worker.facts.waiting,
-                "policies": member.worker.facts.policies,
-                "batches": {str(size): times for size, times in sorted(member.worker.facts.batches.items())},
-                "batch_ms": list(member.worker.facts.batch_ms),
-            }
-            for member in self._members.values()
-            if not member.is_gone
-        ]
-        trouble = "; ".join(filter(None, (self._lost, self._trouble, self._retries.describe(time.monotonic()))))
-        return {"address": self._connection.address, "engines": engines, "trouble": trouble or None}
+        trouble = "; ".join(filter(None, (self._lost, self._trouble, self.engines.describe_missing())))
+        return {"address": self._connection.address, "engines": self.engines.list_stats(), "trouble": trouble or None}
 
     async def close(self) -> None:
         """Leave the cluster; its engines go on for other servers."""
@@ -359,63 +331,12 @@ class Cluster:
         if not self._lost:
             with suppress(NoAnswer):  # it will notice by itself
                 await call_actor(self._pool, 1.0, "part", self.front)
-        for member in self._members.values():
-            member.fail("the server is ending")
-            if member.poll_task is not None:
-                member.poll_task.cancel()
-            if member.copy_task is not None:
-                member.copy_task.cancel()
+        self.engines.close()
         within = LEAVE_TIMEOUT / 3 if self._lost else LEAVE_TIMEOUT
         if self._lost != CLUSTER_LOST:  # While it is lost, the thread leaves and joins it.
             with suppress(TimeoutError):  # Ray waits for a cluster that is gone, and robots are held by now
                 await asyncio.wait_for(self._thread.submit(ray.shutdown), within)
         self._thread.close(0.0)
-
-    # For threads that load policies.
-
-    def pick_engines(self) -> tuple[str, Sequence[str]]:
-        """Return the engine with the least work, to load a policy to first, and all others that are idle.
-
-        Raises:
-            CheckpointError: the cluster has no engine.
-        """
-        alive = [one for one in tuple(self._members.values()) if not one.is_gone]
-        if not alive:
-            raise CheckpointError("no engine of the cluster is there; try again when one is")
-        first, *others = sorted(alive, key=lambda one: (one.worker.facts.policies, one.worker.facts.load, one.name))
-        return first.name, [one.name for one in others if not one.worker.facts.load]
-
-    def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
-        """Call a method of the engine of this name; see `EngineHandle.ask`."""
-        member = self._members.get(engine)
-        if member is not None:
-            return member.ask(method, *arguments)
-        answer: Future[Any] = Future()
-        answer.set_exception(DeviceGone(f"engine {engine} is not there any more"))
-        return answer
-
-    def keep_copy(self, engine: str, loaded: Loaded) -> None:
-        """Keep a policy in an engine for as long as this object is referenced."""
-
-        def keep() -> None:
-            if (member := self._members.get(engine)) is not None:
-                member.copies.add(loaded)
-                self._retries.record_success(engine, loaded.handle)
-
-        self._call_on_loop(keep)
-
-    def record_failure(self, engine: str, handle: str, why: str) -> None:
-        """Record that an engine could not load a policy that others have; it is tried again."""
-        logger.warning("%s is missing policy %s: %s", engine, handle[:12], why)
-        self._call_on_loop(lambda: self._retries.record_failure(engine, handle, why, time.monotonic()))
-
-    def _call_on_loop(self, call: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:
-            # The loop has ended, and with it the caller that loads the policy.
-            if not self._loop.is_closed():
-                raise
 
     @property
     def connection(self) -> int:
@@ -450,14 +371,15 @@ class ClusterEngine:
             together=policies.placement == "shard",
             batch_sizes=policies.engine_batch_sizes,
             stuck_after=policies.stuck_after,
-            load_memory=policies.load_memory,
+            load_timeout=policies.load_timeout,
             resources=dict(settings.engine_resources),
         )
         bounds = Bounds(settings.engines, settings.engines_most or settings.engines, settings.engine_wait)
         address = {"ray-local": "local", "ray-auto": "auto"}.get(settings.engine, settings.engine)
         self.cluster = Cluster(address, "", options, bounds, stuck_after=policies.stuck_after)
         self.load = RemoteLoader(
-            self.cluster,
+            self.cluster.engines,
+            lambda folder, commit: RayFiles(self.cluster, folder.path),
             policies.policy_bytes,
             roots=allowed_roots(policies),
             inspect=CheckpointSandbox(policies.load_memory),

@@ -7,18 +7,25 @@ router hides which engine owes an answer, so a server could not ask another engi
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ray  # pyright: ignore[reportMissingImports] - an extra
 from ray.exceptions import RayActorError, RayError  # pyright: ignore[reportMissingImports]
 
-from service.distributed.engine_actor import Begun, EngineActor, EngineFacts, EngineOptions, Refusal
+import jaxmodels
+from jaxmodels import PolicyFolder
+from jaxmodels.errors import JaxModelsError
+from service.distributed.artifacts import PolicyArtifact, unpack
 from service.distributed.ray_connection import NAMESPACE
 from service.distributed.scaling import PLACEMENT_TIMEOUT, Bounds, Scaling, explain_shortage
+from service.engines.host import EngineHost
+from service.engines.messages import Begun, EngineFacts, EngineOptions, Loaded, LocalFolder, Refusal
+from service.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +81,30 @@ class _Engine:
     state: Literal["coming", "up", "going"] = "coming"
     node: str = ""
     poll_task: asyncio.Task[None] | None = None
+
+
+class EngineActor(EngineHost):
+    """Ray actor with an inference engine, created by the pool; it reads policies out of the object store."""
+
+    async def node(self) -> str:
+        """Return the name of the machine that Ray started it on."""
+        return socket.gethostname()
+
+    async def load_sent(self, artifact: PolicyArtifact, like: str | None = None) -> Loaded | Refusal:
+        """Load a policy whose files were sent; see `EngineHost.load`."""
+        cache = jaxmodels.user_cache() / "robojax" / "parcels"
+
+        def open_files() -> LocalFolder:
+            with PolicyFolder(unpack(artifact, cache, ray.get)) as folder:
+                return replace(LocalFolder.of(folder), sha=artifact.sha)
+
+        try:
+            files = await call_in_thread(open_files, "policy-files")
+        except JaxModelsError as error:
+            return Refusal("policy", str(error))
+        except OSError as error:
+            return Refusal("engine", f"{self.name} cannot write its policy cache ({error.strerror})")
+        return await self.load(files, like)
 
 
 class Pool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from service.distributed.engine_actor import EngineFacts
+from service.engines.messages import EngineFacts
 
 # Seconds after which a shortage is reported: the first if running engines leave too few resources, the second if the
 # cause is unknown.

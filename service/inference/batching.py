@@ -131,6 +131,11 @@ class LatencyModel:
         self._ratios = deque((ratio / pace for ratio in self._ratios), PACE_WINDOW)
         return rescaled, 1.0
 
+    @property
+    def sizes(self) -> Collection[int]:
+        """Batch sizes that were measured."""
+        return self._now[0].keys()
+
     def is_stale(self, size: int) -> bool:
         """Return whether a size was measured so many batches ago that it should be measured again."""
         one = self._now[0].get(size)

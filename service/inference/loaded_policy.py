@@ -146,6 +146,14 @@ class Replica:
             latency.record(batch, spent[-1])
         latency.mark_fresh()
 
+    def take_latencies(self, measured: Mapping[FrameSizesKey, Mapping[int, float]]) -> None:
+        """Take the seconds that another process measured, by frame and batch size, where this one has no figure."""
+        for frames, seconds in measured.items():
+            self.batch_sizes[frames] = tuple(sorted(seconds))
+            for size, median in seconds.items():
+                if size not in self.latencies[frames].sizes:
+                    self.latencies[frames].record(size, median)
+
     def inherit_latency(self, before: "Replica") -> None:
         """Copy the latencies of a replica with the same program. Call it before ``prepare``, which then only tests."""
         if before.policy.requirements != self.policy.requirements:

@@ -1,0 +1,267 @@
+"""The engines that a server uses, as they come and go."""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from asyncio import Task
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+from jaxmodels.errors import CheckpointError
+from service.engines.messages import Begun, Loaded
+from service.engines.remote_worker import RemoteWorker
+from service.engines.retries import RetryState
+from service.inference.device_worker import DeviceGone
+from service.inference.engine import Engine
+from service.inference.sandbox import begin_building
+from service.threads import settle
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two polls of an engine.
+POLL_PERIOD = 0.5
+# Seconds for which a load waits for the first engine.
+START_TIMEOUT = 60.0
+
+
+class EngineMember(ABC):
+    """One engine from joining until leaving.
+
+    Attributes:
+        name: of the engine; one that joins again may have another.
+        begun: what it reported at its start.
+        worker: sends the requests of robots to the engine.
+        joined_at: monotonic time at which it joined, or failed here.
+        last_reply_at: monotonic time at which it last reported its load.
+        is_gone: no calls are sent to it any more.
+        poll_task: polls its load.
+        copy_task: copies missing policies to it.
+        copies: policies in the engine that this server uses; for the event loop only.
+    """
+
+    def __init__(self, name: str, begun: Begun, stuck_after: float):
+        self.name, self.begun = name, begun
+        self.worker = RemoteWorker(name, self.act, stuck_after, self.on_stuck)
+        self.joined_at = self.last_reply_at = time.monotonic()
+        self.is_gone = False
+        self.poll_task: Task[None] | None = None
+        self.copy_task: Task[None] | None = None
+        self.copies: WeakSet[Loaded] = WeakSet()
+        self._pending: set[Future[Any]] = set()
+        self._gone_reason = ""
+
+    def ask(self, method: str, *arguments: Any) -> "Future[Any]":
+        """Call a method of the engine, from any thread.
+
+        Returns:
+            Its answer, or `DeviceGone` as soon as the engine is gone.
+        """
+        answer: Future[Any] = Future()
+        self._pending.add(answer)
+        answer.add_done_callback(self._pending.discard)
+        if self.is_gone:
+            _settle(answer, DeviceGone(self._gone_reason))
+            return answer
+        try:
+            self._call(method, arguments, lambda outcome: _settle(answer, outcome))
+        except Exception as error:
+            _settle(answer, error)
+        return answer
+
+    @abstractmethod
+    def _call(self, method: str, arguments: tuple[Any, ...], deliver: Callable[[Any], None]) -> None:
+        """Call a method; `deliver` gets its answer or its error, in any thread."""
+
+    @abstractmethod
+    def act(self, outcome: asyncio.Future[Any], *arguments: Any) -> None:
+        """Send the request of a robot, whose answer `outcome` gets. It runs on the event loop and must not block."""
+
+    @abstractmethod
+    def on_stuck(self) -> None:
+        """Called when a request was not answered within ``stuck_after`` seconds."""
+
+    def fail(self, why: str) -> None:
+        """Mark the engine as gone and fail all pending calls, those of robots as well."""
+        self.is_gone, self._gone_reason = True, f"engine {self.name} is not there any more: {why}"
+        for answer in tuple(self._pending):
+            _settle(answer, DeviceGone(self._gone_reason))
+        self.worker.fail(why)
+
+    def cancel(self) -> None:
+        """Cancel its tasks."""
+        for task in (self.poll_task, self.copy_task):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+
+def _settle(answer: "Future[Any]", outcome: Any) -> None:
+    with suppress(InvalidStateError):  # the engine left at the same moment
+        if isinstance(outcome, BaseException):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+
+
+class EngineSet:
+    """Adds engines to an `Engine` and removes them, and copies the loaded policies to them.
+
+    Attributes:
+        members: engines by name, also those that failed and have not left yet.
+        read_trouble: returns why engines are missing, or an empty text.
+    """
+
+    def __init__(self) -> None:
+        self.members: dict[str, EngineMember] = {}
+        self.read_trouble: Callable[[], str] = lambda: ""
+        self._retries = RetryState()
+        self._engine: Engine  # set by `open`, like the loop
+        self._loop: asyncio.AbstractEventLoop
+
+    def open(self, engine: Engine) -> None:
+        """Add the engines that join from now on to this `Engine`."""
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+
+    def add(self, member: EngineMember, poll: Callable[[], Any]) -> None:
+        """Add an engine; it gets requests for a policy as soon as it has a copy of it.
+
+        Args:
+            poll: coroutine function that polls the load of the engine until it leaves.
+        """
+        self.members[member.name] = member
+        member.poll_task = asyncio.create_task(poll(), name=f"watch {member.name}")
+        self._engine.replica_manager.add_device(member.name, member.worker)
+        logger.info("engine %s joins (%s, process %d)", member.name, member.begun.node, member.begun.process)
+
+    def retire(self, member: EngineMember, why: str) -> None:
+        """Remove an engine: its pending requests go to others, or wait for one."""
+        if self.members.get(member.name) is member:
+            del self.members[member.name]
+        member.cancel()
+        member.fail(why)
+        self._engine.replica_manager.retire_device(member.name, why)
+
+    async def forget(self, member: EngineMember) -> None:
+        """Forget a removed engine; from then on another one may have its name."""
+        await self._engine.replica_manager.remove_device(member.name)
+
+    def has_failed(self, name: str) -> bool:
+        """Return whether an engine of this name is out of use."""
+        return name in self._engine.devices.health.failed
+
+    def take_facts(self, member: EngineMember, facts: Any) -> None:
+        """Take what an engine reports of itself; its measured batch sizes count for the admission of sessions."""
+        member.worker.facts = facts
+        member.last_reply_at = time.monotonic()
+        for loaded in self._engine.policy_cache.all:
+            for replica in loaded.replicas:
+                if replica.policy.device == member.name:
+                    replica.take_latencies(facts.latencies.get(getattr(replica.policy, "handle", None), {}))
+        is_compiling = any(one.worker.facts.is_compiling for one in self.members.values())
+        (self._engine.batch_compiler.idle.clear if is_compiling else self._engine.batch_compiler.idle.set)()
+
+    def poll_arguments(self, member: EngineMember) -> tuple[list[str], bool]:
+        """Return what a poll says to the engine: the policies in use, and whether a robot moves."""
+        return sorted({copy.handle for copy in member.copies}), self._engine.has_running_robot()
+
+    def retry_copies(self) -> None:
+        """Start to copy missing policies to the engines that are due for another try."""
+        now = time.monotonic()
+        alive = {member.name: member for member in self.members.values() if not member.is_gone}
+        self._retries.retain(alive, {copy.handle for member in alive.values() for copy in member.copies})
+        for name in self._retries.due(now):
+            member = alive[name]
+            if member.copy_task is None or member.copy_task.done():
+                member.copy_task = asyncio.create_task(self._copy_missing(name), name=f"complete {name}")
+
+    async def _copy_missing(self, name: str) -> None:
+        began = time.monotonic()
+        await self._engine.replica_manager.copy_missing_policies(name)
+        self._retries.drop_failures(name, began)
+
+    def list_stats(self) -> list[dict[str, object]]:
+        """Return state and load of all engines for the API; JSON-ready."""
+        return [
+            {
+                "engine": member.name,
+                "node": member.begun.node,
+                "process": member.begun.process,
+                "load": round(member.worker.facts.load, 4),
+                "queue_ms": round(member.worker.facts.queue * 1e3, 2),
+                "waiting": member.worker.facts.waiting,
+                "policies": member.worker.facts.policies,
+                "batches": {str(size): times for size, times in sorted(member.worker.facts.batches.items())},
+                "batch_ms": list(member.worker.facts.batch_ms),
+            }
+            for member in self.members.values()
+            if not member.is_gone
+        ]
+
+    def describe_missing(self) -> str:
+        """Describe policies that engines are missing, for people; empty when there are none."""
+        return self._retries.describe(time.monotonic())
+
+    def close(self) -> None:
+        """Fail all pending calls."""
+        for member in self.members.values():
+            member.cancel()
+            member.fail("the server is ending")
+
+    # For threads that load policies.
+
+    def pick(self) -> tuple[str, Sequence[str]]:
+        """Return the engine with the least work, to load a policy to first, and all others that are idle.
+
+        An engine that is being started is waited for.
+
+        Raises:
+            CheckpointError: there is no engine.
+        """
+        until = time.monotonic() + START_TIMEOUT
+        while not (alive := [one for one in tuple(self.members.values()) if not one.is_gone]):
+            if (trouble := self.read_trouble()) or time.monotonic() > until:
+                raise CheckpointError(trouble or f"no engine has begun for {START_TIMEOUT:g} s; try again when one has")
+            begin_building()  # raises when the load was cancelled
+            time.sleep(0.02)
+        first, *others = sorted(alive, key=lambda one: (one.worker.facts.policies, one.worker.facts.load, one.name))
+        return first.name, [one.name for one in others if not one.worker.facts.load]
+
+    def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
+        """Call a method of the engine of this name; see `EngineMember.ask`."""
+        member = self.members.get(engine)
+        if member is not None:
+            return member.ask(method, *arguments)
+        answer: Future[Any] = Future()
+        answer.set_exception(DeviceGone(f"engine {engine} is not there any more"))
+        return answer
+
+    def keep_copy(self, engine: str, loaded: Loaded) -> None:
+        """Keep a policy in an engine for as long as this object is referenced."""
+
+        def keep() -> None:
+            if (member := self.members.get(engine)) is not None:
+                member.copies.add(loaded)
+                self._retries.record_success(engine, loaded.handle)
+
+        self._call_on_loop(keep)
+
+    def record_failure(self, engine: str, handle: str, why: str) -> None:
+        """Record that an engine could not load a policy that others have; it is tried again."""
+        logger.warning("%s is missing policy %s: %s", engine, handle[:12], why)
+        self._call_on_loop(lambda: self._retries.record_failure(engine, handle, why, time.monotonic()))
+
+    def _call_on_loop(self, call: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            # The loop has ended, and with it the caller that loads the policy.
+            if not self._loop.is_closed():
+                raise
+
+
+def settle_now(outcome: asyncio.Future[Any], answer: asyncio.Future[Any]) -> None:
+    """Give a future the result or the error of another one that is done."""
+    settle(outcome, answer.exception() or answer.result())

@@ -1,0 +1,139 @@
+"""What a server and its engines say to each other."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxmodels import PolicyFolder, Requirements
+from jaxmodels.errors import CheckpointError
+from service.engines.codec import MessageCodec
+from service.engines.shared_memory import SharedMemory
+from service.inference.batching import FrameSizesKey
+from service.inference.loaded_policy import FrameSizes, InferenceResult
+
+# input: the policy refused it, as it would anywhere. failed: it raised. stuck: it did not come back in time.
+# unknown: the engine does not have the policy (any more). policy: it cannot be loaded. engine: this engine cannot be
+# used at all.
+Kind = Literal["input", "failed", "stuck", "unknown", "policy", "engine"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an engine gives no answer, with a text that clients may read."""
+
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine runs policies; from the settings of these names.
+
+    Attributes:
+        together: whether a policy is spread over all devices.
+        niceness: by how much the process of an engine on this machine lowers its priority.
+        resources: what Ray reserves for an engine, as the setting `engine_resources`.
+    """
+
+    dtype: str | None = None
+    devices: Sequence[str] = ()
+    together: bool = False
+    batch_sizes: Sequence[int] = (1,)
+    stuck_after: float = 5.0
+    load_timeout: float = 600.0
+    niceness: int = 5
+    resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What an engine reports once it is started.
+
+    Attributes:
+        version: of robojax.
+        node: name of its machine.
+        process: its process id.
+    """
+
+    version: str
+    node: str
+    process: int
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A policy's verified files on this machine.
+
+    Attributes:
+        sha: hash by which engines know the policy.
+        path: folder with the files.
+        identities: device, inode, size and times of change of each verified file; others must not be read.
+        commit: commit on the Hub or content hash, if known.
+    """
+
+    sha: str
+    path: str
+    identities: Mapping[str, tuple[int, ...]]
+    commit: str | None = None
+
+    @classmethod
+    def of(cls, folder: PolicyFolder, commit: str | None = None) -> "LocalFolder":
+        """Return the files of an open folder that have been verified."""
+        identities = folder.identities
+        path = str(folder.path.absolute())
+        sha = hashlib.sha256(repr((path, sorted(identities.items()))).encode()).hexdigest()
+        return cls(sha, path, identities, commit)
+
+    def check(self, folder: PolicyFolder) -> None:
+        """Raise CheckpointError if a file of an open folder is not the one that was verified."""
+        for name, identity in folder.identities.items():
+            if tuple(self.identities.get(name, ())) != identity:
+                raise CheckpointError(f"{name}: was changed since it was verified; load the policy once more")
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A policy that is loaded in an engine.
+
+    Attributes:
+        handle: by which the engine knows it.
+        compiled: sizes of frames that it is compiled for.
+    """
+
+    handle: str
+    requirements: Requirements
+    compiled: Sequence[FrameSizes]
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Load and latencies of an engine.
+
+    Attributes:
+        load: share of the newest seconds that its busiest device computed.
+        queue: seconds that nine of ten of the newest requests waited for the device.
+        waiting: requests not yet begun.
+        batches: how many there were of each size.
+        batch_ms: of each policy, batch size to median and p90.
+        policies: number of policies in memory.
+        is_compiling: whether it compiles larger batches.
+        latencies: median seconds by policy, frame sizes and batch size, of what is compiled.
+    """
+
+    load: float = 0.0
+    queue: float = 0.0
+    waiting: int = 0
+    batches: Mapping[int, int] = field(default_factory=dict)
+    batch_ms: Sequence[Mapping[str, Any]] = ()
+    policies: int = 0
+    is_compiling: bool = False
+    latencies: Mapping[str, Mapping[FrameSizesKey, Mapping[int, float]]] = field(default_factory=dict)
+
+
+RECORDS = (Refusal, EngineOptions, Begun, LocalFolder, Loaded, EngineFacts, Requirements, InferenceResult)
+
+
+def make_codec(outgoing: SharedMemory, incoming: SharedMemory, *, copies: bool) -> MessageCodec:
+    """Return the codec of one end of a connection; see `MessageCodec`."""
+    return MessageCodec(RECORDS, outgoing, incoming, copies=copies)

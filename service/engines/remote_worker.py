@@ -1,0 +1,159 @@
+"""Requests of robots to an engine in another process."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmodels.errors import ObservationError
+from service.engines.messages import EngineFacts
+from service.engines.remote_policy import RemotePolicy, check_answer
+from service.inference.batching import FrameSizesKey, LatencyModel, read_layout
+from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
+from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
+from service.threads import mark_retrieved, settle
+
+# A request goes to another engine after three times the usual latency, at least the first figure (seconds). Before any
+# measurement it is the second figure. A call over the network takes a millisecond, and sometimes tens of milliseconds.
+MIN_OVERDUE = 0.25
+DEFAULT_OVERDUE = 1.0
+
+
+class RemoteWorker:
+    """A `DeviceWorker` whose device is an engine in another process.
+
+    Args:
+        send: sends a request (handle, observation, seconds until it is due) and sets the outcome's result or error;
+            called on the event loop, must not block.
+        on_stuck: called when a request was not answered within `stuck_after` seconds.
+
+    Attributes:
+        facts: load and latencies that the engine reported last.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        send: Callable[..., None],
+        stuck_after: float = 5.0,
+        on_stuck: Callable[[], None] = lambda: None,
+    ):
+        self.name = name
+        self.facts = EngineFacts()
+        self.last_used_at = 0.0
+        self.abandoned = 0
+        self._send, self._on_stuck = send, on_stuck
+        self._stuck_after = stuck_after
+        self._pending: dict[asyncio.Future[Any], float] = {}  # values: when it was sent, oldest first
+        self._latency = LatencyModel()
+        self._gone_reason: str | None = None
+        self._is_closed = False
+
+    @property
+    def pending(self) -> int:
+        """Requests of this server that have no answer yet."""
+        return len(self._pending)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether an answer to this server takes longer than usual."""
+        oldest = next(iter(self._pending.values()), None)
+        return oldest is not None and time.monotonic() - oldest > self._usual_latency
+
+    @property
+    def waiting(self) -> int:
+        """Requests of all servers that the engine has not begun."""
+        return self.facts.waiting
+
+    @property
+    def batches(self) -> Mapping[int, int]:
+        """Number of batches that the engine ran for all servers, by batch size."""
+        return self.facts.batches
+
+    def load(self, now: float) -> float:
+        """Share of the last seconds that the engine was busy, as it reported last."""
+        return self.facts.load
+
+    async def submit(
+        self,
+        replica: Replica,
+        observation: Mapping[str, np.ndarray],
+        due: float | None,
+        *,
+        is_alone: bool = False,
+        may_move: bool = False,
+    ) -> InferenceResult:
+        """Run a policy on one observation; see `DeviceWorker.submit`. The engine decides what runs alone."""
+        if self._is_closed:
+            raise WorkerClosed("the server is ending")
+        if self._gone_reason is not None:
+            raise DeviceGone(self._gone_reason)
+        policy = replica.policy
+        assert isinstance(policy, RemotePolicy)
+        now = time.monotonic()
+        outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending[outcome] = self.last_used_at = now
+        # A request stays pending when its caller gives up, so that the next one goes to an engine with less to do.
+        outcome.add_done_callback(self._pending.pop)
+        due_in = None if due is None else due - now
+        self._send(outcome, policy.handle, dict(observation), due_in)
+        answer = asyncio.create_task(self._answer(outcome, replica, read_layout(observation).frames, now))
+        answer.add_done_callback(mark_retrieved)
+        if may_move:
+            usual = self._usual_latency
+            done, _ = await asyncio.wait([answer], timeout=usual)
+            if not done:
+                # This does not count as a failure of the engine: it is asked last while it owes answers, and the pool
+                # finds out whether it lives. On a busy machine all engines are late, and recover a moment later.
+                late = Overdue(f"{self.name} has not answered for {usual:.2f} s")
+                late.is_counted, late.answer = True, answer
+                raise late
+        return await answer
+
+    @property
+    def _usual_latency(self) -> float:
+        usual = self._latency.measured(1).median
+        usual = max(3 * usual, MIN_OVERDUE) if self._latency.is_measured else DEFAULT_OVERDUE
+        return min(usual, self._stuck_after)
+
+    async def _answer(
+        self, outcome: asyncio.Future[Any], replica: Replica, frames: FrameSizesKey, sent_at: float
+    ) -> InferenceResult:
+        done, _ = await asyncio.wait([outcome], timeout=self._stuck_after)
+        if not done:
+            self._on_stuck()
+            if self._gone_reason is not None:
+                raise DeviceGone(self._gone_reason)
+            raise InferenceStuck.after(self._stuck_after)
+        total = time.monotonic() - sent_at
+        inference = _to_result(outcome.result(), total)
+        self._latency.record(1, total)
+        replica.latencies[frames].record(inference.batch, inference.compute)
+        return inference
+
+    def fail(self, why: str) -> None:
+        """Fail all pending requests: the engine is gone. Later answers are ignored."""
+        self._gone_reason = why
+        for outcome in tuple(self._pending):
+            settle(outcome, DeviceGone(why))
+
+    async def close(self, within: float) -> bool:
+        """Fail all pending requests."""
+        self._is_closed = True
+        for outcome in tuple(self._pending):
+            settle(outcome, WorkerClosed("the server is ending"))
+        return True
+
+
+def _to_result(answer: Any, total: float) -> InferenceResult:
+    """Convert an engine's answer that took `total` seconds to arrive."""
+    try:
+        answer = check_answer(answer)
+    except ObservationError as error:
+        raise InputRefused(str(error)) from error
+    inside = answer.queue + answer.to_device + answer.compute + answer.to_host
+    waited = answer.queue + max(total - inside, 0.0)  # the transport counts as waiting
+    # The chunk is copied, because arrays of the object store are read-only.
+    return answer._replace(chunk=np.array(answer.chunk), queue=waited, total=total)
