@@ -5,8 +5,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import jax
-
 OFF = ("", "0", "off", "none", "false")
 
 
@@ -34,6 +32,8 @@ def use_compile_cache() -> Path | None:
     It is ``ROBOJAX_COMPILE_CACHE`` (a folder, or ``off``), else ``robojax/xla`` in the user's cache folder.
     A folder that cannot be written only costs compile time, so it is said in the log and nothing is cached.
     """
+    import jax  # Here, because a server's process has no JAX, and asks for the folders only.
+
     configured = jax.config.values.get("jax_compilation_cache_dir")
     if configured:
         return Path(configured)

@@ -11,7 +11,7 @@ from jaxmodels.errors import ObservationError
 from service.engines.messages import EngineFacts
 from service.engines.remote_policy import RemotePolicy, check_answer
 from service.inference.batching import FrameSizesKey, LatencyModel, read_layout
-from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
+from service.inference.device_worker import DeviceGone, DeviceStuck, InputRefused, Overdue, WorkerClosed
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
 from service.threads import mark_retrieved, settle
 
@@ -125,7 +125,7 @@ class RemoteWorker:
         if not done:
             self._on_stuck()
             if self._gone_reason is not None:
-                raise DeviceGone(self._gone_reason)
+                raise DeviceStuck(self._gone_reason)
             raise InferenceStuck.after(self._stuck_after)
         total = time.monotonic() - sent_at
         inference = _to_result(outcome.result(), total)

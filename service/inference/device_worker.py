@@ -43,6 +43,10 @@ class DeviceGone(Exception):
     """The device is gone; its requests can go to another one."""
 
 
+class DeviceStuck(DeviceGone):
+    """The device was given up because it did not answer this request, which may be the cause."""
+
+
 class InputRefused(PolicyFailed):
     """The policy refused its input, as it would on any device; the text is for clients."""
 

@@ -18,6 +18,7 @@ from service.errors import PolicyFailed
 from service.inference.admission import Reservations
 from service.inference.device_worker import (
     DeviceGone,
+    DeviceStuck,
     DeviceWorker,
     InferenceWorker,
     InputRefused,
@@ -27,6 +28,7 @@ from service.inference.device_worker import (
 from service.inference.loaded_policy import (
     FrameSizes,
     InferenceResult,
+    InferenceStuck,
     LoadedPolicy,
     Replica,
 )
@@ -46,16 +48,24 @@ class Dispatcher:
         self._replica_manager = replica_manager
 
     async def run(
-        self, loaded: LoadedPolicy, observation: Mapping[str, np.ndarray], due: float | None, *, is_alone: bool
+        self,
+        loaded: LoadedPolicy,
+        observation: Mapping[str, np.ndarray],
+        due: float | None,
+        *,
+        is_alone: bool,
+        has_stuck: bool = False,
     ) -> InferenceResult:
         """Run the policy on some device.
 
         Args:
             due: when the caller's plan runs dry, on the monotonic clock; as soon as possible when None.
             is_alone: it is not batched with others, because it may spoil what they get.
+            has_stuck: a device was given up because it did not answer this request.
 
         Raises:
-            PolicyFailed: the policy raised; in words that a session may hear.
+            PolicyFailed: the policy raised, with a text for sessions.
+            InferenceStuck: two devices were given up because of this request.
         """
         devices = self._devices
         usable = loaded.usable or await devices.wait_for_replica(loaded)
@@ -67,7 +77,10 @@ class Dispatcher:
             )
         except DeviceGone as error:
             self._replica_manager.retire_device(replica.policy.device, str(error))
-            return await self.run(loaded, observation, due, is_alone=is_alone)
+            is_stuck = isinstance(error, DeviceStuck)
+            if is_stuck and has_stuck:
+                raise InferenceStuck(f"two engines were given up because of it: {error}") from error
+            return await self.run(loaded, observation, due, is_alone=is_alone, has_stuck=has_stuck or is_stuck)
         except (JaxModelsError, InputRefused, WorkerClosed) as error:
             _raise_refusal(error)
         except Exception as error:

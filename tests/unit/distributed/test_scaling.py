@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from service.distributed.engine_actor import EngineFacts
+from service.engines.messages import EngineFacts
 from service.distributed.scaling import (
     GROW_AFTER,
     PLACEMENT_TIMEOUT,

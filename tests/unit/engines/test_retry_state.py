@@ -1,6 +1,6 @@
 """What an engine could not have is tried again, ever more rarely, and is spoken of until it is well."""
 
-from service.distributed.remote_engine import FIRST_RETRY, LONGEST_RETRY, RetryState
+from service.engines.retries import FIRST_RETRY, LONGEST_RETRY, RetryState
 
 HANDLE = "0123456789abcdef"
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from service.distributed import remote_engine
-from service.distributed.engine_actor import EngineFacts, Loaded, Refusal
-from service.distributed.remote_engine import RemotePolicy, RemoteWorker
+from service.engines.messages import EngineFacts, Loaded, Refusal
+from service.engines.remote_policy import RemotePolicy
+from service.engines.remote_worker import RemoteWorker
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica

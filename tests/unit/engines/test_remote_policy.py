@@ -11,8 +11,8 @@ import pytest
 from jaxmodels.errors import CheckpointError, HubError, ObservationError
 from service.distributed import remote_engine
 from service.distributed.artifacts import PolicyArtifact
-from service.distributed.engine_actor import Loaded, Refusal
-from service.distributed.remote_engine import RemoteLoader, RemotePolicy, check_answer
+from service.engines.messages import Loaded, Refusal
+from service.engines.remote_policy import RemoteLoader, RemotePolicy, check_answer
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
 from service.inference.loaded_policy import InferenceStuck
