@@ -39,7 +39,7 @@ LAYERS = {
     ),
     "hooks": ("errors threads < payload database addresses < queue < registry < client receiver < server"),
     "jaxmodels": (
-        "errors _lazy < ranges < types cache_dirs < ensembling normalization devices hub weights < layers samplers"
+        "errors _lazy < ranges < types cache_dirs < normalization devices hub weights < layers samplers"
         " < memory < checkpoints < text < transformer2d vlm data < policies < program < observations < policy"
         " < training"
     ),
