@@ -51,7 +51,7 @@ async def get_page(request: Request) -> HTTPResponse:
 
 
 async def get_page_file(request: Request, name: str) -> HTTPResponse:
-    """One of the page's files."""
+    """A file of the page."""
     if name not in FILES or name == PAGE:
         raise NotFound()
     return _answer(FILES[name])
@@ -146,19 +146,19 @@ REST, WebSocket and signalling of the RobotHub wire)."""
 # Statuses of any route.
 _EVERY_ROUTE = (400, 403, 408, 413, 500, 503)
 _MEANINGS = {
-    400: "Not HTTP that can be read",
-    401: "A key is wanted, and none was sent that counts",
-    403: "The key's role allows less than this; or a web page of another origin calls, which the settings do not allow",
+    400: "The request is not valid HTTP",
+    401: "The request has no valid key",
+    403: "The role of the key does not allow this, or the settings do not allow web pages of this origin",
     404: "No such session, model, deployment, commit or recording",
-    406: "No form of answer that is asked for is written; the text names those that are",
+    406: "No content type of Accept is supported; the text lists the supported types",
     408: "The request did not arrive in time",
-    409: "Refused in the present state; the text names what is allowed",
-    413: "Head, body, answer or work too large",
-    415: "The body's form is not read; the text names those that are",
-    429: "As many sessions or attempts as are allowed; see Retry-After",
-    500: "An error of the server's; its log says more under the request id",
-    502: "The transport server or the Hub refused, vanished or broke the wire",
-    503: "The answer took too long, or as much is asked for already as is allowed",
+    409: "Not allowed in the present state; the text lists what is allowed",
+    413: "The headers, body, response or computation are too large",
+    415: "The content type of the body is not supported; the text lists the supported types",
+    429: "Too many sessions or attempts; see Retry-After",
+    500: "Error of the server; its log has details under the request id",
+    502: "The transport server or the Hub refused, did not answer, or broke the protocol",
+    503: "The response took too long, or too many requests wait",
 }
 
 

@@ -60,12 +60,12 @@ async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
 
 
 async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
-    """Bring a revision of its policy to a session: fetched by commit, verified, compiled and judged beside the running
-    one, which it replaces at a chunk boundary without a missed tick.
+    """Deploy a revision of its policy to a session. The server fetches it by commit, verifies, compiles and tests it in
+    parallel to the running policy, which it replaces at a chunk boundary without a missed tick.
 
-    Without a revision: the one that is staged, else the newest of the branch or tag the session was made with. An older
-    commit is taken too. The answer comes when the session runs it, or when it was refused; `result` says which. The
-    probation that follows is seen in `GET /deployments/{deployment_id}`.
+    The default revision is the staged one, else the newest of the session's branch or tag. Older commits are allowed.
+    The response comes when the session runs the policy or refused it, as `result` says. `GET
+    /deployments/{deployment_id}` shows the probation that follows.
     """
     get_visible_session(request, session_id)
     body = read_body(request, PolicyRequest) if request.body else PolicyRequest()
@@ -122,7 +122,7 @@ DEPLOYMENT_ROUTES = (
         _list_of(Deployment),
         query=(
             Query("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": 50}, "How many."),
-            Query("session_id", {"type": "string"}, "Only those of this session."),
+            Query("session_id", {"type": "string"}, "Only deployments of this session."),
         ),
         role=Role.VIEWER,
     ),
@@ -158,8 +158,7 @@ DEPLOYMENT_ROUTES = (
 async def check_policy(request: Request) -> HTTPResponse:
     """What a policy needs, and what of a request would not fit it, from its small files; nothing is loaded.
 
-    A policy that fits may still fail to load; one that does not would be refused by `POST /sessions` with the same
-    words.
+    A policy that fits may still fail to load. `POST /sessions` refuses a policy that does not fit with the same text.
     """
     body = read_body(request, PolicyCheckRequest)
     fields: dict[str, Any] = dict(body)
@@ -236,9 +235,9 @@ async def get_model(request: Request, name: str) -> HTTPResponse:
 
 
 async def run_model(request: Request, name: str) -> HTTPResponse | None:
-    """One forward pass over the arrays of the body; the answer has the body's form, or the one that Accept names.
+    """One forward pass over the arrays of the body; the response has the content type of Accept, else of the body.
 
-    Forms: `application/x-npz` (numpy.savez; arrays by name) and `application/json`
+    Content types: `application/x-npz` (numpy.savez; arrays by name) and `application/json`
     (`{"inputs": {name: {"dtype", "shape", "data"}}}` with nested lists as data; a plain number or list is accepted
     too). A JSON answer has `outputs` in the same form and `timings_ms`. An npz has the outputs alone. The header
     Server-Timing has the timings in both forms. New shapes are compiled first, which the timings show separately.
@@ -338,8 +337,8 @@ _FORMS = {JSON: JSON, MSGPACK: MSGPACK, "application/x-msgpack": MSGPACK, "appli
 async def act(request: Request, session_id: str) -> HTTPResponse:
     """What the policy would do about this observation, for a session that was made with `transport_server_url` direct.
 
-    Nothing is sent to any robot: the client runs its own control loop. The chunk has passed the same checks as one that
-    the session would do itself. docs/direct.md says what an observation is, as JSON and as msgpack.
+    Nothing is sent to any robot, because the client runs its own control loop. The chunk has passed the checks of all
+    sessions. docs/robots/direct.md describes an observation as JSON and as msgpack.
     """
     doors = request.app.ctx.stream_clients
     try:
