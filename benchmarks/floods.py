@@ -38,7 +38,7 @@ from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result
 from benchmarks.processes import Child, say
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import Rooms
-from service.transport.webrtc.datagrams import transports_of
+from service.transport.webrtc.ice import transports_of
 from tests.hostile.flood import FLOODS
 
 RATE = 50.0

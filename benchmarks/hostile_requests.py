@@ -354,7 +354,7 @@ def measure(count: int, seed: int) -> dict[str, Any]:
 
 def _measure(count: int, seed: int, hub: str) -> dict[str, Any]:
     from service.api.blueprint import ROUTES
-    from service.api.openapi import full_document, specified_document
+    from service.api.pages import full_document, specified_document
 
     documents = [specified_document(ROUTES), full_document(ROUTES)]
     with child("-m", "benchmarks.hostile_requests", "--serve", env={"HF_ENDPOINT": hub}) as server:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from jaxmodels.cache_dirs import cache_folder, user_cache
     from jaxmodels.checkpoints.folder import PolicyFolder, open_file
     from jaxmodels.devices import name_devices
-    from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.hub import POLICY_FILES, find_policy, hub_limits, is_policy_file, list_policy_files
+    from jaxmodels.policies.act.model import TemporalEnsembler
     from jaxmodels.policy import Policy, load_policy, read_requirements
     from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
     from jaxmodels.transformer2d.loaded_model import LoadedModel, is_model, load_model
@@ -47,7 +47,7 @@ _HOMES = {
     "Policy": "jaxmodels.policy",
     "PolicyFolder": "jaxmodels.checkpoints.folder",
     "Requirements": "jaxmodels.types",
-    "TemporalEnsembler": "jaxmodels.ensembling",
+    "TemporalEnsembler": "jaxmodels.policies.act.model",
     "Transformer2DConfig": "jaxmodels.transformer2d",
     "Transformer2DModel": "jaxmodels.transformer2d",
     "cache_folder": "jaxmodels.cache_dirs",

@@ -20,8 +20,7 @@ from service.api import pages
 from service.api.blueprint import API_ROUTES, ROUTES, build_blueprint, build_config, install_middleware
 from service.api.context import App, Context
 from service.api.metrics import Metrics
-from service.api.openapi import full_document, specified_document
-from service.api.pages import build_live_blueprint
+from service.api.pages import build_live_blueprint, full_document, specified_document
 from service.api.websockets import build_streams_blueprint
 from service.auth.caller import Role
 from service.auth.guard import create_guard

@@ -37,9 +37,9 @@ LAYERS = {
         " < recording streaming rollout dashboard < distributed < settings < api doctor shared_sessions"
         " < engine_source < app"
     ),
-    "hooks": ("errors threads < payload secrets database addresses < queue < registry < client receiver < server"),
+    "hooks": ("errors threads < payload database addresses < queue < registry < client receiver < server"),
     "jaxmodels": (
-        "errors _lazy < ranges < types cache_dirs < ensembling normalization devices hub weights < layers samplers"
+        "errors _lazy < ranges < types cache_dirs < normalization devices hub weights < layers samplers"
         " < memory < checkpoints < text < transformer2d vlm data < policies < program < observations < policy"
         " < training"
     ),

@@ -1,10 +1,11 @@
-"""The Hub's HTTP API for webhooks, served by the registry, and its own log of deliveries.
+"""HTTP API of the registry: the Hub's API for webhooks, and the log of deliveries.
 
 Sources: huggingface_hub 2.4 (hf_api.py, its errors in utils/_http.py), https://huggingface.co/docs/hub/webhooks
 """
 
+import hmac
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from sanic import Blueprint, HTTPResponse, Request
 from sanic import json as in_json
 
 from hooks.errors import HooksError, HubTrouble, InvalidWebhook, StoreError, UnknownWebhook, UnsafeTarget
-from hooks.secrets import is_valid_secret
 
 if TYPE_CHECKING:
     from hooks.registry.registry import Registry
@@ -23,7 +23,7 @@ MAX_BODY = 256 << 10
 MAX_VALUES = 1 << 13  # values in a body; reading them takes 3 ms
 MAX_LISTED = 200
 
-# The Hub's own words: huggingface_hub distinguishes a wrong token from a missing repo by them.
+# huggingface_hub distinguishes a wrong token from a missing repo by these messages of the Hub.
 NO_TOKEN = "Invalid username or password."
 WRONG_TOKEN = "Invalid credentials in Authorization header"
 OWNER = {
@@ -40,8 +40,16 @@ OWNER = {
 Handler = Callable[..., Coroutine[Any, Any, Any]]
 
 
+def is_valid_secret(text: str, secrets: Iterable[str]) -> bool:
+    """Return whether a text equals one of the secrets, in a time that does not depend on where they differ."""
+    is_equal = False
+    for secret in secrets:
+        is_equal |= hmac.compare_digest(text.encode("utf-8", "surrogateescape"), secret.encode())
+    return is_equal
+
+
 def build_error(status: int, code: str, message: str) -> HTTPResponse:
-    """Build an error answer in the Hub's form, which ``HfHubHTTPError`` shows."""
+    """Build an error response in the Hub's format, which ``HfHubHTTPError`` shows."""
     in_header = message.encode("ascii", "replace").decode().replace("\n", " ").replace("\r", " ")[:2000]
     headers = {"X-Error-Code": code, "X-Error-Message": in_header}
     if status == 401:
@@ -50,7 +58,7 @@ def build_error(status: int, code: str, message: str) -> HTTPResponse:
 
 
 def add_routes(blueprint: Blueprint, registry: "Registry", tokens: tuple[str, ...]) -> None:
-    """Add the API's routes to a blueprint; each request has to carry one of the tokens."""
+    """Add the API's routes to a blueprint; each request must have one of the tokens."""
 
     async def whoami(request: Request) -> Any:
         return OWNER

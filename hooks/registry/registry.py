@@ -1,34 +1,228 @@
-"""Registry: webhooks managed on this machine, with their deliveries, while its server runs."""
+"""Registry: webhooks managed on this machine, their settings, and the sender of their deliveries."""
 
 import asyncio
+import ipaddress
 import json
 import logging
+import math
+import random
 import re
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sanic import Blueprint
 
 from hooks.addresses import Resolve, TargetRules
 from hooks.database import Database, alone
-from hooks.errors import HooksError, HubTrouble, InvalidWebhook, UnknownWebhook
+from hooks.errors import HooksError, HubTrouble, InvalidSettings, InvalidWebhook, StoreError, UnknownWebhook
 from hooks.payload import WebhookPayload
+from hooks.queue import QueueRunner
 from hooks.registry import delivery_queue
 from hooks.registry.api import add_routes
-from hooks.registry.delivery import DeliveryRequest, Destination, HttpDeliverer, Outcome, format_time
+from hooks.registry.delivery import WAITS, DeliveryRequest, Destination, HttpDeliverer, Outcome, format_time, get_wait
 from hooks.registry.delivery import resolve_host as ask_name_server
-from hooks.registry.delivery_queue import Message, generate_id
+from hooks.registry.delivery_queue import DueDelivery, Message, generate_id
 from hooks.registry.jobs import JobDeliverer, load_jobs
-from hooks.registry.sender import Sender
-from hooks.registry.settings import RegistrySettings
 from hooks.registry.store import SCHEMA, Webhook, WebhookStore, WebhookUpdate, read_update
 
 logger = logging.getLogger(__name__)
 
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
+MIN_TOKEN = 16
+POSITIVE = ("max_webhooks", "jobs_at_once", "suspend_after", "max_parallel", "max_waiting")
+
+
+@dataclass(frozen=True)
+class RegistrySettings:
+    """Settings of a registry.
+
+    Attributes:
+        tokens: bearer tokens that the API accepts; at least one.
+        database: SQLite file. With None, a restart loses everything.
+        allowed_networks: targets that are allowed although they are not public, e.g. ``192.168.1.0/24``.
+        jobs_file: TOML file of the jobs that webhooks may start, or None.
+        max_webhooks: largest number of registered webhooks.
+        jobs_at_once: largest number of jobs that run in parallel.
+        suspend_after: number of consecutive failed deliveries that suspends a webhook.
+        waits: seconds before each attempt of a delivery.
+        max_parallel: parallel deliveries of one webhook. Deliveries of one repo run one at a time.
+        max_waiting: waiting deliveries of one webhook; the oldest are dropped above this number.
+        retention: seconds that finished deliveries stay in the log.
+        max_retained: finished deliveries in the log, over all webhooks.
+    """
+
+    tokens: tuple[str, ...] = field(default=(), repr=False)
+    database: Path | None = None
+    allowed_networks: tuple[str, ...] = ()
+    jobs_file: Path | None = None
+    max_webhooks: int = 100
+    jobs_at_once: int = 2
+    suspend_after: int = 3
+    waits: tuple[float, ...] = WAITS
+    max_parallel: int = 4
+    max_waiting: int = 1000
+    retention: float = 14 * 24 * 3600.0
+    max_retained: int = 10_000
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if not self.tokens:
+            wrong.append(
+                "no token is configured, and without one anybody could make this server send requests and start jobs; "
+                "set at least one (e.g. from `openssl rand -hex 32`) and give it to clients as HF_TOKEN"
+            )
+        if any(len(token) < MIN_TOKEN or not token.isascii() for token in self.tokens):
+            wrong.append(f"a token is shorter than {MIN_TOKEN} characters or not ASCII; make one: openssl rand -hex 32")
+        for network in self.allowed_networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                wrong.append(f"allowed network {network!r}: {error}; wanted e.g. 192.168.1.0/24")
+        for name in POSITIVE:
+            if not getattr(self, name) > 0:
+                wrong.append(f"{name}: {getattr(self, name)!r}, wanted more than 0")
+        if not self.waits or any(not 0 <= wait < math.inf for wait in self.waits):
+            wrong.append(f"waits: {self.waits!r}, wanted one number of seconds per attempt, none below 0")
+        if wrong:
+            raise InvalidSettings("registry of webhooks: " + "; ".join(wrong))
+
+
+PRUNE_INTERVAL = 600.0
+STOP_TIMEOUT = 0.5  # seconds in which running deliveries may still be recorded when the sender stops
+
+
+class Sender:
+    """Sends due deliveries in parallel, per webhook; ``dropped`` counts deliveries above ``max_waiting``."""
+
+    def __init__(
+        self,
+        database: Database,
+        store: WebhookStore,
+        deliver: Callable[[Destination, DeliveryRequest, float], Awaitable[Outcome]],
+        settings: RegistrySettings,
+        *,
+        clock: Callable[[], float] = time.time,
+        random: Callable[[], float] = random.random,
+    ):
+        """Create a sender that starts with ``run``; ``deliver`` makes one attempt."""
+        self.dropped = 0
+        self._database = database
+        self._store = store
+        self._deliver_once = deliver
+        self._settings = settings
+        self._clock = clock
+        self._random = random
+        self._replays: set[asyncio.Task[object]] = set()
+        self.runner = QueueRunner(database, delivery_queue.QUEUE, self._deliver, self._get_limits, clock=clock)
+
+    async def queue_message(self, message: Message, webhooks: Callable[[sqlite3.Connection], Collection[str]]) -> int:
+        """Queue an event durably for the webhooks that ``webhooks`` returns; return their number."""
+
+        def transaction(connection: sqlite3.Connection) -> tuple[int, dict[str, int]]:
+            limit = self._settings.max_waiting
+            return delivery_queue.queue_message(connection, message, webhooks(connection), self._clock(), limit)
+
+        count, dropped = await self._database.run(transaction)
+        for webhook_id, number in dropped.items():
+            self.dropped += number
+            logger.warning(
+                "webhook %s: more than %d deliveries wait, the oldest %d dropped (%d since the start); "
+                "see its delivery log for why they are not accepted",
+                webhook_id,
+                self._settings.max_waiting,
+                number,
+                self.dropped,
+            )
+        self.runner.wake()
+        return count
+
+    async def run(self) -> None:
+        """Send until cancelled; the next start repeats interrupted deliveries with the same ids."""
+        pruning = asyncio.create_task(self._prune(), name="webhooks prune")
+        try:
+            await self.runner.write(delivery_queue.QUEUE.release_running)  # A killed process left these.
+            await self.runner.run()
+        finally:
+            pruning.cancel()
+            await asyncio.gather(self.runner.close(STOP_TIMEOUT), pruning, return_exceptions=True)
+            for task in self._replays:
+                task.cancel()
+            await asyncio.gather(*self._replays, return_exceptions=True)
+            with suppress(StoreError):  # The next start releases them, too.
+                await self._database.run(delivery_queue.QUEUE.release_running)
+
+    def _get_limits(self, webhook_id: str) -> Mapping[str, int]:
+        return {webhook_id: self._settings.max_parallel}
+
+    async def _deliver(self, row: sqlite3.Row) -> None:
+        delivery = await self.runner.write(delivery_queue.get_delivery, row["webhook_id"], row["id"])
+        if delivery is not None:
+            await self._attempt_delivery(delivery)
+
+    async def _attempt_delivery(self, delivery: DueDelivery, *, is_replay: bool = False) -> Outcome | None:
+        destination = await self.runner.write(self._store.find, delivery.webhook_id)
+        if destination is None:
+            return None
+        started_at = self._clock()
+        try:
+            outcome = await self._deliver_once(destination, delivery.request, started_at)
+        except Exception as error:
+            # A bug that affects one delivery must not stop the others, and its retries must wait.
+            logger.exception("delivery %s failed within", delivery.id)
+            outcome = Outcome(error=f"this server failed to send it ({type(error).__name__}); its log says more")
+        if outcome.is_interrupted:
+            return outcome
+        wait = get_wait(self._settings.waits, delivery.failed_attempts + 1, self._random, outcome.retry_after)
+        now = self._clock()
+
+        def record(connection: sqlite3.Connection) -> None:
+            is_given_up = delivery_queue.record_attempt(
+                connection, delivery, outcome, started_at, now, wait, is_replay=is_replay
+            )
+            if outcome.is_gone or outcome.is_delivered or is_given_up:
+                result = "gone" if outcome.is_gone else "delivered" if outcome.is_delivered else "exhausted"
+                self._store.record_result(connection, delivery.webhook_id, result, now)
+
+        await self.runner.write(record)
+        if not outcome.is_delivered:
+            logger.warning(
+                "webhook %s, delivery %s, attempt %d: %s; %s",
+                delivery.webhook_id,
+                delivery.id,
+                delivery.failed_attempts + 1,
+                outcome.text,
+                "it was a replay" if is_replay else "given up" if wait is None else f"next in {wait:.0f} s",
+            )
+        if is_replay:
+            self.runner.wake()  # An accepted replay unblocks the next delivery of its lane.
+        return outcome
+
+    async def replay(self, webhook_id: str, delivery_id: str, *, is_awaited: bool = True) -> Outcome | None:
+        """Send a logged delivery again now; return the outcome (202 if not awaited), or None without the delivery."""
+        delivery = await self._database.run(delivery_queue.get_delivery, webhook_id, delivery_id)
+        if delivery is None:
+            return None
+        if is_awaited:
+            return await self._attempt_delivery(delivery, is_replay=True)
+        task = asyncio.ensure_future(self._attempt_delivery(delivery, is_replay=True))
+        self._replays.add(task)
+        task.add_done_callback(self._replays.discard)
+        return Outcome(status=202)
+
+    async def _prune(self) -> None:
+        while True:
+            try:
+                await self._database.run(
+                    delivery_queue.prune_log, self._clock() - self._settings.retention, self._settings.max_retained
+                )
+            except StoreError as error:
+                logger.error("the delivery log cannot be shortened: %s", error)
+            await asyncio.sleep(PRUNE_INTERVAL)
 
 
 class Registry:

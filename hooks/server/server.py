@@ -27,11 +27,12 @@ from hooks.server.serving import (
     build_app,
     build_url,
     choose_address,
+    choose_tunnel,
     has_running_loop,
     open_listener,
+    open_tunnel,
     serve_until_signal,
 )
-from hooks.server.tunnel import choose_command, open_tunnel
 
 OPEN = (
     "Webhook secret is not defined. This means your webhook endpoints will be open to everyone.\n"
@@ -225,7 +226,7 @@ class WebhooksServer:
     def _start(self, share: bool, host: str | None, port: int | None) -> None:
         command: Sequence[str] | None = None
         if share:
-            command = choose_command()
+            command = choose_tunnel()
             if not self.settings.secrets:
                 secret = secrets.token_urlsafe(32)
                 self.receiver.settings = replace(self.settings, secrets=(secret,))

@@ -1,18 +1,24 @@
-"""Serving of a Sanic app on an event loop in a thread of its own."""
+"""Server of a Sanic app in a background thread, and its public address through an installed tunnel program."""
 
 import asyncio
 import contextlib
 import logging
 import os
+import re
 import secrets
+import shlex
+import shutil
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 from sanic import HTTPResponse, Request, Sanic
 from sanic.config import Config
@@ -286,3 +292,101 @@ def _answer_error(request: Request | None, error: Exception) -> HTTPResponse:
         return json({"error": text}, status=status, headers=error.headers)
     logger.error("%s %s failed", *(("?", "?") if request is None else (request.method, request.path)), exc_info=error)
     return json({"error": "Internal Server Error"}, status=500)
+
+
+TUNNEL_COMMAND = "ROBOJAX_WEBHOOKS_TUNNEL"
+# Command lines with {url}, {host} and {port} of the local server, in the order of preference.
+KNOWN_TUNNELS = (
+    ("cloudflared", "tunnel", "--no-autoupdate", "--url", "{url}"),
+    ("ngrok", "http", "{url}", "--log", "stdout", "--log-format", "logfmt"),
+)
+# Tunnel programs also print links to pages of their vendors, so each pattern matches only addresses of tunnels.
+TUNNEL_PATTERNS = {
+    "cloudflared": r"https://(?!api\.)[a-z0-9-]+\.trycloudflare\.com",
+    "ngrok": r"(?<=\burl=)https://[^\s\"]+",
+    "ssh": r"https://[\w-]+\.(?:lhr\.life|lhr\.rocks|serveo\.net|serveousercontent\.com|[\w.-]*pinggy\.\w+)",
+}
+ANY_URL = r"https?://[^\s\"'<>]+"
+TUNNEL_TIMEOUT = 30.0  # seconds until the program must have printed an address
+TUNNEL_END_TIMEOUT = 5.0  # seconds from SIGTERM to SIGKILL
+TUNNEL_LINES = 20  # lines of the program's output in an error
+
+
+class TunnelFailed(HooksError):
+    """The tunnel program printed no public address."""
+
+
+def choose_tunnel(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the tunnel command of the environment or of an installed program; raise ``TunnelFailed`` if none."""
+    command = environment.get(TUNNEL_COMMAND)
+    if not command:
+        for known in KNOWN_TUNNELS:
+            if shutil.which(known[0], path=environment.get("PATH")):
+                return known
+        raise TunnelFailed(
+            "share=True wants a program that makes a public address, and neither cloudflared nor ngrok is installed; "
+            f"install one, or set {TUNNEL_COMMAND} to a command, e.g. "
+            "'ssh -o ExitOnForwardFailure=yes -R 80:{host}:{port} nokey@localhost.run'"
+        )
+    try:
+        arguments = tuple(shlex.split(command))
+    except ValueError as error:
+        raise TunnelFailed(f"the tunnel's command cannot be read: {error}") from None
+    if not arguments or shutil.which(arguments[0], path=environment.get("PATH")) is None:
+        raise TunnelFailed(f"the tunnel's program {arguments[:1]} is not installed; install it or name another one")
+    return arguments
+
+
+@asynccontextmanager
+async def open_tunnel(command: Sequence[str], url: str, *, timeout: float = TUNNEL_TIMEOUT) -> AsyncIterator[str]:
+    """Open a public address for ``url`` within this context; raise ``TunnelFailed`` without one in ``timeout`` s."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", str(parts.port or "")
+    arguments = [part.replace("{url}", url).replace("{host}", host).replace("{port}", port) for part in command]
+    name = Path(arguments[0]).name
+    process = await asyncio.create_subprocess_exec(
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        # Ctrl-C in the terminal must reach only the server, which then ends the program.
+        start_new_session=True,
+    )
+    output: deque[str] = deque(maxlen=TUNNEL_LINES)
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    reading = asyncio.create_task(
+        _read_output(process, re.compile(TUNNEL_PATTERNS.get(name, ANY_URL)), output, address)
+    )
+    try:
+        await asyncio.wait({address, reading}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not address.done():
+            how = f"ended with {await process.wait()}" if reading.done() else f"printed no address within {timeout:g} s"
+            last = "".join(f"\n    {line}" for line in output) or " nothing"
+            raise TunnelFailed(f"{name} {how}; it said:{last}")
+        yield address.result()
+    finally:
+        reading.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), TUNNEL_END_TIMEOUT)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _read_output(
+    process: asyncio.subprocess.Process, pattern: re.Pattern[str], output: deque[str], address: asyncio.Future[str]
+) -> None:
+    """Read the program's output to its end, because a full pipe would block the program."""
+    assert process.stdout is not None
+    rest = ""
+    while part := await process.stdout.read(4096):
+        *lines, rest = (rest + part.decode(errors="replace")).split("\n")
+        for line in lines:
+            output.append(line.strip()[:500])
+            if not address.done() and (match := pattern.search(line)):
+                address.set_result(match[0].rstrip("/.,"))
+        rest = rest[-4096:]
+    if address.done():
+        logger.warning("the tunnel has ended: %s does not lead here now; start the server again", address.result())

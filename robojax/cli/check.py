@@ -1,7 +1,10 @@
-"""Command `check`: inspects and times a policy or model, without a robot."""
+"""Command `check`: inspects a policy or model and measures its speed, without a robot."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -9,9 +12,134 @@ import typer
 from robojax.cli.app import DTYPE_HELP, LEROBOT_HELP, RENAME_HELP, Code, fail, print_facts, read_rename
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxmodels import LoadedModel, Policy, Requirements
     from jaxmodels.types import StageTime
-    from service.inference.measurement import Speed, Verdict
+    from service.inference.loaded_policy import Policy as ServedPolicy
+
+
+Fit = Literal["fits", "fits, thinking less often", "does not fit"]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of one inference or forward pass, numpy to numpy, after warm-up.
+
+    Attributes:
+        compile: seconds of compilation.
+        stages: median seconds by stage.
+        runs: number of measurements.
+    """
+
+    compile: float
+    p50: float
+    p99: float
+    stages: Mapping[str, float]
+    runs: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a policy is fast enough for ``rate`` actions per second.
+
+    Attributes:
+        budget: seconds between the observations that the policy was trained for.
+        covered: seconds that one chunk covers.
+    """
+
+    rate: float
+    fit: Fit
+    budget: float
+    covered: float
+
+
+def make_observation(requirements: "Requirements", seed: int = 0) -> "dict[str, np.ndarray]":
+    """Make an observation that the policy accepts: noise in the images, zeros elsewhere; batch of 1."""
+    import numpy as np
+
+    from service.inference.loaded_policy import task_input
+
+    random, steps = np.random.default_rng(seed), requirements.observation_steps
+    leading = (1,) if steps == 1 else (1, steps)
+    observation: dict[str, np.ndarray] = {
+        f"observation.images.{camera}": random.integers(0, 256, (*leading, height, width, 3), np.uint8)
+        for camera, (height, width) in requirements.cameras.items()
+    }
+    if requirements.state is not None:
+        observation["observation.state"] = np.zeros((*leading, requirements.state), np.float32)
+    if requirements.environment_state is not None:
+        observation["observation.environment_state"] = np.zeros((*leading, requirements.environment_state), np.float32)
+    return observation | (task_input("go") if requirements.language else {})
+
+
+def measure_policy(
+    policy: "ServedPolicy",
+    runs: int,
+    *,
+    seconds: float = 10.0,
+    warm_up: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Speed:
+    """Compile a policy for its own sizes, warm up, then time at most ``runs`` inferences or ``seconds``."""
+    observation = make_observation(policy.requirements)
+    act = partial(policy.act, observation)
+    return _measure_speed(policy, partial(policy.compile, 1), act, runs, seconds=seconds, warm_up=warm_up, clock=clock)
+
+
+def measure_model(model: "LoadedModel", runs: int) -> Speed:
+    """Compile a model for one example of its own size, then time at most ``runs`` passes or 10 s."""
+    inputs = model.example()
+    return _measure_speed(model, partial(model.compile, inputs), partial(model.forward, inputs), runs, warm_up=1)
+
+
+def _measure_speed(
+    model: "ServedPolicy | LoadedModel",
+    compile: Callable[[], object],
+    call: Callable[[], object],
+    runs: int,
+    *,
+    seconds: float = 10.0,
+    warm_up: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Speed:
+    import numpy as np
+
+    started = clock()
+    compile()
+    compiled = clock() - started
+    for _ in range(warm_up):
+        call()
+    samples: list[float] = []
+    stages: dict[str, list[float]] = {}
+    end = clock() + seconds
+    while len(samples) < runs and (clock() < end or len(samples) < 5):
+        started = clock()
+        call()
+        samples.append(clock() - started)
+        for stage, spent in model.timings.items():
+            stages.setdefault(stage, []).append(spent)
+    p50, p99 = np.percentile(samples, (50, 99))
+    medians = {stage: float(np.median(spent)) for stage, spent in stages.items()}
+    return Speed(compiled, float(p50), float(p99), medians, len(samples))
+
+
+def assess_speed(requirements: "Requirements", speed: Speed, rate: float) -> Verdict:
+    """Return whether a policy of this speed keeps up with ``rate`` actions per second.
+
+    A chunk must last until the next chunk arrives, whose frame is one inference old when its own inference starts. So
+    a chunk must cover two inferences and a tick for each. Within the budget, the policy also observes at its own rate.
+    """
+    steps = 1 if requirements.temporal_ensemble_coeff is not None else requirements.action_steps
+    budget, covered = steps / rate, requirements.chunk / rate
+    fit: Fit
+    if 2 * speed.p99 + 2 / rate > covered and requirements.chunk > 1:
+        fit = "does not fit"
+    elif speed.p99 > budget:
+        fit = "does not fit" if requirements.chunk == 1 else "fits, thinking less often"
+    else:
+        fit = "fits"
+    return Verdict(rate, fit, budget, covered)
 
 
 def check(
@@ -44,7 +172,6 @@ def check(
 
     import jaxmodels
     from jaxmodels.errors import ConfigError, HubError, JaxModelsError
-    from service.inference.measurement import assess_speed, measure_model, measure_policy
 
     def show_stage(stage: str) -> None:
         status.update(f"{stage} {policy} ...")
@@ -55,14 +182,14 @@ def check(
             if _is_model(policy, revision, subfolder, prefix):
                 model = jaxmodels.load_model(policy, revision, subfolder=subfolder, prefix=prefix, **options)
                 status.update("compiling and timing ...")
-                speed = measure_model(model, runs=runs)
+                speed = measure_model(model, runs)
                 status.stop()
                 _show_model(model, speed, as_json)
                 return
             names = read_rename(rename)
             loaded = jaxmodels.load_policy(policy, revision, rename=names, lerobot=lerobot_version, **options)
             status.update("compiling and timing ...")
-            speed = measure_policy(loaded, runs=runs)
+            speed = measure_policy(loaded, runs)
             status.update("compiling and timing its parts ...")
             parts = loaded.profile_stages(min(runs, 10))
     except JaxModelsError as error:
@@ -137,7 +264,7 @@ def _show_limits(limits: dict[str, dict[str, object]], unmatched: list[str]) -> 
         console.print(f"[bold yellow]not used[/]: the limits file names {named}, which this policy does not have")
 
 
-def _describe_speed(speed: "Speed", what: str) -> dict[str, Any]:
+def _describe_speed(speed: Speed, what: str) -> dict[str, Any]:
     return {
         what: {"p50": speed.p50 * 1e3, "p99": speed.p99 * 1e3, "runs": speed.runs},
         "stages_ms": {stage: seconds * 1e3 for stage, seconds in speed.stages.items()},
@@ -145,7 +272,7 @@ def _describe_speed(speed: "Speed", what: str) -> dict[str, Any]:
     }
 
 
-def _facts(policy: "Policy", speed: "Speed", verdict: "Verdict", parts: Sequence["StageTime"]) -> dict[str, Any]:
+def _facts(policy: "Policy", speed: Speed, verdict: Verdict, parts: Sequence["StageTime"]) -> dict[str, Any]:
     from dataclasses import asdict
 
     needs, counts = policy.needs, policy.count_parameters()
@@ -169,7 +296,7 @@ def _facts(policy: "Policy", speed: "Speed", verdict: "Verdict", parts: Sequence
     }
 
 
-def _show(policy: "Policy", speed: "Speed", verdict: "Verdict", parts: Sequence["StageTime"]) -> None:
+def _show(policy: "Policy", speed: Speed, verdict: Verdict, parts: Sequence["StageTime"]) -> None:
     from rich.console import Console
 
     requirements = policy.requirements
@@ -232,7 +359,7 @@ def _is_model(path: str, revision: str | None, subfolder: str | None, prefix: st
         return False
 
 
-def _show_model(model: "LoadedModel", speed: "Speed", as_json: bool) -> None:
+def _show_model(model: "LoadedModel", speed: Speed, as_json: bool) -> None:
     facts = model.description
     if as_json:
         timed_with = {name: list(array.shape) for name, array in model.example().items()}
@@ -259,7 +386,7 @@ def _show_model(model: "LoadedModel", speed: "Speed", as_json: bool) -> None:
     print_facts(rows)
 
 
-def _format_speed(speed: "Speed") -> str:
+def _format_speed(speed: Speed) -> str:
     stages = ", ".join(f"{stage} {seconds * 1e3:.2f}" for stage, seconds in speed.stages.items())
     return f"p50 {speed.p50 * 1e3:.2f} ms, p99 {speed.p99 * 1e3:.2f} ms ({speed.runs} runs; {stages})"
 

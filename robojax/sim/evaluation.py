@@ -1,4 +1,4 @@
-"""Closed-loop evaluation of a policy without a server, and its JSON report."""
+"""Closed-loop evaluation of a policy without a server, its JSON report, and videos of episodes."""
 
 import hashlib
 import json
@@ -6,25 +6,29 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
-from jaxmodels import Policy, list_policy_files
+import jaxmodels
 from jaxmodels.types import TASK
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, LIFTED, RATE, Arm
 from robojax.sim.tasks import PICK, Outcome, Score, Task
-from robojax.sim.videos import film_name, save_film
 
 REPORT, FILMS = "eval.json", "films"
 PACKAGES = ("robojax", "jax", "jaxlib", "flax", "numpy", "mujoco", "aiortc", "av")
+STRIP = 40  # height in pixels of the caption below a picture
+GREEN, RED = (30, 120, 50), (150, 40, 30)
 
 
 @dataclass
 class Evaluation:
-    """Settings and `results` of an evaluation; `policy` is a folder or a repo id of the Hub."""
+    """Settings and `results` of an evaluation; `policy` is a folder or a Hub repo id."""
 
     policy: str
     revision: str | None
@@ -65,7 +69,7 @@ class Evaluation:
         }
 
     def save(self, folder: Path) -> Path:
-        """Write the report, which appears whole; raises OSError if it cannot be written."""
+        """Write the report atomically; raises OSError if it cannot be written."""
         path = folder / REPORT
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")
@@ -89,7 +93,7 @@ def hash_policy_files(policy: str) -> Mapping[str, str] | None:
     folder = Path(policy)
     if not folder.is_dir():
         return None
-    return {name: _digest(folder / name) for name in list_policy_files(folder)}
+    return {name: _digest(folder / name) for name in jaxmodels.list_policy_files(folder)}
 
 
 def _digest(path: Path) -> str:
@@ -105,7 +109,7 @@ def _version(package: str) -> str | None:
 
 
 def evaluate(
-    policy: Policy,
+    policy: "jaxmodels.Policy",
     seeds: Sequence[int],
     *,
     task: Task = PICK,
@@ -115,14 +119,14 @@ def evaluate(
     """Play one episode per seed, as fast as possible.
 
     Args:
-        delay: ticks between an observation and the first action of its chunk, as in a real loop: the arm executes as
-            many actions of the chunk before, and as many actions of the new chunk are dropped.
-        films: a folder for a video of each episode, which costs a picture per tick; None draws only what is seen.
+        delay: ticks between an observation and the first action of its chunk, as in a real loop. Meanwhile the arm
+            executes actions of the previous chunk, and the same number of actions of the new chunk is dropped.
+        films: folder for a video of each episode, which needs a picture per tick. None saves no videos.
 
     Raises:
-        ObservationError: the policy needs something that this arm does not have.
-        RuntimeError: nothing here can draw without a screen.
-        ValueError: fewer actions come of a chunk than are to be executed.
+        ObservationError: the policy needs an input that this arm does not have.
+        RuntimeError: this machine cannot render without a screen.
+        ValueError: a chunk has fewer actions than are executed of it.
     """
     steps = policy.requirements.action_steps
     if steps + delay > policy.requirements.chunk:
@@ -143,8 +147,8 @@ def evaluate(
         arm.close()
 
 
-def _play(arm: Arm, policy: Policy, steps: int, delay: int, is_filmed: bool) -> list[np.ndarray]:
-    """One episode; what the camera saw at every tick if it is filmed."""
+def _play(arm: Arm, policy: "jaxmodels.Policy", steps: int, delay: int, is_filmed: bool) -> list[np.ndarray]:
+    """Play one episode; return its frames, one per tick if it is filmed."""
     plan: list[np.ndarray] = []
     frames: list[np.ndarray] = []
     for tick in range(HORIZON):
@@ -164,3 +168,42 @@ def _observation(arm: Arm, picture: np.ndarray, reads_language: bool) -> dict[st
         f"observation.images.{CAMERA}": picture[None],
     }
     return observation | ({TASK: np.array([arm.target_cube.instruction])} if reads_language else {})
+
+
+def film_name(outcome: Outcome) -> str:
+    """Return the file name of an episode's video, which contains the result."""
+    end = "lifted" if outcome.lifted else "missed" if outcome.wrong is None else "wrong"
+    return f"{outcome.number:04d}-seed-{outcome.seed}-{end}.mp4"
+
+
+def save_film(folder: Path, frames: Sequence[np.ndarray], outcome: Outcome) -> Path:
+    """Write an episode's frames, uint8 (h, w, 3), one per tick, as H.264; the file is renamed when it is complete.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = folder / film_name(outcome)
+    partial = path.with_suffix(".partial")
+    strip = _strip(frames[0].shape[1], outcome)
+    try:
+        with av.open(str(partial), "w", format="mp4") as container:
+            # Encode fast, because the next episode waits for it.
+            quick = {"preset": "veryfast", "crf": "22"}
+            stream: Any = container.add_stream("libx264", rate=Fraction(RATE), options=quick)
+            stream.codec_context.thread_count = 1
+            stream.height, stream.width, stream.pix_fmt = frames[0].shape[0] + STRIP, frames[0].shape[1], "yuv420p"
+            for picture in frames:
+                frame = av.VideoFrame.from_ndarray(np.concatenate((picture, strip)), "rgb24")
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode(None))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _strip(width: int, outcome: Outcome) -> np.ndarray:
+    strip = Image.new("RGB", (width, STRIP), GREEN if outcome.lifted else RED)
+    text = f"{outcome.instruction}\nseed {outcome.seed}: {outcome.verdict}"
+    ImageDraw.Draw(strip).multiline_text((6, 4), text, font=ImageFont.load_default(12), spacing=3)
+    return np.asarray(strip)

@@ -20,8 +20,8 @@ import numpy as np
 
 from robojax.client import AsyncClient, AsyncSession, ClientError, Refused
 from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, Arm, to_wire
+from robojax.sim.evaluation import save_film
 from robojax.sim.tasks import PICK, TASKS, Outcome, Task
-from robojax.sim.videos import save_film
 from service.errors import ServiceError
 from service.transport.client.robot import Robot
 

@@ -10,7 +10,7 @@ from typing import Any
 from sanic import Blueprint, HTTPResponse
 from sanic.config import Config
 
-from service.api import operations, pages, policies, predict, sessions
+from service.api import operations, pages, policies, sessions
 from service.api.context import App, Request, Route
 from service.http.bodies import request_id
 from service.http.config import LimitSettings
@@ -26,12 +26,12 @@ ROUTES: tuple[Route, ...] = (
     *operations.HEALTH_ROUTES,
     *sessions.SESSION_ROUTES,
     *sessions.CONTROL_ROUTES,
-    *predict.ACT_ROUTES,
+    *policies.ACT_ROUTES,
     *sessions.ADJUST_ROUTES,
     *policies.CHECK_ROUTES,
     *policies.DEPLOYMENT_ROUTES,
     *operations.CLUSTER_ROUTES,
-    *predict.MODEL_ROUTES,
+    *policies.MODEL_ROUTES,
     *operations.DEBUG_ROUTES,
     *sessions.RECORDING_ROUTES,
     *operations.METRICS_ROUTES,

@@ -27,7 +27,7 @@ from sanic.headers import parse_content_header
 
 from hooks.payload import WebhookPayload
 from hooks.receiver import parsing
-from hooks.secrets import is_valid_secret
+from hooks.registry.api import is_valid_secret
 from hooks.server.event_routes import HOST
 from service import logging
 from service.api import schemas
@@ -44,7 +44,7 @@ from service.streaming import codec, observation
 from service.streaming.websocket import unmask
 from service.transport import address, protocol
 from service.transport.server import bodies
-from service.transport.webrtc import candidates, jitter_buffer, peer
+from service.transport.webrtc import ice, jitter_buffer, peer
 
 LIMIT = 0.010  # seconds: half a tick at 50 Hz
 RATIO = 2.5  # of the time for twice as much; 4 is what a square takes
@@ -230,7 +230,7 @@ LINES = {
 
 def describe(sdp: str) -> object:
     peer.check_description(sdp)
-    return SessionDescription.parse(candidates.split_candidates(peer.keep_known_codecs(sdp))[0])
+    return SessionDescription.parse(ice.split_candidates(peer.keep_known_codecs(sdp))[0])
 
 
 def video_readers() -> Iterator[Reader]:
@@ -243,7 +243,7 @@ def video_readers() -> Iterator[Reader]:
     for name, line in (("a=fmtp:96 ", "a=b;"), ("a=ssrc-group:FID ", "1 "), ("m=video 9 x ", "96 "), ("o=- ", "1 ")):
         yield Reader(f"a long line {name}", describe, repeated(line, SDP + MEDIA + name), peer.MAX_SDP)
     for what in ("1 ", "a", "1 1 udp 1 a 1 typ host raddr "):
-        yield Reader(f"a candidate of {what!r}", candidate_from_sdp, repeated(what), candidates.MAX_CANDIDATE_LENGTH)
+        yield Reader(f"a candidate of {what!r}", candidate_from_sdp, repeated(what), ice.MAX_CANDIDATE_LENGTH)
     # An access unit has as many packets as are kept.
     for name, piece in (
         ("empty units", b"\0\0\1"),

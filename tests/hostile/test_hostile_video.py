@@ -30,12 +30,18 @@ from service.http.fair_queue import SHARE, TURN_SECONDS, FairQueue
 from service.transport.client.camera_rooms import ANSWER_RATE, MAX_PEERS, CameraReceiver, CameraSender
 from service.transport.client.connection import TransportTimeouts
 from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
-from service.transport.webrtc import datagrams
+from service.transport.webrtc import ice
 from service.transport.webrtc import peer as peers
-from service.transport.webrtc.candidates import MAX_CANDIDATES
-from service.transport.webrtc.datagrams import MAX_SOURCES, MAX_WAITING, MEDIA_BUDGET, STRANGER_RATE, DatagramFilter
 from service.transport.webrtc.decoding import DECODE_RATE, MAX_PENDING, DecoderThread, FrameDecoder
 from service.transport.webrtc.encoding import RETRANSMIT_RATE, Camera, CameraTrack, limit_retransmissions
+from service.transport.webrtc.ice import (
+    MAX_CANDIDATES,
+    MAX_SOURCES,
+    MAX_WAITING,
+    MEDIA_BUDGET,
+    STRANGER_RATE,
+    DatagramFilter,
+)
 from service.transport.webrtc.jitter_buffer import BoundedNacks
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
 from tests.hostile.video_cases import SSRC, Pair, packets, picture
@@ -92,9 +98,7 @@ async def throw(data: bytes, address: tuple[str, int], count: int = 1) -> None:
 
 
 def sockets_of(peer: Peer) -> list[Any]:
-    return [
-        each for transport in datagrams.transports_of(peer._pc) for each in transport.transport._connection._protocols
-    ]
+    return [each for transport in ice.transports_of(peer._pc) for each in transport.transport._connection._protocols]
 
 
 async def test_no_case_ends_or_holds_up_the_process_that_decodes():
@@ -164,7 +168,7 @@ async def test_a_flood_of_one_stranger_is_dropped_and_the_picture_still_comes(pa
     for protocol in sockets_of(pair.server):
         protocol.send_stun = lambda message, address: answered.append(message)
     await throw(wrong, pair.address, 1000)
-    assert len(answered) <= datagrams.STRANGER_RATE[1] + 50
+    assert len(answered) <= ice.STRANGER_RATE[1] + 50
     assert pair.server.datagram_filter.dropped["rate"] > 300
     assert await pair.is_seen(90)
 
@@ -218,7 +222,7 @@ def run_by_work(monkeypatch):
     def run(main: Callable[[Selector], Coroutine[Any, Any, None]]) -> None:
         work = Selector()
         clock = SimpleNamespace(**dict.fromkeys(("thread_time", "perf_counter", "monotonic"), lambda: work.now))
-        monkeypatch.setattr(datagrams, "time", clock)
+        monkeypatch.setattr(ice, "time", clock)
 
         async def begin() -> None:
             loop = asyncio.get_running_loop()
@@ -353,7 +357,7 @@ async def test_candidates_are_tried_up_to_a_number_by_whichever_way_they_come(br
     peer.add_candidates(each)
     assert len(peer._adding) <= 2 * MAX_CANDIDATES
     await asyncio.gather(*peer._adding)
-    (transport,) = datagrams.transports_of(peer._pc)
+    (transport,) = ice.transports_of(peer._pc)
     assert len(transport.transport._connection._remote_candidates) == MAX_CANDIDATES
 
 
@@ -368,7 +372,7 @@ async def test_a_data_channel_never_opens(browser, peer):
     await until(lambda: peer.connected_at and browser.connectionState == "connected")
     await asyncio.sleep(0.2)
     assert opened == []
-    assert all(transport._data_receiver is None for transport in datagrams.transports_of(peer._pc))
+    assert all(transport._data_receiver is None for transport in ice.transports_of(peer._pc))
 
 
 async def test_the_sockets_of_a_data_channel_are_guarded_as_others_are(browser, peer):

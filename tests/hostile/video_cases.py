@@ -27,9 +27,9 @@ from aiortc.codecs.h264 import H264Encoder
 from aiortc.codecs.vpx import Vp8Encoder
 from aiortc.rtp import HeaderExtensionsMap, RtpPacket
 
-from service.transport.webrtc.datagrams import transports_of
 from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import Camera, CameraTrack
+from service.transport.webrtc.ice import transports_of
 from service.transport.webrtc.peer import BadSignal, Peer
 
 SSRC = 4711

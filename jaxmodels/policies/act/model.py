@@ -1,4 +1,4 @@
-"""ACT's network: encoder over observation tokens, decoder over action queries, CVAE latent.
+"""ACT's network (encoder over observation tokens, decoder over action queries, CVAE latent) and its ensembling.
 
 Tokens have the checkpoints' order: latent, state, environment state, then each camera's feature map, row by row.
 """
@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from jaxmodels.errors import ConfigError, ObservationError
 from jaxmodels.layers import vision
 from jaxmodels.layers.attention import Attention, attend
 from jaxmodels.layers.embeddings import sinusoidal, sinusoidal_2d
@@ -440,3 +442,48 @@ class Serving:
 def act(config: ActConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
     """Compute a normalised chunk from a normalised observation with folded weights."""
     return Serving(config, weights)(observation)
+
+
+class TemporalEnsembler:
+    """Weighted running mean of the predictions of all chunks so far for each future step; needs a chunk per step.
+
+    The weight of the i-th chunk that predicts a step is exp(-coeff * i), so that a positive `coeff` prefers the oldest.
+    Source: ACTTemporalEnsembler in LeRobot's modeling_act.py; algorithm 2 of https://arxiv.org/abs/2304.13705.
+    """
+
+    def __init__(self, coeff: float, chunk: int):
+        if not np.isfinite(coeff):
+            raise ConfigError(f"temporal ensembling: coeff is {coeff}; wanted a finite number, e.g. 0.01")
+        self._chunk = chunk
+        self._weights = np.exp(-np.float32(coeff) * np.arange(chunk, dtype=np.float32))
+        self._sums = np.cumsum(self._weights, dtype=np.float32)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all chunks, for a new episode."""
+        self._actions: np.ndarray | None = None
+        self._counts = np.ones((self._chunk, 1), np.int64)  # chunks in the mean of each future step
+
+    def update(self, chunk: Float[np.ndarray, "b c a"]) -> Float[np.ndarray, "b a"]:
+        """Add the newest chunk and return the action of this step.
+
+        Raises:
+            ObservationError: the shape differs from that of earlier chunks.
+        """
+        chunk = np.asarray(chunk, np.float32)
+        if chunk.ndim != 3 or chunk.shape[1] != self._chunk:
+            raise ObservationError(f"ensembled chunk has shape {chunk.shape}; wanted (batch, {self._chunk}, action)")
+        if self._actions is None:
+            actions, counts = chunk.copy(), np.ones((self._chunk, 1), np.int64)
+        elif self._actions.shape[::2] != chunk.shape[::2]:
+            raise ObservationError(f"ensembled chunk has shape {chunk.shape}; reset() before changing batch or action")
+        else:
+            counts = self._counts
+            mean = self._actions * self._sums[counts - 1]
+            mean = mean + chunk[:, :-1] * self._weights[counts]
+            mean = mean / self._sums[counts]
+            counts = np.minimum(counts + 1, self._chunk)
+            actions = np.concatenate((mean, chunk[:, -1:]), axis=1)
+            counts = np.concatenate((counts, np.ones((1, 1), np.int64)))
+        self._actions, self._counts = actions[:, 1:], counts[1:]
+        return actions[:, 0]

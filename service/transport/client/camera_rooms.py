@@ -25,9 +25,9 @@ from service.transport.protocol import (
     WebrtcIce,
     WebrtcOffer,
 )
-from service.transport.webrtc.candidates import EarlyCandidates, trim_candidate
 from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import Camera, CameraTrack
+from service.transport.webrtc.ice import EarlyCandidates, trim_candidate
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
 
 # Offers answered, a second and at once. A robot offers once in OFFER_INTERVAL seconds; each takes 10 ms of the loop.

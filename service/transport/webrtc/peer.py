@@ -18,10 +18,15 @@ from aiortc.sdp import candidate_from_sdp
 from OpenSSL import SSL
 
 from service.errors import TransportError
-from service.transport.webrtc.candidates import MAX_CANDIDATES, explain_refused_address, split_candidates
-from service.transport.webrtc.datagrams import DatagramFilter, transports_of
 from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import CameraTrack, install_encoder, limit_retransmissions, vp8_codecs
+from service.transport.webrtc.ice import (
+    MAX_CANDIDATES,
+    DatagramFilter,
+    explain_refused_address,
+    split_candidates,
+    transports_of,
+)
 
 log = logging.getLogger(__name__)
 

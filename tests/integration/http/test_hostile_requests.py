@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from service.api.blueprint import ROUTES
-from service.api.openapi import specified_document
+from service.api.pages import specified_document
 from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.rig import started
 

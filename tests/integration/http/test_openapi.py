@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from service.api.openapi import full_document, specified_document
+from service.api.pages import full_document, specified_document
 from service.app import API_ROUTES, ROUTES, create_app
 from service.settings import Settings
 

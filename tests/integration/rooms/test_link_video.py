@@ -23,8 +23,8 @@ from service.transport.client.rest import RoomsApi, http_session
 from service.transport.client.rooms_link import run_beside
 from service.transport.link import LinkDown, Rooms
 from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
-from service.transport.webrtc.candidates import EarlyCandidates, split_candidates
 from service.transport.webrtc.decoding import MAX_BACKLOG, FrameDecoder
+from service.transport.webrtc.ice import EarlyCandidates, split_candidates
 from service.transport.webrtc.peer import BadSignal, Peer
 
 ROOT = Path(__file__).parents[3]

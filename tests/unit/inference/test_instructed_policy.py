@@ -9,11 +9,11 @@ import pytest
 
 import jaxmodels
 from jaxmodels.text import TextConfig
+from robojax.cli.check import make_observation
 from service.errors import InvalidRequest
 from service.inference.batching import StackingBuffers, read_layout
 from service.inference.engine import Engine
 from service.inference.loaded_policy import task_input
-from service.inference.measurement import make_observation
 from service.sessions.store import NewSession, Sessions
 from tests.testing.doubles import MemoryTransport
 from tests.unit.inference.test_real_policy import POSE, write_diffusion

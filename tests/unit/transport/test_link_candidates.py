@@ -7,8 +7,8 @@ import pytest
 from aioice import ice
 from aiortc import RTCPeerConnection
 
-from service.transport.webrtc.candidates import explain_refused_address, split_candidates
 from service.transport.webrtc.decoding import FrameDecoder
+from service.transport.webrtc.ice import explain_refused_address, split_candidates
 from service.transport.webrtc.peer import Peer
 
 

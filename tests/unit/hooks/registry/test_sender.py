@@ -13,8 +13,7 @@ from hooks.database import Database
 from hooks.registry import delivery_queue
 from hooks.registry.delivery import DeliveryRequest, Destination, Outcome
 from hooks.registry.delivery_queue import Message
-from hooks.registry.sender import Sender
-from hooks.registry.settings import RegistrySettings
+from hooks.registry.registry import RegistrySettings, Sender
 from hooks.registry.store import WebhookStore
 from tests.testing.waiting import until
 from tests.unit.hooks.queues import run_due

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hooks.payload import sample
-from hooks.server import tunnel as tunnels
-from hooks.server.tunnel import TunnelFailed, choose_command, open_tunnel
+from hooks.server import serving
+from hooks.server.serving import TunnelFailed, choose_tunnel, open_tunnel
 from tests.unit.hooks.server.conftest import ask
 
 # Greets as cloudflared does, with links that are no address of a tunnel, and tells when it is ended.
@@ -82,13 +82,13 @@ async def test_a_program_without_an_address_is_an_error_with_its_words(install, 
 def test_the_program_is_the_named_or_the_first_installed_one(install, tmp_path):
     ngrok = install("ngrok")
     where = {"PATH": str(tmp_path)}
-    assert choose_command(where)[:2] == ("ngrok", "http")
+    assert choose_tunnel(where)[:2] == ("ngrok", "http")
     install("cloudflared")
-    assert choose_command(where) == tunnels.KNOWN_COMMANDS[0]
-    assert choose_command({**where, tunnels.COMMAND: f"{ngrok} tcp {{port}}"}) == (str(ngrok), "tcp", "{port}")
+    assert choose_tunnel(where) == serving.KNOWN_TUNNELS[0]
+    assert choose_tunnel({**where, serving.TUNNEL_COMMAND: f"{ngrok} tcp {{port}}"}) == (str(ngrok), "tcp", "{port}")
     for wrong, message in (("nothing-like-this", "not installed"), ("'", "cannot be read")):
         with pytest.raises(TunnelFailed, match=message):
-            choose_command({**where, tunnels.COMMAND: wrong})
+            choose_tunnel({**where, serving.TUNNEL_COMMAND: wrong})
 
 
 @pytest.mark.parametrize(
@@ -103,5 +103,5 @@ def test_the_program_is_the_named_or_the_first_installed_one(install, tmp_path):
     ],
 )
 def test_the_address_of_a_tunnel_is_found_among_links(program, line, address):
-    found = re.search(tunnels.PATTERNS[program], line)
+    found = re.search(serving.TUNNEL_PATTERNS[program], line)
     assert (found and found[0]) == address

@@ -9,9 +9,8 @@ import pytest
 import jaxmodels
 from robojax.cli.sim import FIRST_SEED, select_policy
 from robojax.sim.arm import CAMERA, FRAME, JOINTS, RATE
-from robojax.sim.evaluation import evaluate
+from robojax.sim.evaluation import STRIP, evaluate
 from robojax.sim.tasks import PICK, TWO_CUBES, Score
-from robojax.sim.videos import STRIP
 
 CUBES = 5
 

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from jaxmodels import Requirements
-from service.inference.measurement import Speed, assess_speed, make_observation, measure_policy
+from robojax.cli.check import Speed, assess_speed, make_observation, measure_policy
 from tests.testing.doubles import ScriptedPolicy
 
 
