@@ -143,8 +143,10 @@ class LocalMember(EngineMember):
             except TimeoutError:
                 self._stop(self, f"it did not answer for {silence:g} s")
                 return
-            except (ConnectionLost, EngineFault):
-                logger.exception("polling %s failed", self.name)
+            except ConnectionLost:
+                return
+            except EngineFault as error:
+                logger.error("polling %s failed: %s", self.name, error)
             await asyncio.sleep(POLL_PERIOD)
 
 
@@ -245,7 +247,7 @@ class EngineProcess:
         if (process := self._process) is not None:
             self._process = None
             code = await asyncio.to_thread(_wait_or_kill, process)
-            if self._member is not None:
+            if code:
                 logger.warning("engine %s: its process ended with code %d", self._plan.name, code)
         if (member := self._member) is not None:
             self._member = None
