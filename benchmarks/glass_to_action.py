@@ -70,7 +70,14 @@ STAGES = {
 
 CAMERA = "front"
 NEEDS = Requirements(
-    policy_type="act", cameras={CAMERA: (480, 640)}, state=6, action=6, chunk=20, action_steps=5, rate=25.0
+    policy_type="act",
+    cameras={CAMERA: (480, 640)},
+    state=6,
+    action=6,
+    chunk=20,
+    action_steps=5,
+    rate=25.0,
+    joint_names=JOINTS,
 )
 
 

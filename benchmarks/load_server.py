@@ -117,7 +117,7 @@ def _counts(session: Any) -> dict[str, int]:
 
 
 def server(options: argparse.Namespace) -> None:
-    """``robojax serve``, with policies that need no computing when asked for."""
+    """Serve with the shipped policy, or with a scripted policy that computes nothing."""
     cameras = {name: (480, 640) for name in options.cameras}
 
     needs = replace(SO100_REQUIREMENTS, cameras=cameras, action_steps=10, rate=options.rate)
@@ -125,7 +125,8 @@ def server(options: argparse.Namespace) -> None:
     def load(path: str, revision: str | None = None, /, **more: Any) -> ScriptedPolicy:
         return ScriptedPolicy(needs, step=0.01)
 
-    settings = Settings.from_values(max_sessions=128, state="off", embedded_transport=False)
+    # The robots stand still, which would hold them as frozen.
+    settings = Settings.from_values(max_sessions=128, state="off", embedded_transport=False, frozen="warn")
     if options.policy == "real":
         app = create_app(settings)
     else:
