@@ -50,7 +50,7 @@ def create_engine_source(app: App, load: LoadPolicy | None) -> EngineSource:
         SettingsError: the settings ask for a cluster, and Ray is not installed.
     """
     settings = app.ctx.settings
-    if settings.cluster.engine == "here":
+    if settings.cluster.engine == "local":
         if load is not None:
             return InProcessEngine(settings.policies, load)
         local = LocalEngines(settings.policies, settings.cluster.engine_patience)

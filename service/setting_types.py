@@ -88,7 +88,7 @@ def _matching(pattern: str, wanted: str) -> AfterValidator:
 
 Where = Annotated[
     str,
-    _matching(r"here|ray-local|ray-auto|ray://[^/@\s]+:\d+", "here, ray-local, ray-auto or ray://HOST:PORT"),
+    _matching(r"local|ray-local|ray-auto|ray://[^/@\s]+:\d+", "local, ray-local, ray-auto or ray://HOST:PORT"),
 ]
 DatabaseUrl = Annotated[str, _matching(r"postgres(ql)?://\S+", "postgresql://USER@HOST:PORT/NAME")]
 Address = Annotated[str, _matching(r"https?://[^/@\s]+", "http://HOST:PORT or https://HOST:PORT, without a path")]

@@ -33,7 +33,7 @@ FORBIDDEN: dict[str, set[str]] = {
 LAYERS = {
     "service": (
         "errors reloading_file stage stats setting_types loop_watchdog signal_guard"
-        " < logging state threads processes < http < auth < inference transport < control < sessions"
+        " < logging state threads processes < http < auth < inference transport < engines < control < sessions"
         " < recording streaming rollout dashboard < distributed < settings < api doctor shared_sessions"
         " < engine_source < app"
     ),

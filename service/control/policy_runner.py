@@ -147,7 +147,7 @@ class PolicyRunner:
     @property
     def is_engine_lost(self) -> bool:
         """Whether no engine has the policy, and another one may get it."""
-        return not self.loaded.unnamed.usable
+        return not self.loaded.usable
 
     def instruct(self, instruction: str | None) -> None:
         """Give a policy that reads language another instruction, from the next request on."""

@@ -275,13 +275,13 @@ def _make_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return own | dict(variables)
 
 
-def _name_devices(asked: Sequence[str], *, together: bool) -> tuple[str, ...]:
+def _name_devices(devices: Sequence[str]) -> tuple[str, ...]:
     """Have another process name all devices, because JAX takes the memory of each device that it opens; blocks."""
-    if not any(name == "all" or name.isdecimal() for name in asked):
-        return tuple(asked)
+    if not any(name == "all" or name.isdecimal() for name in devices):
+        return tuple(devices)
     program = "import json, sys, jaxmodels\nprint(json.dumps(jaxmodels.name_devices(json.loads(sys.argv[1]))))"
     done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(list(asked))],
+        [sys.executable, "-c", program, json.dumps(list(devices))],
         capture_output=True,
         text=True,
         env=_make_environment({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
@@ -301,13 +301,13 @@ class LocalEngines:
         load: loads policies into engines.
     """
 
-    def __init__(self, policies: PolicySettings, patience: float):
+    def __init__(self, policies: PolicySettings, join_timeout: float):
         """Prepare; nothing is started yet.
 
         Args:
-            patience: seconds that a robot waits for an engine before its session fails.
+            join_timeout: seconds that a robot waits for an engine before its session fails.
         """
-        self._policies, self._patience = policies, patience
+        self._policies, self._join_timeout = policies, join_timeout
         self.engines = EngineSet()
         self._loader = RemoteLoader(
             self.engines,
@@ -336,7 +336,7 @@ class LocalEngines:
             durations=durations,
             max_load=policies.engine_load,
             are_remote=True,
-            join_timeout=self._patience,
+            join_timeout=self._join_timeout,
         )
         self.engines.open(engine)
         options = EngineOptions(
@@ -345,14 +345,14 @@ class LocalEngines:
             stuck_after=policies.stuck_after,
             load_timeout=policies.load_timeout,
         )
-        together, asked = policies.placement == "shard", policies.devices
+        together, devices = policies.placement == "shard", policies.devices
         starter = Worker("engines")
-        if asked:
-            asked = await starter.submit(partial(_name_devices, asked, together=together))
+        if devices:
+            devices = await starter.submit(partial(_name_devices, devices))
         elif policies.device:
-            asked = (policies.device,)
+            devices = (policies.device,)
         processes = [
-            EngineProcess(plan, options, self.engines, starter) for plan in plan_engines(asked, together=together)
+            EngineProcess(plan, options, self.engines, starter) for plan in plan_engines(devices, together=together)
         ]
         tasks = [asyncio.create_task(process.run(), name="engine process") for process in processes]
         self.engines.read_trouble = lambda: "; ".join(filter(None, (process.trouble for process in processes)))

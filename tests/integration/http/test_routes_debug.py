@@ -4,6 +4,10 @@ import logging
 import re
 import threading
 
+import pytest
+
+from service.engines.engine_set import EngineSet
+
 
 async def test_the_root_says_that_the_server_runs(server):
     status, told = await server.call("GET", "/")
@@ -113,23 +117,14 @@ async def test_a_server_without_anything_to_load_is_ready(server) -> None:
     assert await server.call("GET", "/ready") == (200, {"ready": True, "waiting_for": [], "loading": []})
 
 
-async def test_what_a_new_session_would_wait_for_is_said(server) -> None:
-    importing = asyncio.get_running_loop().create_future()
-    server.app.ctx.jax_import = importing
+@pytest.mark.parametrize("trouble", ["", "devices: there is no device tpu:0"])
+async def test_server_without_an_engine_is_not_ready(server, trouble: str) -> None:
+    server.app.ctx.engines = engines = EngineSet()
+    engines.read_trouble = lambda: trouble
     status, found = await server.call("GET", "/ready")
-    assert (status, found["ready"], found["waiting_for"]) == (503, False, ["JAX is being imported"])
-    assert (found["code"], found["detail"]) == ("not_ready", "JAX is being imported")
-    importing.set_result(None)
-    assert (await server.call("GET", "/ready"))[0] == 200
-
-
-async def test_a_failed_import_is_never_ready(server) -> None:
-    importing = asyncio.get_running_loop().create_future()
-    importing.set_exception(ImportError("/opt/secret/jax"))
-    server.app.ctx.jax_import = importing
-    status, found = await server.call("GET", "/ready")
-    assert status == 503
-    assert found["waiting_for"] == ["JAX cannot be imported; the server's log says more"]
+    why = trouble or "an engine is being started"
+    assert (status, found["ready"], found["waiting_for"]) == (503, False, [why])
+    assert (found["code"], found["detail"]) == ("not_ready", why)
 
 
 async def test_what_is_being_loaded_is_listed_with_how_long_it_takes(server) -> None:

@@ -25,11 +25,11 @@ from service.distributed import cluster as cluster_module
 from service.distributed import ray_connection, remote_engine
 from service.distributed.artifacts import PolicyArtifact
 from service.distributed.cluster import CLUSTER_LOST, Cluster
-from service.engines.messages import Begun, EngineFacts, EngineOptions, Loaded, Refusal
 from service.distributed.pool import Listed, Listing
 from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, call_actor
-from service.engines.remote_policy import RemoteLoader
 from service.distributed.scaling import Bounds
+from service.engines.messages import Begun, EngineFacts, EngineOptions, Loaded, Refusal
+from service.engines.remote_policy import RemoteLoader
 from service.errors import PolicyError
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine

@@ -10,7 +10,7 @@ from service.setting_types import SettingsError
 from service.settings import Settings, load_settings
 
 
-@pytest.mark.parametrize("engine", ["here", "ray-local", "ray-auto", "ray://10.0.0.5:10001"])
+@pytest.mark.parametrize("engine", ["local", "ray-local", "ray-auto", "ray://10.0.0.5:10001"])
 def test_where_engines_may_be(engine: str) -> None:
     assert load_settings({"engine": engine}).cluster.engine == engine
 
