@@ -18,9 +18,9 @@ def test_where_engines_may_be(engine: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"engine": "ray"}, "wanted here, ray-local, ray-auto or ray://HOST:PORT"),
-        ({"engine": "ray://user@host:1"}, "wanted here, ray-local"),
-        ({"engine": "ray-local\n"}, "wanted here, ray-local"),
+        ({"engine": "ray"}, "wanted local, ray-local, ray-auto or ray://HOST:PORT"),
+        ({"engine": "ray://user@host:1"}, "wanted local, ray-local"),
+        ({"engine": "ray-local\n"}, "wanted local, ray-local"),
         ({"engines": "3", "engines_most": "2"}, "found 3 and 2; wanted engines <= engines_most"),
         ({"engine_resources": "GPU"}, "wanted NAME=AMOUNT with commas between, not 'GPU'"),
         ({"engine_resources": "GPU=0"}, "greater than 0"),
