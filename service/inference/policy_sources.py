@@ -173,26 +173,6 @@ def _is_in(path: Path, roots: Iterable[Path]) -> bool:
 DESCRIBE_TIMEOUT = 15.0
 
 
-def make_policy_loader(settings: PolicySettings, first_device: Callable[[], str | None]) -> LoadPolicy:
-    """Return a function that loads policies to the first device that works, when devices are named."""
-
-    def load(path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None) -> Policy:
-        set_cache_folders(settings)
-        return jaxmodels.load_policy(
-            path,
-            revision,
-            settings.dtype,
-            first_device() or settings.device,
-            like=like,
-            on_progress=on_progress,
-            inspect=CheckpointSandbox(settings.load_memory),
-            largest=settings.policy_bytes,
-            roots=allowed_roots(settings) if like is None else copy_roots(path),
-        )
-
-    return load
-
-
 def make_requirements_reader(settings: PolicySettings) -> ReadRequirements:
     """Return a function that reads a policy's requirements in a sandboxed process, before it is loaded."""
     sandbox = CheckpointSandbox(settings.load_memory, timeout=DESCRIBE_TIMEOUT)
