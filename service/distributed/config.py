@@ -12,8 +12,8 @@ class ClusterSettings(Group):
 
     engine: Common[Where] = Field(
         default="local",
-        description="Where policies run: local, in a process for each device of this machine; ray-local, on a Ray that is "
-        "started for it; ray-auto, in the Ray cluster of which this machine is a node; ray://HOST:PORT, in one of "
+        description="Where policies run: local, in a process for each device of this machine; ray-local, on a Ray that "
+        "is started for it; ray-auto, in the Ray cluster of which this machine is a node; ray://HOST:PORT, in one of "
         "which it is none, through Ray's client server there.",
     )
     engines: int = Field(default=1, ge=1, le=10_000, description="Engines that a cluster has at least.")
@@ -33,8 +33,8 @@ class ClusterSettings(Group):
     )
     engine_patience: Seconds = Field(
         default=60.0,
-        description="Seconds that a robot without any engine is held before its session fails; an engine that ended is started "
-        "again meanwhile.",
+        description="Seconds that a robot without any engine is held before its session fails; an engine that "
+        "ended is started again meanwhile.",
     )
     database: Common[Private[DatabaseUrl | None]] = Field(
         default=None,
