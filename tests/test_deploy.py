@@ -57,7 +57,6 @@ RESOURCES = [
 
 
 def pods_of(resource: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Templates of pods with what they are for."""
     spec = resource.get("spec", {})
     if resource["kind"] in ("Deployment", "StatefulSet"):
         yield resource["metadata"]["name"], spec["template"]

@@ -37,10 +37,7 @@ def text(path: Path, kind: str = "markdown") -> str:
 
 
 def shortened(source: str) -> str:
-    """Return a cell with a twentieth of its training steps and timed calls, and two sizes of a batch instead of four.
-
-    Each size of a batch is one more program to compile.
-    """
+    """Return a cell with a twentieth of its training steps and timed calls, and two batch sizes to compile."""
     source = source.replace("(1, 2, 4, 8)", "(1, 2)")
     counts = r"\b(runs=|for _ in range\()(\d+)"
     if "TrainingConfig(" in source:

@@ -45,8 +45,6 @@ def policy_files(scale: float = 1.0) -> dict[str, bytes | str]:
 
 @dataclass
 class Stage:
-    """The server, the arm and the Hub."""
-
     url: str
     http: aiohttp.ClientSession
     hub: StubHub
@@ -76,7 +74,6 @@ class Stage:
         return sum(math.ceil(seconds * RATE) + 1 for seconds in (*self.pauses.all(since, until), *withheld))
 
     async def until_moving(self) -> None:
-        """Until the arm has begun its work."""
         async with asyncio.timeout(60):
             while not (await self.stats()).get("chunks"):  # noqa: ASYNC110 - it is another process that moves
                 await asyncio.sleep(0.1)
@@ -91,7 +88,6 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def staged(hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: Pauses) -> AsyncIterator[Stage]:
-    """Everything running, the arm picking cubes with the policy of the Hub's repo."""
     for name, value in {
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(tmp_path / "hub"),

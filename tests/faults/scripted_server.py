@@ -30,7 +30,6 @@ TURN = 0.001
 
 
 def set_wrong(file: Path) -> None:
-    """From now on the wall clock of this process is as wrong as the file says."""
     right, right_ns = time.time, time.time_ns
 
     def wrong() -> float:
@@ -41,7 +40,6 @@ def set_wrong(file: Path) -> None:
 
 
 def block(file: Path) -> None:
-    """Let the main thread do nothing else for a while."""
     how, seconds = file.read_text().split()
     if how == "sleep":
         time.sleep(float(seconds))
@@ -52,7 +50,6 @@ def block(file: Path) -> None:
 
 
 async def watch(times: mmap.mmap) -> None:
-    """Note the longest pauses, for as long as the loop runs."""
     while True:
         began, worked = time.monotonic(), time.thread_time()
         await asyncio.sleep(TURN)
@@ -63,8 +60,6 @@ async def watch(times: mmap.mmap) -> None:
 
 
 def watched(create_app: Any, file: Path) -> Any:
-    """The same, but its app notes its pauses."""
-
     def create(*arguments: Any, **named: Any) -> Any:
         app = create_app(*arguments, **named)
         with file.open("r+b") as opened:

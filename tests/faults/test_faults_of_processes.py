@@ -32,10 +32,7 @@ async def test_f13_signal_holds_all_robots_and_ends_the_server_in_5_s(
     moment: random.Random,
     numbers: list[signal.Signals],
 ) -> None:
-    """Every robot got HOLD within 100 ms, rooms closed, exit 0 within 5 s.
-
-    When a terminal closes, the system and the shell send one SIGHUP each.
-    """
+    """Each robot gets HOLD in 100 ms, exit 0 within 5 s; a closed terminal sends SIGHUP from the system and the shell."""
     ending, policy = mortal, script()
     many: list[Arm] = [await arms(ending, policy) for _ in range(4)]
     for arm in many:

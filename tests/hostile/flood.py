@@ -64,8 +64,6 @@ FLOODS = {
 
 
 class Client:
-    """One socket; made anew when the server ends it."""
-
     def __init__(self, kind: str, address: tuple[str, int], path: str, number: int):
         self.kind, self.address, self.path, self.number = kind, address, path, number
         self.sent = self.opened = 0
@@ -94,7 +92,6 @@ class Client:
         return True
 
     def turn(self) -> None:
-        """Read what there is, and send what is to be sent."""
         with contextlib.suppress(BlockingIOError):
             for _ in range(4):
                 got = self.raw.recv(1 << 16)

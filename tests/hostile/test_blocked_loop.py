@@ -37,8 +37,6 @@ _numbers = count(1)
 
 @dataclass
 class Place:
-    """A server that can be blocked, rooms of their own, and the folder of both."""
-
     folder: Path
     server: Process
     rooms: Process
@@ -61,7 +59,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture
 async def moving(place: Place) -> AsyncIterator[tuple[Arm, Script]]:
-    """A robot that moves, and its policy."""
     if not place.server.is_alive:
         await place.server.start_again()
     async with AsyncExitStack() as stack:

@@ -41,7 +41,6 @@ SHORT = ("connects", "calls", "handshakes")
 
 @asynccontextmanager
 async def flood(kind: str, url: str, path: str, seconds: float, sockets: int = SOCKETS):
-    """A process that floods for so long, or until this ends."""
     host, port = url.removeprefix("http://").split(":")
     arguments = ("-m", "tests.hostile.flood", kind, host, port, path, str(sockets), str(seconds))
     made = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
@@ -54,10 +53,7 @@ async def flood(kind: str, url: str, path: str, seconds: float, sockets: int = S
 
 
 class Turns:
-    """The ``longest`` turn of the running loop in processor seconds, without garbage collection and stolen time.
-
-    ``where`` has stacks of turns that took longer than ``PERIOD`` by the clock.
-    """
+    """Longest turn of the loop in processor seconds without garbage collection; ``where`` has stacks of long turns."""
 
     def __init__(self) -> None:
         self.longest, self.where = 0.0, list[str]()
@@ -102,7 +98,6 @@ class Turns:
 
 @asynccontextmanager
 async def server_with_a_session():
-    """Its app and its URL; the session ``door`` runs nothing."""
     app = create_app(
         Settings.from_values(max_sessions=4),
         transport=MemoryTransport(),

@@ -59,7 +59,6 @@ def assert_is_clean(folder: Path) -> None:
 
 
 def listing(stub: StubHub, **other: Any) -> bytes:
-    """What the Hub says of the repo, with something else in it."""
     repo = stub.repo("someone/arm")
     return json.dumps({**repo._info("main", True), **other}).encode()
 

@@ -37,7 +37,6 @@ STUCK = "import time; time.sleep(600)"
 
 
 def children() -> set[int]:
-    """Processes of this one that live."""
     return {child.pid for child in psutil.Process().children() if lives(child.pid)}
 
 
@@ -92,7 +91,6 @@ def body(folder: Path, session_id: str = "arm") -> dict:
 
 @pytest.fixture
 def good(tmp_path):
-    """The policy of the demo, in a root."""
     return Path(shutil.copytree(DEMO, tmp_path / "root" / "good"))
 
 

@@ -50,7 +50,6 @@ ENOUGH = 4 * mcap_files.MAX_RECORD
 
 
 def built(*records: Any, about: dict[str, str] | None = None, ended: bool = True) -> bytes:
-    """An MCAP file of these records, with what it is about at its head."""
     file = RecordBuilder()
     file.write(MCAP0_MAGIC)
     Header("", "robojax").write(file)
@@ -84,7 +83,6 @@ def windowed(content: bytes) -> bytes:
 
 
 def message(topic: str, data: bytes) -> bytes:
-    """A channel and a message in it, as a chunk's content."""
     inside = RecordBuilder()
     Schema(1, b"{}", "jsonschema", "x").write(inside)
     Channel(1, topic, "json", {}, 1).write(inside)
@@ -122,7 +120,6 @@ def test_a_bomb_of_64_kb_is_refused_with_its_name_and_both_numbers(tmp_path: Pat
 
 
 def run_script(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run Python code in its own process, which must end with 0."""
     run = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         cwd=ROOT,
@@ -466,7 +463,6 @@ def test_a_recorder_on_a_disk_that_hangs_keeps_no_more_than_its_queue(tmp_path: 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     try:

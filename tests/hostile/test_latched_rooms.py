@@ -119,7 +119,6 @@ async def scene(tmp_path: Path | None = None, *, keeps_rooms: bool = True, port:
 
 @pytest.fixture
 async def moving() -> AsyncIterator[Scene]:
-    """A scene whose session runs, with its robot in the rooms."""
     async with scene() as made:
         await made.create()
         async with made.with_robot():

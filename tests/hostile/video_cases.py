@@ -39,7 +39,6 @@ H264 = "a=rtpmap:99 H264/90000\r\na=rtcp-fb:99 nack pli\r\na=fmtp:99 packetizati
 
 
 def memory() -> float:
-    """Resident MB of this process."""
     return psutil.Process().memory_info().rss / 1e6
 
 
@@ -123,7 +122,6 @@ class Pair:
 
 
 def packets(kind: int, payloads: list[bytes], number: int, stamp: int, ssrc: int = SSRC) -> list[bytes]:
-    """Payloads of one picture to RTP."""
     made = []
     for index, payload in enumerate(payloads):
         packet = RtpPacket(kind, int(index == len(payloads) - 1), (number + index) % 65536, stamp % (1 << 32), ssrc)
@@ -217,7 +215,6 @@ class Generator:
         return made
 
     def golomb(self, count: int) -> bytes:
-        """Exp-Golomb numbers, large ones among them."""
         numbers = (self.random.choice((0, 1, 7, 119, 1023, 1 << 16, (1 << 31) - 1)) + 1 for _ in range(count))
         bits = "".join("0" * (number.bit_length() - 1) + f"{number:b}" for number in numbers)
         return int(bits.ljust(-(-len(bits) // 8) * 8, "1"), 2).to_bytes(-(-len(bits) // 8), "big")
@@ -271,7 +268,6 @@ class Generator:
         return head + message
 
     def datagram(self) -> bytes:
-        """Anything at all, of any size."""
         chance = self.random
         size = chance.choice((0, 1, 2, 11, 12, 13, 20, 1400, 2048, 2049, 9000, 65000))
         return chance.choice((b"", b"\x80\x60", b"\x80\xc8", b"\x16\xfe\xfd"))[:size] + chance.randbytes(size)
@@ -303,7 +299,6 @@ class Generator:
         return "\r\n".join(lines) + "\r\n"
 
     def candidate(self) -> dict[str, Any]:
-        """A candidate to anywhere."""
         chance = self.random
         host = chance.choice(("127.0.0.1", "169.254.169.254", "::1", "x.local", "224.0.0.1", "0", "host", "9" * 600))
         text = f"candidate:1 {chance.randrange(3)} udp 5 {host} {chance.choice((9, 80, 50000, 70000))} typ host"
@@ -343,7 +338,6 @@ KINDS = ("stream",) * 6 + ("built",) * 3 + ("rtp", "rtcp", "stun", "dtls", "data
 
 
 async def run_cases(count: int, seed: int) -> dict[str, Any]:
-    """Run so many, and say what became of the process."""
     generator, ran, failures = Generator(seed), Counter[str](), []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(str(context)[:300]))
     strangers = {family: socket.socket(family, socket.SOCK_DGRAM) for family in (socket.AF_INET, socket.AF_INET6)}

@@ -67,11 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """By stages, files in one piece; first of each stage those with tests that are slow, then those with most text.
-
-    Else a long file is begun last, and the other processes wait for it. Models stay in the order of their names: who
-    wants full compilation stands together, and clears what was compiled quickly.
-    """
+    """Order by stage and keep each file whole: slow files first, then large ones, but models by name."""
     stage, slow, size = config.stash.setdefault(stages, {}), set[Path](), dict[Path, int]()
     for item in items:
         for folder, mark in FOLDERS.items():

@@ -59,7 +59,6 @@ class Proxied:
         self.url, self.servers = url, servers
 
     async def server_of(self, path: str) -> str:
-        """Which server the proxy asks."""
         async with aiohttp.ClientSession() as http, http.get(self.url + path, allow_redirects=False) as answer:
             return answer.headers[FRONT_NAME_HEADER]
 

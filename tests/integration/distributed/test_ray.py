@@ -29,8 +29,6 @@ POLICY = ROOT / "robojax" / "sim" / "policy"
 
 
 class Server:
-    """`robojax serve` in a process of its own."""
-
     def __init__(self, *flags: str):
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "JAX_PLATFORMS": "cpu"}
         self.process = subprocess.Popen(
@@ -43,7 +41,6 @@ class Server:
         )
 
     def begin(self) -> "Server":
-        """Wait until it serves."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.url = next((word for word in line.split() if word.startswith("http://")), "")
@@ -51,7 +48,6 @@ class Server:
         return self
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and JSON."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"}, method=method)
         try:
@@ -65,7 +61,6 @@ class Server:
         return {one["engine"]: one["process"] for one in self.call("GET", "/cluster")[1]["engines"]["engines"]}
 
     def until(self, engines: int, without: int = 0) -> dict[str, int]:
-        """Wait until it has so many, none of them this process."""
         deadline = time.monotonic() + 100
         while len(found := self.engines()) != engines or without in found.values():
             assert time.monotonic() < deadline, found
@@ -86,7 +81,6 @@ def server(database_of_module: PostgresServer) -> Iterator[Server]:
 
 
 def observation() -> dict[str, Any]:
-    """What the demo's policy looks at."""
     held = io.BytesIO()
     Image.new("RGB", (96, 96), "gray").save(held, "JPEG")
     picture = base64.b64encode(held.getvalue()).decode()
@@ -94,11 +88,7 @@ def observation() -> dict[str, Any]:
 
 
 def make(server: Server, name: str, **more: Any) -> tuple[int, Any]:
-    """A session without rooms.
-
-    It takes what time there is: where others keep the cores busy an inference takes 200 ms, and a second session that
-    wants five a second is refused (409, overloaded).
-    """
+    """Create a session without rooms that takes a lower rate, because an inference may last 200 ms on a busy machine."""
     asked = {"session_id": name, "policy_path": str(POLICY), "transport_server_url": "direct", "degrade": True}
     return server.call("POST", "/sessions", asked | more)
 

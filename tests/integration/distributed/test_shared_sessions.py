@@ -62,14 +62,11 @@ class Server(rig.Server):
 
 
 def server(name: str, database: str, folder: Path, keys: str | None = None) -> AbstractAsyncContextManager[Server]:
-    """One of this name, with its own folder."""
     kept: dict[str, Any] = {"front_name": name, "state": str(folder / name), "keys_file": keys}
     return started(Server, database=database, policy_owners=("policies",), **kept)
 
 
 class Servers:
-    """``a`` and ``b``."""
-
     def __init__(self, stack: AsyncExitStack, database: PostgresServer, folder: Path):
         self._stack, self.database, self._folder = stack, database, folder
         self.a: Server
@@ -82,7 +79,6 @@ class Servers:
         return self
 
     async def beat(self) -> None:
-        """Each says that it lives."""
         for one in (self.a, self.b):
             await self.beat_of(one)
 
@@ -101,7 +97,6 @@ class Servers:
         self.forget_places(other)
 
     def another(self, name: str, url: str, of: Server) -> PeerSessions:
-        """A second one of a name, with the sessions of another server."""
         database = Postgres(self.database.url, session_table.SCHEMA, session_table.PREFIX)
         self._stack.push_async_callback(database.close)
         return PeerSessions(name, url, of.app.ctx.sessions, database, database)

@@ -32,7 +32,6 @@ PAYLOAD = {
 
 
 def write(folder: Path, step: float = 0.1, **more: Any) -> None:
-    """A policy whose files say how far it moves."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"step": step, **more}))
     (folder / "model.safetensors").write_bytes(str(step).encode())

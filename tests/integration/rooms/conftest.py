@@ -25,8 +25,6 @@ PATIENCE = 30.0
 
 @dataclass
 class Socket:
-    """One WebSocket, read as JSON."""
-
     raw: aiohttp.ClientWebSocketResponse
 
     async def send(self, message: Any) -> None:
@@ -75,7 +73,6 @@ class Caller:
         return await self.call("POST", f"{path}/webrtc/signal", {"client_id": client_id, "message": message})
 
     async def room(self, kind: str, room: str, workspace: str = "w", **body: Any) -> str:
-        """Make a room; returns its path."""
         status, answer = await self.call("POST", f"/{kind}/workspaces/{workspace}/rooms", {"room_id": room, **body})
         assert status == 200, answer
         return f"/{kind}/workspaces/{workspace}/rooms/{room}"
@@ -104,7 +101,6 @@ class Caller:
         return path, producer, consumer
 
     async def settled(self, path: str, **wanted: Any) -> Any:
-        """The room, once its participants are as wanted."""
         for _ in range(int(PATIENCE / 0.01)):
             _, answer = await self.call("GET", path)
             participants = answer["room"]["participants"]
@@ -135,7 +131,6 @@ class RecordingInbox:
 
     @property
     def pose(self) -> dict[str, float]:
-        """Everything merged."""
         return {name: value for pose in self.poses for name, value in pose.items()}
 
     def of(self, kind: type) -> list[Any]:
@@ -166,7 +161,6 @@ def serve() -> Serve:
 
 @pytest.fixture
 async def caller(serve: Serve) -> AsyncIterator[Caller]:
-    """A server of the default settings."""
     async with serve() as caller:
         yield caller
 

@@ -531,8 +531,6 @@ async def test_max_consumers_is_enforced(caller):
 
 
 class Colour(VideoStreamTrack):
-    """A camera that sees one colour."""
-
     def __init__(self, rgb: tuple[int, int, int]):
         super().__init__()
         self.picture = np.full((240, 320, 3), rgb, np.uint8)

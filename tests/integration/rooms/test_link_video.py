@@ -37,8 +37,6 @@ def picture(colour, height=48, width=64):
 
 @contextlib.asynccontextmanager
 async def filming(robot, colour, camera="front", rate=30, **size):
-    """The robot's camera sees one colour."""
-
     async def film():
         while True:
             robot.show(camera, picture(colour, **size))
@@ -54,7 +52,6 @@ async def filming(robot, colour, camera="front", rate=30, **size):
 
 @contextlib.asynccontextmanager
 async def watching(url, inbox, pace):
-    """One more consumer of the camera room, as a viewer is."""
     async with http_session() as session:
         api = RoomsApi(session, Address.parse(url))
         receiver = CameraReceiver("front", "s-front", api, inbox, pace, ())
@@ -302,8 +299,6 @@ async def test_only_consumers_are_offered_to(both, until):
 
 
 class Stage:
-    """A screen and the decoder thread's view of it."""
-
     def __init__(self):
         self.shown, self.failures = [], []
         self.screen = FrameDecoder(lambda image, at: self.shown.append(image), self.failures.append)

@@ -82,7 +82,6 @@ async def path(caller) -> str:
 
 @pytest.fixture
 async def raw(caller, path):
-    """The room's producer ``p``."""
     raw = await RawSocket.join(caller, path, "p", "producer")
     yield raw
     raw.writer.close()

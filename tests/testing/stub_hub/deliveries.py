@@ -24,12 +24,7 @@ TIMEOUT = 10.0  # seconds that an answer may take
 
 @dataclass
 class DeliveryPlan:
-    """How deliveries go.
-
-    Attributes:
-        copies: how often each is sent, with the same id; 1 is once.
-        reorder: so many that follow each other are mixed up; 1 keeps the order.
-    """
+    """``copies`` is how often each delivery is sent; ``reorder`` is how many consecutive deliveries are shuffled."""
 
     copies: int = 1
     reorder: int = 1
@@ -46,10 +41,7 @@ class Delivery:
 
 
 class Deliveries:
-    """The log of deliveries, and the thread that sends them."""
-
     def __init__(self, find: Callable[[str], Webhook | None]):
-        """Begin; ``find`` gives a webhook by its id."""
         self.plan = DeliveryPlan()
         self.log: list[Delivery] = []
         self._find = find
@@ -58,7 +50,6 @@ class Deliveries:
         self._thread.start()
 
     def add(self, webhook: Webhook, payload: Mapping[str, Any]) -> Delivery:
-        """Queue one."""
         told = {**payload, "webhook": {"id": webhook.id, "version": 3}}
         delivery = Delivery(str(uuid.uuid4()), webhook.id, told)
         self.log.append(delivery)
@@ -66,11 +57,7 @@ class Deliveries:
         return delivery
 
     def settle(self, timeout: float = 60.0) -> None:
-        """Wait until all of them were sent.
-
-        Raises:
-            TimeoutError: they were not, after so many seconds.
-        """
+        """Wait until all deliveries were sent; raises TimeoutError."""
         until = time.monotonic() + timeout
         with self._waiting.all_tasks_done:
             while self._waiting.unfinished_tasks:

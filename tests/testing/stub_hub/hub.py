@@ -30,24 +30,10 @@ class Request:
 
 
 class StubHub:
-    """A Hub on loopback, in threads of its own.
-
-    Attributes:
-        url: what to give as endpoint.
-        webhooks: by id.
-        repos: by type and id.
-        denied: repo id to status and ``X-Error-Code`` of every answer about it, e.g. ``(403, "GatedRepo")``.
-        requests: all that were received, scripted failures too.
-        page: commits per answer.
-    """
+    """A Hub on loopback, in its own threads; ``denied`` maps a repo id to the status and code of each answer."""
 
     def __init__(self, *, token: str | None = None, echoes_secrets: bool = True):
-        """Start it.
-
-        Args:
-            token: the only one that may manage webhooks; None for any, but one has to be sent.
-            echoes_secrets: whether webhooks are shown with their secret, or only that they have one.
-        """
+        """Start the Hub; webhooks need ``token`` (None: any), and show secrets only if ``echoes_secrets``."""
         self.token = token
         self.deliveries = Deliveries(lambda name: self.webhooks.get(name))
         self.webhooks = Webhooks(echoes_secrets, self.deliveries.replay)
@@ -70,7 +56,6 @@ class StubHub:
         self.close()
 
     def close(self) -> None:
-        """End it; what hangs is dropped. Doing it twice is once."""
         for failure in self._failures:
             failure.released.set()
         self._server.shutdown()
@@ -104,11 +89,9 @@ class StubHub:
         return failure
 
     def repo(self, repo: str, type: str = "model") -> Repo:
-        """A repo, made if need be."""
         return self.repos.setdefault((type, repo), Repo(repo, type))
 
     def head(self, repo: str, ref: str = "main") -> str:
-        """The sha that a ref points to."""
         return self.repo(repo).at(ref).sha
 
     def push(
@@ -121,12 +104,7 @@ class StubHub:
         message: str = "Upload",
         type: str = "model",
     ) -> str:
-        """Make a commit, move the ref to it, and deliver that; a tag is a second event. Gives the commit's sha.
-
-        Args:
-            files: what changes; a file that is None is deleted.
-            ref: a branch, or the whole name of a ref (``refs/pr/1``).
-        """
+        """Commit files (None deletes one), move the branch or full ref, deliver it, and return the commit's sha."""
         name = ref if ref.startswith("refs/") else f"refs/heads/{ref}"
         with self._lock:
             made = self.repo(repo, type)
@@ -140,7 +118,6 @@ class StubHub:
         return sha
 
     def tag(self, repo: str, tag: str, revision: str = "main", deliver: bool = True, type: str = "model") -> None:
-        """Set a tag, and deliver that."""
         made = self.repo(repo, type)
         old, sha = made.refs.get(f"refs/tags/{tag}"), made.at(revision).sha
         made.refs[f"refs/tags/{tag}"] = sha
@@ -170,7 +147,6 @@ class StubHub:
             return [self.deliveries.add(webhook, payload) for webhook in watching]
 
     def answer(self, request: Request) -> Answer | Failure:
-        """What to say to a request: an answer, or a failure that is none."""
         with self._lock:
             self.requests.append(request)
             line = f"{request.method} {request.path}"
@@ -229,7 +205,6 @@ class StubHub:
         raise Refusal(404, "Not found")
 
     def _find(self, kind: str, parts: list[str]) -> tuple[Repo, list[str]]:
-        """The repo at the beginning of a path, and the rest of it."""
         length = 1 if len(parts) < 2 or parts[1] in OF_A_REPO else 2
         name = "/".join(parts[:length])
         if name in self.denied:

@@ -9,12 +9,7 @@ from hooks.payload import WebhookPayload
 
 
 class Receiver:
-    """What was posted.
-
-    Attributes:
-        got: headers, their names in small letters, and payload of each.
-        on_delivery: told of each, in the server's thread.
-    """
+    """Keeps headers (in small letters) and payload of each delivery, and calls ``on_delivery``."""
 
     def __init__(self, on_delivery: Callable[[WebhookPayload, str], object] | None = None):
         self.got: list[tuple[dict[str, str], WebhookPayload]] = []
@@ -46,11 +41,9 @@ class Receiver:
 
     @property
     def ids(self) -> list[str]:
-        """``Webhook-Id`` of each."""
         return [headers["webhook-id"] for headers, _ in self.got]
 
     def take(self, headers: dict[str, str], payload: WebhookPayload) -> None:
-        """One came."""
         self.got.append((headers, payload))
         if self.on_delivery is not None:
             self.on_delivery(payload, headers["webhook-id"])

@@ -53,11 +53,7 @@ class Webhook:
 
 
 class Webhooks(dict[str, Webhook]):
-    """All of them by id, and their HTTP requests.
-
-    Args:
-        replay: what sends a delivery of a webhook again and gives the HTTP status; KeyError when there is none.
-    """
+    """All webhooks by id, and their requests; ``replay`` sends a delivery again and returns its HTTP status."""
 
     def __init__(self, echoes_secrets: bool, replay: Callable[[Webhook, str], int]):
         super().__init__()
@@ -67,7 +63,6 @@ class Webhooks(dict[str, Webhook]):
         self._made = 0
 
     def answer(self, method: str, parts: list[str], body: bytes) -> Answer:
-        """One request; ``parts`` is the path after ``/api/settings/webhooks``."""
         with self._lock:
             match method, parts:
                 case "GET", []:
