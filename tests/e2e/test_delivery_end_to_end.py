@@ -158,7 +158,7 @@ async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pyte
 
             # LeRobot publishes in four commits; deliveries come twice and in any order.
             before, began = await stage.stats(), time.monotonic()
-            hub.plan = DeliveryPlan(copies=2, reorder=4)
+            hub.deliveries.plan = DeliveryPlan(copies=2, reorder=4)
             files = policy_files(scale=1.0001)
             weights = files.pop("model.safetensors")
             hub.push(REPO, {"config.json": files["config.json"]})
@@ -180,7 +180,7 @@ async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pyte
             assert after["starvations"] - before["starvations"] <= 2 + stage.excused(began)
 
             # Two bad pushes: one cannot be loaded, the other would move the arm to other places.
-            hub.plan = DeliveryPlan()
+            hub.deliveries.plan = DeliveryPlan()
             poisoned = policy_files()
             numbers = load(bytes(poisoned["model.safetensors"]))  # type: ignore[arg-type]
             name = sorted(numbers)[0]

@@ -32,7 +32,7 @@ async def test_f13_signal_holds_all_robots_and_ends_the_server_in_5_s(
     moment: random.Random,
     numbers: list[signal.Signals],
 ) -> None:
-    """Each robot gets HOLD in 100 ms, exit 0 within 5 s; a closed terminal sends SIGHUP from the system and the shell."""
+    """Each robot gets HOLD in 100 ms and the server exits with 0 in 5 s; a closed terminal sends SIGHUP twice."""
     ending, policy = mortal, script()
     many: list[Arm] = [await arms(ending, policy) for _ in range(4)]
     for arm in many:

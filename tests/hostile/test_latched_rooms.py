@@ -21,6 +21,7 @@ from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, JointValue, Rooms
 from service.transport.server.app import serve_transport
 from tests.testing.doubles import ScriptedLoader
+from tests.testing.rig import expect_ok, expect_refusal
 from tests.testing.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
@@ -49,8 +50,7 @@ class Scene:
             return answer.status, await answer.json()
 
     async def ask(self, path: str) -> None:
-        status, told = await self.call("POST", path)
-        assert status == 200, told
+        expect_ok(await self.call("POST", path))
 
     @property
     def stats(self) -> Any:
@@ -62,8 +62,7 @@ class Scene:
 
     async def create(self) -> None:
         body = {"session_id": "arm", "policy_path": "p", "workspace_id": "w", "rate": 50}
-        status, told = await self.call("POST", "/sessions", body | {"transport_server_url": self.url})
-        assert status == 200, told
+        expect_ok(await self.call("POST", "/sessions", body | {"transport_server_url": self.url}))
 
     @asynccontextmanager
     async def with_robot(self) -> AsyncIterator[Robot]:
@@ -244,8 +243,7 @@ async def test_rooms_without_a_session_keep_the_rules_of_the_wire() -> None:
             await there.send_json({"participant_id": "mine", "role": "producer"})
             assert (await there.receive_json(timeout=30))["type"] == "joined"
             body = {"session_id": "arm", "policy_path": "p", "workspace_id": "w", "transport_server_url": made.url}
-            status, told = await made.call("POST", "/sessions", body)
-            assert (status, told["code"]) == (409, "robot_taken")
+            expect_refusal(await made.call("POST", "/sessions", body), 409, "robot_taken")
             assert (await made.call("POST", f"{OUTPUT}/command", {"joints": NEAR}))[0] == 200
 
 
@@ -311,8 +309,7 @@ async def test_session_keeps_and_returns_its_room_on_a_rooms_server() -> None:
                 assert answer.status == 200
         assert await command() == 200
         body = {"session_id": "arm", "policy_path": "p", "workspace_id": "w", "transport_server_url": rooms}
-        status, told = await made.call("POST", "/sessions", body)
-        assert status == 200, told
+        expect_ok(await made.call("POST", "/sessions", body))
         assert await command() == 409
         await made.ask("/sessions/arm/emergency_stop")
         output = made.link._output

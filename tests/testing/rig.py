@@ -49,6 +49,18 @@ def address_of(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def expect_ok(answer: tuple[int, Any]) -> Any:
+    """Return the body of an answer that must have status 200."""
+    assert answer[0] == 200, answer
+    return answer[1]
+
+
+def expect_refusal(answer: tuple[int, Any], status: int, code: str, *words: str) -> None:
+    """Check the status, the code and words of the detail of an error."""
+    assert (answer[0], answer[1].get("code")) == (status, code), answer
+    assert [word for word in words if word not in answer[1]["detail"]] == [], answer
+
+
 async def show(link: MemoryLink, size: tuple[int, int] = (48, 64), period: float = 0.01) -> None:
     """Send frames that change and the joints of `POSE`, until cancelled."""
     for count in itertools.count():

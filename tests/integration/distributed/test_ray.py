@@ -88,7 +88,7 @@ def observation() -> dict[str, Any]:
 
 
 def make(server: Server, name: str, **more: Any) -> tuple[int, Any]:
-    """Create a session without rooms that takes a lower rate, because an inference may last 200 ms on a busy machine."""
+    """Create a session without rooms that accepts a lower rate: an inference may last 200 ms on a busy machine."""
     asked = {"session_id": name, "policy_path": str(POLICY), "transport_server_url": "direct", "degrade": True}
     return server.call("POST", "/sessions", asked | more)
 

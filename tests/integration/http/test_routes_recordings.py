@@ -12,7 +12,7 @@ from service.recording.library import open_source
 from service.recording.mcap_files import McapSource
 from service.recording.recordings import run_process
 from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
-from tests.testing.rig import JOINTS
+from tests.testing.rig import JOINTS, expect_refusal
 
 
 async def feed(server) -> None:
@@ -62,8 +62,7 @@ async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, 
         assert recording(running)["state"] == "on"
         ((one,)) = (await server.call("GET", "/recordings"))[1]
         assert (one["state"], one["session_id"], one["dataset"]) == ("on", "arm", "none")
-        status, refused = await server.call("DELETE", f"/recordings/{one['name']}")
-        assert (status, refused["code"]) == (409, "recording_refused")
+        expect_refusal(await server.call("DELETE", f"/recordings/{one['name']}"), 409, "recording_refused")
         await server.call("DELETE", "/sessions/arm")
         feeding.cancel()
         (one,) = await until(server, lambda found: found[0]["dataset"] == "ready")
@@ -148,8 +147,7 @@ async def test_a_server_without_a_folder_says_so(server):
     assert (status, refused["detail"][0]["loc"]) == (422, ["body", "record"])
     assert "--recordings" in refused["detail"][0]["msg"]
     await server.create("arm")
-    status, refused = await server.call("POST", "/sessions/arm/record", json={"on": True})
-    assert (status, refused["code"]) == (409, "recording_refused")
+    expect_refusal(await server.call("POST", "/sessions/arm/record", json={"on": True}), 409, "recording_refused")
     assert await server.call("GET", "/recordings") == (200, [])
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tests.testing.stub_hub.answers import Answer, Refusal, as_json
-from tests.testing.stub_hub.deliveries import Deliveries, Delivery, DeliveryPlan
+from tests.testing.stub_hub.deliveries import Deliveries
 from tests.testing.stub_hub.failures import Failure, corrupted
 from tests.testing.stub_hub.repos import Repo
 from tests.testing.stub_hub.webhooks import Webhooks
@@ -36,7 +36,7 @@ class StubHub:
         """Start the Hub; webhooks need ``token`` (None: any), and show secrets only if ``echoes_secrets``."""
         self.token = token
         self.deliveries = Deliveries(lambda name: self.webhooks.get(name))
-        self.webhooks = Webhooks(echoes_secrets, self.deliveries.replay)
+        self.webhooks = Webhooks(echoes_secrets)
         self.repos: dict[tuple[str, str], Repo] = {}
         self.denied: dict[str, tuple[int, str]] = {}
         self.requests: list[Request] = []
@@ -62,24 +62,6 @@ class StubHub:
         self._server.server_close()
         self._thread.join(5)
         self.deliveries.close()
-
-    @property
-    def plan(self) -> DeliveryPlan:
-        """How deliveries go; its fields may be set."""
-        return self.deliveries.plan
-
-    @plan.setter
-    def plan(self, plan: DeliveryPlan) -> None:
-        self.deliveries.plan = plan
-
-    @property
-    def log(self) -> list[Delivery]:
-        """Every delivery so far."""
-        return self.deliveries.log
-
-    def settle(self, timeout: float = 60.0) -> None:
-        """Wait until every delivery was sent; see `Deliveries.settle`."""
-        self.deliveries.settle(timeout)
 
     def script(self, pattern: str, how: int | str, times: int | None = 1, **details: Any) -> Failure:
         """Answer the next requests otherwise; see `Failure`. What was scripted first comes first."""
@@ -125,7 +107,7 @@ class StubHub:
             moved = [{"ref": f"refs/tags/{tag}", "oldSha": old, "newSha": sha}]
             self.emit(repo, "update", "repo.content", type=type, updatedRefs=moved)
 
-    def emit(self, repo: str, action: str, scope: str, type: str = "model", **parts: Any) -> list[Delivery]:
+    def emit(self, repo: str, action: str, scope: str, type: str = "model", **parts: Any) -> None:
         """Deliver any event about a repo (``movedTo=``, ``updatedConfig=``, ``discussion=``, ...) to who watches it."""
         made = self.repo(repo, type)
         web = f"{self.url}/{'' if type == 'model' else type + 's/'}{repo}"
@@ -143,8 +125,9 @@ class StubHub:
             **parts,
         }
         with self._lock:
-            watching = [webhook for webhook in self.webhooks.values() if webhook.is_for(type, repo, scope)]
-            return [self.deliveries.add(webhook, payload) for webhook in watching]
+            for webhook in self.webhooks.values():
+                if webhook.is_for(type, repo, scope):
+                    self.deliveries.add(webhook, payload)
 
     def answer(self, request: Request) -> Answer | Failure:
         with self._lock:
@@ -180,18 +163,6 @@ class StubHub:
         match parts:
             case ["api", "agent-harnesses"]:
                 return as_json({"standardEnvVars": [], "harnesses": {}})
-            case ["api", "whoami-v2"]:
-                self._check_token(request)
-                return as_json(
-                    {
-                        "type": "user",
-                        "id": "5" * 24,
-                        "name": "someone",
-                        "fullname": "Someone",
-                        "orgs": [],
-                        "auth": {"type": "access_token", "accessToken": {"displayName": "stub", "role": "write"}},
-                    }
-                )
             case ["api", "settings", "webhooks", *rest]:
                 self._check_token(request)
                 return self.webhooks.answer(request.method, rest, request.body)
@@ -201,7 +172,7 @@ class StubHub:
         kind = KINDS[parts.pop(0)] if parts and parts[0] in KINDS else "model"
         if "resolve" in parts:
             repo, rest = self._find(kind, parts)
-            return repo.resolve(rest[1], "/".join(rest[2:]), request.headers.get("range"))
+            return repo.resolve(rest[1], "/".join(rest[2:]))
         raise Refusal(404, "Not found")
 
     def _find(self, kind: str, parts: list[str]) -> tuple[Repo, list[str]]:

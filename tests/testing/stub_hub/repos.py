@@ -182,7 +182,7 @@ class Repo:
         listed = [{"type": "directory", "path": path, "size": 0, "oid": NO_COMMIT} for path in folders]
         return [*listed, *(file.as_json() for file in shown)]
 
-    def resolve(self, revision: str, path: str, span: str | None) -> Answer:
+    def resolve(self, revision: str, path: str) -> Answer:
         commit = self.at(revision)
         if path not in commit.files:
             refusal = Refusal(404, "Entry not found", "EntryNotFound").answer
@@ -192,17 +192,8 @@ class Repo:
             "Content-Type": "application/octet-stream",
             "X-Repo-Commit": commit.sha,
             "ETag": f'"{file.etag}"',
-            "Accept-Ranges": "bytes",
         }
-        if span is None or not span.startswith("bytes="):
-            return Answer(200, file.content, headers)
-        first, _, last = span.removeprefix("bytes=").partition("-")
-        size = len(file.content)
-        start = int(first) if first else size - int(last)
-        end = min(int(last) if first and last else size - 1, size - 1)
-        if start > end:
-            return Answer(416, b"", {"Content-Range": f"bytes */{size}"})
-        return Answer(206, file.content[start : end + 1], {**headers, "Content-Range": f"bytes {start}-{end}/{size}"})
+        return Answer(200, file.content, headers)
 
 
 def _moment(at: datetime) -> str:
