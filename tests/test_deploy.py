@@ -207,10 +207,6 @@ def test_selectors_find_pods_and_policies_hold_for_all_of_them() -> None:
 # What the server is told.
 
 
-def probes_of(container: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {name: probe for name, probe in container.items() if name.endswith("Probe")}
-
-
 SERVERS = [(name, pod, container) for name, pod, container in CONTAINERS if served(container) is not None]
 
 
@@ -218,7 +214,7 @@ SERVERS = [(name, pod, container) for name, pod, container in CONTAINERS if serv
 def test_probes_ask_for_what_the_server_has(pod: Mapping[str, Any], container: Mapping[str, Any]) -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports["http"] == int(environment(container)[f"{PREFIX}PORT"])
-    probes = probes_of(container)
+    probes = {name: probe for name, probe in container.items() if name.endswith("Probe")}
     assert set(probes) == {"startupProbe", "livenessProbe", "readinessProbe"}
     for name, probe in probes.items():
         if "httpGet" in probe:

@@ -26,6 +26,7 @@ from service.processes import Child, child
 from tests.faults.meter import LOOK, PERIOD, Meter
 from tests.testing.pauses import Pauses
 from tests.testing.stub_hub import DeliveryPlan, StubHub
+from tests.testing.waiting import until
 
 POLICY = Path(__file__).parents[2] / "robojax" / "sim" / "policy"
 REPO, SECRET, SESSION = "lab/pick", "a-secret-of-some-length", "demo-arm"
@@ -199,10 +200,7 @@ async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pyte
             assert (stats["policy_commit"], stats["policy_changes"]) == (last, 1)
             assert stats["missed_ticks"] - before["missed_ticks"] <= stage.excused(began)
             played = len(stage.outcomes)
-            end = time.monotonic() + 120
-            while len(stage.outcomes) <= played:
-                assert time.monotonic() < end
-                await asyncio.sleep(0.2)
+            await until(lambda: len(stage.outcomes) > played, within=120)
             assert all(told["event"] == "episode" for told in stage.outcomes), stage.outcomes
             # An arm that stood still for a moment may miss its cube.
             ends = [began, *(told["at"] for told in stage.outcomes)]

@@ -150,6 +150,11 @@ class Arm:
         assert gap <= 0.1 + late, f"it did not move for {gap:.3f} s; the machine was {late:.3f} s late"
         await self.until(is_moving, within=0.5)
 
+    def check_motion_ended(self, since: float, within: float) -> None:
+        """The robot got no more actions after this time, with the lateness of the machine."""
+        moved = [at - since for at, _ in self.history.motions(since)]
+        assert not moved or moved[-1] <= within + self.meter.worst(since), f"moved on for {moved[-1]:.3f} s"
+
     async def stays(self, since: float, seconds: float = 0.2) -> None:
         """For this time the robot gets no action that was sent after ``since``."""
         await asyncio.sleep(seconds)

@@ -44,8 +44,7 @@ def block(file: Path) -> None:
     if how == "sleep":
         time.sleep(float(seconds))
         return
-    # By the clock and all in C, where nobody else gets the interpreter's lock: counted loops, as long as a busy machine
-    # had made their first million, once lasted less than a robot's patience.
+    # All in C, which keeps the interpreter's lock, and by the clock: a counted loop may be too short.
     deque(takewhile((time.monotonic() + float(seconds)).__gt__, starmap(time.monotonic, repeat(()))), maxlen=0)
 
 

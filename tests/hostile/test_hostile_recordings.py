@@ -39,6 +39,7 @@ from service.recording.mcap_format import HEADER_METADATA
 from service.recording.recorder import Recorder, RecorderLimits
 from service.recording.steps import RecordingError
 from tests.testing.recordings import play, subject
+from tests.testing.waiting import wait_until
 from tests.unit.recording.conftest import record
 
 __all__ = ["record"]
@@ -368,10 +369,7 @@ def test_killed_recorder_leaves_what_can_be_exported(tmp_path: Path) -> None:
     for number in range(2):
         path = tmp_path / f"{number}.mcap"
         with killed_at_the_end(KILLED, path):
-            deadline = time.monotonic() + 30
-            while not (path.exists() and path.stat().st_size > 10_000):
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            wait_until(lambda file=path: file.exists() and file.stat().st_size > 10_000)
             time.sleep(dice.random() * 0.1)
         source = McapSource(path)
         assert source.outcome.state == "interrupted"

@@ -12,15 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from service.api.context import App
-from service.app import create_app
-from service.http.server import listen, serve_app
-from service.settings import Settings
 from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, JointValue, Rooms
 from service.transport.server.app import serve_transport
-from tests.testing.doubles import ScriptedLoader
+from tests.testing import rig
 from tests.testing.rig import expect_ok, expect_refusal
 from tests.testing.waiting import until
 
@@ -34,20 +30,16 @@ QUICK = TransportTimeouts(retry_first=0.02, retry_longest=0.05, heartbeat=0.5, g
 
 
 @dataclass
-class Scene:
+class Scene(rig.Server):
     """A server, a robot in the rooms of its session ``arm``, and a stranger."""
 
-    app: App
-    url: str
-    http: aiohttp.ClientSession
     got: list[dict[str, float]] = field(default_factory=list)
     stops: list[EmergencyStop] = field(default_factory=list)
     robot: Robot | None = None
     rooms: Rooms = ROBOT_ROOMS
 
     async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        async with self.http.request(method, self.url + path, json=body) as answer:
-            return answer.status, await answer.json()
+        return await super().call(method, path, json=body)
 
     async def ask(self, path: str) -> None:
         expect_ok(await self.call("POST", path))
@@ -104,12 +96,7 @@ class Scene:
 @asynccontextmanager
 async def scene(tmp_path: Path | None = None, *, keeps_rooms: bool = True, port: int = 0) -> AsyncIterator[Scene]:
     state = "off" if tmp_path is None else str(tmp_path)
-    app = create_app(Settings.from_values(state=state), load=ScriptedLoader())
-    async with (
-        serve_app(app, listen("127.0.0.1", port)) as url,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
-    ):
-        made = Scene(app, url, http)
+    async with rig.started(Scene, transport=rig.REAL, state=state, port=port) as made:
         if keeps_rooms:  # they were there before the session, and stay when it goes
             for room in ("arm-joint-output", "arm-joint-input"):
                 await made.call("POST", ROOMS, {"room_id": room})

@@ -31,6 +31,7 @@ from service.transport.webrtc.datagrams import transports_of
 from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import Camera, CameraTrack
 from service.transport.webrtc.peer import BadSignal, Peer
+from tests.testing.waiting import until
 
 SSRC = 4711
 SIZES = (0, 1, 15, 16, 17, 63, 64, 1080, 1088, 1089, 1920, 1921, 4096, 8192, 16383)
@@ -64,13 +65,7 @@ class Pair:
         # All that we decode is offered, as browsers do; a camera of robojax offers VP8 alone.
         offer = offer.replace("RTP/SAVPF 97 98", "RTP/SAVPF 97 98 99").rstrip() + "\r\n" + H264
         await self.hostile.accept_answer(await self.server.answer_offer(offer, self.screen))
-        for peer in (self.hostile, self.server):
-            async with asyncio.timeout(20):
-                while not peer.connected_at:
-                    peer.changed.clear()
-                    await peer.changed.wait()
-        while not self.codecs:  # noqa: ASYNC110 - aiortc says nothing when it begins to receive
-            await asyncio.sleep(0.01)
+        await until(lambda: self.hostile.connected_at and self.server.connected_at and self.codecs)
         return self
 
     async def close(self) -> None:

@@ -12,8 +12,7 @@ import jax._src.compiler
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-# Fusions are written to LLVM directly and not through MLIR, and LLVM gets all of them at once: together with JAX's own
-# switch a seventh of the time to compile a step of training, the same mathematics.
+# The same mathematics; with JAX's own switch, a training step compiles in a seventh of the time.
 OPTIONS: dict[str, bool | int] = {"xla_cpu_parallel_codegen_split_count": 1}
 if jax.__version_info__ < (0, 11):  # later ones always go through MLIR
     OPTIONS["xla_cpu_use_fusion_emitters"] = False

@@ -21,6 +21,7 @@ from PIL import Image
 from benchmarks.postgres import PostgresServer
 from tests.testing.pauses import Pauses
 from tests.testing.peers import require_peers
+from tests.testing.waiting import wait_until
 
 require_peers("ray")
 pytestmark = pytest.mark.needs_peers
@@ -61,11 +62,10 @@ class Server:
         return {one["engine"]: one["process"] for one in self.call("GET", "/cluster")[1]["engines"]["engines"]}
 
     def until(self, engines: int, without: int = 0) -> dict[str, int]:
-        deadline = time.monotonic() + 100
-        while len(found := self.engines()) != engines or without in found.values():
-            assert time.monotonic() < deadline, found
-            time.sleep(0.2)
-        return found
+        def found() -> dict[str, int] | None:
+            return there if len(there := self.engines()) == engines and without not in there.values() else None
+
+        return wait_until(found, within=100)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,4 @@ def test_it_ends_in_order_and_its_ray_with_it(server: Server) -> None:
     assert server.process.returncode == 0, told
     assert "Traceback" not in told
     assert "SIGTERM received" not in told
-    deadline = time.monotonic() + 100
-    while any(map(psutil.pid_exists, engines.values())):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(psutil.pid_exists, engines.values())), within=100)

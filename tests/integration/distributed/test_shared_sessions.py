@@ -28,6 +28,7 @@ from service.transport.client.rest import RoomsApi, http_session
 from service.transport.client.robot import LatchState, SessionLatch
 from tests.testing import rig
 from tests.testing.rig import ROOMS, expect_ok, expect_refusal, started
+from tests.testing.waiting import until
 
 KEYS = {"eve": Role.VIEWER, "alice": Role.OPERATOR, "bob": Role.OPERATOR, "root": Role.ADMIN}
 
@@ -272,9 +273,7 @@ async def test_a_stop_goes_on_when_whoever_asked_does_not_wait(
     await asyncio.gather(asking, return_exceptions=True)
     await asyncio.sleep(0.05)
     go.set()
-    async with asyncio.timeout(30):
-        while servers.a.own()["arm"] != "stopped":  # noqa: ASYNC110 - done by another server
-            await asyncio.sleep(0.01)
+    await until(lambda: servers.a.own()["arm"] == "stopped")
 
 
 async def test_each_key_sees_its_own_on_all_servers(bare: Servers, keys: tuple[str, dict[str, str]]) -> None:
@@ -461,18 +460,13 @@ async def test_an_emergency_stop_follows_a_deleted_id_to_another_server(servers:
     assert not servers.a.app.ctx.sessions.get("arm").is_latched
 
 
-def freeze(database: PostgresServer) -> None:
-    """Stop its processes: the database accepts connections and answers nothing."""
-    database.signal_all(signal.SIGSTOP)
-
-
-def thaw(database: PostgresServer) -> None:
-    database.signal_all(signal.SIGCONT)
+def sending(number: signal.Signals) -> Callable[[PostgresServer], None]:
+    return lambda database: database.signal_all(number)
 
 
 @pytest.mark.parametrize(
     ("take_away", "bring_back"),
-    [(PostgresServer.stop, PostgresServer.start), (freeze, thaw)],
+    [(PostgresServer.stop, PostgresServer.start), (sending(signal.SIGSTOP), sending(signal.SIGCONT))],
     ids=["database ended", "database frozen"],
 )
 async def test_without_database_own_sessions_go_on_and_it_is_updated_later(

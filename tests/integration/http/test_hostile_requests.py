@@ -14,6 +14,7 @@ from service.api.blueprint import ROUTES
 from service.api.openapi import specified_document
 from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.rig import started
+from tests.testing.waiting import until
 
 _FILE = Path(__file__).parents[3] / "benchmarks" / "hostile_requests.py"
 _spec = importlib.util.spec_from_file_location("hostile_requests", _FILE)
@@ -47,11 +48,7 @@ async def test_malformed_requests_do_not_disturb_a_running_robot(caplog):
         assert await hostile.server_errors(*address) == {}
         assert str(session.stage) == "running"
         sent = session.status().stats["commands_sent"]
-        for _ in range(3000):
-            if session.status().stats["commands_sent"] > sent:
-                break
-            await asyncio.sleep(0.01)
-        assert session.status().stats["commands_sent"] > sent
+        await until(lambda: session.status().stats["commands_sent"] > sent)
 
 
 def post(*headers: str, body: bytes = b"") -> bytes:

@@ -52,10 +52,10 @@ class Rig(Server):
         return (await self.call("GET", "/deployments"))[1]
 
     async def until(self, claim: Callable[[list[dict[str, Any]]], Any]) -> dict[str, Any]:
-        async with asyncio.timeout(60):
-            while not claim(found := await self.deployments()):  # noqa: ASYNC110 - as a client would
-                await asyncio.sleep(0.02)
-        return found[0]
+        async def claimed() -> list[dict[str, Any]] | None:
+            return found if claim(found := await self.deployments()) else None
+
+        return (await until(claimed, within=60))[0]
 
     async def running(self, auto_update: str = "swap") -> None:
         expect_ok(await self.create(policy_path=str(self.folder), auto_update=auto_update, rate=50))
@@ -187,14 +187,7 @@ async def test_wrong_bodies_and_revisions_are_explained(tmp_path: Path) -> None:
         refused = await rig.call("POST", "/sessions/arm/policy", json={"revision": "v7"})
         expect_refusal(refused, 409, "update_failed", "'v7'")
         expect_refusal(await rig.call("POST", "/sessions/arm/rollback"), 409, "update_failed")
-        body = {
-            "session_id": "pinned",
-            "policy_path": "lab/pick",
-            "transport_server_url": "http://rooms.example",
-            "revision": "a" * 40,
-            "auto_update": "swap",
-        }
-        status, told = await rig.call("POST", "/sessions", json=body)
+        status, told = await rig.create("pinned", policy_path="lab/pick", revision="a" * 40, auto_update="swap")
         assert status == 422
         assert told["detail"][0]["loc"] == ["body", "auto_update"]
 
@@ -280,24 +273,17 @@ async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> N
         write(rig.folder, 0.2)
         await rig.until(lambda found: found and found[0]["result"])
         assert (await rig.call("DELETE", "/sessions/arm"))[0] == 200
-        async with asyncio.timeout(60):
-            while len(heard) < 4:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: len(heard) >= 4, within=60)
     await runner.cleanup()
-    assert [one["type"] for one in heard] == [
-        "session.created",
-        "session.started",
-        "session.policy.swapped",
-        "session.deleted",
-    ]
+    events = ("created", "started", "policy.swapped", "deleted")
+    assert [one["type"] for one in heard] == [f"session.{event}" for event in events]
     assert heard[2]["data"]["sessions"] == ["arm"]
 
 
 async def test_a_session_that_ended_in_an_error_is_no_error_of_the_server(tmp_path: Path) -> None:
     async with rigged(tmp_path / "policy") as rig:
         rig.transport.refuse = TransportError("no such room")
-        body = {"session_id": "arm", "policy_path": str(rig.folder), "transport_server_url": "http://rooms.example"}
-        assert (await rig.call("POST", "/sessions", json=body))[0] == 502
+        assert (await rig.create(policy_path=str(rig.folder)))[0] == 502
         for path in ("/sessions/arm/policy", "/sessions/arm/rollback"):
             expect_refusal(await rig.call("POST", path), 409, "update_failed", "'arm'")
 
@@ -348,16 +334,11 @@ async def test_a_pattern_of_tags_is_the_highest_of_them(tmp_path: Path, monkeypa
             return ScriptedPolicy(commit=revision)
 
         async with rigged(tmp_path / "policy", loads=load_noted) as rig:
-            body = {
-                "policy_path": "lab/act",
-                "transport_server_url": "http://rooms.example",
-                "auto_update": "swap",
-                "revision": "deploy-*",
-            }
-            expect_ok(await rig.call("POST", "/sessions", json=body | {"session_id": "arm"}))
+            followed = {"policy_path": "lab/act", "auto_update": "swap"}
+            expect_ok(await rig.create(revision="deploy-*", **followed))
             assert loaded == [highest]
             assert (await rig.stats())["policy_commit"] == highest
-            status, told = await rig.call("POST", "/sessions", json=body | {"session_id": "b", "revision": "nothing-*"})
+            status, told = await rig.create("b", revision="nothing-*", **followed)
             assert status == 422, told
             assert "no tag is like" in json.dumps(told)
 
@@ -372,9 +353,8 @@ async def test_a_session_does_not_load_what_is_in_quarantine(tmp_path: Path) -> 
     # The folder holds it still, and neither a session of before nor a new one has a gate.
     async with rigged(tmp_path / "other", state=str(tmp_path / "state")) as rig:
         rig.folder = tmp_path / "policy"
-        body = {"session_id": "b", "policy_path": str(rig.folder), "transport_server_url": "http://rooms.example"}
-        for path, more in (("/sessions/arm/restart", {}), ("/sessions", {"json": body})):
-            status, told = await rig.call("POST", path, **more)
+        for making in (rig.call("POST", "/sessions/arm/restart"), rig.create("b", policy_path=str(rig.folder))):
+            status, told = await making
             assert status == 422, told
             assert f"DELETE /quarantine/{bad['sha']}" in json.dumps(told)
         assert (await rig.call("GET", "/sessions/arm"))[1]["status"] == "interrupted"

@@ -388,17 +388,17 @@ async def test_only_listed_pages_may_call_when_pages_are_listed(serve):
 # Clean-up and the life of the server.
 
 
-async def test_idle_rooms_go_by_themselves(serve):
+async def test_idle_rooms_go_by_themselves(serve, until):
     async with serve(idle=0.0, cleanup_interval=0.02) as caller:
         path = await caller.room("robotics", "r")
-        for _ in range(1500):
-            if (await caller.call("GET", path))[0] == 404:
-                return
-            await asyncio.sleep(0.02)
-        pytest.fail("the room is still there")
+
+        async def is_gone() -> bool:
+            return (await caller.call("GET", path))[0] == 404
+
+        await until(is_gone)
 
 
-async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task():
+async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task(until):
     before = asyncio.all_tasks()
     async with aiohttp.ClientSession() as session:
         async with serve_transport() as base:
@@ -411,12 +411,7 @@ async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task():
             while (frame := await one.receive(30)).type is aiohttp.WSMsgType.TEXT:
                 pass
             assert frame.type is aiohttp.WSMsgType.CLOSE
-    for _ in range(3000):
-        left = asyncio.all_tasks() - before
-        if not left:
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail(f"still running: {left}")
+    await until(lambda: not asyncio.all_tasks() - before)
 
 
 def test_the_command_says_what_to_do_when_its_port_is_taken():
