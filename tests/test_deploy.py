@@ -104,9 +104,6 @@ def served(container: Mapping[str, Any]) -> dict[str, str | None] | None:
     return {name: value if is_said else None for name, is_said, value in flags}
 
 
-# Schemas.
-
-
 def validator(kind: str) -> Draft202012Validator:
     schemas = {name: json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("kubernetes", "raycluster")}
     registry: Registry = Registry().with_resources(
@@ -140,9 +137,6 @@ def test_the_schemas_refuse_what_is_wrong(kind: str, wrong: Any) -> None:
     resource = json.loads(json.dumps(next(one for _, one in RESOURCES if one["kind"] == kind)))
     wrong(resource["spec"])
     assert complaints(resource)
-
-
-# What a pod may do.
 
 
 @pytest.mark.parametrize(("resource", "pod"), named(PODS))
@@ -204,9 +198,6 @@ def test_selectors_find_pods_and_policies_hold_for_all_of_them() -> None:
                 assert chosen(one["spec"]["selector"]["matchLabels"], one["spec"]["template"]["metadata"]["labels"])
 
 
-# What the server is told.
-
-
 SERVERS = [(name, pod, container) for name, pod, container in CONTAINERS if served(container) is not None]
 
 
@@ -256,8 +247,6 @@ def test_every_variable_of_ours_is_a_setting(
         monkeypatch.setenv(name, value or "")
     assert unknown_variables() == []
 
-
-# Ray.
 
 CLUSTER = next(one for _, one in RESOURCES if one["kind"] == "RayCluster")
 FRONT = next(container for name, _, container in SERVERS if name.startswith("ray/"))
@@ -354,9 +343,6 @@ def test_a_pod_signs_a_certificate_for_its_address(tmp_path: Path, monkeypatch: 
     assert (made / "ca.crt").read_bytes() == (tmp_path / "ca.crt").read_bytes()
     assert (made / "tls.key").stat().st_mode & 0o077 == 0
     assert not (made / "ca.key").exists()
-
-
-# The image.
 
 
 def instructions() -> list[tuple[str, str]]:

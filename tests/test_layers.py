@@ -46,14 +46,9 @@ LAYERS = {
     "robojax": "client < robot < sim < cli",
 }
 # module of ours -> who may import it, as programs are assembled there
-COMPOSITION_ONLY = {
-    "hooks": {"service/app.py", "service/rollout/", "robojax/__init__.py", "robojax/cli/webhooks.py"},
-}
+COMPOSITION_ONLY = {"hooks": {"service/app.py", "service/rollout/", "robojax/__init__.py", "robojax/cli/webhooks.py"}}
 # module of ours -> the only places of the client and the robot that import it, inside functions as WebRTC is large
-OF_THE_SERVICE = {
-    "service.transport": {"robojax/client/client.py"},
-    "service.errors": {"robojax/robot/links.py"},
-}
+OF_THE_SERVICE = {"service.transport": {"robojax/client/client.py"}, "service.errors": {"robojax/robot/links.py"}}
 # third-party module -> the only place in jaxmodels that touches it: a file, or a folder with all in it
 ONE_PLACE = {
     "huggingface_hub": "jaxmodels/hub.py",

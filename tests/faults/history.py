@@ -89,8 +89,6 @@ class History:
                 found.append((at, target))
         return found
 
-    # The claims.
-
     def violations(self, listed: Collection[str] | None = None) -> list[str]:
         found = [*self._after_stops(), *self._outside(), *self._late(), *self._jumps_of_status()]
         if listed is not None:

@@ -95,12 +95,7 @@ class FollowedPolicy(ScriptedPolicy):
 
 
 def load(
-    path: str,
-    revision: str | None = None,
-    /,
-    *,
-    like: object = None,
-    on_progress: Callable[[str], None] | None = None,
+    path: str, revision: str | None = None, /, *, like: object = None, on_progress: Callable[[str], None] | None = None
 ) -> FollowedPolicy:
     if on_progress is not None:
         on_progress("reading")

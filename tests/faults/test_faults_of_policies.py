@@ -33,12 +33,7 @@ async def test_f07_invalid_chunks_are_refused_whole_and_three_stop(
 
 
 async def test_f07_huge_jump_is_refused_or_clamped_as_configured(
-    own: ExitStack,
-    scripted: Process,
-    script: Callable[..., Script],
-    arms: Make,
-    tmp_path: Path,
-    moment: random.Random,
+    own: ExitStack, scripted: Process, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
 ) -> None:
     """As above with `--safety refuse`; the default brings it inside, and no step on the wire is larger than allowed."""
     # Before there is a robot: while it starts, this process shows and reports nothing.

@@ -57,9 +57,7 @@ async def test_f13_signal_holds_all_robots_and_ends_the_server_in_5_s(
             ]
             assert held, "no hold arrived"
             assert held[0] - began <= 0.1 + late
-            for kind in ("robotics", "video"):
-                async with http.get(f"{transport.url}/{kind}/workspaces/{arm.rooms.workspace_id}/rooms") as answer:
-                    assert (await answer.json())["rooms"] == [], f"{kind} rooms are left behind"
+            assert await _rooms_of(http, transport, [arm.rooms.workspace_id]) == [], "rooms are left behind"
     await ending.start_again()
 
 

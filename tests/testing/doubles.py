@@ -58,8 +58,6 @@ class MemoryLink:
     def health(self) -> Mapping[str, object]:
         return {"commands_sent": len(self.sent), "commands_refused": self.refused}
 
-    # What a test does.
-
     def deliver_frame(self, camera: str, image: np.ndarray, observed_at: float | None = None) -> None:
         """As if this picture (uint8, (h, w, 3), RGB) had just been decoded."""
         if camera not in self._cameras:

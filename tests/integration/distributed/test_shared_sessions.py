@@ -645,9 +645,6 @@ async def test_what_goes_while_others_are_told_is_told_next(servers: Servers, mo
     assert servers.a.own() == {"arm": "ready"}
 
 
-# Servers are killed, and the database is: the whole programmes have 20 kills and a minute.
-
-
 async def test_after_kills_nothing_is_lost_owned_twice_or_moves(tmp_path: Path, database: PostgresServer) -> None:
     found = await database_kills.campaign(tmp_path, 4, 5, database)
     assert {fault: found[fault] for fault in database_kills.FAULTS} == dict.fromkeys(database_kills.FAULTS, 0), found[

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp.web
 import numpy as np
 import pytest
 
@@ -18,8 +17,9 @@ from service.errors import TransportError
 from service.rollout import webhooks
 from service.rollout.gates import ProbationSettings
 from tests.testing.doubles import ScriptedPolicy
-from tests.testing.rig import POSE, Server, expect_ok, expect_refusal, started
+from tests.testing.rig import Server, expect_ok, expect_refusal, show, started
 from tests.testing.stub_hub import StubHub
+from tests.testing.target import target_server
 from tests.testing.waiting import until
 
 LOOKS: list[str] = []  # folders that were looked at in this test
@@ -44,6 +44,7 @@ def load(path: str, revision: str | None = None, /, *, like: object = None, on_p
 
 class Rig(Server):
     folder: Path
+    robot: asyncio.Task[None] | None = None
 
     async def stats(self) -> dict[str, Any]:
         return (await self.call("GET", "/sessions/arm"))[1]["stats"]
@@ -59,27 +60,20 @@ class Rig(Server):
 
     async def running(self, auto_update: str = "swap") -> None:
         expect_ok(await self.create(policy_path=str(self.folder), auto_update=auto_update, rate=50))
+        self.robot = asyncio.create_task(show(self.transport.link))
         assert (await self.call("POST", "/sessions/arm/start"))[0] == 200
 
 
 @asynccontextmanager
 async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncIterator[Rig]:
     write(folder)
-
-    async def send(transport: Any) -> None:
-        while True:
-            if transport.links:
-                transport.link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
-                transport.link.deliver_joints(POSE)
-            await asyncio.sleep(0.01)
-
     async with started(Rig, load=loads or load, **(QUICK | settings)) as rig:
         rig.folder = folder
-        robot = asyncio.create_task(send(rig.transport))
         try:
             yield rig
         finally:
-            robot.cancel()
+            if rig.robot is not None:
+                rig.robot.cancel()
 
 
 async def watched() -> None:
@@ -246,26 +240,13 @@ async def test_a_push_is_refused_only_for_fields_that_name_the_event(tmp_path: P
 async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> None:
     from hooks import WebhooksClient
 
-    heard: list[dict[str, Any]] = []
-
-    async def hear(request: aiohttp.web.Request) -> aiohttp.web.Response:
-        heard.append(await request.json())
-        return aiohttp.web.Response()
-
-    receiver = aiohttp.web.Application()
-    receiver.router.add_post("/", hear)
-    runner = aiohttp.web.AppRunner(receiver)
-    await runner.setup()
-    site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    target = f"http://127.0.0.1:{runner.addresses[0][1]}/"
     settings = {"registry": True, "state": str(tmp_path / "state"), "registry_allow": ("127.0.0.0/8",)}
-    async with rigged(tmp_path / "policy", **settings) as rig:
+    async with target_server() as target, rigged(tmp_path / "policy", **settings) as rig:
         token = (tmp_path / "state" / "registry-token").read_text().strip()
         assert (tmp_path / "state" / "registry-token").stat().st_mode & 0o077 == 0
         client = WebhooksClient(endpoint=rig.url, token=token)
         made = await asyncio.to_thread(
-            client.create_webhook, url=target, watched=[{"type": "user", "name": "robojax"}], domains=["session"]
+            client.create_webhook, url=target.url, watched=[{"type": "user", "name": "robojax"}], domains=["session"]
         )
         assert made.status == "enabled"
         await rig.running()
@@ -273,8 +254,8 @@ async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> N
         write(rig.folder, 0.2)
         await rig.until(lambda found: found and found[0]["result"])
         assert (await rig.call("DELETE", "/sessions/arm"))[0] == 200
-        await until(lambda: len(heard) >= 4, within=60)
-    await runner.cleanup()
+        await target.wait_for(4, within=60)
+    heard = [one.json for one in target.got]
     events = ("created", "started", "policy.swapped", "deleted")
     assert [one["type"] for one in heard] == [f"session.{event}" for event in events]
     assert heard[2]["data"]["sessions"] == ["arm"]

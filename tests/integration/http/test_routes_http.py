@@ -171,22 +171,16 @@ async def test_a_refused_request_cannot_drip_on_either(serve, dial):
         assert await wire.is_closed(within=3)
 
 
-async def test_an_idle_connection_and_a_slow_answer_have_no_such_deadline(serve, dial):
-    async with serve(request_deadline=0.3) as server:
+@pytest.mark.parametrize(
+    ("deadline", "first", "rest"), [(0.3, "Host: localhost\r\n\r\n", ""), (2.0, "", "Host: localhost\r\n\r\n")]
+)
+async def test_a_deadline_counts_neither_idle_time_nor_earlier_requests(serve, dial, deadline, first, rest):
+    async with serve(request_deadline=deadline) as server:
         wire = await dial(server)
         for _ in range(3):
-            await wire.send("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert (await wire.answer())[0] == 200
-            await asyncio.sleep(0.4)
-
-
-async def test_the_deadline_of_one_request_does_not_count_for_the_next(serve, dial):
-    async with serve(request_deadline=2.0) as server:
-        wire = await dial(server)
-        for _ in range(3):
-            await wire.send("GET /health HTTP/1.1\r\n")
+            await wire.send(f"GET /health HTTP/1.1\r\n{first}")
             await asyncio.sleep(0.8)
-            await wire.send("Host: localhost\r\n\r\n")
+            await wire.send(rest)
             assert (await wire.answer())[0] == 200
 
 

@@ -142,13 +142,7 @@ async def test_arrays_that_do_not_fit_are_422_with_what_was_wanted(server, loade
 
 @pytest.mark.parametrize(
     ("body", "form"),
-    [
-        (b"", JSON),
-        (b"", NPZ),
-        (b"{", JSON),
-        (b"PK\x03\x04", NPZ),
-        (b'{"inputs": {"hidden_states": NaN}}', JSON),
-    ],
+    [(b"", JSON), (b"", NPZ), (b"{", JSON), (b"PK\x03\x04", NPZ), (b'{"inputs": {"hidden_states": NaN}}', JSON)],
 )
 async def test_bodies_that_cannot_be_read_are_422(server, body, form):
     status, told, _ = await server.forward(body, form)

@@ -336,9 +336,6 @@ async def test_a_request_refused_before_routing_gets_json(caller, path, method, 
     assert (await caller.call("GET", "/health"))[0] == 200
 
 
-# Web pages.
-
-
 async def test_a_page_of_this_machine_may_call_and_its_preflight_passes(caller):
     page = "http://localhost:5173"
     headers = {
@@ -383,9 +380,6 @@ async def test_only_listed_pages_may_call_when_pages_are_listed(serve):
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
             await caller.open(path, headers={"Origin": "http://evil"})
         assert refused.value.status == 403
-
-
-# Clean-up and the life of the server.
 
 
 async def test_idle_rooms_go_by_themselves(serve, until):

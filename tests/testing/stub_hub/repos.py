@@ -188,11 +188,7 @@ class Repo:
             refusal = Refusal(404, "Entry not found", "EntryNotFound").answer
             return Answer(refusal.status, refusal.body, {**refusal.headers, "X-Repo-Commit": commit.sha})
         file = commit.files[path]
-        headers = {
-            "Content-Type": "application/octet-stream",
-            "X-Repo-Commit": commit.sha,
-            "ETag": f'"{file.etag}"',
-        }
+        headers = {"Content-Type": "application/octet-stream", "X-Repo-Commit": commit.sha, "ETag": f'"{file.etag}"'}
         return Answer(200, file.content, headers)
 
 
