@@ -57,7 +57,6 @@ RESOURCES = [
 
 
 def pods_of(resource: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Templates of pods with what they are for."""
     spec = resource.get("spec", {})
     if resource["kind"] in ("Deployment", "StatefulSet"):
         yield resource["metadata"]["name"], spec["template"]
@@ -105,9 +104,6 @@ def served(container: Mapping[str, Any]) -> dict[str, str | None] | None:
     return {name: value if is_said else None for name, is_said, value in flags}
 
 
-# Schemas.
-
-
 def validator(kind: str) -> Draft202012Validator:
     schemas = {name: json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("kubernetes", "raycluster")}
     registry: Registry = Registry().with_resources(
@@ -141,9 +137,6 @@ def test_the_schemas_refuse_what_is_wrong(kind: str, wrong: Any) -> None:
     resource = json.loads(json.dumps(next(one for _, one in RESOURCES if one["kind"] == kind)))
     wrong(resource["spec"])
     assert complaints(resource)
-
-
-# What a pod may do.
 
 
 @pytest.mark.parametrize(("resource", "pod"), named(PODS))
@@ -205,13 +198,6 @@ def test_selectors_find_pods_and_policies_hold_for_all_of_them() -> None:
                 assert chosen(one["spec"]["selector"]["matchLabels"], one["spec"]["template"]["metadata"]["labels"])
 
 
-# What the server is told.
-
-
-def probes_of(container: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {name: probe for name, probe in container.items() if name.endswith("Probe")}
-
-
 SERVERS = [(name, pod, container) for name, pod, container in CONTAINERS if served(container) is not None]
 
 
@@ -219,7 +205,7 @@ SERVERS = [(name, pod, container) for name, pod, container in CONTAINERS if serv
 def test_probes_ask_for_what_the_server_has(pod: Mapping[str, Any], container: Mapping[str, Any]) -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports["http"] == int(environment(container)[f"{PREFIX}PORT"])
-    probes = probes_of(container)
+    probes = {name: probe for name, probe in container.items() if name.endswith("Probe")}
     assert set(probes) == {"startupProbe", "livenessProbe", "readinessProbe"}
     for name, probe in probes.items():
         if "httpGet" in probe:
@@ -261,8 +247,6 @@ def test_every_variable_of_ours_is_a_setting(
         monkeypatch.setenv(name, value or "")
     assert unknown_variables() == []
 
-
-# Ray.
 
 CLUSTER = next(one for _, one in RESOURCES if one["kind"] == "RayCluster")
 FRONT = next(container for name, _, container in SERVERS if name.startswith("ray/"))
@@ -359,9 +343,6 @@ def test_a_pod_signs_a_certificate_for_its_address(tmp_path: Path, monkeypatch: 
     assert (made / "ca.crt").read_bytes() == (tmp_path / "ca.crt").read_bytes()
     assert (made / "tls.key").stat().st_mode & 0o077 == 0
     assert not (made / "ca.key").exists()
-
-
-# The image.
 
 
 def instructions() -> list[tuple[str, str]]:

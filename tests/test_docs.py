@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from service.api.blueprint import ROUTES
-from tests.test_layers import LAYERS
+from tests.test_layers import LAYERS, OURS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -43,19 +43,7 @@ def test_what_a_page_links_to_is_there(page: Path) -> None:
 
 
 def test_guides_that_the_repository_names_are_there() -> None:
-    """In errors, help, notebooks and manifests, too."""
-    folders = [
-        "jaxmodels",
-        "service",
-        "hooks",
-        "robojax",
-        "benchmarks",
-        "deploy",
-        "docs",
-        "notebooks",
-        "tests",
-        "tools",
-    ]
+    folders = [*OURS, "benchmarks", "deploy", "docs", "notebooks", "tests", "tools"]
     files = [path for folder in folders for pattern in SOURCES for path in (ROOT / folder).rglob(pattern)]
     files += [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")]
     named = {(name, path) for path in files for name in NAMED.findall(path.read_text())}

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -102,12 +101,6 @@ def write_unet(folder: Path) -> None:
     save_file(tensors, folder / "diffusion_pytorch_model.safetensors")
 
 
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
-
-
 def script_of(page: Path) -> str:
     """Return the marked blocks of a page as one shell script."""
     parts = [
@@ -132,8 +125,8 @@ def script_of(page: Path) -> str:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the commands of the guides need curl")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path) -> None:
-    port, webhooks, registry = free_port(), free_port(), free_port()
+def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path, unused_tcp_port_factory) -> None:
+    port, webhooks, registry = (unused_tcp_port_factory() for _ in range(3))
     script = script_of(page)
     script = re.sub(r"\b(localhost|127\.0\.0\.1):8001\b", f"127.0.0.1:{port}", script)
     script = script.replace("7860", str(webhooks)).replace("7870", str(registry))

@@ -45,17 +45,10 @@ LAYERS = {
     ),
     "robojax": "client < robot < sim < cli",
 }
-# module of ours -> who may import it
-# The console commands assemble programs that run in their own process.
-COMPOSITION_ONLY = {
-    "hooks": {"service/app.py", "service/rollout/", "robojax/__init__.py", "robojax/cli/webhooks.py"},
-}
-# module of ours -> the only places of the client and of the robot's side that use it, and only inside of functions:
-# WebRTC is a lot to import
-OF_THE_SERVICE = {
-    "service.transport": {"robojax/client/client.py"},
-    "service.errors": {"robojax/robot/links.py"},
-}
+# module of ours -> who may import it, as programs are assembled there
+COMPOSITION_ONLY = {"hooks": {"service/app.py", "service/rollout/", "robojax/__init__.py", "robojax/cli/webhooks.py"}}
+# module of ours -> the only places of the client and the robot that import it, inside functions as WebRTC is large
+OF_THE_SERVICE = {"service.transport": {"robojax/client/client.py"}, "service.errors": {"robojax/robot/links.py"}}
 # third-party module -> the only place in jaxmodels that touches it: a file, or a folder with all in it
 ONE_PLACE = {
     "huggingface_hub": "jaxmodels/hub.py",
@@ -78,16 +71,8 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 # Distributions without an import: commands, plug-ins of pytest, and modules that are named in strings.
-TOOLS = {
-    "beartype",
-    "jupyterlab",
-    "mkdocs-material",
-    "pip-licenses",
-    "pyright",
-    "pytest-timeout",
-    "pytest-xdist",
-    "ruff",
-}
+TOOLS = {"beartype", "jupyterlab", "mkdocs-material", "pip-licenses", "pyright", "ruff"}
+TOOLS |= {"pytest-timeout", "pytest-xdist"}
 
 
 def modules() -> list[Path]:

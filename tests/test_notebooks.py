@@ -37,10 +37,7 @@ def text(path: Path, kind: str = "markdown") -> str:
 
 
 def shortened(source: str) -> str:
-    """Return a cell with a twentieth of its training steps and timed calls, and two sizes of a batch instead of four.
-
-    Each size of a batch is one more program to compile.
-    """
+    """Return a cell with a twentieth of its training steps and timed calls, and two batch sizes to compile."""
     source = source.replace("(1, 2, 4, 8)", "(1, 2)")
     counts = r"\b(runs=|for _ in range\()(\d+)"
     if "TrainingConfig(" in source:
@@ -62,11 +59,7 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom(
-    path: Path,
-    can_draw: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    path: Path, can_draw: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "record-demo" in text(path, "code") and not can_draw:
         pytest.skip("nothing here can draw the simulated arm; robojax doctor says what this machine lacks")
@@ -90,12 +83,8 @@ def test_it_runs_from_top_to_bottom(
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_is_stored_without_outputs(path: Path) -> None:
+def test_it_is_stored_without_outputs_and_uses_public_names_only(path: Path) -> None:
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells(path, "code"))
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_uses_public_names_only(path: Path) -> None:
     for node in ast.walk(ast.parse(text(path, "code"))):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "jaxmodels":
             assert PUBLIC.fullmatch(str(node.module)), ast.unparse(node)

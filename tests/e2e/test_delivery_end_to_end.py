@@ -26,6 +26,7 @@ from service.processes import Child, child
 from tests.faults.meter import LOOK, PERIOD, Meter
 from tests.testing.pauses import Pauses
 from tests.testing.stub_hub import DeliveryPlan, StubHub
+from tests.testing.waiting import until
 
 POLICY = Path(__file__).parents[2] / "robojax" / "sim" / "policy"
 REPO, SECRET, SESSION = "lab/pick", "a-secret-of-some-length", "demo-arm"
@@ -45,8 +46,6 @@ def policy_files(scale: float = 1.0) -> dict[str, bytes | str]:
 
 @dataclass
 class Stage:
-    """The server, the arm and the Hub."""
-
     url: str
     http: aiohttp.ClientSession
     hub: StubHub
@@ -76,7 +75,6 @@ class Stage:
         return sum(math.ceil(seconds * RATE) + 1 for seconds in (*self.pauses.all(since, until), *withheld))
 
     async def until_moving(self) -> None:
-        """Until the arm has begun its work."""
         async with asyncio.timeout(60):
             while not (await self.stats()).get("chunks"):  # noqa: ASYNC110 - it is another process that moves
                 await asyncio.sleep(0.1)
@@ -91,7 +89,6 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def staged(hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: Pauses) -> AsyncIterator[Stage]:
-    """Everything running, the arm picking cubes with the policy of the Hub's repo."""
     for name, value in {
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(tmp_path / "hub"),
@@ -162,7 +159,7 @@ async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pyte
 
             # LeRobot publishes in four commits; deliveries come twice and in any order.
             before, began = await stage.stats(), time.monotonic()
-            hub.plan = DeliveryPlan(copies=2, reorder=4)
+            hub.deliveries.plan = DeliveryPlan(copies=2, reorder=4)
             files = policy_files(scale=1.0001)
             weights = files.pop("model.safetensors")
             hub.push(REPO, {"config.json": files["config.json"]})
@@ -184,7 +181,7 @@ async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pyte
             assert after["starvations"] - before["starvations"] <= 2 + stage.excused(began)
 
             # Two bad pushes: one cannot be loaded, the other would move the arm to other places.
-            hub.plan = DeliveryPlan()
+            hub.deliveries.plan = DeliveryPlan()
             poisoned = policy_files()
             numbers = load(bytes(poisoned["model.safetensors"]))  # type: ignore[arg-type]
             name = sorted(numbers)[0]
@@ -203,10 +200,7 @@ async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pyte
             assert (stats["policy_commit"], stats["policy_changes"]) == (last, 1)
             assert stats["missed_ticks"] - before["missed_ticks"] <= stage.excused(began)
             played = len(stage.outcomes)
-            end = time.monotonic() + 120
-            while len(stage.outcomes) <= played:
-                assert time.monotonic() < end
-                await asyncio.sleep(0.2)
+            await until(lambda: len(stage.outcomes) > played, within=120)
             assert all(told["event"] == "episode" for told in stage.outcomes), stage.outcomes
             # An arm that stood still for a moment may miss its cube.
             ends = [began, *(told["at"] for told in stage.outcomes)]

@@ -38,7 +38,6 @@ class Arm:
         self._robots = AsyncExitStack()
 
     async def call(self, method: str, path: str, body: Any = None, timeout: float = 60) -> tuple[int, Any]:
-        """One call, which the history keeps."""
         began = time.monotonic()
         status, answer = 0, None
         try:
@@ -50,7 +49,6 @@ class Arm:
         return status, answer
 
     def goes_through(self, transport: Process) -> None:
-        """Its rooms are on a server of their own."""
         self.transport_url = transport.url
         self.chain.append(transport)
 
@@ -67,13 +65,11 @@ class Arm:
         return {"session_id": self.id, "policy_path": path, "transport_server_url": self.transport_url, **more}
 
     async def create(self, policy: str | None = None, **more: Any) -> Rooms:
-        """Make the session."""
         status, made = await self.call("POST", "/sessions", self.body(policy, **more))
         assert status == 200, made
         return self.take_rooms(made)
 
     def take_rooms(self, made: dict[str, Any]) -> Rooms:
-        """The rooms that an answer tells of."""
         self.rooms = Rooms(
             made["workspace_id"], made["camera_room_ids"], made["joint_input_room_id"], made["joint_output_room_id"]
         )
@@ -109,7 +105,6 @@ class Arm:
         await self.moves(moving)
 
     async def watch(self) -> None:
-        """Look at the session again and again."""
         while True:
             began = time.monotonic()
             with suppress(aiohttp.ClientError, TimeoutError):
@@ -155,6 +150,11 @@ class Arm:
         assert gap <= 0.1 + late, f"it did not move for {gap:.3f} s; the machine was {late:.3f} s late"
         await self.until(is_moving, within=0.5)
 
+    def check_motion_ended(self, since: float, within: float) -> None:
+        """The robot got no more actions after this time, with the lateness of the machine."""
+        moved = [at - since for at, _ in self.history.motions(since)]
+        assert not moved or moved[-1] <= within + self.meter.worst(since), f"moved on for {moved[-1]:.3f} s"
+
     async def stays(self, since: float, seconds: float = 0.2) -> None:
         """For this time the robot gets no action that was sent after ``since``."""
         await asyncio.sleep(seconds)
@@ -165,7 +165,6 @@ class Arm:
             return {session["session_id"] for session in await got.json()}
 
     async def check(self) -> None:
-        """Nothing that happened was forbidden."""
         wrong = self.history.violations(await self.listed())
         late = f"the machine itself was up to {self.meter.worst():.3f} s late"
         assert not wrong, f"{len(wrong)} violations, {late}:\n" + "\n".join(wrong[:20])

@@ -79,7 +79,6 @@ def mortal(place: Path) -> Iterator[Process]:
 
 @pytest.fixture
 def script(place: Path) -> Callable[..., Script]:
-    """Makes policies."""
     return lambda **settings: Script(place / "policies" / f"policy{next(_numbers)}", **settings)
 
 
@@ -104,12 +103,10 @@ async def arms(own: ExitStack) -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture
 async def arm(scripted: Process, script: Callable[..., Script], arms: Callable[..., Any]) -> Arm:
-    """An arm for a session of its own on the shared server."""
     return await arms(scripted, script())
 
 
 @pytest.fixture
 async def moving(arm: Arm) -> Arm:
-    """An arm whose session runs."""
     await arm.go()
     return arm

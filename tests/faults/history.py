@@ -45,8 +45,6 @@ class Call:
 
 
 class Look(NamedTuple):
-    """What a session's status was at some moment of a call."""
-
     began: float
     ended: float
     status: str
@@ -58,13 +56,7 @@ def _punctual(since: float, until: float, ways: int) -> float:
 
 @dataclass
 class History:
-    """Everything about one session.
-
-    Attributes:
-        breaks: times at which the robot's link or the server was away; steps across them are not judged.
-        late: lateness of the machine between two times, for a number of passes; added to every time limit.
-        step: the largest step from one target to the next, or None.
-    """
+    """Calls, statuses and commands of one session; no step across ``breaks`` is judged, ``late`` widens each limit."""
 
     session_id: str
     pose: TellingPose = field(default_factory=TellingPose)
@@ -97,10 +89,7 @@ class History:
                 found.append((at, target))
         return found
 
-    # The claims.
-
     def violations(self, listed: Collection[str] | None = None) -> list[str]:
-        """Everything that was not allowed."""
         found = [*self._after_stops(), *self._outside(), *self._late(), *self._jumps_of_status()]
         if listed is not None:
             found += self._lost(listed)

@@ -81,20 +81,17 @@ class Process:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL: it says nothing to anybody."""
         if self._running is not None and self._running.poll() is None:
             self._running.kill()
         if self._running is not None:
             self._running.wait()
 
     def ended(self, within: float) -> int:
-        """Its exit code, when it has ended in time; blocks."""
         return self._running.wait(within)
 
 
 @contextmanager
 def process(log: Path, module: str, *arguments: str, env: dict[str, str] | None = None) -> Iterator[Process]:
-    """A process that is started, and ended at the end."""
     made = Process(log, module, *arguments, env=env)
     try:
         yield made.start()
@@ -103,7 +100,6 @@ def process(log: Path, module: str, *arguments: str, env: dict[str, str] | None 
 
 
 def server(folder: Path, *flags: str, scripted: bool = True, env: dict[str, str] | None = None):
-    """``robojax serve`` with its state in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     module = "tests.faults.scripted_server" if scripted else "robojax.cli"
     return process(
@@ -112,7 +108,6 @@ def server(folder: Path, *flags: str, scripted: bool = True, env: dict[str, str]
 
 
 def rooms(folder: Path):
-    """``robojax transport``."""
     folder.mkdir(parents=True, exist_ok=True)
     return process(folder / "rooms.log", "robojax.cli", "transport", "--port", "0")
 

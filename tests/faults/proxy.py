@@ -10,12 +10,16 @@ class FaultProxy:
     """Passes bytes on to another server until a test breaks the link.
 
     Attributes:
+        carries: clear it to keep connections open and stop reading from them.
         is_half_open: drop the bytes of both directions, keep connections open, and do not answer new ones.
         is_refusing: close new connections at once.
         corrupt: (old, new) of the same length, replaced in what the server sends.
     """
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, chunk: int):
+        self.chunk = chunk
+        self.carries = asyncio.Event()
+        self.carries.set()
         parts = urlsplit(target)
         self._target = (parts.hostname, parts.port)
         self._writers: set[asyncio.StreamWriter] = set()
@@ -65,7 +69,8 @@ class FaultProxy:
             self._tasks.discard(task)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_down: bool) -> None:
-        while data := await reader.read(65536):
+        while data := await reader.read(self.chunk):
+            await self.carries.wait()
             if self.is_half_open:
                 continue
             if is_down and self.corrupt is not None:
@@ -77,10 +82,10 @@ class FaultProxy:
 
 
 @asynccontextmanager
-async def fault_proxy(target: str) -> AsyncIterator[FaultProxy]:
-    """A proxy in front of ``target``, on the running loop."""
-    proxy = FaultProxy(target)
-    listener = await asyncio.start_server(proxy._serve, "127.0.0.1", 0)
+async def fault_proxy(target: str, chunk: int = 65536) -> AsyncIterator[FaultProxy]:
+    """A proxy in front of ``target``, on the running loop, that holds few more bytes than a chunk."""
+    proxy = FaultProxy(target, chunk)
+    listener = await asyncio.start_server(proxy._serve, "127.0.0.1", 0, limit=chunk)
     proxy.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     try:
         yield proxy

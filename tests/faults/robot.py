@@ -96,7 +96,6 @@ async def living_robot(
     size: tuple[int, int] = (48, 64),
     sessions: str | None = None,
 ) -> AsyncIterator[tuple[Robot, Life]]:
-    """A robot in its rooms, that shows and reports until the context ends."""
     async with connect_robot(
         url, rooms, on_command=on_command, on_emergency_stop=on_stop, rate=FRAMES, pace=QUICK, sessions=sessions
     ) as robot:

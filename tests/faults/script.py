@@ -40,8 +40,6 @@ class Script:
 
 
 class FollowedPolicy(ScriptedPolicy):
-    """The server's side."""
-
     def __init__(self, folder: Path):
         super().__init__(requirements=REQUIREMENTS, step=STEP)
         self._file = folder / FILE
@@ -97,14 +95,8 @@ class FollowedPolicy(ScriptedPolicy):
 
 
 def load(
-    path: str,
-    revision: str | None = None,
-    /,
-    *,
-    like: object = None,
-    on_progress: Callable[[str], None] | None = None,
+    path: str, revision: str | None = None, /, *, like: object = None, on_progress: Callable[[str], None] | None = None
 ) -> FollowedPolicy:
-    """A ``LoadPolicy``."""
     if on_progress is not None:
         on_progress("reading")
     if not (Path(path) / FILE).is_file():
@@ -113,5 +105,4 @@ def load(
 
 
 def read(path: str, revision: str | None) -> Requirements:
-    """What such a policy needs."""
     return REQUIREMENTS

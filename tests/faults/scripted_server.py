@@ -30,7 +30,6 @@ TURN = 0.001
 
 
 def set_wrong(file: Path) -> None:
-    """From now on the wall clock of this process is as wrong as the file says."""
     right, right_ns = time.time, time.time_ns
 
     def wrong() -> float:
@@ -41,18 +40,15 @@ def set_wrong(file: Path) -> None:
 
 
 def block(file: Path) -> None:
-    """Let the main thread do nothing else for a while."""
     how, seconds = file.read_text().split()
     if how == "sleep":
         time.sleep(float(seconds))
         return
-    # By the clock and all in C, where nobody else gets the interpreter's lock: counted loops, as long as a busy machine
-    # had made their first million, once lasted less than a robot's patience.
+    # All in C, which keeps the interpreter's lock, and by the clock: a counted loop may be too short.
     deque(takewhile((time.monotonic() + float(seconds)).__gt__, starmap(time.monotonic, repeat(()))), maxlen=0)
 
 
 async def watch(times: mmap.mmap) -> None:
-    """Note the longest pauses, for as long as the loop runs."""
     while True:
         began, worked = time.monotonic(), time.thread_time()
         await asyncio.sleep(TURN)
@@ -63,8 +59,6 @@ async def watch(times: mmap.mmap) -> None:
 
 
 def watched(create_app: Any, file: Path) -> Any:
-    """The same, but its app notes its pauses."""
-
     def create(*arguments: Any, **named: Any) -> Any:
         app = create_app(*arguments, **named)
         with file.open("r+b") as opened:

@@ -17,6 +17,7 @@ from tests.faults.arm import Arm, is_moving
 from tests.faults.history import LIMITS, USUAL
 from tests.faults.processes import ROOT, Process, server
 from tests.faults.script import Script
+from tests.testing.rig import body as session_body
 
 Make = Callable[..., Any]
 SHIPPED = ROOT / "robojax" / "sim" / "policy"
@@ -32,12 +33,7 @@ async def test_f07_invalid_chunks_are_refused_whole_and_three_stop(
 
 
 async def test_f07_huge_jump_is_refused_or_clamped_as_configured(
-    own: ExitStack,
-    scripted: Process,
-    script: Callable[..., Script],
-    arms: Make,
-    tmp_path: Path,
-    moment: random.Random,
+    own: ExitStack, scripted: Process, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
 ) -> None:
     """As above with `--safety refuse`; the default brings it inside, and no step on the wire is larger than allowed."""
     # Before there is a robot: while it starts, this process shows and reports nothing.
@@ -171,12 +167,8 @@ async def test_f10_unloadable_policy_leaves_nothing(
 ) -> None:
     """Create answers 4xx with a reason; no rooms leaked; the parent alive."""
     name = f"broken-{moment.randrange(1 << 32)}"
-    body = {
-        "session_id": name,
-        "policy_path": str(_broken(tmp_path / "policy", how)),
-        "transport_server_url": real.url,
-        "workspace_id": name,
-    }
+    more = {"transport_server_url": real.url, "workspace_id": name}
+    body = session_body(name, policy_path=str(_broken(tmp_path / "policy", how)), **more)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60), trust_env=False) as http:
         async with http.post(f"{real.url}/sessions", json=body) as answer:
             assert 400 <= answer.status < 500, await answer.text()

@@ -14,11 +14,7 @@ def good() -> History:
     history = History("arm")
     history.pose.began_at = 100.0
     history.calls.append(Call("POST", "/sessions", 100.0, 100.1, 200, {}))
-    history.statuses += [
-        Look(100.19, 100.2, "ready"),
-        Look(100.39, 100.4, "running"),
-        Look(101.49, 101.5, "stopped"),
-    ]
+    history.statuses += [Look(100.19, 100.2, "ready"), Look(100.39, 100.4, "running"), Look(101.49, 101.5, "stopped")]
     history.calls.append(Call("POST", "/sessions/arm/start", 100.3, 100.35, 200, {}))
     for number in range(50):
         observed_at = 100.5 + number // 10 * 10 * PERIOD

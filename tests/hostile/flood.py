@@ -43,7 +43,9 @@ REQUESTS = {
     "health": b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "stops": b"POST /sessions/door/emergency_stop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n",
 }
-CHUNKS = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 100_000
+CHUNKED = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 100_000
+HEALTH = REQUESTS["health"]
+BATCHES = REQUESTS | {"calls": HEALTH, "pipelined": HEALTH * 100, "chunks": CHUNKED, "connects": b"G"}
 # Floods of sixty sockets by name: the kind, and where they go; ``{n}`` is a socket's number.
 ROOM = "/robotics/workspaces/w/rooms/r{n}/ws"
 FLOODS = {
@@ -64,8 +66,6 @@ FLOODS = {
 
 
 class Client:
-    """One socket; made anew when the server ends it."""
-
     def __init__(self, kind: str, address: tuple[str, int], path: str, number: int):
         self.kind, self.address, self.path, self.number = kind, address, path, number
         self.sent = self.opened = 0
@@ -94,7 +94,6 @@ class Client:
         return True
 
     def turn(self) -> None:
-        """Read what there is, and send what is to be sent."""
         with contextlib.suppress(BlockingIOError):
             for _ in range(4):
                 got = self.raw.recv(1 << 16)
@@ -117,15 +116,9 @@ class Client:
         if self.kind in FRAMES:
             one = FRAMES[self.kind]
             return one * max(TURN // len(one), 1)
-        if self.kind in REQUESTS or self.kind == "calls":
-            return REQUESTS.get(self.kind, REQUESTS["health"])
-        if self.kind == "pipelined":
-            return REQUESTS["health"] * 100
-        if self.kind == "chunks":
-            return CHUNKS
-        if self.kind in ("connects", "handshakes"):
-            return UPGRADE.format(path=self.path).encode() if self.kind == "handshakes" else b"G"
-        raise SystemExit(f"no kind {self.kind!r}")
+        if self.kind == "handshakes":
+            return UPGRADE.format(path=self.path).encode()
+        return BATCHES[self.kind]
 
     def close(self, is_reset: bool = False) -> None:
         if self.raw is None:

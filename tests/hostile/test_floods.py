@@ -20,28 +20,23 @@ from typing import Any
 
 import aiohttp
 
-from service.app import create_app
-from service.http.server import listen, serve_app
-from service.settings import Settings
 from tests.faults.meter import stolen_seconds
 from tests.faults.processes import ROOT, server
 from tests.faults.script import Script
 from tests.hostile.flood import FLOODS, ROOM
-from tests.testing.doubles import SO100_REQUIREMENTS, MemoryTransport, ScriptedLoader
+from tests.testing.doubles import SO100_REQUIREMENTS
+from tests.testing.rig import expect_ok, started
 
 SOCKETS = 60
 PERIOD = 0.02  # of a robot with 50 commands a second
 STOP = 0.1
-# A turn of 39 ms was measured once, in the process of all tests, and not again; what the server itself takes is there
-# in each round.
-ROUNDS = 3
+ROUNDS = 3  # one long turn is the machine's; the server's own long turns are in each round
 TROUBLE = re.compile(r"Traceback|Task was|never retrieved|in its chamber| ERROR ")
 SHORT = ("connects", "calls", "handshakes")
 
 
 @asynccontextmanager
 async def flood(kind: str, url: str, path: str, seconds: float, sockets: int = SOCKETS):
-    """A process that floods for so long, or until this ends."""
     host, port = url.removeprefix("http://").split(":")
     arguments = ("-m", "tests.hostile.flood", kind, host, port, path, str(sockets), str(seconds))
     made = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
@@ -54,10 +49,7 @@ async def flood(kind: str, url: str, path: str, seconds: float, sockets: int = S
 
 
 class Turns:
-    """The ``longest`` turn of the running loop in processor seconds, without garbage collection and stolen time.
-
-    ``where`` has stacks of turns that took longer than ``PERIOD`` by the clock.
-    """
+    """Longest turn of the loop in processor seconds without garbage collection; ``where`` has stacks of long turns."""
 
     def __init__(self) -> None:
         self.longest, self.where = 0.0, list[str]()
@@ -102,23 +94,15 @@ class Turns:
 
 @asynccontextmanager
 async def server_with_a_session():
-    """Its app and its URL; the session ``door`` runs nothing."""
-    app = create_app(
-        Settings.from_values(max_sessions=4),
-        transport=MemoryTransport(),
-        load=ScriptedLoader(),
-        read_requirements=lambda path, revision: SO100_REQUIREMENTS,
-    )
-    async with serve_app(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url) as http:
-        body = {"session_id": "door", "policy_path": "p", "transport_server_url": "direct"}
-        async with http.post("/sessions", json=body) as answer:
-            assert answer.status == 200
+    parts = {"read_requirements": lambda path, revision: SO100_REQUIREMENTS}
+    async with started(parts=parts, max_sessions=4) as made:
+        expect_ok(await made.create("door", transport_server_url="direct"))
         for number in range(SOCKETS):
-            await http.post("/robotics/workspaces/w/rooms", json={"room_id": f"r{number}"})
+            await made.call("POST", "/robotics/workspaces/w/rooms", json={"room_id": f"r{number}"})
         gc.collect()
         gc.freeze()  # as a server does after its first load: all that tests have imported takes 0.2 s to look through
         try:
-            yield app, url
+            yield made.app, made.url
         finally:
             gc.unfreeze()
 

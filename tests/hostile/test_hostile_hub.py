@@ -14,6 +14,7 @@ from jaxmodels import hub
 from jaxmodels.errors import HubError
 from service.rollout.sources import FolderSource, SourceError
 from tests.testing.stub_hub import StubHub
+from tests.testing.waiting import wait_until
 
 FILES = {"config.json": b'{"type": "act"}', "model.safetensors": bytes(range(256)) * 400}
 API, FILE = r"GET /api/models/", r"/resolve/"
@@ -48,10 +49,8 @@ def files_of(folder: Path) -> set[Path]:
 
 def assert_is_clean(folder: Path) -> None:
     """Nothing outside of the repo's folder, and nothing in it that could be taken for a policy."""
-    deadline = time.monotonic() + PROMPT
-    while left := [path for path in files_of(folder) if path.name.endswith(".incomplete")]:
-        assert time.monotonic() < deadline, left  # a thread that was left behind removes its own
-        time.sleep(0.02)
+    # A thread that was left behind removes its own file.
+    wait_until(lambda: not [path for path in files_of(folder) if path.name.endswith(".incomplete")], PROMPT)
     inside = folder / "cache" / "models--someone--arm"
     assert not [path for path in files_of(folder) if not path.is_relative_to(folder / "cache")]
     assert not [path for path in files_of(inside / "refs") if path.is_file()]
@@ -59,7 +58,6 @@ def assert_is_clean(folder: Path) -> None:
 
 
 def listing(stub: StubHub, **other: Any) -> bytes:
-    """What the Hub says of the repo, with something else in it."""
     repo = stub.repo("someone/arm")
     return json.dumps({**repo._info("main", True), **other}).encode()
 
@@ -187,10 +185,7 @@ def test_a_download_ends_when_nobody_waits_for_it(fetch, stub: StubHub, monkeypa
     with pytest.raises(Unwanted):
         fetch(on_progress=tell)
     assert time.monotonic() - began < PROMPT
-    deadline = time.monotonic() + PROMPT
-    while any(thread.name == "hub-download" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: all(thread.name != "hub-download" for thread in threading.enumerate()), PROMPT)
 
 
 def test_link_changed_during_a_copy_mixes_no_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,6 @@ HEAD = 8192  # bytes of a request's head
 
 @dataclass(frozen=True)
 class Reader:
-    """One function that reads untrusted bytes."""
-
     name: str
     call: Callable[[Any], object]
     worst: Callable[[int], Any]  # builds the argument of `call` from a size
@@ -127,8 +125,6 @@ def json_readers(
 
 @dataclass(frozen=True)
 class Sent:
-    """As much of a request as is read."""
-
     body: bytes
     headers: dict[str, str]
 
@@ -360,7 +356,6 @@ def log_readers() -> Iterator[Reader]:
 
 
 def file_readers() -> Iterator[Reader]:
-    """Files of the operator: read in a thread, or before anything runs."""
     for name, worst in {
         "tables": counted("[joints.a%d]\nlow = 0.0", between="\n"),
         "names": counted("a%d = 1", between="\n"),
@@ -485,7 +480,6 @@ async def test_what_is_read_in_a_thread_does_not_keep_the_loop(name: str) -> Non
 
 
 def spin(seconds: float) -> None:
-    """Compute in Python."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass

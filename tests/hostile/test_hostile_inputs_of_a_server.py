@@ -23,8 +23,6 @@ JSON = {"content-type": "application/json"}
 
 
 class Timed:
-    """A server that notes how long its loop was kept."""
-
     def __init__(self, server: Process, times: Path):
         self.server = server
         self._times = times

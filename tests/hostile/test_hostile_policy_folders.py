@@ -16,18 +16,16 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-import aiohttp
 import psutil
 import pytest
 
 import jaxmodels
-from service.app import create_app
-from service.http.server import listen, serve_app
 from service.inference.policy_sources import make_requirements_reader
 from service.inference.sandbox import CheckpointSandbox, ReadSlots
 from service.settings import Settings
-from tests.testing.doubles import MemoryTransport, ScriptedPolicy
-from tests.testing.waiting import lives, until
+from tests.testing.doubles import ScriptedPolicy
+from tests.testing.rig import started
+from tests.testing.waiting import lives, until, wait_until
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "robojax" / "sim" / "policy"
@@ -37,7 +35,6 @@ STUCK = "import time; time.sleep(600)"
 
 
 def children() -> set[int]:
-    """Processes of this one that live."""
     return {child.pid for child in psutil.Process().children() if lives(child.pid)}
 
 
@@ -65,22 +62,17 @@ class Loader:
 @asynccontextmanager
 async def server(load: Loader, **settings):
     """A server on loopback, what its event loop complains of, and a way to ask it."""
-    made = Settings.from_values(load_memory=1 << 28, creates_per_minute=10_000, **settings)
-    app = create_app(
-        made, transport=MemoryTransport(), load=load, read_requirements=make_requirements_reader(made.policies)
-    )
+    settings |= {"load_memory": 1 << 28, "creates_per_minute": 10_000}
+    parts = {"read_requirements": make_requirements_reader(Settings.from_values(**settings).policies)}
     complaints: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: complaints.append(about))
-    async with (
-        serve_app(app, listen("127.0.0.1", 0)) as url,
-        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=30)) as http,
-    ):
+    async with started(load=load, parts=parts, **settings) as made:
 
         async def call(method: str, path: str, **body):
-            async with http.request(method, path, json=body or None) as answer:
+            async with made.http.request(method, path, json=body or None) as answer:
                 return answer.status, await answer.text()
 
-        call.app = app
+        call.app = made.app
         call.complaints = complaints
         yield call
     load.gate.set()
@@ -92,7 +84,6 @@ def body(folder: Path, session_id: str = "arm") -> dict:
 
 @pytest.fixture
 def good(tmp_path):
-    """The policy of the demo, in a root."""
     return Path(shutil.copytree(DEMO, tmp_path / "root" / "good"))
 
 
@@ -327,15 +318,10 @@ def test_a_child_ends_with_its_server_however_that_ends(tmp_path):
     )
     server = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)
     try:
-        end = time.monotonic() + 30
-        while not (found := psutil.Process(server.pid).children()):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        found = wait_until(psutil.Process(server.pid).children)
         time.sleep(0.3)  # it has begun
         server.send_signal(signal.SIGKILL)
         server.wait()
-        while any(lives(child.pid) for child in found):
-            assert time.monotonic() < end, "the child lives on"
-            time.sleep(0.01)
+        wait_until(lambda: not any(lives(child.pid) for child in found))
     finally:
         server.kill()

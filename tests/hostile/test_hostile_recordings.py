@@ -39,6 +39,7 @@ from service.recording.mcap_format import HEADER_METADATA
 from service.recording.recorder import Recorder, RecorderLimits
 from service.recording.steps import RecordingError
 from tests.testing.recordings import play, subject
+from tests.testing.waiting import wait_until
 from tests.unit.recording.conftest import record
 
 __all__ = ["record"]
@@ -50,7 +51,6 @@ ENOUGH = 4 * mcap_files.MAX_RECORD
 
 
 def built(*records: Any, about: dict[str, str] | None = None, ended: bool = True) -> bytes:
-    """An MCAP file of these records, with what it is about at its head."""
     file = RecordBuilder()
     file.write(MCAP0_MAGIC)
     Header("", "robojax").write(file)
@@ -84,7 +84,6 @@ def windowed(content: bytes) -> bytes:
 
 
 def message(topic: str, data: bytes) -> bytes:
-    """A channel and a message in it, as a chunk's content."""
     inside = RecordBuilder()
     Schema(1, b"{}", "jsonschema", "x").write(inside)
     Channel(1, topic, "json", {}, 1).write(inside)
@@ -122,7 +121,6 @@ def test_a_bomb_of_64_kb_is_refused_with_its_name_and_both_numbers(tmp_path: Pat
 
 
 def run_script(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run Python code in its own process, which must end with 0."""
     run = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         cwd=ROOT,
@@ -371,10 +369,7 @@ def test_killed_recorder_leaves_what_can_be_exported(tmp_path: Path) -> None:
     for number in range(2):
         path = tmp_path / f"{number}.mcap"
         with killed_at_the_end(KILLED, path):
-            deadline = time.monotonic() + 30
-            while not (path.exists() and path.stat().st_size > 10_000):
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            wait_until(lambda file=path: file.exists() and file.stat().st_size > 10_000)
             time.sleep(dice.random() * 0.1)
         source = McapSource(path)
         assert source.outcome.state == "interrupted"
@@ -466,7 +461,6 @@ def test_a_recorder_on_a_disk_that_hangs_keeps_no_more_than_its_queue(tmp_path: 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     try:

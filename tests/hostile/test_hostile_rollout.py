@@ -51,8 +51,6 @@ class Pushed:
 
 
 class Server:
-    """Its API."""
-
     def __init__(self, running: Process, http: aiohttp.ClientSession):
         self.process, self._http = running, http
 
@@ -92,7 +90,6 @@ async def serving(folder: Path) -> AsyncIterator[Server]:
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """Somebody else wants a core."""
     burning = subprocess.Popen([sys.executable, "-c", BUSY])
     try:
         yield

@@ -66,7 +66,6 @@ async def pair():
 
 @pytest.fixture
 async def browser():
-    """The offering side, of aiortc alone."""
     made = RTCPeerConnection(RTCConfiguration(iceServers=[]))
     yield made
     await made.close()
@@ -74,7 +73,6 @@ async def browser():
 
 @pytest.fixture
 async def peer():
-    """The answering side, ours."""
     made = Peer([])
     yield made
     await made.close()
@@ -208,7 +206,6 @@ class Wire:
             self._came.append(self.work.now)
 
     async def read(self) -> None:
-        """As aiortc's task does."""
         while True:
             await self._recv()
             self.work.now += self.cost

@@ -12,15 +12,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from service.api.context import App
-from service.app import create_app
-from service.http.server import listen, serve_app
-from service.settings import Settings
 from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, JointValue, Rooms
 from service.transport.server.app import serve_transport
-from tests.testing.doubles import ScriptedLoader
+from tests.testing import rig
+from tests.testing.rig import expect_ok, expect_refusal
 from tests.testing.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
@@ -33,24 +30,19 @@ QUICK = TransportTimeouts(retry_first=0.02, retry_longest=0.05, heartbeat=0.5, g
 
 
 @dataclass
-class Scene:
+class Scene(rig.Server):
     """A server, a robot in the rooms of its session ``arm``, and a stranger."""
 
-    app: App
-    url: str
-    http: aiohttp.ClientSession
     got: list[dict[str, float]] = field(default_factory=list)
     stops: list[EmergencyStop] = field(default_factory=list)
     robot: Robot | None = None
     rooms: Rooms = ROBOT_ROOMS
 
     async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        async with self.http.request(method, self.url + path, json=body) as answer:
-            return answer.status, await answer.json()
+        return await super().call(method, path, json=body)
 
     async def ask(self, path: str) -> None:
-        status, told = await self.call("POST", path)
-        assert status == 200, told
+        expect_ok(await self.call("POST", path))
 
     @property
     def stats(self) -> Any:
@@ -62,8 +54,7 @@ class Scene:
 
     async def create(self) -> None:
         body = {"session_id": "arm", "policy_path": "p", "workspace_id": "w", "rate": 50}
-        status, told = await self.call("POST", "/sessions", body | {"transport_server_url": self.url})
-        assert status == 200, told
+        expect_ok(await self.call("POST", "/sessions", body | {"transport_server_url": self.url}))
 
     @asynccontextmanager
     async def with_robot(self) -> AsyncIterator[Robot]:
@@ -105,12 +96,7 @@ class Scene:
 @asynccontextmanager
 async def scene(tmp_path: Path | None = None, *, keeps_rooms: bool = True, port: int = 0) -> AsyncIterator[Scene]:
     state = "off" if tmp_path is None else str(tmp_path)
-    app = create_app(Settings.from_values(state=state), load=ScriptedLoader())
-    async with (
-        serve_app(app, listen("127.0.0.1", port)) as url,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
-    ):
-        made = Scene(app, url, http)
+    async with rig.started(Scene, transport=rig.REAL, state=state, port=port) as made:
         if keeps_rooms:  # they were there before the session, and stay when it goes
             for room in ("arm-joint-output", "arm-joint-input"):
                 await made.call("POST", ROOMS, {"room_id": room})
@@ -119,7 +105,6 @@ async def scene(tmp_path: Path | None = None, *, keeps_rooms: bool = True, port:
 
 @pytest.fixture
 async def moving() -> AsyncIterator[Scene]:
-    """A scene whose session runs, with its robot in the rooms."""
     async with scene() as made:
         await made.create()
         async with made.with_robot():
@@ -245,8 +230,7 @@ async def test_rooms_without_a_session_keep_the_rules_of_the_wire() -> None:
             await there.send_json({"participant_id": "mine", "role": "producer"})
             assert (await there.receive_json(timeout=30))["type"] == "joined"
             body = {"session_id": "arm", "policy_path": "p", "workspace_id": "w", "transport_server_url": made.url}
-            status, told = await made.call("POST", "/sessions", body)
-            assert (status, told["code"]) == (409, "robot_taken")
+            expect_refusal(await made.call("POST", "/sessions", body), 409, "robot_taken")
             assert (await made.call("POST", f"{OUTPUT}/command", {"joints": NEAR}))[0] == 200
 
 
@@ -312,8 +296,7 @@ async def test_session_keeps_and_returns_its_room_on_a_rooms_server() -> None:
                 assert answer.status == 200
         assert await command() == 200
         body = {"session_id": "arm", "policy_path": "p", "workspace_id": "w", "transport_server_url": rooms}
-        status, told = await made.call("POST", "/sessions", body)
-        assert status == 200, told
+        expect_ok(await made.call("POST", "/sessions", body))
         assert await command() == 409
         await made.ask("/sessions/arm/emergency_stop")
         output = made.link._output

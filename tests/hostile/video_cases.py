@@ -31,6 +31,7 @@ from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import Camera, CameraTrack
 from service.transport.webrtc.ice import transports_of
 from service.transport.webrtc.peer import BadSignal, Peer
+from tests.testing.waiting import until
 
 SSRC = 4711
 SIZES = (0, 1, 15, 16, 17, 63, 64, 1080, 1088, 1089, 1920, 1921, 4096, 8192, 16383)
@@ -39,7 +40,6 @@ H264 = "a=rtpmap:99 H264/90000\r\na=rtcp-fb:99 nack pli\r\na=fmtp:99 packetizati
 
 
 def memory() -> float:
-    """Resident MB of this process."""
     return psutil.Process().memory_info().rss / 1e6
 
 
@@ -65,13 +65,7 @@ class Pair:
         # All that we decode is offered, as browsers do; a camera of robojax offers VP8 alone.
         offer = offer.replace("RTP/SAVPF 97 98", "RTP/SAVPF 97 98 99").rstrip() + "\r\n" + H264
         await self.hostile.accept_answer(await self.server.answer_offer(offer, self.screen))
-        for peer in (self.hostile, self.server):
-            async with asyncio.timeout(20):
-                while not peer.connected_at:
-                    peer.changed.clear()
-                    await peer.changed.wait()
-        while not self.codecs:  # noqa: ASYNC110 - aiortc says nothing when it begins to receive
-            await asyncio.sleep(0.01)
+        await until(lambda: self.hostile.connected_at and self.server.connected_at and self.codecs)
         return self
 
     async def close(self) -> None:
@@ -123,7 +117,6 @@ class Pair:
 
 
 def packets(kind: int, payloads: list[bytes], number: int, stamp: int, ssrc: int = SSRC) -> list[bytes]:
-    """Payloads of one picture to RTP."""
     made = []
     for index, payload in enumerate(payloads):
         packet = RtpPacket(kind, int(index == len(payloads) - 1), (number + index) % 65536, stamp % (1 << 32), ssrc)
@@ -217,7 +210,6 @@ class Generator:
         return made
 
     def golomb(self, count: int) -> bytes:
-        """Exp-Golomb numbers, large ones among them."""
         numbers = (self.random.choice((0, 1, 7, 119, 1023, 1 << 16, (1 << 31) - 1)) + 1 for _ in range(count))
         bits = "".join("0" * (number.bit_length() - 1) + f"{number:b}" for number in numbers)
         return int(bits.ljust(-(-len(bits) // 8) * 8, "1"), 2).to_bytes(-(-len(bits) // 8), "big")
@@ -271,7 +263,6 @@ class Generator:
         return head + message
 
     def datagram(self) -> bytes:
-        """Anything at all, of any size."""
         chance = self.random
         size = chance.choice((0, 1, 2, 11, 12, 13, 20, 1400, 2048, 2049, 9000, 65000))
         return chance.choice((b"", b"\x80\x60", b"\x80\xc8", b"\x16\xfe\xfd"))[:size] + chance.randbytes(size)
@@ -303,7 +294,6 @@ class Generator:
         return "\r\n".join(lines) + "\r\n"
 
     def candidate(self) -> dict[str, Any]:
-        """A candidate to anywhere."""
         chance = self.random
         host = chance.choice(("127.0.0.1", "169.254.169.254", "::1", "x.local", "224.0.0.1", "0", "host", "9" * 600))
         text = f"candidate:1 {chance.randrange(3)} udp 5 {host} {chance.choice((9, 80, 50000, 70000))} typ host"
@@ -343,7 +333,6 @@ KINDS = ("stream",) * 6 + ("built",) * 3 + ("rtp", "rtcp", "stun", "dtls", "data
 
 
 async def run_cases(count: int, seed: int) -> dict[str, Any]:
-    """Run so many, and say what became of the process."""
     generator, ran, failures = Generator(seed), Counter[str](), []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(str(context)[:300]))
     strangers = {family: socket.socket(family, socket.SOCK_DGRAM) for family in (socket.AF_INET, socket.AF_INET6)}

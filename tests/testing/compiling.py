@@ -12,8 +12,7 @@ import jax._src.compiler
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-# Fusions are written to LLVM directly and not through MLIR, and LLVM gets all of them at once: together with JAX's own
-# switch a seventh of the time to compile a step of training, the same mathematics.
+# The same mathematics; with JAX's own switch, a training step compiles in a seventh of the time.
 OPTIONS: dict[str, bool | int] = {"xla_cpu_parallel_codegen_split_count": 1}
 if jax.__version_info__ < (0, 11):  # later ones always go through MLIR
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
@@ -24,7 +23,6 @@ QUICK = {"XLA_FLAGS": " ".join(FLAGS), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 @contextmanager
 def compiling_quickly() -> Iterator[None]:
-    """XLA without its slow passes."""
     before = jax.config.values["jax_disable_most_optimizations"]
     get_options: Any = jax._src.compiler.get_compile_options
 
@@ -46,10 +44,7 @@ WORTH_KEEPING = 0.2  # seconds of compiling; reading a program back takes some h
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What one test compiled is there for the others of the run, in all its processes; not what a user compiled.
-
-    Who sets PYTEST_PROGRAMS to a folder keeps it for the next run.
-    """
+    """Share compiled programs between all processes of the run; a folder in PYTEST_PROGRAMS keeps them."""
     if PROGRAMS not in os.environ:  # workers and processes that tests start inherit it
         folder = os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="robojax-programs-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -60,19 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def use_programs(folder: str | None) -> None:
-    """Compiled programs are kept in this folder from now on."""
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
     reset_cache()
 
 
 def process_environment(*, devices: int = 1, quick: bool = False) -> dict[str, str]:
-    """The environment of a process that a test starts, with what the run has compiled.
-
-    Args:
-        devices: as many are made out of one processor.
-        quick: compile without XLA's slow passes, as `compiling_quickly` does.
-    """
+    """Environment of a child process that uses the compiled programs of the run, with this number of CPU devices."""
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

@@ -19,28 +19,16 @@ from service.transport.protocol import rooms_of
 
 @dataclass(frozen=True)
 class Sent:
-    """One joint_update that a session put on the wire, and when."""
-
     joints: tuple[JointValue, ...]
     at: float
 
     @property
     def values(self) -> dict[str, float]:
-        """Wire name to value."""
         return {joint.name: joint.value for joint in self.joints}
 
 
 class MemoryLink:
-    """A ``Link`` whose other end is the test.
-
-    Attributes:
-        rooms: the rooms of the session.
-        sent: every joint_update taken by ``send``, oldest first.
-        refused: how many calls of ``send`` were not taken.
-        is_choked: set it to make ``send`` refuse as when the socket's buffer is over its limit.
-        is_closed: whether the session has left.
-        latched: the emergency stop that the room was told of last, or None.
-    """
+    """A ``Link`` whose other end is the test; ``is_choked`` makes ``send`` refuse as a full socket does."""
 
     def __init__(self, rooms: Rooms, cameras: Sequence[str], inbox: Inbox, clock: Callable[[], float]):
         self.rooms = rooms
@@ -65,14 +53,10 @@ class MemoryLink:
         return True
 
     def latch(self, reason: str | None) -> None:
-        """Keep it."""
         self.latched = reason
 
     def health(self) -> Mapping[str, object]:
-        """Counters under the names of a real link."""
         return {"commands_sent": len(self.sent), "commands_refused": self.refused}
-
-    # What a test does.
 
     def deliver_frame(self, camera: str, image: np.ndarray, observed_at: float | None = None) -> None:
         """As if this picture (uint8, (h, w, 3), RGB) had just been decoded."""
@@ -81,29 +65,24 @@ class MemoryLink:
         self._inbox.on_frame(camera, image, self._clock() if observed_at is None else observed_at)
 
     def deliver_joints(self, values: Mapping[str, float], observed_at: float | None = None) -> None:
-        """As if the robot had sent this joint_update."""
         self._inbox.on_joints(values, self._clock() if observed_at is None else observed_at)
 
     def deliver_emergency_stop(self, reason: str = "a test", source: str = "robot") -> None:
-        """As if somebody in a room had asked for an emergency stop."""
         self._inbox.on_event(EmergencyStop(reason=reason, source=source))
 
     def go_down(self, room: str | None = None, reason: str = "socket closed") -> None:
-        """Lose the connection to one room, or to all."""
         for name in self._named(room):
             if self._up[name]:
                 self._up[name] = False
                 self._inbox.on_event(LinkDown(room=name, reason=reason))
 
     def come_up(self, room: str | None = None) -> None:
-        """Join one room, or all, again."""
         for name in self._named(room):
             if not self._up[name]:
                 self._up[name] = True
                 self._inbox.on_event(LinkUp(room=name))
 
     def reconnect(self, room: str | None = None, reason: str = "socket closed") -> None:
-        """Down and up again."""
         self.go_down(room, reason)
         self.come_up(room)
 
@@ -116,16 +95,7 @@ class MemoryLink:
 
 
 class MemoryTransport:
-    """A ``Transport`` that hands out ``MemoryLink``s.
-
-    Attributes:
-        links: every link made, oldest first.
-        existing: ids of the rooms that exist now, as ``workspace/room``.
-        occupied: those of them that somebody else is in.
-        refuse: set it to an error to make the next connections fail.
-        gate: set it to an ``asyncio.Event`` to hold connecting until the test sets it.
-        leaving: the same for leaving.
-    """
+    """A ``Transport`` of memory links; ``refuse`` fails the next connections, ``gate`` and ``leaving`` delay them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.links: list[MemoryLink] = []
@@ -138,7 +108,6 @@ class MemoryTransport:
 
     @property
     def link(self) -> MemoryLink:
-        """The newest link."""
         if not self.links:
             raise LookupError("nothing has connected yet")
         return self.links[-1]
@@ -154,7 +123,6 @@ class MemoryTransport:
         inbox: Inbox,
         created_rooms: CreatedRooms | None = None,
     ) -> AsyncIterator[MemoryLink]:
-        """Make the rooms, say that each is joined, and take them away again at the end."""
         rooms = rooms_of(session_id, cameras, workspace_id)
         if self.gate is not None:
             await self.gate.wait()
@@ -184,7 +152,6 @@ class MemoryTransport:
     async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """Remove rooms but those that a test says somebody is in."""
         if self.refuse is not None:
             raise self.refuse
         left = [room for room in rooms if f"{workspace_id}/{room}" in self.occupied]
@@ -208,21 +175,7 @@ MAX_WORDS = 100  # of an instruction, that a scripted policy reads
 
 @dataclass
 class ScriptedPolicy:
-    """Moves every joint away from where it is, by ``step`` per action.
-
-    Attributes:
-        requirements: what it says it needs.
-        latency: seconds that ``act`` takes.
-        compile_latency: seconds that compiling for one new set of sizes takes.
-        failures: what the next calls of ``act`` do instead, one each: an exception is raised, an array returned,
-            an event waited for.
-        acted: how often ``act`` was called.
-        compiled: the sets of sizes it was compiled for, for a batch of one.
-        batches: larger batches it was compiled for, each with the sizes.
-        threads: names of the threads that ``act`` ran on.
-        told: what it was told at each call of ``act``, one text per member.
-        unreadable: a text that it cannot read.
-    """
+    """Moves each joint away from its state by ``step`` per action, and records how it was called."""
 
     requirements: Requirements = SO100_REQUIREMENTS
     step: float = 0.1
@@ -306,7 +259,6 @@ class ScriptedPolicy:
             self.batches.append((batch, sizes))
 
     def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
-        """Whether ``compile`` was called for these sizes."""
         sizes = dict(self.requirements.cameras if cameras is None else cameras)
         return sizes in self.compiled if batch == 1 else (batch, sizes) in self.batches
 
@@ -317,20 +269,12 @@ class ScriptedPolicy:
         )
 
     def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
-        """What it is said to take; nothing is done."""
         return self.latency
 
 
 @dataclass
 class ScriptedLoader:
-    """A ``LoadPolicy`` that gives out one policy per path.
-
-    Attributes:
-        make: what a load gives, or raises.
-        loads: the paths that were loaded.
-        gate: set it to hold loading until the test sets the event.
-        words: what it reports as progress.
-    """
+    """A ``LoadPolicy`` that records each path, reports ``words`` as progress, and waits for ``gate``."""
 
     make: Callable[[], ScriptedPolicy] = ScriptedPolicy
     loads: list[str] = field(default_factory=list)
@@ -347,7 +291,6 @@ class ScriptedLoader:
         like: object = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> ScriptedPolicy:
-        """Load, in the engine's loader thread."""
         self.loads.append(path)
         for word in self.words:
             if on_progress is not None:

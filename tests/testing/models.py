@@ -50,7 +50,6 @@ def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def quick_compilation() -> Iterator[None]:
-    """For single tests of a module that is fully compiled."""
     with compiling_quickly():
         yield
 
@@ -94,7 +93,6 @@ def seeded_weights(keys: dict[str, Any], io: Mapping[str, np.ndarray] | None = N
 
 @pytest.fixture(scope="session")
 def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A golden policy's folder with its weights in it."""
     made: dict[str, Path] = {}
 
     def make(name: str) -> Path:
@@ -151,10 +149,7 @@ def random_stats(features: tuple[Feature, ...], seed: int = 0) -> dict[str, dict
 
 
 def lively_weights(config: ActConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Weights as large as initial ones, biases, norms and statistics away from 0 and 1, so that a wrong one shows.
-
-    NumPy draws them: JAX would compile a program for each shape, 12 s of them for a ResNet-18.
-    """
+    """Random weights of the size of initial ones, with biases, norms and statistics that are not 0 or 1."""
     rng = np.random.default_rng(seed)
     weights = {}
     for name, array in blueprint_of(Act, config).shapes.items():

@@ -63,7 +63,6 @@ class Pauses:
         return parts
 
     def lost(self, since: float, until: float | None = None) -> float:
-        """Seconds in which a core stood still, from one time to another, or to now."""
         return sum(self.all(since, until))
 
     def running(self, since: float, until: float | None = None) -> float:

@@ -40,7 +40,6 @@ POSE = {name: float(number) for number, name in enumerate(JOINTS, 1)}
 
 
 def body(session_id: str = "arm", **more: Any) -> dict[str, Any]:
-    """What is sent to make a session."""
     return {"session_id": session_id, "policy_path": "policies/act", "transport_server_url": ROOMS} | more
 
 
@@ -48,6 +47,18 @@ def address_of(url: str) -> tuple[str, int]:
     """Where a socket reaches a server."""
     host, _, port = url.removeprefix("http://").partition(":")
     return host, int(port)
+
+
+def expect_ok(answer: tuple[int, Any]) -> Any:
+    """Return the body of an answer that must have status 200."""
+    assert answer[0] == 200, answer
+    return answer[1]
+
+
+def expect_refusal(answer: tuple[int, Any], status: int, code: str, *words: str) -> None:
+    """Check the status, the code and words of the detail of an error."""
+    assert (answer[0], answer[1].get("code")) == (status, code), answer
+    assert [word for word in words if word not in answer[1]["detail"]] == [], answer
 
 
 async def show(link: MemoryLink, size: tuple[int, int] = (48, 64), period: float = 0.01) -> None:
@@ -79,7 +90,6 @@ class Server:
             return answer.status, await (answer.json() if is_json else answer.text())
 
     async def create(self, session_id: str = "arm", by: str | None = None, **more: Any) -> Any:
-        """Status and answer of making a session."""
         return await self.call("POST", "/sessions", by, json=body(session_id, **more))
 
     async def until_loading(self) -> None:
@@ -107,17 +117,7 @@ async def started(
     prepare: Callable[[App], object] = lambda app: None,
     **settings: Any,
 ) -> AsyncIterator[Kind]:
-    """A server with these settings.
-
-    Args:
-        kind: what is given of it.
-        transport: rooms in memory when None; REAL are those of the server itself, or of others.
-        load: how policies are loaded; a ScriptedLoader when None; REAL is from folders and the Hub.
-        parts: more of what ``create_app`` takes.
-        roles: keys that are made in the folder of the setting ``state``.
-        headers: of every call.
-        prepare: is given the app before it starts.
-    """
+    """A server with these settings; ``REAL`` is the server's own transport or loader, ``prepare`` gets the app."""
     transport, load = transport or MemoryTransport(), load or ScriptedLoader()
     file = KeyFile(Path(settings.get("state", "nowhere")) / "keys.json")
     keys = {name: file.create(name, role, name, time.time()) for name, role in (roles or {}).items()}
@@ -132,17 +132,7 @@ async def started(
 
 
 class SessionRig:
-    """Sessions without a server around them, and robots that send every 10 ms; a context that ends them all.
-
-    Attributes:
-        new: a session, where a test asks for no other.
-        policies: by path; a load from another path is a ConfigError.
-        loader: holds up loads, and lets them fail.
-        events: what was told of sessions.
-        is_dark, is_dumb: the robots send no frames, no joints any more.
-        still: the picture that they send; None for another one each time.
-        size, pose: of those pictures, and where they stand.
-    """
+    """Sessions without a server, and robots that send every 10 ms; ``is_dark`` stops frames, ``is_dumb`` joints."""
 
     def __init__(
         self,
@@ -191,7 +181,6 @@ class SessionRig:
 
     @property
     def link(self) -> MemoryLink:
-        """Of the newest session."""
         return self.transport.link
 
     @property
@@ -219,7 +208,6 @@ class SessionRig:
             await asyncio.sleep(0.01)
 
     async def running(self, new: NewSession | None = None, **changes: Any) -> Session:
-        """A session that moves its robot."""
         session = await self.sessions.create(replace(new or self.new, **changes))
         self.robot()
         await self.sessions.start(session.id)

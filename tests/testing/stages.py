@@ -1,14 +1,8 @@
-"""Stages of a run: what must not run beside what, so that one list of all tests does for one process and for several.
+"""Stages of a run: the order of all tests, for one process and for several.
 
-Models are compiled first. What takes long in one piece starts early, so that no process is left with it when the others
-are done. Tests that keep real time against a grid of milliseconds (``timed``) begin when no process computes any more:
-each of them mostly waits, and leaves a core to another one. What bears nothing beside it comes last (``alone``).
-
-The order of the list makes the stages. xdist gives the files out in this order (``--dist loadfile``), to three
-processes, as the tests before those that keep real time compute half of the time, and wait for servers and processes in
-the other. The third ends where the others begin to keep time: it would save 46 s there, and be beside it; with one, a
-robot of a test was held for a frame that came too late. At the two borders processes wait for each other: each holds a
-lock on every border that it has not reached. A process that ended holds none.
+Models are compiled first, then long tests. Tests that keep real time (``timed``) begin when no process computes, in two
+of the three processes of ``--dist loadfile``; tests that need the whole machine (``alone``) come last. Processes wait
+for each other at both borders: each holds a lock on every border that it has not reached.
 """
 
 import gc
@@ -40,8 +34,7 @@ FOLDERS = {
     "faults": "timed",
     "e2e": "timed",
 }
-# After how many new objects garbage is looked for: Python's own numbers, and those of tests that trace models, which
-# makes objects by the million. With the former it takes a tenth of their time, and a third of collecting all tests.
+# Thresholds of the garbage collector: Python's own, and those of tests that trace models and make millions of objects.
 GARBAGE = gc.get_threshold(), (50_000, 20, 20)
 KEEPING_TIME = 2  # processes at the most
 HELD = "PYTEST_STAGES"  # the folder of the locks, for all processes of a run
@@ -67,11 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """By stages, files in one piece; first of each stage those with tests that are slow, then those with most text.
-
-    Else a long file is begun last, and the other processes wait for it. Models stay in the order of their names: who
-    wants full compilation stands together, and clears what was compiled quickly.
-    """
+    """Order by stage and keep each file whole: slow files first, then large ones, but models by name."""
     stage, slow, size = config.stash.setdefault(stages, {}), set[Path](), dict[Path, int]()
     for item in items:
         for folder, mark in FOLDERS.items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 
 @dataclass
@@ -53,13 +54,7 @@ async def target_server() -> AsyncIterator[TargetServer]:
     target.gate.set()
     app = web.Application(client_max_size=16 << 20)
     app.router.add_route("*", "/{path:.*}", target.answer)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    target.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with TestServer(app) as server:
+        target.url = f"http://127.0.0.1:{server.port}"
         yield target
-    finally:
         target.gate.set()
-        await runner.cleanup()

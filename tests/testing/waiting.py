@@ -20,6 +20,15 @@ async def until(claim: Callable[[], Found | Awaitable[Found]], within: float = 3
     return found
 
 
+def wait_until(claim: Callable[[], Found], within: float = 30.0) -> Found:
+    """As `until`, for a test without an event loop."""
+    end = time.monotonic() + within
+    while not (found := claim()):
+        assert time.monotonic() < end, f"it did not come true within {within:g} s"
+        time.sleep(0.01)
+    return found
+
+
 def lives(process: int) -> bool:
     """Whether there is such a process, other than one that has ended and that nobody asked about."""
     try:

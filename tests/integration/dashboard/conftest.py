@@ -52,8 +52,6 @@ class Arm:
 
 @dataclass
 class Server(rig.Server):
-    """A server and the arms of its sessions."""
-
     arms: list[Arm] = field(default_factory=list)
     _living: list["asyncio.Task[None]"] = field(default_factory=list)
 

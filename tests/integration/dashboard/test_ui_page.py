@@ -67,6 +67,14 @@ async def opened(browser, server, viewport=DESK, *, troubles: tuple[str, ...] = 
         await context.close()
 
 
+async def choose_policy(page, path: str) -> None:
+    """Fill the form of a new session, and leave the field of the policy."""
+    await page.click("#new")
+    await page.fill("#new-session_id", "arm-1")
+    await page.fill("#new-policy_path", path)
+    await page.press("#new-policy_path", "Tab")
+
+
 async def pressed_twice(page, selector: str) -> None:
     await page.click(f"{selector}:enabled")
     await page.click(f"{selector}.sure")
@@ -86,10 +94,7 @@ async def until_so(page, claim: str, *arguments) -> None:
 async def test_a_session_is_controlled_from_its_creation_to_its_deletion(browser, server):
     async with opened(browser, server) as page:
         await until_text(page, "#none", "No session is there")
-        await page.click("#new")
-        await page.fill("#new-session_id", "arm-1")
-        await page.fill("#new-policy_path", "policies/act")
-        await page.press("#new-policy_path", "Tab")
+        await choose_policy(page, "policies/act")
         await until_text(page, "#new-found[data-tone=good]", "It fits. act: cameras front 48×64; 6 joints (Rotation")
         await page.click("text=Create session")
         await until_text(page, "#stage", "ready")
@@ -139,9 +144,7 @@ async def test_ctrl_and_space_stops_too_and_so_does_the_button(browser, server):
 
 async def test_a_policy_that_does_not_fit_is_not_sent(browser, server):
     async with opened(browser, server, troubles=("422",)) as page:
-        await page.click("#new")
-        await page.fill("#new-session_id", "arm-1")
-        await page.fill("#new-policy_path", "policies/act")
+        await choose_policy(page, "policies/act")
         await page.fill("#new-camera_names", "front, top")
         await page.click("text=Create session")
         await until_text(page, "#new-found[data-tone=bad]", "It does not fit")
@@ -155,10 +158,7 @@ async def test_a_policy_that_does_not_fit_is_not_sent(browser, server):
 async def test_an_instruction_is_given_at_creation_and_during_motion(browser, server):
     server.load.make = lambda: ScriptedPolicy(replace(SO100_REQUIREMENTS, language=True), unreadable="gibberish")
     async with opened(browser, server, troubles=("422",)) as page:
-        await page.click("#new")
-        await page.fill("#new-session_id", "arm-1")
-        await page.fill("#new-policy_path", "policies/told")
-        await page.press("#new-policy_path", "Tab")
+        await choose_policy(page, "policies/told")
         await until_text(page, "#new-found[data-tone=good]", "it does what the instruction says")
         assert await page.evaluate("document.querySelector('#new-language_instruction').required")
         await page.fill("#new-language_instruction", "lift")

@@ -12,14 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from service.dashboard.live import (
-    BadMessage,
-    BinaryPart,
-    LiveSettings,
-    StopAll,
-    pack_message,
-    parse_message,
-)
+from service.dashboard.live import BadMessage, BinaryPart, LiveSettings, StopAll, pack_message, parse_message
 from tests.testing.waiting import until
 
 MOVING = {"ticks", "plan", "picture"}

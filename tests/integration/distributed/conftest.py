@@ -24,7 +24,6 @@ def emptied(server: PostgresServer) -> PostgresServer:
 
 @pytest.fixture
 def database(postgres_server: PostgresServer) -> PostgresServer:
-    """With nothing in it."""
     return emptied(postgres_server)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -20,12 +19,6 @@ from tests.testing.rig import started
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "proxy"
 PICTURES, POSE = {"front": np.zeros((48, 64, 3), np.uint8)}, [0.0] * 6
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def nginx(folder: Path, port: int, servers: list[str]) -> list[str]:
@@ -59,14 +52,15 @@ class Proxied:
         self.url, self.servers = url, servers
 
     async def server_of(self, path: str) -> str:
-        """Which server the proxy asks."""
         async with aiohttp.ClientSession() as http, http.get(self.url + path, allow_redirects=False) as answer:
             return answer.headers[FRONT_NAME_HEADER]
 
 
 @pytest.fixture(params=["nginx", "caddy"])
-async def proxied(request: pytest.FixtureRequest, database: PostgresServer, tmp_path: Path) -> AsyncIterator[Proxied]:
-    name: str = request.param
+async def proxied(
+    request: pytest.FixtureRequest, database: PostgresServer, tmp_path: Path, unused_tcp_port: int
+) -> AsyncIterator[Proxied]:
+    name, port = request.param, unused_tcp_port
     require_peers(name)
     async with AsyncExitStack() as stack:
         servers = {}
@@ -74,7 +68,6 @@ async def proxied(request: pytest.FixtureRequest, database: PostgresServer, tmp_
             kept: dict[str, Any] = {"database": database.url, "front_name": front, "state": str(tmp_path / front)}
             server = await stack.enter_async_context(started(policy_owners=("policies",), **kept))
             servers[front] = server.url
-        port = free_port()
         make: Any = {"nginx": nginx, "caddy": caddy}[name]
         command = make(tmp_path, port, [url.removeprefix("http://") for url in servers.values()])
         environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}

@@ -27,7 +27,8 @@ from service.transport.address import Address
 from service.transport.client.rest import RoomsApi, http_session
 from service.transport.client.robot import LatchState, SessionLatch
 from tests.testing import rig
-from tests.testing.rig import ROOMS, started
+from tests.testing.rig import ROOMS, expect_ok, expect_refusal, started
+from tests.testing.waiting import until
 
 KEYS = {"eve": Role.VIEWER, "alice": Role.OPERATOR, "bob": Role.OPERATOR, "root": Role.ADMIN}
 
@@ -62,14 +63,11 @@ class Server(rig.Server):
 
 
 def server(name: str, database: str, folder: Path, keys: str | None = None) -> AbstractAsyncContextManager[Server]:
-    """One of this name, with its own folder."""
     kept: dict[str, Any] = {"front_name": name, "state": str(folder / name), "keys_file": keys}
     return started(Server, database=database, policy_owners=("policies",), **kept)
 
 
 class Servers:
-    """``a`` and ``b``."""
-
     def __init__(self, stack: AsyncExitStack, database: PostgresServer, folder: Path):
         self._stack, self.database, self._folder = stack, database, folder
         self.a: Server
@@ -82,7 +80,6 @@ class Servers:
         return self
 
     async def beat(self) -> None:
-        """Each says that it lives."""
         for one in (self.a, self.b):
             await self.beat_of(one)
 
@@ -101,7 +98,6 @@ class Servers:
         self.forget_places(other)
 
     def another(self, name: str, url: str, of: Server) -> PeerSessions:
-        """A second one of a name, with the sessions of another server."""
         database = Postgres(self.database.url, session_table.SCHEMA, session_table.PREFIX)
         self._stack.push_async_callback(database.close)
         return PeerSessions(name, url, of.app.ctx.sessions, database, database)
@@ -164,9 +160,9 @@ async def test_a_session_that_cannot_be_made_leaves_its_id_free(servers: Servers
 
 async def test_pages_that_may_not_call_are_refused_and_not_sent_on(servers: Servers) -> None:
     await servers.a.create("arm")
+    page = {"origin": "http://evil.example"}
     for path in ("/sessions/arm/start", "/sessions/arm/emergency_stop"):
-        status, told = await servers.b.call("POST", path, headers={"origin": "http://evil.example"})
-        assert (status, told["code"]) == (403, "origin_refused")
+        expect_refusal(await servers.b.call("POST", path, headers=page), 403, "origin_refused")
     assert await servers.a.listed() == {"arm": "ready"}
 
 
@@ -175,9 +171,7 @@ async def test_of_a_session_whose_server_died_it_is_told_how_it_stood(servers: S
     await servers.lose(servers.a)
     status, told = await servers.b.call("GET", "/sessions/arm")
     assert (status, told["status"], told["stats"]["front"]) == (200, "interrupted", "a")
-    status, told = await servers.b.call("POST", "/sessions/arm/start")
-    assert (status, told["code"]) == (409, "move_refused")
-    assert "/sessions/arm/adopt" in told["detail"]
+    expect_refusal(await servers.b.call("POST", "/sessions/arm/start"), 409, "move_refused", "/sessions/arm/adopt")
     status, told = await servers.b.call("POST", "/sessions/arm/adopt")
     assert status == 409, "it answers"
     assert "answers" in told["detail"]
@@ -200,9 +194,7 @@ async def test_sessions_of_two_servers_never_share_a_room(servers: Servers) -> N
         return room | {"camera_names": [camera], "rename": {"front": camera}}
 
     assert (await servers.a.create("arm-left", **seeing("wrist")))[0] == 200
-    status, told = await servers.b.create("arm", **seeing("left-wrist"))
-    assert (status, told["code"]) == (409, "rooms_taken")
-    assert "'arm-left'" in told["detail"]
+    expect_refusal(await servers.b.create("arm", **seeing("left-wrist")), 409, "rooms_taken", "'arm-left'")
     assert (await servers.b.create("arm", **seeing("wrist")))[0] == 200
     assert (await servers.a.call("DELETE", "/sessions/arm-left"))[0] == 200
     assert (await servers.b.create("third", **seeing("wrist")))[0] == 200
@@ -254,8 +246,7 @@ async def test_a_stop_reaches_a_server_that_lost_the_database(servers: Servers) 
     await servers.a.create("arm")
     await servers.a.create("hand")
     await servers.lose(servers.a)
-    status, told = await servers.b.call("POST", "/sessions/hand/emergency_stop", json={"reason": "one"})
-    assert status == 200, told
+    expect_ok(await servers.b.call("POST", "/sessions/hand/emergency_stop", json={"reason": "one"}))
     await servers.lose(servers.a)  # it has just told of the stop
     status, told = await servers.b.call("POST", "/debug/emergency_stop", json={"reason": "all"})
     assert (status, told["count"], told["fronts_not_reached"]) == (200, 2, {})
@@ -282,9 +273,7 @@ async def test_a_stop_goes_on_when_whoever_asked_does_not_wait(
     await asyncio.gather(asking, return_exceptions=True)
     await asyncio.sleep(0.05)
     go.set()
-    async with asyncio.timeout(30):
-        while servers.a.own()["arm"] != "stopped":  # noqa: ASYNC110 - done by another server
-            await asyncio.sleep(0.01)
+    await until(lambda: servers.a.own()["arm"] == "stopped")
 
 
 async def test_each_key_sees_its_own_on_all_servers(bare: Servers, keys: tuple[str, dict[str, str]]) -> None:
@@ -355,9 +344,7 @@ async def test_a_silent_loopback_address_of_another_machine_proves_nothing(serve
     servers.a.front.url = servers.b.url  # what is at this address here is another server
     await servers.a.front._beat()
     await servers.lose(servers.a)
-    status, told = await servers.b.call("POST", "/sessions/arm/adopt")
-    assert (status, told["code"]) == (409, "move_refused")
-    assert "front_url" in told["detail"]
+    expect_refusal(await servers.b.call("POST", "/sessions/arm/adopt"), 409, "move_refused", "front_url")
 
 
 async def test_one_whose_address_another_server_has_now_is_dead(servers: Servers) -> None:
@@ -443,8 +430,7 @@ async def test_a_server_whose_name_was_taken_gives_up_what_it_had(
     assert servers.a.own() == {}
     assert "gives up its sessions" in caplog.text
     assert "has the name a" in str(servers.a.front.facts()["trouble"])
-    status, told = await servers.a.create("leg")
-    assert (status, told["code"]) == (503, "front_name_taken")
+    expect_refusal(await servers.a.create("leg"), 503, "front_name_taken")
 
 
 async def test_an_emergency_stop_follows_a_deleted_id_to_another_server(servers: Servers) -> None:
@@ -455,9 +441,7 @@ async def test_an_emergency_stop_follows_a_deleted_id_to_another_server(servers:
         assert (await servers.a.call("DELETE", f"/sessions/{session_id}"))[0] == 200
     assert (await servers.b.create("arm"))[0] == 200
     assert await servers.a.listed() == {"arm": "stopped"}
-    status, told = await servers.b.call("POST", "/sessions/arm/start")
-    assert (status, told["code"]) == (409, "move_refused")
-    assert "hand" in told["detail"]
+    expect_refusal(await servers.b.call("POST", "/sessions/arm/start"), 409, "move_refused", "hand")
     status, told = await servers.a.call("POST", "/debug/sessions/arm/reset")
     assert (status, told["session_id"]) == (200, "arm")
     # One whose session is nowhere is reset anywhere, once.
@@ -476,18 +460,13 @@ async def test_an_emergency_stop_follows_a_deleted_id_to_another_server(servers:
     assert not servers.a.app.ctx.sessions.get("arm").is_latched
 
 
-def freeze(database: PostgresServer) -> None:
-    """Stop its processes: the database accepts connections and answers nothing."""
-    database.signal_all(signal.SIGSTOP)
-
-
-def thaw(database: PostgresServer) -> None:
-    database.signal_all(signal.SIGCONT)
+def sending(number: signal.Signals) -> Callable[[PostgresServer], None]:
+    return lambda database: database.signal_all(number)
 
 
 @pytest.mark.parametrize(
     ("take_away", "bring_back"),
-    [(PostgresServer.stop, PostgresServer.start), (freeze, thaw)],
+    [(PostgresServer.stop, PostgresServer.start), (sending(signal.SIGSTOP), sending(signal.SIGCONT))],
     ids=["database ended", "database frozen"],
 )
 async def test_without_database_own_sessions_go_on_and_it_is_updated_later(
@@ -507,13 +486,11 @@ async def test_without_database_own_sessions_go_on_and_it_is_updated_later(
             monkeypatch.setattr(peers, name, 0.5)  # A frozen database never answers.
         servers.forget_places(servers.a)
         assert (await servers.a.call("GET", "/sessions/arm"))[0] == 200
-        status, told = await servers.a.call("GET", "/sessions/leg")
-        assert (status, told["code"]) == (503, "no_directory")
+        expect_refusal(await servers.a.call("GET", "/sessions/leg"), 503, "no_directory")
         async with servers.a.http.get("/sessions") as found:
             assert [one["session_id"] for one in await found.json()] == ["arm", "hand", "old", "older"]
             assert "database" in found.headers["x-robojax-incomplete"]
-        status, told = await servers.a.create("new")
-        assert (status, told["code"]) == (503, "not_kept")
+        expect_refusal(await servers.a.create("new"), 503, "not_kept")
         status, told = await servers.a.call("POST", "/sessions/hand/emergency_stop", json={"reason": "a hand"})
         assert (status, told["stopped"]) == (200, ["hand"])
         assert "other servers do not know" in told["warning"]
@@ -666,9 +643,6 @@ async def test_what_goes_while_others_are_told_is_told_next(servers: Servers, mo
     assert servers.database.sql("SELECT id FROM robojax_sessions") == [["arm"]]
     await servers.a.front._beat()
     assert servers.a.own() == {"arm": "ready"}
-
-
-# Servers are killed, and the database is: the whole programmes have 20 kills and a minute.
 
 
 async def test_after_kills_nothing_is_lost_owned_twice_or_moves(tmp_path: Path, database: PostgresServer) -> None:

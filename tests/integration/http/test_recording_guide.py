@@ -17,19 +17,13 @@ import pytest
 from robojax.cli import sim
 from robojax.cli.app import Commands
 from service.recording.recorder import Recorder
-from tests.testing.compiling import compiling_quickly
+from tests.testing.models import quick_compilation as quick_compilation
 from tests.testing.recordings import RATE, play, subject
 
 ROOT = Path(__file__).parents[3]
 GUIDE = ROOT / "docs" / "robots" / "recording.md"
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 USUAL = "http://127.0.0.1:8001"
-
-
-@pytest.fixture
-def quick_compilation():
-    with compiling_quickly():
-        yield
 
 
 async def curl(line: str) -> str:

@@ -110,9 +110,6 @@ async def test_metrics_of_a_session_that_failed_can_be_read(server):
         assert 'robojax_sessions{stage="error"} 1.0' in await answer.text()
 
 
-# GET /ready and /health while things load.
-
-
 async def test_a_server_without_anything_to_load_is_ready(server) -> None:
     assert await server.call("GET", "/ready") == (200, {"ready": True, "waiting_for": [], "loading": []})
 

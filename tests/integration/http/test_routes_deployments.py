@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp.web
 import numpy as np
 import pytest
 
@@ -18,8 +17,9 @@ from service.errors import TransportError
 from service.rollout import webhooks
 from service.rollout.gates import ProbationSettings
 from tests.testing.doubles import ScriptedPolicy
-from tests.testing.rig import POSE, Server, started
+from tests.testing.rig import Server, expect_ok, expect_refusal, show, started
 from tests.testing.stub_hub import StubHub
+from tests.testing.target import target_server
 from tests.testing.waiting import until
 
 LOOKS: list[str] = []  # folders that were looked at in this test
@@ -32,7 +32,6 @@ PAYLOAD = {
 
 
 def write(folder: Path, step: float = 0.1, **more: Any) -> None:
-    """A policy whose files say how far it moves."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"step": step, **more}))
     (folder / "model.safetensors").write_bytes(str(step).encode())
@@ -45,6 +44,7 @@ def load(path: str, revision: str | None = None, /, *, like: object = None, on_p
 
 class Rig(Server):
     folder: Path
+    robot: asyncio.Task[None] | None = None
 
     async def stats(self) -> dict[str, Any]:
         return (await self.call("GET", "/sessions/arm"))[1]["stats"]
@@ -53,35 +53,27 @@ class Rig(Server):
         return (await self.call("GET", "/deployments"))[1]
 
     async def until(self, claim: Callable[[list[dict[str, Any]]], Any]) -> dict[str, Any]:
-        async with asyncio.timeout(60):
-            while not claim(found := await self.deployments()):  # noqa: ASYNC110 - as a client would
-                await asyncio.sleep(0.02)
-        return found[0]
+        async def claimed() -> list[dict[str, Any]] | None:
+            return found if claim(found := await self.deployments()) else None
+
+        return (await until(claimed, within=60))[0]
 
     async def running(self, auto_update: str = "swap") -> None:
-        status, told = await self.create(policy_path=str(self.folder), auto_update=auto_update, rate=50)
-        assert status == 200, told
+        expect_ok(await self.create(policy_path=str(self.folder), auto_update=auto_update, rate=50))
+        self.robot = asyncio.create_task(show(self.transport.link))
         assert (await self.call("POST", "/sessions/arm/start"))[0] == 200
 
 
 @asynccontextmanager
 async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncIterator[Rig]:
     write(folder)
-
-    async def send(transport: Any) -> None:
-        while True:
-            if transport.links:
-                transport.link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
-                transport.link.deliver_joints(POSE)
-            await asyncio.sleep(0.01)
-
     async with started(Rig, load=loads or load, **(QUICK | settings)) as rig:
         rig.folder = folder
-        robot = asyncio.create_task(send(rig.transport))
         try:
             yield rig
         finally:
-            robot.cancel()
+            if rig.robot is not None:
+                rig.robot.cancel()
 
 
 async def watched() -> None:
@@ -142,8 +134,7 @@ async def test_a_policy_is_asked_for_and_gone_back_on(tmp_path: Path) -> None:
         status, told = await rig.call("POST", "/sessions/arm/policy")
         assert (status, told["result"]) == (200, "noop"), told
         write(rig.folder, 0.2)
-        status, told = await rig.call("POST", "/sessions/arm/policy", json={})
-        assert status == 200, told
+        told = expect_ok(await rig.call("POST", "/sessions/arm/policy", json={}))
         assert told["result"] in (None, "swapped"), told
         assert (await rig.stats())["policy_commit"] == told["sha"] != first
         done = await rig.until(lambda found: found[0]["result"])
@@ -152,12 +143,9 @@ async def test_a_policy_is_asked_for_and_gone_back_on(tmp_path: Path) -> None:
         assert (status, told["result"]) == (200, "rolled_back"), told
         assert (await rig.stats())["policy_commit"] == first
         # What was gone back on is not deployed again unless somebody insists.
-        status, told = await rig.call("POST", "/sessions/arm/policy", json={})
-        assert (status, told["code"]) == (409, "update_failed"), told
-        assert "DELETE /quarantine/" in told["detail"]
-        assert '"force": true' in told["detail"]
-        status, told = await rig.call("POST", "/sessions/arm/policy", json={"force": True})
-        assert status == 200, told
+        refused = await rig.call("POST", "/sessions/arm/policy", json={})
+        expect_refusal(refused, 409, "update_failed", "DELETE /quarantine/", '"force": true')
+        expect_ok(await rig.call("POST", "/sessions/arm/policy", json={"force": True}))
 
 
 async def test_a_staged_policy_waits_for_its_word(tmp_path: Path) -> None:
@@ -170,8 +158,7 @@ async def test_a_staged_policy_waits_for_its_word(tmp_path: Path) -> None:
         assert staged["result"] == "staged", staged
         stats = await rig.stats()
         assert (stats["policy_commit"], stats["policy_staged"]) == (first, staged["sha"])
-        status, told = await rig.call("POST", "/sessions/arm/policy")
-        assert status == 200, told
+        expect_ok(await rig.call("POST", "/sessions/arm/policy"))
         stats = await rig.stats()
         assert (stats["policy_commit"], stats["policy_staged"]) == (staged["sha"], None)
 
@@ -191,19 +178,10 @@ async def test_wrong_bodies_and_revisions_are_explained(tmp_path: Path) -> None:
         for body in ({"revision": ""}, {"revision": 7}, {"unknown": 1}, {"force": "yes"}, []):
             status, told = await rig.call("POST", "/sessions/arm/policy", json=body)
             assert status == 422, (body, told)
-        status, told = await rig.call("POST", "/sessions/arm/policy", json={"revision": "v7"})
-        assert (status, told["code"]) == (409, "update_failed")
-        assert "'v7'" in told["detail"]
-        status, told = await rig.call("POST", "/sessions/arm/rollback")
-        assert (status, told["code"]) == (409, "update_failed"), told
-        body = {
-            "session_id": "pinned",
-            "policy_path": "lab/pick",
-            "transport_server_url": "http://rooms.example",
-            "revision": "a" * 40,
-            "auto_update": "swap",
-        }
-        status, told = await rig.call("POST", "/sessions", json=body)
+        refused = await rig.call("POST", "/sessions/arm/policy", json={"revision": "v7"})
+        expect_refusal(refused, 409, "update_failed", "'v7'")
+        expect_refusal(await rig.call("POST", "/sessions/arm/rollback"), 409, "update_failed")
+        status, told = await rig.create("pinned", policy_path="lab/pick", revision="a" * 40, auto_update="swap")
         assert status == 422
         assert told["detail"][0]["loc"] == ["body", "auto_update"]
 
@@ -262,26 +240,13 @@ async def test_a_push_is_refused_only_for_fields_that_name_the_event(tmp_path: P
 async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> None:
     from hooks import WebhooksClient
 
-    heard: list[dict[str, Any]] = []
-
-    async def hear(request: aiohttp.web.Request) -> aiohttp.web.Response:
-        heard.append(await request.json())
-        return aiohttp.web.Response()
-
-    receiver = aiohttp.web.Application()
-    receiver.router.add_post("/", hear)
-    runner = aiohttp.web.AppRunner(receiver)
-    await runner.setup()
-    site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    target = f"http://127.0.0.1:{runner.addresses[0][1]}/"
     settings = {"registry": True, "state": str(tmp_path / "state"), "registry_allow": ("127.0.0.0/8",)}
-    async with rigged(tmp_path / "policy", **settings) as rig:
+    async with target_server() as target, rigged(tmp_path / "policy", **settings) as rig:
         token = (tmp_path / "state" / "registry-token").read_text().strip()
         assert (tmp_path / "state" / "registry-token").stat().st_mode & 0o077 == 0
         client = WebhooksClient(endpoint=rig.url, token=token)
         made = await asyncio.to_thread(
-            client.create_webhook, url=target, watched=[{"type": "user", "name": "robojax"}], domains=["session"]
+            client.create_webhook, url=target.url, watched=[{"type": "user", "name": "robojax"}], domains=["session"]
         )
         assert made.status == "enabled"
         await rig.running()
@@ -289,28 +254,19 @@ async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> N
         write(rig.folder, 0.2)
         await rig.until(lambda found: found and found[0]["result"])
         assert (await rig.call("DELETE", "/sessions/arm"))[0] == 200
-        async with asyncio.timeout(60):
-            while len(heard) < 4:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-    await runner.cleanup()
-    assert [one["type"] for one in heard] == [
-        "session.created",
-        "session.started",
-        "session.policy.swapped",
-        "session.deleted",
-    ]
+        await target.wait_for(4, within=60)
+    heard = [one.json for one in target.got]
+    events = ("created", "started", "policy.swapped", "deleted")
+    assert [one["type"] for one in heard] == [f"session.{event}" for event in events]
     assert heard[2]["data"]["sessions"] == ["arm"]
 
 
 async def test_a_session_that_ended_in_an_error_is_no_error_of_the_server(tmp_path: Path) -> None:
     async with rigged(tmp_path / "policy") as rig:
         rig.transport.refuse = TransportError("no such room")
-        body = {"session_id": "arm", "policy_path": str(rig.folder), "transport_server_url": "http://rooms.example"}
-        assert (await rig.call("POST", "/sessions", json=body))[0] == 502
+        assert (await rig.create(policy_path=str(rig.folder)))[0] == 502
         for path in ("/sessions/arm/policy", "/sessions/arm/rollback"):
-            status, told = await rig.call("POST", path)
-            assert (status, told["code"]) == (409, "update_failed"), (path, told)
-            assert "'arm'" in told["detail"]
+            expect_refusal(await rig.call("POST", path), 409, "update_failed", "'arm'")
 
 
 async def test_a_folder_of_the_home_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,17 +315,11 @@ async def test_a_pattern_of_tags_is_the_highest_of_them(tmp_path: Path, monkeypa
             return ScriptedPolicy(commit=revision)
 
         async with rigged(tmp_path / "policy", loads=load_noted) as rig:
-            body = {
-                "policy_path": "lab/act",
-                "transport_server_url": "http://rooms.example",
-                "auto_update": "swap",
-                "revision": "deploy-*",
-            }
-            status, told = await rig.call("POST", "/sessions", json=body | {"session_id": "arm"})
-            assert status == 200, told
+            followed = {"policy_path": "lab/act", "auto_update": "swap"}
+            expect_ok(await rig.create(revision="deploy-*", **followed))
             assert loaded == [highest]
             assert (await rig.stats())["policy_commit"] == highest
-            status, told = await rig.call("POST", "/sessions", json=body | {"session_id": "b", "revision": "nothing-*"})
+            status, told = await rig.create("b", revision="nothing-*", **followed)
             assert status == 422, told
             assert "no tag is like" in json.dumps(told)
 
@@ -384,12 +334,10 @@ async def test_a_session_does_not_load_what_is_in_quarantine(tmp_path: Path) -> 
     # The folder holds it still, and neither a session of before nor a new one has a gate.
     async with rigged(tmp_path / "other", state=str(tmp_path / "state")) as rig:
         rig.folder = tmp_path / "policy"
-        body = {"session_id": "b", "policy_path": str(rig.folder), "transport_server_url": "http://rooms.example"}
-        for path, more in (("/sessions/arm/restart", {}), ("/sessions", {"json": body})):
-            status, told = await rig.call("POST", path, **more)
+        for making in (rig.call("POST", "/sessions/arm/restart"), rig.create("b", policy_path=str(rig.folder))):
+            status, told = await making
             assert status == 422, told
             assert f"DELETE /quarantine/{bad['sha']}" in json.dumps(told)
         assert (await rig.call("GET", "/sessions/arm"))[1]["status"] == "interrupted"
         assert (await rig.call("DELETE", f"/quarantine/{bad['sha']}"))[0] == 200
-        status, told = await rig.call("POST", "/sessions/arm/restart")
-        assert status == 200, told
+        expect_ok(await rig.call("POST", "/sessions/arm/restart"))

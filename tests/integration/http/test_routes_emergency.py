@@ -20,10 +20,7 @@ async def until(claim: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [
-        (b'{"reason": "a hand"}', "a hand"),
-        (b'{"reason": "' + b"x" * 200_000 + b'"}', "asked for over HTTP"),
-    ],
+    [(b'{"reason": "a hand"}', "a hand"), (b'{"reason": "' + b"x" * 200_000 + b'"}', "asked for over HTTP")],
     ids=["a reason", "too long"],
 )
 async def test_only_the_named_session_is_stopped_and_latched(server, body: bytes, reason: str) -> None:

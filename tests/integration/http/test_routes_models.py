@@ -142,13 +142,7 @@ async def test_arrays_that_do_not_fit_are_422_with_what_was_wanted(server, loade
 
 @pytest.mark.parametrize(
     ("body", "form"),
-    [
-        (b"", JSON),
-        (b"", NPZ),
-        (b"{", JSON),
-        (b"PK\x03\x04", NPZ),
-        (b'{"inputs": {"hidden_states": NaN}}', JSON),
-    ],
+    [(b"", JSON), (b"", NPZ), (b"{", JSON), (b"PK\x03\x04", NPZ), (b'{"inputs": {"hidden_states": NaN}}', JSON)],
 )
 async def test_bodies_that_cannot_be_read_are_422(server, body, form):
     status, told, _ = await server.forward(body, form)
@@ -202,12 +196,17 @@ async def test_a_body_without_a_length_is_counted_while_it_comes(serve):
         await server.until_free()
 
 
+async def half_sent(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
+    writer.write(b"Content-Length: 5000\r\n\r\nPK")
+    await until(lambda: server.places == 1)
+    return reader, writer
+
+
 async def test_a_dripping_body_is_cut_and_gives_its_place_back(serve):
     async with serve(request_deadline=2.0, max_forwards=1) as server:
-        reader, writer = await asyncio.open_connection(*server.address)
-        writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
-        writer.write(b"Content-Length: 5000\r\n\r\nPK")
-        await until(lambda: server.places == 1, within=30)
+        reader, writer = await half_sent(server)
         assert (await server.forward(b"x", NPZ))[0] == 503
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
         assert b" 408 " in head
@@ -217,10 +216,7 @@ async def test_a_dripping_body_is_cut_and_gives_its_place_back(serve):
 
 async def test_a_client_that_leaves_gives_its_place_back(serve):
     async with serve(max_forwards=1) as server:
-        _, writer = await asyncio.open_connection(*server.address)
-        writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
-        writer.write(b"Content-Length: 5000\r\n\r\nPK")
-        await until(lambda: server.places == 1, within=30)
+        _, writer = await half_sent(server)
         writer.close()
         await server.until_free()
 

@@ -112,7 +112,6 @@ async def test_a_reader_with_a_bug_tells_no_more_than_its_kind(server, monkeypat
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Path:
-    """A copy of the shipped policy."""
     return Path(shutil.copytree("robojax/sim/policy", tmp_path / "policy", copy_function=shutil.copyfile))
 
 

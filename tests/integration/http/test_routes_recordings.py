@@ -3,8 +3,8 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 
 from service.auth.caller import Role
@@ -12,15 +12,17 @@ from service.recording.library import open_source
 from service.recording.mcap_files import McapSource
 from service.recording.recordings import run_process
 from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
-from tests.testing.rig import JOINTS
+from tests.testing.rig import JOINTS, expect_refusal, show
 
 
-async def feed(server) -> None:
-    """Until it is cancelled, the robot of the newest session sees and feels something."""
-    while True:
-        server.transport.link.deliver_frame("front", np.full((48, 64, 3), 90, np.uint8))
-        server.transport.link.deliver_joints(dict.fromkeys(JOINTS, 1.0))
-        await asyncio.sleep(0.02)
+@asynccontextmanager
+async def moving(server, by=None, **more):
+    """A session whose robot sends frames and joints and is moved."""
+    await server.create("arm", by, rate=50, **more)
+    showing = asyncio.create_task(show(server.transport.link))
+    await server.call("POST", "/sessions/arm/start", by)
+    yield
+    showing.cancel()
 
 
 async def until(server, wanted, path="/recordings", by=None):
@@ -46,7 +48,7 @@ async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, 
     )
     async with serve(recordings=str(folder), recording_free=0) as server:
         await server.create("arm", record=True, rate=50, language_instruction="wave")
-        feeding = asyncio.create_task(feed(server))
+        feeding = asyncio.create_task(show(server.transport.link))
         _, waiting = await server.call("GET", "/sessions/arm")
         assert recording(waiting) == {
             **{"state": "on", "file": None, "seconds": 0, "bytes": 0, "dropped": 0},
@@ -62,8 +64,7 @@ async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, 
         assert recording(running)["state"] == "on"
         ((one,)) = (await server.call("GET", "/recordings"))[1]
         assert (one["state"], one["session_id"], one["dataset"]) == ("on", "arm", "none")
-        status, refused = await server.call("DELETE", f"/recordings/{one['name']}")
-        assert (status, refused["code"]) == (409, "recording_refused")
+        expect_refusal(await server.call("DELETE", f"/recordings/{one['name']}"), 409, "recording_refused")
         await server.call("DELETE", "/sessions/arm")
         feeding.cancel()
         (one,) = await until(server, lambda found: found[0]["dataset"] == "ready")
@@ -85,10 +86,8 @@ async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, 
 
 
 async def test_a_recording_is_switched_on_and_off_while_the_robot_moves(serve, tmp_path):
-    async with serve(recordings=str(tmp_path), recording_free=0, recording_datasets=False) as server:
-        await server.create("arm", rate=50)
-        feeding = asyncio.create_task(feed(server))
-        await server.call("POST", "/sessions/arm/start")
+    settings = {"recordings": str(tmp_path), "recording_free": 0, "recording_datasets": False}
+    async with serve(**settings) as server, moving(server):
         assert recording((await server.call("GET", "/sessions/arm"))[1])["state"] == "off"
         status, told = await server.call("POST", "/sessions/arm/record", json={"on": True})
         assert (status, told["recording"]["state"]) == (200, "on")
@@ -98,19 +97,15 @@ async def test_a_recording_is_switched_on_and_off_while_the_robot_moves(serve, t
         assert len(list(McapSource(tmp_path / f"{one['name']}.mcap").steps())) > 5
         status = (await server.call("GET", "/sessions/arm"))[1]
         assert (status["status"], recording(status)["state"]) == ("running", "off")
-        feeding.cancel()
 
 
 async def test_a_recording_is_its_owners_alone(serve, tmp_path):
     roles = {"ann": Role.OPERATOR, "bob": Role.OPERATOR}
     settings = {"recording_free": 0, "recording_datasets": False, "policy_owners": ("policies",)}
     async with serve(roles=roles, state=str(tmp_path), **settings) as server:
-        await server.create("arm", "ann", record=True, rate=50)
-        feeding = asyncio.create_task(feed(server))
-        await server.call("POST", "/sessions/arm/start", "ann")
-        await until(server, lambda one: one["stats"]["commands_sent"] > 3, "/sessions/arm", "ann")
-        await server.call("DELETE", "/sessions/arm", "ann")
-        feeding.cancel()
+        async with moving(server, "ann", record=True):
+            await until(server, lambda one: one["stats"]["commands_sent"] > 3, "/sessions/arm", "ann")
+            await server.call("DELETE", "/sessions/arm", "ann")
         (one,) = await until(server, lambda found: found and found[0]["state"] == "off", by="ann")
         assert await server.call("GET", "/recordings", "bob") == (200, [])
         assert (await server.call("DELETE", f"/recordings/{one['name']}", "bob"))[0] == 404
@@ -118,12 +113,8 @@ async def test_a_recording_is_its_owners_alone(serve, tmp_path):
 
 
 async def test_a_session_that_ends_with_its_server_leaves_a_whole_recording(serve, tmp_path):
-    async with serve(recordings=str(tmp_path), recording_free=0) as server:
-        await server.create("arm", record=True, rate=50)
-        feeding = asyncio.create_task(feed(server))
-        await server.call("POST", "/sessions/arm/start")
+    async with serve(recordings=str(tmp_path), recording_free=0) as server, moving(server, record=True):
         await until(server, lambda one: one["stats"]["commands_sent"] > 5, "/sessions/arm")
-        feeding.cancel()
     (path,) = tmp_path.glob("*.mcap")
     assert McapSource(path).outcome.state == "off"
     assert len(list(McapSource(path).steps())) > 4
@@ -132,15 +123,11 @@ async def test_a_session_that_ends_with_its_server_leaves_a_whole_recording(serv
 async def test_a_recording_ends_with_a_session_that_fails(serve, tmp_path):
     policy = ScriptedPolicy()
     settings = {"recordings": str(tmp_path), "recording_free": 0, "recording_datasets": False}
-    async with serve(load=ScriptedLoader(lambda: policy), **settings) as server:
-        await server.create("arm", record=True, rate=50)
-        feeding = asyncio.create_task(feed(server))
-        await server.call("POST", "/sessions/arm/start")
+    async with serve(load=ScriptedLoader(lambda: policy), **settings) as server, moving(server, record=True):
         await until(server, lambda one: one["stats"]["commands_sent"] > 3, "/sessions/arm")
         policy.failures = [ValueError("broken")] * 3
         await until(server, lambda one: one["status"] == "error", "/sessions/arm")
         await until(server, lambda found: found[0]["state"] == "off")
-        feeding.cancel()
 
 
 async def test_a_server_without_a_folder_says_so(server):
@@ -148,8 +135,7 @@ async def test_a_server_without_a_folder_says_so(server):
     assert (status, refused["detail"][0]["loc"]) == (422, ["body", "record"])
     assert "--recordings" in refused["detail"][0]["msg"]
     await server.create("arm")
-    status, refused = await server.call("POST", "/sessions/arm/record", json={"on": True})
-    assert (status, refused["code"]) == (409, "recording_refused")
+    expect_refusal(await server.call("POST", "/sessions/arm/record", json={"on": True}), 409, "recording_refused")
     assert await server.call("GET", "/recordings") == (200, [])
 
 

@@ -35,8 +35,6 @@ UNHURRIED = GateLimits(slow=10.0)
 
 
 class Rig(SessionRig):
-    """Sessions whose policies are changed while their robots move."""
-
     def __init__(self, settings: RolloutSettings, stuck_after: float) -> None:
         super().__init__(NEW, stuck_after=stuck_after)
         self.policy = ScriptedPolicy(commit=SHA)
@@ -44,20 +42,17 @@ class Rig(SessionRig):
         self.told: list[str] = []
 
     async def swapped(self, policy: ScriptedPolicy | None = None) -> Session:
-        """A session that moves its robot and whose policy was just swapped for this one."""
         session = await self.running()
         await self.swap_in(policy)
         return session
 
     async def swap_in(self, policy: ScriptedPolicy | None = None, sha: str = NEXT) -> None:
-        """Prepare a policy for the running session, and swap to it."""
         verdict = await self.prepare(policy or ScriptedPolicy(), sha)
         assert verdict.reason is None, verdict.text
         assert (await self.rollout.swap("s", sha)).reason is None
 
     @property
     def sha(self) -> str | None:
-        """The commit that the session runs."""
         return self.rollout.list_followers()[0].sha
 
     async def prepare(self, policy: ScriptedPolicy, sha: str = NEXT):
@@ -66,8 +61,7 @@ class Rig(SessionRig):
 
 
 class KeptWaiting:
-    """How many ticks the machine took: its kernel knows how long the event loop and a policy had no core, and a bare
-    timer how long all of them stood still."""
+    """Count the ticks that the machine took: waits for a core by the kernel's count, and pauses of all cores."""
 
     def __init__(self, pauses: Pauses) -> None:
         self._meter = Meter(lambda: [os.getpid()])
@@ -107,7 +101,6 @@ async def rig() -> AsyncIterator[Rig]:
 
 @pytest.fixture
 async def watched() -> AsyncIterator[Rig]:
-    """Where a probation ends by what it finds."""
     async with rigged(seconds=30.0) as made:
         yield made
 
@@ -227,7 +220,7 @@ async def test_lost_device_is_not_blamed_on_the_policy(policy: ScriptedPolicy, r
     assert session.policies.staged is None
 
 
-async def test_nor_when_all_engines_of_a_cluster_have_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_engines_are_not_blamed_on_the_policy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     await rig.running()
     engine = rig.sessions.engine
     monkeypatch.setattr(engine, "get_stats", lambda facts=engine.get_stats: {**facts(), "devices": []})
@@ -455,13 +448,8 @@ async def test_each_move_of_a_session_is_an_event(rig: Rig) -> None:
     await rig.sessions.stop("s")
     await rig.sessions.emergency_stop("test")
     await rig.sessions.delete("s")
-    assert [event for event, _ in rig.events] == [
-        "session.created",
-        "session.started",
-        "session.stopped",
-        "session.stopped",
-        "session.deleted",
-    ]
+    moves = ("created", "started", "stopped", "stopped", "deleted")
+    assert [event for event, _ in rig.events] == [f"session.{move}" for move in moves]
     assert rig.events[3][1]["emergency_stop"] is True
     assert rig.events[3][1]["reason"] == "test"
 

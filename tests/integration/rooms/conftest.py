@@ -1,7 +1,6 @@
 """A transport server on loopback that can be killed, callers of it, sessions and robots in its rooms, a wire to cut."""
 
 import asyncio
-import contextlib
 import io
 import json
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +17,7 @@ from service.transport.client.robot import OnCommand, Robot, connect_robot
 from service.transport.client.rooms_link import RoomsTransport
 from service.transport.link import Link, LinkEvent, Rooms, Transport
 from service.transport.server.app import TransportSettings, serve_transport
+from tests.faults.proxy import FaultProxy, fault_proxy
 from tests.testing.waiting import until
 
 PATIENCE = 30.0
@@ -25,8 +25,6 @@ PATIENCE = 30.0
 
 @dataclass
 class Socket:
-    """One WebSocket, read as JSON."""
-
     raw: aiohttp.ClientWebSocketResponse
 
     async def send(self, message: Any) -> None:
@@ -75,7 +73,6 @@ class Caller:
         return await self.call("POST", f"{path}/webrtc/signal", {"client_id": client_id, "message": message})
 
     async def room(self, kind: str, room: str, workspace: str = "w", **body: Any) -> str:
-        """Make a room; returns its path."""
         status, answer = await self.call("POST", f"/{kind}/workspaces/{workspace}/rooms", {"room_id": room, **body})
         assert status == 200, answer
         return f"/{kind}/workspaces/{workspace}/rooms/{room}"
@@ -104,7 +101,6 @@ class Caller:
         return path, producer, consumer
 
     async def settled(self, path: str, **wanted: Any) -> Any:
-        """The room, once its participants are as wanted."""
         for _ in range(int(PATIENCE / 0.01)):
             _, answer = await self.call("GET", path)
             participants = answer["room"]["participants"]
@@ -135,7 +131,6 @@ class RecordingInbox:
 
     @property
     def pose(self) -> dict[str, float]:
-        """Everything merged."""
         return {name: value for pose in self.poses for name, value in pose.items()}
 
     def of(self, kind: type) -> list[Any]:
@@ -166,7 +161,6 @@ def serve() -> Serve:
 
 @pytest.fixture
 async def caller(serve: Serve) -> AsyncIterator[Caller]:
-    """A server of the default settings."""
     async with serve() as caller:
         yield caller
 
@@ -214,70 +208,10 @@ async def server() -> AsyncIterator[Server]:
         await server.kill()
 
 
-class Proxy:
-    """A TCP proxy that can stop carrying bytes without closing, stop reading from the client, and cut."""
-
-    def __init__(self, target: str):
-        host, port = target.removeprefix("http://").split(":")
-        self.target = (host, int(port))
-        self.url = ""
-        self.carries = asyncio.Event()
-        self.carries.set()
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there = await asyncio.open_connection(*self.target)
-        self._writers += [writer, there[1]]
-        with contextlib.suppress(ConnectionError):
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._pipe(reader, there[1]))
-                group.create_task(self._pipe(there[0], writer))
-
-    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(4096):
-                await self.carries.wait()
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
-
-    def cut(self) -> None:
-        """Reset every connection."""
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-
 @pytest.fixture
-async def proxy(server: Server) -> AsyncIterator[Proxy]:
-    proxy = Proxy(server.url)
-    carrying: set[asyncio.Task[None]] = set()
-
-    async def carry(reader, writer) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        carrying.add(task)
-        try:
-            await proxy.carry(reader, writer)
-        finally:
-            carrying.discard(task)
-
-    # A small window, so that a peer that does not read is felt after a few kilobytes.
-    listener = await asyncio.start_server(carry, "127.0.0.1", 0, limit=4096)
-    proxy.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    try:
+async def proxy(server: Server) -> AsyncIterator[FaultProxy]:
+    async with fault_proxy(server.url, chunk=4096) as proxy:
         yield proxy
-    finally:
-        listener.close()
-        proxy.carries.set()
-        proxy.cut()
-        for task in list(carrying):
-            task.cancel()
-        await asyncio.gather(*carrying, return_exceptions=True)
-        await listener.wait_closed()
 
 
 @pytest.fixture

@@ -21,9 +21,6 @@ def api(caller):
     return caller.under("/api")
 
 
-# Same routes at / and /api; unknown workspace; unknown room; POST create with no body, {}, room_id; 200 not 201.
-
-
 @pytest.mark.parametrize("kind", ["robotics", "video"])
 async def test_the_list_of_an_unknown_workspace_is_empty(api, kind):
     listed = {"success": True, "workspace_id": "nobody", "rooms": [], "total": 0}
@@ -256,11 +253,8 @@ async def test_an_emergency_stop_reaches_everybody_its_sender_included(api, kind
     await sockets[1].send({"type": "emergency_stop", "reason": "smoke"})
     for socket in sockets:
         for reason in (default, "smoke"):
-            assert undated(await socket.until("emergency_stop")) == {
-                "type": "emergency_stop",
-                "reason": reason,
-                "source": "c",
-            }
+            stop = {"type": "emergency_stop", "reason": reason, "source": "c"}
+            assert undated(await socket.until("emergency_stop")) == stop
 
 
 async def test_an_emergency_stop_is_not_latched_by_the_room(api):
@@ -531,8 +525,6 @@ async def test_max_consumers_is_enforced(caller):
 
 
 class Colour(VideoStreamTrack):
-    """A camera that sees one colour."""
-
     def __init__(self, rgb: tuple[int, int, int]):
         super().__init__()
         self.picture = np.full((240, 320, 3), rgb, np.uint8)
@@ -575,16 +567,14 @@ async def take_answer(producer, peer: RTCPeerConnection) -> None:
 
 async def test_a_camera_that_starts_late_is_seen_within_three_seconds(caller, peers, pauses):
     path, producer, consumer = await caller.pair("video", "v")
-    early = [RTCPeerConnection(RTCConfiguration(iceServers=[])) for _ in range(2)]
-    peers += early
+    peers += [RTCPeerConnection(RTCConfiguration(iceServers=[])) for _ in range(4)]
+    early, late = peers[:2], peers[2:]
     early[0].createDataChannel("no camera yet")
     await offer(caller, path, early[0])
     assert "m=video" not in early[0].localDescription.sdp
     track = await take_offer(caller, path, consumer, early[1])
     await take_answer(producer, early[0])
     assert not track.done()
-    late = [RTCPeerConnection(RTCConfiguration(iceServers=[])) for _ in range(2)]
-    peers += late
     late[0].addTrack(Colour((20, 220, 60)))
     await producer.send({"type": "stream_started", "config": {}})
     assert (await consumer.until("stream_started"))["participant_id"] == "p"
@@ -598,12 +588,8 @@ async def test_a_camera_that_starts_late_is_seen_within_three_seconds(caller, pe
 
 
 def undated(message: dict) -> dict:
-    """The rest of a message that has a timestamp of now."""
-    assert is_now(message.pop("timestamp"))
+    """The rest of a message whose ISO-8601 timestamp in UTC is of this moment."""
+    timestamp = message.pop("timestamp")
+    assert timestamp.endswith("+00:00")
+    assert abs(datetime.now(tz=UTC) - datetime.fromisoformat(timestamp)) < timedelta(seconds=10)
     return message
-
-
-def is_now(timestamp: str) -> bool:
-    """ISO-8601 with a UTC offset, and of this moment."""
-    at = datetime.fromisoformat(timestamp)
-    return timestamp.endswith("+00:00") and abs(datetime.now(tz=UTC) - at) < timedelta(seconds=10)

@@ -4,11 +4,11 @@ import asyncio
 import dataclasses
 import gc
 import time
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
+from aiohttp.test_utils import RawTestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,10 +62,7 @@ def test_camera_names_without_room_ids_of_their_own_are_refused(cameras, why):
 
 
 async def test_without_a_workspace_a_new_one_is_made_each_time(connect, server):
-    async with (
-        connect(workspace_id=None) as first,
-        connect(workspace_id=None) as second,
-    ):
+    async with connect(workspace_id=None) as first, connect(workspace_id=None) as second:
         assert first.rooms.workspace_id != second.rooms.workspace_id
         assert await server.rooms("robotics", first.rooms.workspace_id) == {"s-joint-input", "s-joint-output"}
 
@@ -121,23 +118,6 @@ async def test_nothing_is_left_running_after_the_end(both):
     assert [name for name in left if not name.endswith(SERVER_SIDE)] == []
 
 
-# What goes wrong on the way in.
-
-
-@asynccontextmanager
-async def http_server(handler):
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.01)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 def answering(make):
     """A handler that answers, or raises, what ``make`` returns for the request."""
 
@@ -189,9 +169,9 @@ ODD_ROOM = {"room": {"participants": {"producer": ["p"], "consumers": {}}}}
 async def test_a_server_that_does_not_fit_is_explained(connect, quick, handler, words):
     # Only where there is none: any other answer may be late.
     pace = dataclasses.replace(quick, request=0.3 if handler is too_slow else 30.0, leave=0.1)
-    async with http_server(handler) as url:
+    async with RawTestServer(handler) as server:
         with pytest.raises(TransportError) as error:
-            async with connect(url=url, pace=pace):
+            async with connect(url=f"http://127.0.0.1:{server.port}", pace=pace):
                 pass
     assert [word for word in words if word not in str(error.value)] == [], error.value
     assert "secret" not in str(error.value)
@@ -249,9 +229,6 @@ def test_the_base_path_is_kept_for_both_protocols(url, rest, socket):
 def test_the_wait_before_joining_again_doubles_up_to_its_limit(attempt):
     pace = TransportTimeouts()
     assert 0 <= retry_delay(attempt, pace) <= min(10.0, 0.25 * 2 ** min(attempt, 10))
-
-
-# Joints and commands.
 
 
 async def test_joints_come_in_and_commands_go_out(both, server, seen, until):
@@ -403,9 +380,6 @@ async def test_a_stop_that_could_not_be_sent_is_sent_after_the_next_join(both, s
         await server.start()
         stop = (await until(lambda: seen.of(EmergencyStop)))[0]
         assert stop.reason == "while the server was away"
-
-
-# Losing the link.
 
 
 async def test_rooms_are_recreated_and_rejoined_after_a_server_restart(both, server, seen, until):

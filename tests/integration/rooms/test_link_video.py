@@ -37,8 +37,6 @@ def picture(colour, height=48, width=64):
 
 @contextlib.asynccontextmanager
 async def filming(robot, colour, camera="front", rate=30, **size):
-    """The robot's camera sees one colour."""
-
     async def film():
         while True:
             robot.show(camera, picture(colour, **size))
@@ -54,7 +52,6 @@ async def filming(robot, colour, camera="front", rate=30, **size):
 
 @contextlib.asynccontextmanager
 async def watching(url, inbox, pace):
-    """One more consumer of the camera room, as a viewer is."""
     async with http_session() as session:
         api = RoomsApi(session, Address.parse(url))
         receiver = CameraReceiver("front", "s-front", api, inbox, pace, ())
@@ -77,6 +74,11 @@ async def see(seen, until, colour, camera="front", within=30.0):
     return await until(
         lambda: any(name == camera and is_colour(image, colour) for name, image, _ in seen.frames), within
     )
+
+
+async def show_and_see(robot, seen, until, colour, within=30.0):
+    async with filming(robot, colour):
+        await see(seen, until, colour, within=within)
 
 
 async def test_a_known_colour_arrives_within_three_seconds_and_in_its_size(both, seen, until):
@@ -128,8 +130,7 @@ async def test_video_works_with_nothing_but_loopback(both, seen, until, monkeypa
 
 async def test_the_last_picture_before_a_pause_arrives(both, seen, until):
     async with both("front") as (_, robot):
-        async with filming(robot, RED):
-            await see(seen, until, RED)
+        await show_and_see(robot, seen, until, RED)
         await asyncio.sleep(0.1)
         robot.show("front", picture(GREEN))
         await see(seen, until, GREEN)
@@ -137,12 +138,10 @@ async def test_the_last_picture_before_a_pause_arrives(both, seen, until):
 
 async def test_a_second_offer_replaces_the_first(both, seen, until):
     async with both("front") as (link, robot):
-        async with filming(robot, RED):
-            await see(seen, until, RED)
+        await show_and_see(robot, seen, until, RED)
         robot._senders["front"].on_joined("")
         await until(lambda: link.health()["rooms"]["s-front"]["video"]["offers"] == 2)
-        async with filming(robot, GREEN):
-            await see(seen, until, GREEN)
+        await show_and_see(robot, seen, until, GREEN)
         video = link.health()["rooms"]["s-front"]["video"]
         assert (video["offers"], video["state"]) == (2, "connected")
         assert seen.of(LinkDown) == []
@@ -157,29 +156,24 @@ async def test_an_undecodable_picture_is_counted_and_the_stream_goes_on(both, se
             codec = next(iter(receiver._RTCRtpReceiver__codecs.values()))
             receiver._RTCRtpReceiver__decoder_queue.put((codec, JitterFrame(b"\x10garbage", 0)))
             await until(lambda: link.health()["rooms"]["s-front"]["video"]["decode_errors"] == 1)
-        async with filming(robot, GREEN):
-            await see(seen, until, GREEN)
+        await show_and_see(robot, seen, until, GREEN)
 
 
 async def test_a_peer_that_falls_silent_is_asked_for_a_new_offer(both, seen, quick, until):
     pace = dataclasses.replace(quick, silence=0.5, ask_first=0.2)
     async with both("front", pace=pace) as (link, robot):
-        async with filming(robot, RED):
-            await see(seen, until, RED)
+        await show_and_see(robot, seen, until, RED)
         # The robot's process lives, its track does not: as after an error in an encoder.
         await until(lambda: any("no picture for 0.5 s" in down.reason for down in seen.of(LinkDown)))
-        async with filming(robot, GREEN):
-            await see(seen, until, GREEN)
+        await show_and_see(robot, seen, until, GREEN)
         assert link.health()["rooms"]["s-front"]["video"]["asked_again"] >= 1
 
 
 async def test_a_peer_that_fails_is_asked_for_a_new_offer(both, seen, until):
     async with both("front") as (_, robot):
-        async with filming(robot, RED):
-            await see(seen, until, RED)
+        await show_and_see(robot, seen, until, RED)
         await robot._senders["front"]._peers[next(iter(robot._senders["front"]._peers))][0].close()  # says goodbye
-        async with filming(robot, GREEN):
-            await see(seen, until, GREEN, within=5)
+        await show_and_see(robot, seen, until, GREEN, within=5)
 
 
 @pytest.mark.parametrize("sdp", ["", "garbage", "v=0\r\nm=video 9 UDP/TLS/RTP/SAVPF\r\n", "m=video x y z\r\n" * 3])
@@ -298,12 +292,7 @@ async def test_only_consumers_are_offered_to(both, until):
         assert robot.health()["rooms"]["s-front"]["video"]["offers"] == 1
 
 
-# The screen, without a network.
-
-
 class Stage:
-    """A screen and the decoder thread's view of it."""
-
     def __init__(self):
         self.shown, self.failures = [], []
         self.screen = FrameDecoder(lambda image, at: self.shown.append(image), self.failures.append)

@@ -82,7 +82,6 @@ async def path(caller) -> str:
 
 @pytest.fixture
 async def raw(caller, path):
-    """The room's producer ``p``."""
     raw = await RawSocket.join(caller, path, "p", "producer")
     yield raw
     raw.writer.close()
@@ -337,9 +336,6 @@ async def test_a_request_refused_before_routing_gets_json(caller, path, method, 
     assert (await caller.call("GET", "/health"))[0] == 200
 
 
-# Web pages.
-
-
 async def test_a_page_of_this_machine_may_call_and_its_preflight_passes(caller):
     page = "http://localhost:5173"
     headers = {
@@ -386,20 +382,17 @@ async def test_only_listed_pages_may_call_when_pages_are_listed(serve):
         assert refused.value.status == 403
 
 
-# Clean-up and the life of the server.
-
-
-async def test_idle_rooms_go_by_themselves(serve):
+async def test_idle_rooms_go_by_themselves(serve, until):
     async with serve(idle=0.0, cleanup_interval=0.02) as caller:
         path = await caller.room("robotics", "r")
-        for _ in range(1500):
-            if (await caller.call("GET", path))[0] == 404:
-                return
-            await asyncio.sleep(0.02)
-        pytest.fail("the room is still there")
+
+        async def is_gone() -> bool:
+            return (await caller.call("GET", path))[0] == 404
+
+        await until(is_gone)
 
 
-async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task():
+async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task(until):
     before = asyncio.all_tasks()
     async with aiohttp.ClientSession() as session:
         async with serve_transport() as base:
@@ -412,12 +405,7 @@ async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task():
             while (frame := await one.receive(30)).type is aiohttp.WSMsgType.TEXT:
                 pass
             assert frame.type is aiohttp.WSMsgType.CLOSE
-    for _ in range(3000):
-        left = asyncio.all_tasks() - before
-        if not left:
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail(f"still running: {left}")
+    await until(lambda: not asyncio.all_tasks() - before)
 
 
 def test_the_command_says_what_to_do_when_its_port_is_taken():

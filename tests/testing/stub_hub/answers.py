@@ -28,5 +28,4 @@ class Refusal(Exception):
 
 
 def as_json(value: object, headers: Mapping[str, str] | None = None, status: int = 200) -> Answer:
-    """A value as JSON."""
     return Answer(status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})

@@ -10,7 +10,7 @@ from typing import Any, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tests.testing.stub_hub.answers import Answer, Refusal, as_json
-from tests.testing.stub_hub.deliveries import Deliveries, Delivery, DeliveryPlan
+from tests.testing.stub_hub.deliveries import Deliveries
 from tests.testing.stub_hub.failures import Failure, corrupted
 from tests.testing.stub_hub.repos import Repo
 from tests.testing.stub_hub.webhooks import Webhooks
@@ -30,27 +30,13 @@ class Request:
 
 
 class StubHub:
-    """A Hub on loopback, in threads of its own.
-
-    Attributes:
-        url: what to give as endpoint.
-        webhooks: by id.
-        repos: by type and id.
-        denied: repo id to status and ``X-Error-Code`` of every answer about it, e.g. ``(403, "GatedRepo")``.
-        requests: all that were received, scripted failures too.
-        page: commits per answer.
-    """
+    """A Hub on loopback, in its own threads; ``denied`` maps a repo id to the status and code of each answer."""
 
     def __init__(self, *, token: str | None = None, echoes_secrets: bool = True):
-        """Start it.
-
-        Args:
-            token: the only one that may manage webhooks; None for any, but one has to be sent.
-            echoes_secrets: whether webhooks are shown with their secret, or only that they have one.
-        """
+        """Start the Hub; webhooks need ``token`` (None: any), and show secrets only if ``echoes_secrets``."""
         self.token = token
         self.deliveries = Deliveries(lambda name: self.webhooks.get(name))
-        self.webhooks = Webhooks(echoes_secrets, self.deliveries.replay)
+        self.webhooks = Webhooks(echoes_secrets)
         self.repos: dict[tuple[str, str], Repo] = {}
         self.denied: dict[str, tuple[int, str]] = {}
         self.requests: list[Request] = []
@@ -70,31 +56,12 @@ class StubHub:
         self.close()
 
     def close(self) -> None:
-        """End it; what hangs is dropped. Doing it twice is once."""
         for failure in self._failures:
             failure.released.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
         self.deliveries.close()
-
-    @property
-    def plan(self) -> DeliveryPlan:
-        """How deliveries go; its fields may be set."""
-        return self.deliveries.plan
-
-    @plan.setter
-    def plan(self, plan: DeliveryPlan) -> None:
-        self.deliveries.plan = plan
-
-    @property
-    def log(self) -> list[Delivery]:
-        """Every delivery so far."""
-        return self.deliveries.log
-
-    def settle(self, timeout: float = 60.0) -> None:
-        """Wait until every delivery was sent; see `Deliveries.settle`."""
-        self.deliveries.settle(timeout)
 
     def script(self, pattern: str, how: int | str, times: int | None = 1, **details: Any) -> Failure:
         """Answer the next requests otherwise; see `Failure`. What was scripted first comes first."""
@@ -104,11 +71,9 @@ class StubHub:
         return failure
 
     def repo(self, repo: str, type: str = "model") -> Repo:
-        """A repo, made if need be."""
         return self.repos.setdefault((type, repo), Repo(repo, type))
 
     def head(self, repo: str, ref: str = "main") -> str:
-        """The sha that a ref points to."""
         return self.repo(repo).at(ref).sha
 
     def push(
@@ -121,12 +86,7 @@ class StubHub:
         message: str = "Upload",
         type: str = "model",
     ) -> str:
-        """Make a commit, move the ref to it, and deliver that; a tag is a second event. Gives the commit's sha.
-
-        Args:
-            files: what changes; a file that is None is deleted.
-            ref: a branch, or the whole name of a ref (``refs/pr/1``).
-        """
+        """Commit files (None deletes one), move the branch or full ref, deliver it, and return the commit's sha."""
         name = ref if ref.startswith("refs/") else f"refs/heads/{ref}"
         with self._lock:
             made = self.repo(repo, type)
@@ -140,7 +100,6 @@ class StubHub:
         return sha
 
     def tag(self, repo: str, tag: str, revision: str = "main", deliver: bool = True, type: str = "model") -> None:
-        """Set a tag, and deliver that."""
         made = self.repo(repo, type)
         old, sha = made.refs.get(f"refs/tags/{tag}"), made.at(revision).sha
         made.refs[f"refs/tags/{tag}"] = sha
@@ -148,7 +107,7 @@ class StubHub:
             moved = [{"ref": f"refs/tags/{tag}", "oldSha": old, "newSha": sha}]
             self.emit(repo, "update", "repo.content", type=type, updatedRefs=moved)
 
-    def emit(self, repo: str, action: str, scope: str, type: str = "model", **parts: Any) -> list[Delivery]:
+    def emit(self, repo: str, action: str, scope: str, type: str = "model", **parts: Any) -> None:
         """Deliver any event about a repo (``movedTo=``, ``updatedConfig=``, ``discussion=``, ...) to who watches it."""
         made = self.repo(repo, type)
         web = f"{self.url}/{'' if type == 'model' else type + 's/'}{repo}"
@@ -166,11 +125,11 @@ class StubHub:
             **parts,
         }
         with self._lock:
-            watching = [webhook for webhook in self.webhooks.values() if webhook.is_for(type, repo, scope)]
-            return [self.deliveries.add(webhook, payload) for webhook in watching]
+            for webhook in self.webhooks.values():
+                if webhook.is_for(type, repo, scope):
+                    self.deliveries.add(webhook, payload)
 
     def answer(self, request: Request) -> Answer | Failure:
-        """What to say to a request: an answer, or a failure that is none."""
         with self._lock:
             self.requests.append(request)
             line = f"{request.method} {request.path}"
@@ -204,18 +163,6 @@ class StubHub:
         match parts:
             case ["api", "agent-harnesses"]:
                 return as_json({"standardEnvVars": [], "harnesses": {}})
-            case ["api", "whoami-v2"]:
-                self._check_token(request)
-                return as_json(
-                    {
-                        "type": "user",
-                        "id": "5" * 24,
-                        "name": "someone",
-                        "fullname": "Someone",
-                        "orgs": [],
-                        "auth": {"type": "access_token", "accessToken": {"displayName": "stub", "role": "write"}},
-                    }
-                )
             case ["api", "settings", "webhooks", *rest]:
                 self._check_token(request)
                 return self.webhooks.answer(request.method, rest, request.body)
@@ -225,11 +172,10 @@ class StubHub:
         kind = KINDS[parts.pop(0)] if parts and parts[0] in KINDS else "model"
         if "resolve" in parts:
             repo, rest = self._find(kind, parts)
-            return repo.resolve(rest[1], "/".join(rest[2:]), request.headers.get("range"))
+            return repo.resolve(rest[1], "/".join(rest[2:]))
         raise Refusal(404, "Not found")
 
     def _find(self, kind: str, parts: list[str]) -> tuple[Repo, list[str]]:
-        """The repo at the beginning of a path, and the rest of it."""
         length = 1 if len(parts) < 2 or parts[1] in OF_A_REPO else 2
         name = "/".join(parts[:length])
         if name in self.denied:

@@ -19,8 +19,6 @@ NO_COMMIT = "0" * 40
 
 @dataclass(frozen=True)
 class File:
-    """One file of a commit."""
-
     path: str
     content: bytes
 
@@ -34,7 +32,6 @@ class File:
 
     @property
     def pointer(self) -> bytes:
-        """What git itself holds of a large file."""
         return (
             f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.content)}\n".encode()
         )
@@ -50,7 +47,6 @@ class File:
         return self.sha256 if self.is_large else self.blob
 
     def as_json(self) -> dict[str, Any]:
-        """As the tree lists it."""
         facts = {"type": "file", "oid": self.blob, "size": len(self.content), "path": self.path}
         if self.is_large:
             facts["lfs"] = {"oid": self.sha256, "size": len(self.content), "pointerSize": len(self.pointer)}
@@ -66,8 +62,6 @@ class File:
 
 @dataclass(frozen=True)
 class Commit:
-    """All files at one moment."""
-
     sha: str
     parent: str | None
     files: Mapping[str, File]
@@ -105,7 +99,6 @@ class Repo:
         return self.commits[sha]
 
     def at(self, revision: str) -> Commit:
-        """By sha, whole name of a ref, branch or tag."""
         for name in (revision, f"refs/heads/{revision}", f"refs/tags/{revision}"):
             if name in self.refs:
                 return self.commits[self.refs[name]]
@@ -114,7 +107,6 @@ class Repo:
         raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
 
     def history(self, revision: str) -> list[Commit]:
-        """Newest first."""
         found = [self.at(revision)]
         while found[-1].parent:
             found.append(self.commits[found[-1].parent])
@@ -190,28 +182,14 @@ class Repo:
         listed = [{"type": "directory", "path": path, "size": 0, "oid": NO_COMMIT} for path in folders]
         return [*listed, *(file.as_json() for file in shown)]
 
-    def resolve(self, revision: str, path: str, span: str | None) -> Answer:
-        """The content of a file; ``span`` is the header ``Range``."""
+    def resolve(self, revision: str, path: str) -> Answer:
         commit = self.at(revision)
         if path not in commit.files:
             refusal = Refusal(404, "Entry not found", "EntryNotFound").answer
             return Answer(refusal.status, refusal.body, {**refusal.headers, "X-Repo-Commit": commit.sha})
         file = commit.files[path]
-        headers = {
-            "Content-Type": "application/octet-stream",
-            "X-Repo-Commit": commit.sha,
-            "ETag": f'"{file.etag}"',
-            "Accept-Ranges": "bytes",
-        }
-        if span is None or not span.startswith("bytes="):
-            return Answer(200, file.content, headers)
-        first, _, last = span.removeprefix("bytes=").partition("-")
-        size = len(file.content)
-        start = int(first) if first else size - int(last)
-        end = min(int(last) if first and last else size - 1, size - 1)
-        if start > end:
-            return Answer(416, b"", {"Content-Range": f"bytes */{size}"})
-        return Answer(206, file.content[start : end + 1], {**headers, "Content-Range": f"bytes {start}-{end}/{size}"})
+        headers = {"Content-Type": "application/octet-stream", "X-Repo-Commit": commit.sha, "ETag": f'"{file.etag}"'}
+        return Answer(200, file.content, headers)
 
 
 def _moment(at: datetime) -> str:

@@ -6,7 +6,6 @@ Source: huggingface_hub 2.4 on the wire. An update sets exactly what it was sent
 
 import json
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,31 +52,25 @@ class Webhook:
 
 
 class Webhooks(dict[str, Webhook]):
-    """All of them by id, and their HTTP requests.
+    """All webhooks by id, and their requests."""
 
-    Args:
-        replay: what sends a delivery of a webhook again and gives the HTTP status; KeyError when there is none.
-    """
-
-    def __init__(self, echoes_secrets: bool, replay: Callable[[Webhook, str], int]):
+    def __init__(self, echoes_secrets: bool):
         super().__init__()
         self.echoes_secrets = echoes_secrets
-        self._replay = replay
         self._lock = threading.Lock()
         self._made = 0
 
     def answer(self, method: str, parts: list[str], body: bytes) -> Answer:
-        """One request; ``parts`` is the path after ``/api/settings/webhooks``."""
         with self._lock:
             match method, parts:
                 case "GET", []:
                     return as_json([webhook.as_json(self.echoes_secrets) for webhook in self.values()])
                 case "POST", []:
-                    return self._one(self._create(_object(body)))
+                    return self._one(self._create(json.loads(body)))
                 case "GET", [name]:
                     return self._one(self._find(name))
                 case "POST", [name]:
-                    return self._one(self._update(self._find(name), _object(body)))
+                    return self._one(self._update(self._find(name), json.loads(body)))
                 case "DELETE", [name]:
                     del self[self._find(name).id]
                     return Answer(200)
@@ -89,11 +82,14 @@ class Webhooks(dict[str, Webhook]):
                     webhook = self._find(name)
                 case _:
                     raise Refusal(405, f"{method} is not allowed here")
-        # Outside the lock: the receiver may ask for its webhooks before it answers.
         try:
             return as_json({"status": self._replay(webhook, log)})
         except KeyError:
             raise Refusal(404, f"No delivery {log}") from None
+
+    def _replay(self, webhook: Webhook, log: str) -> int:
+        """Return the receiver's status; the stub keeps no log of deliveries."""
+        raise KeyError(log)
 
     def _one(self, webhook: Webhook) -> Answer:
         return as_json({"webhook": webhook.as_json(self.echoes_secrets)})
@@ -104,8 +100,6 @@ class Webhooks(dict[str, Webhook]):
         return self[name]
 
     def _create(self, wanted: dict[str, Any]) -> Webhook:
-        if ("url" in wanted) == ("jobSourceId" in wanted):
-            raise Refusal(400, 'One of "url" and "jobSourceId" is wanted')
         self._made += 1
         webhook = Webhook(f"{self._made:024x}", *_checked(wanted))
         self._fill(webhook, wanted)
@@ -118,8 +112,6 @@ class Webhooks(dict[str, Webhook]):
         return webhook
 
     def _fill(self, webhook: Webhook, wanted: dict[str, Any]) -> None:
-        if "secrets" in wanted and not ("jobSourceId" in wanted or webhook.job):
-            raise Refusal(400, '"secrets" are only for jobs')
         if "url" in wanted:
             webhook.url, webhook.job = str(wanted["url"]), None
         if "jobSourceId" in wanted:
@@ -129,8 +121,6 @@ class Webhooks(dict[str, Webhook]):
             named = {**webhook.job.get("secrets", {}), **wanted["secrets"]}
             webhook.job["secrets"] = {name: value for name, value in named.items() if value}
         if "secret" in wanted:
-            if not wanted["secret"].isascii():
-                raise Refusal(400, '"secret" has to be ASCII')
             webhook.secret = wanted["secret"] or None
 
 
@@ -140,16 +130,4 @@ def _checked(wanted: dict[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
         isinstance(item, dict) and item.get("type") in WATCHED and isinstance(item.get("name"), str) for item in watched
     ):
         raise Refusal(400, f'"watched" has to be a list of a type ({", ".join(WATCHED)}) and a name each')
-    if not isinstance(domains, list) or not set(domains) <= set(DOMAINS):
-        raise Refusal(400, f'"domains" has to be a list of {" and ".join(DOMAINS)}')
     return watched, domains
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        wanted = json.loads(body)
-    except ValueError:
-        raise Refusal(400, "The body is no JSON") from None
-    if not isinstance(wanted, dict):
-        raise Refusal(400, "The body is no JSON object")
-    return wanted
