@@ -18,6 +18,7 @@ from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.inbox import Event, Status
 from hooks.receiver.receiver import Receiver
 from tests.testing.pauses import Pauses
+from tests.unit.hooks.receiver.conftest import make_payload, serving, until_ended
 
 SECRET = "a-secret-of-sixteen"
 SIGNED = {"x-webhook-secret": SECRET}
@@ -33,7 +34,7 @@ def echo(payload: dict) -> dict:
 
 # The peer: 422 and its schema, before the secret is looked at.
 @pytest.mark.parametrize("body", [b"{", b'{"event": 1}', b"", b"\xff" * 100])
-async def test_a_bad_body_without_the_secret_tells_nothing_but_401(serving, body: bytes) -> None:
+async def test_a_bad_body_without_the_secret_tells_nothing_but_401(body: bytes) -> None:
     async with serving(Receiver(ReceiverSettings(secrets=(SECRET,))), lambda payload: None, "x") as sender:
         told = await sender.post("/webhooks/x", data=body)
         assert (told.status, told.json) == (401, {"error": "x-webhook-secret header not set."})
@@ -43,7 +44,7 @@ async def test_a_bad_body_without_the_secret_tells_nothing_but_401(serving, body
         assert told.status == 422
 
 
-async def test_a_payload_that_cannot_be_used_is_named_by_its_fields_alone(serving, make_payload) -> None:
+async def test_a_payload_that_cannot_be_used_is_named_by_its_fields_alone() -> None:
     receiver = Receiver()
     receiver.add(lambda payload: None, "x")
     broken = make_payload(event={"scope": 3, "private-value": "x"}, webhook={"id": "private-value"})
@@ -58,7 +59,7 @@ async def test_a_payload_that_cannot_be_used_is_named_by_its_fields_alone(servin
         assert told.status == 200
 
 
-async def test_two_deliveries_without_a_body_are_two_events(serving) -> None:
+async def test_two_deliveries_without_a_body_are_two_events() -> None:
     async with serving(Receiver(), lambda: 3, "nothing") as sender:
         for _ in range(2):
             empty = await sender.post("/webhooks/nothing")
@@ -66,7 +67,7 @@ async def test_two_deliveries_without_a_body_are_two_events(serving) -> None:
 
 
 # The peer: 200.
-async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) -> None:
+async def test_a_body_of_50_MB_is_413_before_it_is_kept(monkeypatch) -> None:
     # Where it takes longer to send, the connection may end before the answer is read.
     monkeypatch.setattr("hooks.receiver.receiver.DISCARD_TIMEOUT", 60.0)
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,), max_body=1 << 20))
@@ -87,7 +88,7 @@ async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) ->
         assert (await sender.post("/webhooks/echo", {"a": "x" * 900_000}, headers=SIGNED)).status == 200
 
 
-async def test_a_body_that_drips_is_408(serving) -> None:
+async def test_a_body_that_drips_is_408() -> None:
     async with serving(Receiver(ReceiverSettings(read_within=0.05)), echo) as sender:
         assert b" 408 " in await sender.raw(b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
 
@@ -104,13 +105,13 @@ async def test_a_body_that_drips_is_408(serving) -> None:
         (float("nan"), None),
     ],
 )
-async def test_any_value_is_told_as_json(serving, value: object, told: object) -> None:
+async def test_any_value_is_told_as_json(value: object, told: object) -> None:
     async with serving(Receiver(), lambda: value, "x") as sender:
         answer = await sender.post("/webhooks/x")
         assert (answer.status, answer.json) == (200, told)
 
 
-async def test_a_response_of_the_handlers_own_passes(serving) -> None:
+async def test_a_response_of_the_handlers_own_passes() -> None:
     def own(payload: dict) -> sanic.HTTPResponse:
         wrong = {"Content-Length": "500", "Transfer-Encoding": "chunked"}  # of another server
         return sanic.HTTPResponse(json.dumps({"made": payload["n"]}), 201, {"x-own": "1"} | wrong, "application/json")
@@ -123,7 +124,7 @@ async def test_a_response_of_the_handlers_own_passes(serving) -> None:
 
 
 # The peer: three runs.
-async def test_three_deliveries_of_one_event_run_once_also_across_a_restart(serving, make_payload, tmp_path) -> None:
+async def test_three_deliveries_of_one_event_run_once_also_across_a_restart(tmp_path) -> None:
     runs = []
 
     def receiver() -> Receiver:
@@ -148,7 +149,7 @@ async def test_three_deliveries_of_one_event_run_once_also_across_a_restart(serv
     assert len(runs) == 4
 
 
-async def test_without_an_id_an_equal_body_is_a_duplicate_for_a_while(serving) -> None:
+async def test_without_an_id_an_equal_body_is_a_duplicate_for_a_while() -> None:
     runs = []
 
     def note(payload: dict) -> None:
@@ -165,9 +166,7 @@ async def test_without_an_id_an_equal_body_is_a_duplicate_for_a_while(serving) -
 
 
 # The peer: a sender of a handler of 60 s waits 60 s.
-async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(
-    serving, make_payload, until, pauses: Pauses
-) -> None:
+async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(pauses: Pauses) -> None:
     receiver = Receiver(ReceiverSettings(answer_within=0.05))
     goes_on, runs = threading.Event(), []
 
@@ -187,13 +186,13 @@ async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(
         again = await sender.post("/webhooks/slow", make_payload(), headers=same)
         assert (again.status, again.json) == (202, told.json)
         goes_on.set()
-        await until(receiver, told.json["event_id"])
+        await until_ended(receiver, told.json["event_id"])
         last = await sender.post("/webhooks/slow", make_payload(), headers=same)
         assert (last.status, last.json, last.headers["x-webhook-duplicate"]) == (200, "done", "true")
         assert len(runs) == 1
 
 
-async def test_a_full_receiver_says_503_and_when_to_come_back(serving, make_payload, until) -> None:
+async def test_a_full_receiver_says_503_and_when_to_come_back() -> None:
     receiver = Receiver(ReceiverSettings(max_waiting=2))
     goes_on = asyncio.Event()
 
@@ -209,11 +208,11 @@ async def test_a_full_receiver_says_503_and_when_to_come_back(serving, make_payl
         assert (await send(2)).headers["retry-after"] == "5"
         assert (await send(1)).status == 202  # a duplicate takes no place
         goes_on.set()
-        await until(receiver)
+        await until_ended(receiver)
         assert (await send(2)).status == 202
 
 
-async def test_a_sender_that_goes_away_does_not_end_its_event(serving, make_payload) -> None:
+async def test_a_sender_that_goes_away_does_not_end_its_event() -> None:
     began, goes_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def slow(payload: dict) -> None:
@@ -230,7 +229,7 @@ async def test_a_sender_that_goes_away_does_not_end_its_event(serving, make_payl
         await asyncio.wait_for(done.wait(), 30)
 
 
-async def test_handler_error_is_500_without_its_text_and_is_retried(serving, make_payload, caplog) -> None:
+async def test_handler_error_is_500_without_its_text_and_is_retried(caplog) -> None:
     receiver, attempts = Receiver(), []
 
     def breaks(payload: dict, event: Event) -> str:
@@ -259,7 +258,7 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     "error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), StopIteration(), Panic()], ids=repr
 )
-async def test_a_handler_cannot_end_the_server(serving, error: BaseException, caplog) -> None:
+async def test_a_handler_cannot_end_the_server(error: BaseException, caplog) -> None:
     receiver = Receiver()
 
     async def ends() -> None:
@@ -275,7 +274,7 @@ async def test_a_handler_cannot_end_the_server(serving, error: BaseException, ca
         assert (await sender.post("/webhooks/well")).json == 3
 
 
-async def test_headers_of_an_event_have_no_secrets(serving, make_payload) -> None:
+async def test_headers_of_an_event_have_no_secrets() -> None:
     receiver, seen = Receiver(ReceiverSettings(secrets=(SECRET,))), []
     receiver.add(lambda event: seen.append(event), "x")
     headers = {**SIGNED, "authorization": "Bearer private", "webhook-id": "1", "user-agent": "hub"}
@@ -290,9 +289,7 @@ async def test_headers_of_an_event_have_no_secrets(serving, make_payload) -> Non
 
 
 @pytest.mark.parametrize("trouble", ["full", "locked"])
-async def test_what_cannot_be_written_is_not_acknowledged(
-    serving, make_payload, tmp_path: Path, monkeypatch, caplog, trouble: str
-) -> None:
+async def test_what_cannot_be_written_is_not_acknowledged(tmp_path: Path, monkeypatch, caplog, trouble: str) -> None:
     monkeypatch.setattr("hooks.database.LOCK_TIMEOUT", 0.05)
     receiver, runs = Receiver(ReceiverSettings(database=tmp_path / "e.sqlite3")), []
     async with serving(receiver, lambda payload: runs.append(1), "x") as sender:
@@ -336,7 +333,7 @@ def test_what_cannot_be_added_is_refused() -> None:
         receiver.add(echo, "late")
 
 
-async def test_the_log_of_a_refusal_names_no_secret(serving, caplog) -> None:
+async def test_the_log_of_a_refusal_names_no_secret(caplog) -> None:
     caplog.set_level(logging.DEBUG)
     async with serving(Receiver(ReceiverSettings(secrets=(SECRET,))), echo) as sender:
         await sender.post("/webhooks/echo", {}, headers={"x-webhook-secret": "guessed-secret"})
@@ -345,7 +342,7 @@ async def test_the_log_of_a_refusal_names_no_secret(serving, caplog) -> None:
     assert SECRET not in caplog.text
 
 
-async def test_deliveries_of_one_event_at_the_same_moment_run_once(serving, make_payload) -> None:
+async def test_deliveries_of_one_event_at_the_same_moment_run_once() -> None:
     receiver, runs, goes_on = Receiver(), [], asyncio.Event()
 
     async def note(event: Event) -> str:
@@ -366,7 +363,7 @@ async def test_deliveries_of_one_event_at_the_same_moment_run_once(serving, make
     assert len(runs) == 1
 
 
-async def test_a_body_whose_encoding_is_broken_is_400(serving) -> None:
+async def test_a_body_whose_encoding_is_broken_is_400() -> None:
     async with serving(Receiver(), echo) as sender:
         told = await sender.raw(
             b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n", whole=True
