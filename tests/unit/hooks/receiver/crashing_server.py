@@ -30,27 +30,27 @@ class Outside:
 
 
 def receiver(folder: Path) -> Receiver:
-    times = {"answer_within": 0.05, "backoff": 0.01, "longest_backoff": 0.1}
-    made = Receiver(ReceiverSettings(database=folder / "inbox.sqlite3", attempts=50, **times))
+    database = folder / "inbox.sqlite3"
+    settings = ReceiverSettings(database=database, answer_within=0.05, backoff=0.01, longest_backoff=0.1, attempts=50)
+    made = Receiver(settings)
     outside = Outside(folder / "outside.sqlite3")
 
-    def act(event: Event, number: int) -> None:
+    def act(event: Event, number: int) -> int:
         outside.move(event, number)
         chance = random.random()
         if chance < 0.03:
             raise RuntimeError("it slipped")
         if chance < 0.06:
             raise RetryableError("not yet", after=0.02)
+        return number
 
     async def on_loop(payload: dict, event: Event) -> int:
         await asyncio.sleep(random.random() * 0.02)
-        act(event, payload["number"])
-        return payload["number"]
+        return act(event, payload["number"])
 
     def in_thread(payload: dict, event: Event) -> int:
         threading.Event().wait(random.random() * 0.06)
-        act(event, payload["number"])
-        return payload["number"]
+        return act(event, payload["number"])
 
     made.add(on_loop)
     made.add(in_thread)

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import sanic
@@ -45,19 +47,20 @@ async def test_handlers_in_parallel_stay_within_the_limit(limit: str) -> None:
     receiver = Receiver(settings(**{"concurrency": 9, "threads": 9, limit: 2}))
     running, most, barrier, pair = set(), [], threading.Barrier(2), asyncio.Barrier(2)
 
-    def enter(event: Event) -> None:
+    @contextmanager
+    def counted(event: Event) -> Iterator[None]:
         running.add(event.id)
         most.append(len(running))
+        yield
+        running.discard(event.id)
 
     def sync(event: Event) -> None:
-        enter(event)
-        barrier.wait(30)
-        running.discard(event.id)
+        with counted(event):
+            barrier.wait(30)
 
     async def later(event: Event) -> None:
-        enter(event)
-        await asyncio.wait_for(pair.wait(), 30)
-        running.discard(event.id)
+        with counted(event):
+            await asyncio.wait_for(pair.wait(), 30)
 
     async with serving(receiver, sync if limit == "threads" else later, "x", mode="queue") as sender:
         await asyncio.gather(*(sender.post("/webhooks/x", make_payload(f"a/{number}")) for number in range(8)))
