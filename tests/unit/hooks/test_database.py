@@ -38,6 +38,7 @@ def test_a_transaction_that_fails_leaves_nothing() -> None:
 def test_a_newer_version_adds_its_scripts_and_an_older_one_refuses(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite3"
     Database(path, SCHEMA).close()
+    assert path.stat().st_mode & 0o077 == 0, "only its owner can read it"
     newer = Database(path, [*SCHEMA, "CREATE TABLE more (n INTEGER);\nCREATE INDEX more_n ON more (n)"])
     newer.run_blocking(add, "kept")
     newer.close()
@@ -65,11 +66,6 @@ def test_deleted_or_replaced_file_refuses_writes(tmp_path: Path) -> None:
     assert another.run_blocking(words) == []
     database.close()
     another.close()
-
-
-def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
-    Database(tmp_path / "events.sqlite3", SCHEMA).close()
-    assert (tmp_path / "events.sqlite3").stat().st_mode & 0o077 == 0
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:

@@ -145,9 +145,10 @@ async def test_body_with_contradicting_or_mistyped_fields_is_400(served: Served)
 
 
 async def test_the_limit_on_webhooks_is_told(served: Served) -> None:
+    for _ in range(5):
+        await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED)
     with pytest.raises(BadRequestError, match="there are 5 webhooks, and no more may be"):
-        for _ in range(6):
-            await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED)
+        await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED)
 
 
 async def test_job_webhooks_name_a_job_of_the_operator_and_its_secrets(served: Served) -> None:

@@ -17,7 +17,7 @@ from hooks.registry.sender import Sender
 from hooks.registry.settings import RegistrySettings
 from hooks.registry.store import WebhookStore
 from tests.testing.waiting import until
-from tests.unit.hooks.queues import run_due
+from tests.unit.hooks.conftest import run_due
 
 MINUTE = 60.0
 SETTINGS = RegistrySettings(tokens=("t" * 16,))
