@@ -84,11 +84,8 @@ def test_watched_items_are_read_in_any_form_each_once():
     ours = WebhookWatchedItem("dataset", "someone/cubes")
     forms = ["model:someone/arm", {"type": "org", "name": "someone"}, theirs, ours, "org:someone"]
     found = read_watched(forms)
-    assert [f"{item.type}:{item.name}" for item in found] == [
-        "model:someone/arm",
-        "org:someone",
-        "dataset:someone/cubes",
-    ]
+    names = [f"{item.type}:{item.name}" for item in found]
+    assert names == ["model:someone/arm", "org:someone", "dataset:someone/cubes"]
     for one in forms:
         assert len(read_watched(one)) == 1
 
