@@ -167,6 +167,6 @@ def test_what_an_answer_asks_for(headers, seconds):
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_a_limit_that_is_none_is_refused(timeout):
+def test_an_invalid_limit_is_refused(timeout):
     with pytest.raises(ValueError, match="seconds above 0"):
         WebhooksClient("https://huggingface.co", timeout=timeout)

@@ -20,11 +20,8 @@ from hooks.receiver.inbox import Event, Status
         ((), {}, None),
         ((), {"x-webhook-secret": "anything"}, None),
         (("old", "new"), {}, 401),
-        (("old", "new"), {"x-webhook-secret": "old"}, None),
-        (("old", "new"), {"x-webhook-secret": "new"}, None),
-        (("old", "new"), {"x-webhook-secret": "new "}, 403),
-        (("old", "new"), {"x-webhook-secret": ""}, 403),
-        (("old", "new"), {"x-webhook-secret": "\udcff\u1234"}, 403),
+        *((("old", "new"), {"x-webhook-secret": secret}, None) for secret in ("old", "new")),
+        *((("old", "new"), {"x-webhook-secret": secret}, 403) for secret in ("new ", "", "\udcff\u1234")),
     ],
 )
 def test_any_of_the_secrets_is_enough(secrets: tuple[str, ...], headers: dict[str, str], status: int | None) -> None:

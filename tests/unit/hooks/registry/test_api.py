@@ -241,19 +241,18 @@ async def test_each_route_needs_a_token_and_a_known_webhook(served: Served, meth
         assert (status, answer["error"]) == (404, "there is no webhook of this id")
 
 
-def hf(url: str, home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "HF_HOME": str(home / "hf")}
-    environment |= {"HF_ENDPOINT": url, "HF_TOKEN": TOKEN}
-    environment |= {"HF_HUB_DISABLE_UPDATE_CHECK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [str(Path(sys.executable).with_name("hf")), "webhooks", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-
-
 async def test_the_real_hf_command_manages_it(served: Served, tmp_path: Path) -> None:
-    async def run(*arguments: str) -> str:
-        done = await asyncio.to_thread(hf, served.url, tmp_path, *arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf")}
+    environment |= {"HF_ENDPOINT": served.url, "HF_TOKEN": TOKEN}
+    environment |= {"HF_HUB_DISABLE_UPDATE_CHECK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+    async def run(*arguments: str, fails: bool = False) -> str:
+        command = [str(Path(sys.executable).with_name("hf")), "webhooks", *arguments]
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode != 0) is fails, done.stdout + done.stderr
+        return done.stdout + done.stderr if fails else done.stdout
 
     await run("create", "--url", PUBLIC, "--watch", "model:lab/act", "--domain", "repo", "--secret", "my-secret")
     [made] = await served.call(served.api.list_webhooks)
@@ -264,7 +263,5 @@ async def test_the_real_hf_command_manages_it(served: Served, tmp_path: Path) ->
     assert row == {"id": made.id, "url": PUBLIC + "/2", "disabled": True, **lists}
     await run("delete", made.id, "--yes")
     assert await served.call(served.api.list_webhooks) == []
-    unsafe = ("create", "--url", "http://10.0.0.1", "--watch", "model:a")
-    refused = await asyncio.to_thread(hf, served.url, tmp_path, *unsafe)
-    assert refused.returncode != 0
-    assert "10.0.0.1 is private" in refused.stdout + refused.stderr
+    refused = await run("create", "--url", "http://10.0.0.1", "--watch", "model:a", fails=True)
+    assert "10.0.0.1 is private" in refused

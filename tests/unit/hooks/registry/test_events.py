@@ -31,10 +31,6 @@ async def add(registry: Registry, url: str, **named: Any) -> Webhook:
     return await registry.create_webhook(body)
 
 
-async def log(registry: Registry, webhook: Webhook) -> list[dict[str, Any]]:
-    return await registry.list_deliveries(webhook.id, 100, None)
-
-
 async def until_disabled(registry: Registry, webhook: Webhook) -> Any:
     """Return the value of ``disabled`` when the webhook is disabled."""
 
@@ -140,7 +136,8 @@ async def test_failing_webhook_is_suspended_until_it_is_enabled(target: TargetSe
         assert enabled.disabled == ""
         assert await registry.emit_repo("lab/act", NEW, OLD) == 1
         await target.wait_for(5)
-        assert [entry["status"] for entry in await log(registry, webhook)].count("failed") == 2
+        entries = await registry.list_deliveries(webhook.id, 100, None)
+        assert [entry["status"] for entry in entries].count("failed") == 2
 
 
 async def test_a_success_in_between_keeps_a_webhook_from_being_suspended(target: TargetServer) -> None:
@@ -165,7 +162,7 @@ async def test_a_deleted_webhook_is_sent_nothing_more(registry: Registry, target
     await asyncio.sleep(0.05)
     assert len(target.got) == 1
     with pytest.raises(UnknownWebhook):
-        await log(registry, webhook)
+        await registry.list_deliveries(webhook.id, 100, None)
 
 
 async def test_events_are_refused_with_a_reason_while_it_does_not_run() -> None:

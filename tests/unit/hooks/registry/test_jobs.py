@@ -109,7 +109,7 @@ async def test_output_and_exit_status_are_told(tmp_path: Path, code: str, status
     assert (outcome.exit_status, outcome.excerpt) == (status, text)
 
 
-async def test_of_much_output_the_end_is_kept(tmp_path: Path) -> None:
+async def test_the_end_of_long_output_is_kept(tmp_path: Path) -> None:
     outcome = await run(python("print('x' * 5_000_000 + 'end')", tmp_path, max_output=100))
     assert outcome.excerpt.endswith("end\n")
     assert len(outcome.excerpt) <= 100

@@ -41,7 +41,9 @@ def test_help_imports_nothing_heavy(environment):
         assert not found & {"jax", "aiortc", "av", "sanic", "mujoco"}, command
 
 
-def test_help_lists_every_command(call):
+def test_version_and_help_of_every_command_are_printed(call):
+    told = call("--version")
+    assert (told.returncode, told.stdout.split()[0]) == (0, "robojax")
     told = call("--help")
     assert told.returncode == 0
     for name, (_, _, summary) in COMMANDS.items():
@@ -57,11 +59,6 @@ def test_serve_shows_the_settings_that_most_people_need_and_all_when_asked(call,
     common = {name for name, field in FIELDS.items() if Mark.COMMON in field.metadata}
     assert shown == (FIELDS.keys() if shows_all else common)
     assert f"Show all {len(FIELDS)} settings" in told.stdout
-
-
-def test_version_is_printed(call):
-    told = call("--version")
-    assert (told.returncode, told.stdout.split()[0]) == (0, "robojax")
 
 
 # A module that is None in sys.modules cannot be imported.

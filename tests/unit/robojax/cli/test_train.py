@@ -20,11 +20,8 @@ def test_flags_of_train_are_parsed() -> None:
     assert given.values == {"policy.type": "act", "steps": 50, "resume": True, "dataset.episodes": [0, 2, 5, 6, 7]}
     assert given.policy == {"chunk_size": "10"}
 
-
-def test_sizes_meshes_betas_and_json_are_read() -> None:
     arguments = ["--image_size=96x128", "--mesh=data:2,fsdp:4", "--optimizer.betas=0.9,0.95", "--resume=false"]
-    given = read_flags([*arguments, '--dataset.image_transforms.tfs={"hue": 1}'])
-    assert given.values == {
+    assert read_flags([*arguments, '--dataset.image_transforms.tfs={"hue": 1}']).values == {
         "image_size": (96, 128),
         "mesh": {"data": 2, "fsdp": 4},
         "optimizer.betas": (0.9, 0.95),
@@ -74,7 +71,10 @@ def test_fields_of_a_policy_are_read_as_their_types_want() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "--policy.type"),
+        *(
+            (arguments, "wanted one of --policy.type")
+            for arguments in ([], ["--policy.bins=4", "--policy.kl_weight=1"])
+        ),
         (["--policy.type=actt", "--dataset.repo_id=a/b"], "--policy.type is 'actt'; wanted act"),
         (["--policy.type=act"], "wanted --dataset.root"),
         (["--policy.type=act", "--policy.path=x", "--dataset.repo_id=a/b"], "one of --policy.type"),
@@ -107,11 +107,6 @@ def test_an_unknown_flag_is_answered_before_what_is_missing(arguments: list[str]
     assert "wanted" not in result.output
 
 
-def test_fields_of_any_policy_pass_until_its_type_is_known() -> None:
-    result = CliRunner().invoke(app, ["--policy.bins=4", "--policy.kl_weight=1"])
-    assert "wanted one of --policy.type" in result.output
-
-
 def test_decoding_is_logged_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(train.time, "monotonic", lambda: now)
@@ -130,7 +125,7 @@ def test_help_lists_every_flag_and_the_fields_of_a_policy() -> None:
     assert "diffusion2d" in CliRunner().invoke(app, ["--help", "--policy.type=actt"]).output
 
 
-@pytest.mark.timeout(600)  # a slow machine compiles for a minute
+@pytest.mark.timeout(600)  # A slow machine compiles for a minute.
 def test_training_and_resuming_by_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", "off")
     with DatasetWriter(tmp_path / "demos", fps=10, joint_names=("x",), environment_state=("where",)) as writer:

@@ -1,8 +1,6 @@
-"""A policy that reads language is told before each episode of one session which cube to lift, over the real API."""
+"""A policy that reads language gets an instruction before each episode of one session, over the real API."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from jaxmodels.weights import blueprint_of
 from robojax.sim.arm import CAMERA, HORIZON, JOINTS, RATE
 from robojax.sim.demo import Request
 from tests.testing.compiling import process_environment
+from tests.unit.robojax.sim.conftest import robojax
 
 CONFIG = Diffusion2dConfig(
     input_features=(
@@ -49,28 +48,21 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def robojax(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "robojax.cli", *arguments]
-    quick = process_environment(quick=True)
-    return subprocess.run(command, env=quick, capture_output=True, text=True, timeout=110, check=False)
-
-
 @pytest.mark.usefixtures("can_draw")
 def test_the_instruction_changes_between_the_episodes_of_one_session(untrained: Path, tmp_path: Path):
     ended = robojax(
         *("eval", "--whole-stack", "--task", "two-cubes", "--episodes", "2", "--seed", "4"),
         *("--policy.path", str(untrained), "--output", str(tmp_path)),
+        env=process_environment(quick=True),
     )
     assert ended.returncode == 0, ended.stderr
     found = json.loads((tmp_path / "eval.json").read_text())
     assert found["run"]["reads_language"] is True
     assert found["run"]["policy_type"] == "diffusion2d"
-    assert [episode["instruction"] for episode in found["episodes"]] == [
-        "pick up the red cube",
-        "pick up the blue cube",
-    ]
+    told = [episode["instruction"] for episode in found["episodes"]]
+    assert told == ["pick up the red cube", "pick up the blue cube"]
     session = found["run"]["session"]
-    # It was made for the red cube.
+    # The session was created for the red cube.
     assert session["language_instruction"] == "pick up the blue cube"
     assert session["commands_sent"] >= 2 * HORIZON
     assert len([*(tmp_path / "films").iterdir()]) == 2
