@@ -4,6 +4,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -56,16 +57,14 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) ->
 
 def test_deleted_or_replaced_file_refuses_writes(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite3"
-    database = Database(path, SCHEMA)
-    path.unlink()
-    with pytest.raises(StoreError, match="deleted or replaced"):
-        database.run_blocking(add, "one")
-    another = Database(path, SCHEMA)
-    with pytest.raises(StoreError, match="deleted or replaced"):
-        database.run_blocking(add, "two")
-    assert another.run_blocking(words) == []
-    database.close()
-    another.close()
+    with closing(Database(path, SCHEMA)) as database:
+        path.unlink()
+        with pytest.raises(StoreError, match="deleted or replaced"):
+            database.run_blocking(add, "one")
+        with closing(Database(path, SCHEMA)) as another:
+            with pytest.raises(StoreError, match="deleted or replaced"):
+                database.run_blocking(add, "two")
+            assert another.run_blocking(words) == []
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from hooks.client.client import read_retry_after
 from hooks.errors import HubTrouble
 
 URL = "https://example.com/hook"
-DATE = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
 
 
 @pytest.mark.parametrize("how", ["hang", "stall"])
@@ -163,7 +162,8 @@ def test_offline_mode_is_said(stub, client, monkeypatch):
     ],
 )
 def test_what_an_answer_asks_for(headers, seconds):
-    assert read_retry_after(headers, now=DATE) == seconds
+    now = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
+    assert read_retry_after(headers, now=now) == seconds
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])

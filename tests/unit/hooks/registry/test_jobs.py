@@ -102,17 +102,13 @@ async def test_a_payload_of_a_bucket_with_10_000_files_is_read_from_its_file(tmp
         ("import sys; sys.exit(3)", 3, ""),
         ("import os; os.kill(os.getpid(), 9)", -9, ""),
         ("import sys; print('out'); sys.stdout.flush(); print('err', file=sys.stderr)", 0, "out\nerr\n"),
+        ("print('x' * 5_000_000 + 'end')", 0, "x" * 96 + "end\n"),
     ],
+    ids=["exit", "signal", "both outputs", "long output"],
 )
-async def test_output_and_exit_status_are_told(tmp_path: Path, code: str, status: int, text: str) -> None:
-    outcome = await run(python(code, tmp_path))
+async def test_output_and_exit_status_are_kept(tmp_path: Path, code: str, status: int, text: str) -> None:
+    outcome = await run(python(code, tmp_path, max_output=100))
     assert (outcome.exit_status, outcome.excerpt) == (status, text)
-
-
-async def test_the_end_of_long_output_is_kept(tmp_path: Path) -> None:
-    outcome = await run(python("print('x' * 5_000_000 + 'end')", tmp_path, max_output=100))
-    assert outcome.excerpt.endswith("end\n")
-    assert len(outcome.excerpt) <= 100
 
 
 async def test_a_program_that_is_not_there_is_a_failed_attempt(tmp_path: Path) -> None:

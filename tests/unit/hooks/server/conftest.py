@@ -5,9 +5,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -36,16 +35,11 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., WebhooksServer]]:
-    """A server on a free port."""
-    made: list[WebhooksServer] = []
-
-    def make(*arguments: Any, **options: Any) -> WebhooksServer:
-        made.append(WebhooksServer(*arguments, **{"port": 0, **options}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    """Make a server on a free port, which is closed after the test."""
+    with ExitStack() as stack:
+        yield lambda *arguments, **options: stack.enter_context(
+            closing(WebhooksServer(*arguments, **{"port": 0, **options}))
+        )
 
 
 Script = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
@@ -91,7 +85,7 @@ def script(tmp_path: Path, environment: dict[str, str]) -> Script:
 
 
 def end(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[int, str]:
-    """The exit code after a signal, and what was said on standard error."""
+    """Send the signal; return the exit code and the text of standard error."""
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     return process.returncode, errors

@@ -87,9 +87,6 @@ def test_a_command_without_its_extra_ends_with_2_and_says_what_to_install(enviro
     assert "Traceback" not in done.stderr
 
 
-NOWHERE = ("--server", "http://127.0.0.1:9")
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -101,7 +98,10 @@ NOWHERE = ("--server", "http://127.0.0.1:9")
             ("rate (flag --rate)", "port (environment ROBOJAX_PORT)", "did you mean 'port'", "Do: "),
         ),
         (("check", "/no/such/policy"), 3, ("neither a folder here nor a repo id",)),
-        *(((*line.split(), *NOWHERE), 4, ("robojax serve",)) for line in ("sessions", "stop --all", "stop arm")),
+        *(
+            ((*line.split(), "--server", "http://127.0.0.1:9"), 4, ("robojax serve",))
+            for line in ("sessions", "stop --all", "stop arm")
+        ),
     ],
 )
 def test_exit_codes(call, tmp_path, arguments, code, said):

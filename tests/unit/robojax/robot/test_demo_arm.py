@@ -1,4 +1,4 @@
-"""The demo's arm behind simulated servos: a lift goes through units, steps and packets, and still is a lift."""
+"""The demo's arm behind simulated servos: its motions go through units, steps and packets."""
 
 import asyncio
 import time
@@ -24,9 +24,12 @@ from robojax.sim.servos import ServoArm
 FRONT = CameraConfig("simulated", None, 64, 48, 25)
 
 
+CONFIG = RobotConfig("simulated", cameras={"front": FRONT})
+
+
 @pytest.fixture
 def scene() -> ServoArm:
-    return ServoArm(RobotConfig("simulated", cameras={"front": FRONT}))
+    return ServoArm(CONFIG)
 
 
 def test_the_scenes_joints_follow_the_servos_and_the_camera_sees_it(scene: ServoArm) -> None:
@@ -69,9 +72,8 @@ async def test_new_cube_after_each_episode(scene: ServoArm, tmp_path: Path, monk
     ):
         await client.create("my_arm", "policies/act", camera_names=("front",), rate=25.0)
         session = client.session("my_arm")
-        config = RobotConfig("simulated", cameras={"front": FRONT})
         with scene:
-            program = RobotRunner(config, server.url, session="my_arm", simulation=scene)
+            program = RobotRunner(CONFIG, server.url, session="my_arm", simulation=scene)
             robot = asyncio.create_task(run(program, told.append))
             await until(lambda: scene.score.done == 2)
             cubes.append(scene._arm.cube.tolist())

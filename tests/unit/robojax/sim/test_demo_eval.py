@@ -88,12 +88,10 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
 
 def test_what_cannot_be_evaluated_is_said_with_what_to_do(refused: Callable[..., Result], tmp_path: Path):
     missing = refused("--policy.path", str(tmp_path))
-    assert missing.exit_code == 3
-    assert "the folder is empty" in missing.stderr
+    assert (missing.exit_code, "the folder is empty" in missing.stderr) == (3, True)
     assert "Traceback" not in missing.stderr
     untrained = refused("--task", "two-cubes")
-    assert untrained.exit_code == 3
-    assert "none is shipped for the task two-cubes" in untrained.stderr
+    assert (untrained.exit_code, "none is shipped for the task two-cubes" in untrained.stderr) == (3, True)
     assert "robojax record-demo data/two-cubes --task two-cubes" in untrained.stderr
     assert refused("--whole-stack", "--delay", "1").exit_code == 2
 

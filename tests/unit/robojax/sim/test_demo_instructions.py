@@ -68,13 +68,10 @@ def test_the_instruction_changes_between_the_episodes_of_one_session(untrained: 
     assert len([*(tmp_path / "films").iterdir()]) == 2
 
 
-def test_a_person_is_shown_how_to_say_another_instruction():
+def test_curl_lines_name_the_instruction_of_a_policy_that_reads_language():
     told = Request("http://127.0.0.1:8001", "runs/two", None, "tokens2d", "pick up the blue cube").curl()
     assert '"policy_type": "tokens2d", "language_instruction": "pick up the blue cube"' in told[0]
     assert told[1].startswith("curl -X PATCH http://127.0.0.1:8001/sessions/demo-arm ")
     assert told[1].endswith("""-d '{"language_instruction": "pick up the blue cube"}'""")
-
-
-def test_a_policy_that_reads_no_language_is_asked_for_with_the_defaults():
     told = Request("http://127.0.0.1:8001", "runs/pick", None, "act").curl()
     assert not any("PATCH" in line or "language_instruction" in line or "policy_type" in line for line in told)
