@@ -58,7 +58,7 @@ async def until_disabled(registry: Registry, webhook: Webhook) -> Any:
     ],
 )
 def test_a_webhook_wants_what_it_watches(watched: str, scope: str, repo: str, is_wanted: bool) -> None:
-    webhook = Webhook("1", "http://x", watched=(Watched(*watched.split(":")),), domains=("repo",))  # pyright: ignore[reportArgumentType]
+    webhook = Webhook("1", "http://x", watched=(Watched(*watched.split(":")),), domains=("repo",))
     assert webhook.matches(scope, *repo.split(":")) is is_wanted
     assert not webhook.is_watching_sessions
 

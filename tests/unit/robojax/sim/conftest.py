@@ -16,7 +16,7 @@ from robojax.sim.arm import Arm
 ROBOJAX = (sys.executable, "-m", "robojax.cli")
 
 
-def robojax(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_robojax(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*ROBOJAX, *arguments], env=env, capture_output=True, text=True, timeout=110, check=False)
 
 

@@ -21,7 +21,7 @@ from service.processes import ChildDied
 from tests.testing.http_answers import answering
 from tests.testing.pauses import Pauses
 from tests.unit.robojax.conftest import wait_until
-from tests.unit.robojax.sim.conftest import ROBOJAX, robojax
+from tests.unit.robojax.sim.conftest import ROBOJAX, run_robojax
 
 pytestmark = pytest.mark.usefixtures("can_draw")
 
@@ -129,7 +129,7 @@ def test_demo_takes_port_8001_or_a_free_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_demo_refuses_an_unloadable_policy(tmp_path: Path) -> None:
-    ended = robojax("demo", "--headless", "--port", "0", "--episodes", "1", "--policy", str(tmp_path))
+    ended = run_robojax("demo", "--headless", "--port", "0", "--episodes", "1", "--policy", str(tmp_path))
     assert ended.returncode == 4
     assert "the server refused the policy with 422: policy_path: " in ended.stderr
     assert '{"detail"' not in ended.stderr

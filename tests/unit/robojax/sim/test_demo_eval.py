@@ -14,7 +14,7 @@ from robojax.cli.sim import evaluate as command
 from robojax.cli.sim import select_policy
 from robojax.sim.evaluation import Evaluation, hash_policy_files
 from robojax.sim.tasks import PICK, TWO_CUBES, Outcome, Score, wilson
-from tests.unit.robojax.sim.conftest import robojax
+from tests.unit.robojax.sim.conftest import run_robojax
 
 
 def evaluation(task: Any = TWO_CUBES, episodes: int = 4, **options: Any) -> Evaluation:
@@ -60,7 +60,7 @@ def test_a_report_knows_the_very_files_of_the_policy(tmp_path: Path):
 @pytest.mark.usefixtures("can_draw")
 def test_cubes_are_counted_filmed_and_reported(refused: Callable[..., Result], tmp_path: Path):
     arguments = ("--episodes", "2", "--seed", "5000", "--require", "3", "--output", str(tmp_path / "run"))
-    ended = robojax("eval", *arguments)
+    ended = run_robojax("eval", *arguments)
     assert ended.returncode == 1, ended.stderr
     assert "at least 3 were wanted" in ended.stderr
     told = " ".join(ended.stdout.split())

@@ -16,7 +16,7 @@ from jaxmodels.weights import blueprint_of
 from robojax.sim.arm import CAMERA, HORIZON, JOINTS, RATE
 from robojax.sim.demo import Request
 from tests.testing.compiling import process_environment
-from tests.unit.robojax.sim.conftest import robojax
+from tests.unit.robojax.sim.conftest import run_robojax
 
 CONFIG = Diffusion2dConfig(
     input_features=(
@@ -50,7 +50,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("can_draw")
 def test_the_instruction_changes_between_the_episodes_of_one_session(untrained: Path, tmp_path: Path):
-    ended = robojax(
+    ended = run_robojax(
         *("eval", "--whole-stack", "--task", "two-cubes", "--episodes", "2", "--seed", "4"),
         *("--policy.path", str(untrained), "--output", str(tmp_path)),
         env=process_environment(quick=True),
