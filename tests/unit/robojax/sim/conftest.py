@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-import robojax.sim
+import robojax.sim  # noqa: F401  It chooses how MuJoCo draws, before MuJoCo is imported.
 
 pytest.importorskip("mujoco", reason="the simulated arm needs the extra `sim`")
 pytest.importorskip("PIL", reason="the simulated arm needs the extra `sim`")
