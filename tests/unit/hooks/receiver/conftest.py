@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from sanic import Sanic
 
 from hooks.payload import sample
 from hooks.receiver.inbox import Status
 from hooks.receiver.receiver import Receiver
-from hooks.server.serving import build_app, build_url, open_listener, serve_app
+from hooks.server.serving import build_url, open_listener, serve_app
 from tests.testing.waiting import until
 
 
@@ -51,10 +52,12 @@ class Sender:
 
 @asynccontextmanager
 async def serving(receiver: Receiver, *handler: Any, **options: Any) -> AsyncIterator[Sender]:
-    """Serve the receiver's blueprint in its own app, after adding the handler with its options."""
+    """Serve the receiver in a plain app of Sanic, after adding the handler with its options."""
     if handler:
         receiver.add(*handler, **options)
-    app = build_app(max_body=100 << 20)
+    app = Sanic(f"test-{id(receiver)}", configure_logging=False)
+    app.config.update(TOUCHUP=False, MOTD=False, AUTO_EXTEND=False)
+    Sanic.unregister_app(app)
     app.blueprint(receiver.blueprint())
     listener = open_listener("127.0.0.1", (0,))
     async with serve_app(app, listener), aiohttp.ClientSession() as session:

@@ -85,16 +85,14 @@ def test_handlers_can_use_pools_at_the_end_of_a_script(script):
         assert end(process)[0] == 0
 
 
+WANTED_PORT = "wanted a number from 0 to 65535 (0: any free one)"
+
+
 @pytest.mark.parametrize(
     ("more", "switches", "code", "error"),
     [
         ("", {"ROBOJAX_WEBHOOKS_AT_EXIT": "0"}, 0, ""),
-        (
-            "",
-            {"GRADIO_SERVER_PORT": "80000"},
-            1,
-            "webhooks: port 80000: wanted a number from 0 to 65535 (0: any free one)",
-        ),
+        ("", {"GRADIO_SERVER_PORT": "80000"}, 1, f"webhooks: port 80000: {WANTED_PORT}"),
         ("raise KeyError('mine')\n", {}, 1, "KeyError: 'mine'"),
     ],
     ids=["disabled", "invalid port", "crashed script"],
