@@ -71,10 +71,8 @@ def test_fields_of_a_policy_are_read_as_their_types_want() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        *(
-            (arguments, "wanted one of --policy.type")
-            for arguments in ([], ["--policy.bins=4", "--policy.kl_weight=1"])
-        ),
+        ([], "--policy.type"),
+        (["--policy.bins=4", "--policy.kl_weight=1"], "wanted one of --policy.type"),
         (["--policy.type=actt", "--dataset.repo_id=a/b"], "--policy.type is 'actt'; wanted act"),
         (["--policy.type=act"], "wanted --dataset.root"),
         (["--policy.type=act", "--policy.path=x", "--dataset.repo_id=a/b"], "one of --policy.type"),
