@@ -1,9 +1,11 @@
-"""A target of deliveries, for those who send and for those who keep the registry."""
+"""A target of deliveries, and running a queue."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
+from hooks.queue import QueueRunner
 from tests.testing.target import TargetServer, target_server
 
 
@@ -11,3 +13,13 @@ from tests.testing.target import TargetServer, target_server
 async def target() -> AsyncIterator[TargetServer]:
     async with target_server() as made:
         yield made
+
+
+async def run_due(runner: QueueRunner) -> None:
+    """Run all due rows without the loop of the queue, until none is due."""
+    while True:
+        await runner.begin_due()
+        if not runner._running:
+            return
+        await asyncio.wait(list(runner._running))
+        await asyncio.sleep(0)  # The callbacks that remove the ended rows run now.

@@ -4,6 +4,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def test_a_transaction_that_fails_leaves_nothing() -> None:
 def test_a_newer_version_adds_its_scripts_and_an_older_one_refuses(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite3"
     Database(path, SCHEMA).close()
+    assert path.stat().st_mode & 0o077 == 0, "only its owner can read it"
     newer = Database(path, [*SCHEMA, "CREATE TABLE more (n INTEGER);\nCREATE INDEX more_n ON more (n)"])
     newer.run_blocking(add, "kept")
     newer.close()
@@ -55,21 +57,14 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) ->
 
 def test_deleted_or_replaced_file_refuses_writes(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite3"
-    database = Database(path, SCHEMA)
-    path.unlink()
-    with pytest.raises(StoreError, match="deleted or replaced"):
-        database.run_blocking(add, "one")
-    another = Database(path, SCHEMA)
-    with pytest.raises(StoreError, match="deleted or replaced"):
-        database.run_blocking(add, "two")
-    assert another.run_blocking(words) == []
-    database.close()
-    another.close()
-
-
-def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
-    Database(tmp_path / "events.sqlite3", SCHEMA).close()
-    assert (tmp_path / "events.sqlite3").stat().st_mode & 0o077 == 0
+    with closing(Database(path, SCHEMA)) as database:
+        path.unlink()
+        with pytest.raises(StoreError, match="deleted or replaced"):
+            database.run_blocking(add, "one")
+        with closing(Database(path, SCHEMA)) as another:
+            with pytest.raises(StoreError, match="deleted or replaced"):
+                database.run_blocking(add, "two")
+            assert another.run_blocking(words) == []
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hooks.database import Database, insert_row
 from hooks.queue import Queue, QueueRunner
 from tests.testing.waiting import until
-from tests.unit.hooks.queues import run_due
+from tests.unit.hooks.conftest import run_due
 
 TABLE = """CREATE TABLE rows (number INTEGER PRIMARY KEY, topic TEXT NOT NULL, lane TEXT NOT NULL, status TEXT NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 0, due REAL NOT NULL) STRICT"""

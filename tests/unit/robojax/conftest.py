@@ -1,6 +1,7 @@
-"""Cameras that are as quick as they say, however busy the machine is."""
+"""Waiting in tests without an event loop, and cameras whose rate does not depend on the load of the machine."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,16 @@ from robojax.robot import checks
 from robojax.robot.cameras import Camera, CameraConfig
 
 
+def wait_until(claim: Callable[[], object], within: float = 60.0) -> None:
+    """Wait, without an event loop, until the claim is true."""
+    deadline = time.monotonic() + within
+    while not claim():
+        assert time.monotonic() < deadline, f"it did not become true within {within:g} s"
+        time.sleep(0.005)
+
+
 class EvenTime:
-    """Stands where the module ``time`` stands in `check_robot`: seconds go by as the camera's pictures come."""
+    """Replacement of the module ``time`` in `check_robot`: its seconds pass with the pictures of the camera."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()
@@ -21,16 +30,13 @@ class EvenTime:
 
     def sleep(self, seconds: float) -> None:
         wanted = self.camera.pictures + (self.camera.config.fps or 0) * seconds
-        until = time.monotonic() + 30
-        while self.camera.pictures < wanted:
-            assert time.monotonic() < until, "its pictures do not come"
-            time.sleep(0.001)
+        wait_until(lambda: self.camera.pictures >= wanted)
         self.now += seconds
 
 
 @pytest.fixture
 def even_cameras(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`check_robot` counts a camera's pictures by its own clock."""
+    """Let `check_robot` measure the rate of a camera with `EvenTime`."""
     clock = EvenTime()
 
     class Counted(Camera):

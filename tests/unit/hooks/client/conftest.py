@@ -1,4 +1,4 @@
-"""A Hub on this machine, of both kinds: one that tells secrets back, and one that tells only that there is one."""
+"""Stub Hubs that return the secret of a webhook, or only whether it has one."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 @pytest.fixture(autouse=True)
 def no_login(monkeypatch, tmp_path) -> None:
-    """No token of whoever runs the tests, and none of their settings."""
+    """Hide the developer's own token and settings."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WEBHOOK_SECRET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
@@ -31,7 +31,7 @@ def hub(request) -> Iterator[StubHub]:
 
 @pytest.fixture
 def stub() -> Iterator[StubHub]:
-    """For what has nothing to do with secrets."""
+    """Hub for tests that do not depend on secrets."""
     with StubHub(token="hf_token") as hub:
         yield hub
 
@@ -43,10 +43,7 @@ def client(stub) -> WebhooksClient:
 
 @pytest.fixture
 def limit_ends_at(monkeypatch) -> Callable[[Failure], None]:
-    """Let the limit of a call be over as soon as this failure holds its answer back, and never by the clock.
-
-    A limit that is short enough for a test is over before anything was sent when the machine stands still for a while.
-    """
+    """End the time limit of a call when this failure holds its answer back, because a busy machine may send late."""
 
     def set_limit(failure: Failure) -> None:
         def within(seconds: float, work: Callable[[], Result]) -> Result:

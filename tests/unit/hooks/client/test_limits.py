@@ -1,38 +1,65 @@
-"""A Hub that hangs, refuses or breaks off: how long a call takes, and what is asked twice."""
+"""A Hub that hangs, refuses or breaks off: how long a call takes, and which requests are repeated."""
 
+import asyncio
+import subprocess
+import sys
 import threading
 import time
 
 import huggingface_hub
 import pytest
 
-from hooks import HubRefused, HubSilent, HubUnreachable, WebhooksClient
+from hooks import AsyncWebhooksClient, HubRefused, HubSilent, HubUnreachable, WebhooksClient
 from hooks.client.client import read_retry_after
 from hooks.errors import HubTrouble
 
 URL = "https://example.com/hook"
-DATE = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
 
 
-def quick(stub, timeout: float = 0.3) -> WebhooksClient:
-    return WebhooksClient(stub.url, "hf_token", timeout=timeout)
-
-
-# The peer: waits for ever.
 @pytest.mark.parametrize("how", ["hang", "stall"])
 def test_a_hub_that_hangs_is_an_error_within_the_limit(stub, how, pauses):
     stub.script("GET", how, None)
     began = time.monotonic()
     with pytest.raises(HubSilent, match="did not answer GET") as caught:
-        quick(stub, timeout=1.0).list_webhooks()  # and that is time enough to ask
+        WebhooksClient(stub.url, "hf_token", timeout=1.0).list_webhooks()
     assert 1.0 <= time.monotonic() - began < 2.0 + pauses.lost(began)
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, HubTrouble)
     assert caught.value.was_sent
 
 
+async def test_a_hanging_hub_does_not_block_the_event_loop(stub, pauses):
+    stub.script("GET", "hang", None)
+    client = AsyncWebhooksClient(stub.url, "hf_token", timeout=0.4)
+    calls = [asyncio.create_task(client.list_webhooks()) for _ in range(40)]
+    longest, last = 0.0, time.monotonic()
+    while not all(call.done() for call in calls):
+        await asyncio.sleep(0.01)
+        now = time.monotonic()
+        longest, last = max(longest, pauses.running(last, now)), now
+    assert longest < 0.3
+    for call in calls:
+        with pytest.raises(HubSilent):
+            await call
+
+
+def test_a_program_ends_although_the_hub_still_hangs(stub):
+    stub.script("GET", "hang", None)
+    program = f"""
+import asyncio
+from hooks import AsyncWebhooksClient
+async def main():
+    try:
+        await asyncio.wait_for(AsyncWebhooksClient({stub.url!r}, "hf_token", timeout=60).list_webhooks(), 0.3)
+    except TimeoutError:
+        print("left")
+asyncio.run(main())
+"""
+    assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=90) == "left\n"
+
+
 def test_what_would_be_sent_after_the_limit_is_not_sent(stub, monkeypatch):
-    """An address look-up has no limit; when it ends after ours, the webhook must not be made after all."""
+    """An address look-up has no limit: when it ends after the limit of the call, nothing may be sent."""
     found, done = threading.Event(), threading.Event()
     session = huggingface_hub.get_session()
     request = session.request
@@ -46,7 +73,7 @@ def test_what_would_be_sent_after_the_limit_is_not_sent(stub, monkeypatch):
 
     monkeypatch.setattr(session, "request", slow)
     with pytest.raises(HubSilent) as caught:
-        quick(stub).create_webhook(url=URL, watched="model:someone/arm")
+        WebhooksClient(stub.url, "hf_token", timeout=0.3).create_webhook(url=URL, watched="model:someone/arm")
     assert not caught.value.was_sent
     found.set()
     assert done.wait(60)
@@ -54,8 +81,8 @@ def test_what_would_be_sent_after_the_limit_is_not_sent(stub, monkeypatch):
     assert not stub.webhooks
 
 
-@pytest.mark.parametrize(("how", "met"), [(429, 2), (500, 2), (503, 2), ("drop", 2)])
-def test_what_may_be_repeated_is(stub, client, how, met):
+@pytest.mark.parametrize("how", [429, 500, 503, "drop"])
+def test_idempotent_requests_are_repeated(stub, client, how):
     made = client.create_webhook(url=URL, watched="model:someone/arm")
     details = {"retry_after": 0} if how == 429 else {}
     for call in (
@@ -66,7 +93,7 @@ def test_what_may_be_repeated_is(stub, client, how, met):
         stub.requests.clear()
         stub.script("webhooks", how, 1, **details)
         call()
-        assert len(stub.requests) == met
+        assert len(stub.requests) == 2
 
 
 def test_a_429_is_waited_for_as_long_as_it_asks(stub, client, pauses):
@@ -77,13 +104,17 @@ def test_a_429_is_waited_for_as_long_as_it_asks(stub, client, pauses):
     assert len(stub.requests) == 2
 
 
-def test_a_429_that_asks_for_more_than_the_limit_is_an_error_at_once(stub, client, pauses):
-    stub.script("GET", 429, None, retry_after=300)
+@pytest.mark.parametrize(
+    ("status", "details", "message"),
+    [(429, {"retry_after": 300}, "it asks to wait 300 s"), *((status, {}, None) for status in (400, 401, 403, 404))],
+)
+def test_a_refusal_or_a_long_wait_is_an_error_at_once(stub, client, pauses, status, details, message):
+    stub.script("GET", status, None, **details)
     began = time.monotonic()
-    with pytest.raises(HubRefused, match="it asks to wait 300 s") as caught:
+    with pytest.raises(HubRefused, match=message) as caught:
         client.list_webhooks()
     assert pauses.running(began) < 1
-    assert caught.value.status == 429
+    assert caught.value.status == status
     assert len(stub.requests) == 1
 
 
@@ -95,14 +126,6 @@ def test_a_webhook_is_never_asked_for_twice(stub, client, how, limit_ends_at):
     with pytest.raises(HubTrouble):
         client.create_webhook(url=URL, watched="model:someone/arm")
     assert [request.method for request in stub.requests] == ["POST"]
-
-
-@pytest.mark.parametrize("status", [400, 401, 403, 404])
-def test_a_refusal_is_not_repeated(stub, client, status):
-    stub.script("GET", status, None)
-    with pytest.raises(HubRefused):
-        client.list_webhooks()
-    assert len(stub.requests) == 1
 
 
 def test_a_deletion_that_was_done_before_its_answer_broke_off_is_done(stub, client):
@@ -139,10 +162,11 @@ def test_offline_mode_is_said(stub, client, monkeypatch):
     ],
 )
 def test_what_an_answer_asks_for(headers, seconds):
-    assert read_retry_after(headers, now=DATE) == seconds
+    now = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
+    assert read_retry_after(headers, now=now) == seconds
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_a_limit_that_is_none_is_refused(timeout):
+def test_an_invalid_limit_is_refused(timeout):
     with pytest.raises(ValueError, match="seconds above 0"):
         WebhooksClient("https://huggingface.co", timeout=timeout)

@@ -44,10 +44,10 @@ JOB = {"dockerImage": "python:3.12", "command": ["true"], "secrets": {"HF_TOKEN"
         ({"url": URL, "domains": ["repos"]}, "'repos' is not known; known: repo"),
         ({"url": URL, "secrets": {"HF_TOKEN": "hf_value"}}, "`secrets` can only be set together with `job_id`."),
         ({"job_id": "687f", "secrets": {"HF_TOKEN": 5}}, "wanted a name and a text"),
-        ({"url": URL, "secret": ""}, "at least 16 visible ASCII characters"),
-        ({"url": URL, "secret": "short"}, "at least 16 visible ASCII characters"),
-        ({"url": URL, "secret": "with a blank in it all"}, "at least 16 visible ASCII characters"),
-        ({"url": URL, "secret": "übermäßig-geheim-und-lang"}, "at least 16 visible ASCII characters"),
+        *(
+            ({"url": URL, "secret": secret}, "at least 16 visible ASCII characters")
+            for secret in ("", "short", "with a blank in it all", "übermäßig-geheim-und-lang")
+        ),
         ({"url": URL, "secret": "my-secret", "shortest_secret": 16}, "at least 16 visible ASCII characters"),
     ],
 )
@@ -62,10 +62,7 @@ def test_what_cannot_be_used_is_refused_and_no_secret_is_told(given, message):
 @pytest.mark.parametrize(
     "given",
     [
-        {"url": URL},
-        {"url": "http://127.0.0.1:8001/x"},
-        {"url": "http://localhost/x"},
-        {"url": "http://[::1]:80/x"},
+        *({"url": url} for url in (URL, "http://127.0.0.1:8001/x", "http://localhost/x", "http://[::1]:80/x")),
         {"url": "http://robot.local/x", "allow_http": ["ROBOT.local"]},
         {"url": "http://robot.local/x", "allow_http": ["*"]},
         {"url": "http://10.1.2.3/x", "allow_http": ["10.0.0.0/8"]},
@@ -87,11 +84,8 @@ def test_watched_items_are_read_in_any_form_each_once():
     ours = WebhookWatchedItem("dataset", "someone/cubes")
     forms = ["model:someone/arm", {"type": "org", "name": "someone"}, theirs, ours, "org:someone"]
     found = read_watched(forms)
-    assert [(item.type, item.name) for item in found] == [
-        ("model", "someone/arm"),
-        ("org", "someone"),
-        ("dataset", "someone/cubes"),
-    ]
+    names = [f"{item.type}:{item.name}" for item in found]
+    assert names == ["model:someone/arm", "org:someone", "dataset:someone/cubes"]
     for one in forms:
         assert len(read_watched(one)) == 1
 
@@ -139,7 +133,7 @@ def test_no_secret_is_in_what_is_printed():
 @pytest.mark.parametrize(
     ("more", "name", "value"),
     [
-        ({"hasSecret": True}, "has_secret", True),  # newer Hubs tell only whether there is a secret
+        ({"hasSecret": True}, "has_secret", True),  # Newer Hubs return this field instead of the secret.
         ({"hasSecret": False}, "has_secret", False),
         ({}, "has_secret", False),
         ({"disabled": True}, "status", "disabled"),

@@ -2,18 +2,16 @@
 
 import asyncio
 import random
-import socket
 import sqlite3
 import sys
 import threading
 from pathlib import Path
 
-from sanic import Sanic
-
 from hooks.errors import RetryableError
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.inbox import Event
 from hooks.receiver.receiver import Receiver
+from hooks.server.serving import build_app, open_listener, serve_app
 
 
 class Outside:
@@ -32,34 +30,27 @@ class Outside:
 
 
 def receiver(folder: Path) -> Receiver:
-    made = Receiver(
-        ReceiverSettings(
-            database=folder / "inbox.sqlite3",
-            answer_within=0.05,
-            backoff=0.01,
-            longest_backoff=0.1,
-            attempts=50,
-        )
-    )
+    database = folder / "inbox.sqlite3"
+    settings = ReceiverSettings(database=database, answer_within=0.05, backoff=0.01, longest_backoff=0.1, attempts=50)
+    made = Receiver(settings)
     outside = Outside(folder / "outside.sqlite3")
 
-    def act(event: Event, number: int) -> None:
+    def act(event: Event, number: int) -> int:
         outside.move(event, number)
         chance = random.random()
         if chance < 0.03:
             raise RuntimeError("it slipped")
         if chance < 0.06:
             raise RetryableError("not yet", after=0.02)
+        return number
 
     async def on_loop(payload: dict, event: Event) -> int:
         await asyncio.sleep(random.random() * 0.02)
-        act(event, payload["number"])
-        return payload["number"]
+        return act(event, payload["number"])
 
     def in_thread(payload: dict, event: Event) -> int:
         threading.Event().wait(random.random() * 0.06)
-        act(event, payload["number"])
-        return payload["number"]
+        return act(event, payload["number"])
 
     made.add(on_loop)
     made.add(in_thread)
@@ -68,17 +59,10 @@ def receiver(folder: Path) -> Receiver:
 
 
 async def serve(folder: Path, port: int) -> None:
-    app = Sanic("crashing", configure_logging=False)
-    app.config.update(TOUCHUP=False, MOTD=False, AUTO_EXTEND=False)
+    app = build_app(max_body=1 << 20)
     app.blueprint(receiver(folder).blueprint())
-    server = await app.create_server(
-        sock=socket.create_server(("127.0.0.1", port)), return_asyncio_server=True, access_log=False
-    )
-    assert server is not None
-    await server.startup()
-    await server.before_start()
-    await server.after_start()
-    await asyncio.Event().wait()
+    async with serve_app(app, open_listener("127.0.0.1", (port,))):
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import sanic
@@ -11,6 +13,7 @@ from hooks.errors import RetryableError, UnknownEvent
 from hooks.receiver.endpoint import ReceiverSettings, backoff
 from hooks.receiver.inbox import Event, Inbox, Status
 from hooks.receiver.receiver import Receiver
+from tests.unit.hooks.receiver.conftest import make_payload, serving, until_ended
 
 QUICK = {"backoff": 0.001, "longest_backoff": 0.002}
 
@@ -19,7 +22,7 @@ def settings(**more) -> ReceiverSettings:
     return ReceiverSettings(**{**QUICK, **more})
 
 
-async def test_events_of_one_repo_run_in_order_and_those_of_others_beside(serving, make_payload, until) -> None:
+async def test_events_of_one_repo_run_in_order_and_those_of_others_beside() -> None:
     receiver, runs, goes_on = Receiver(settings()), [], asyncio.Event()
 
     async def note(payload: dict) -> None:
@@ -34,38 +37,39 @@ async def test_events_of_one_repo_run_in_order_and_those_of_others_beside(servin
         for number in range(3):
             for name in ("a", "b"):
                 await sender.post("/webhooks/note", make_payload(name, sha=str(number)))
-        await until(receiver)
+        await until_ended(receiver)
     assert runs[:3] == [("b", "0"), ("b", "1"), ("b", "2")]
     assert runs[3:] == [("a", "0"), ("a", "1"), ("a", "2")]
 
 
 @pytest.mark.parametrize("limit", ["concurrency", "threads"])
-async def test_handlers_in_parallel_stay_within_the_limit(serving, make_payload, until, limit: str) -> None:
+async def test_handlers_in_parallel_stay_within_the_limit(limit: str) -> None:
     receiver = Receiver(settings(**{"concurrency": 9, "threads": 9, limit: 2}))
     running, most, barrier, pair = set(), [], threading.Barrier(2), asyncio.Barrier(2)
 
-    def enter(event: Event) -> None:
+    @contextmanager
+    def counted(event: Event) -> Iterator[None]:
         running.add(event.id)
         most.append(len(running))
+        yield
+        running.discard(event.id)
 
     def sync(event: Event) -> None:
-        enter(event)
-        barrier.wait(30)
-        running.discard(event.id)
+        with counted(event):
+            barrier.wait(30)
 
     async def later(event: Event) -> None:
-        enter(event)
-        await asyncio.wait_for(pair.wait(), 30)
-        running.discard(event.id)
+        with counted(event):
+            await asyncio.wait_for(pair.wait(), 30)
 
     async with serving(receiver, sync if limit == "threads" else later, "x", mode="queue") as sender:
         await asyncio.gather(*(sender.post("/webhooks/x", make_payload(f"a/{number}")) for number in range(8)))
-        await until(receiver)
+        await until_ended(receiver)
         assert [event.status for event in await receiver.events()] == [Status.DONE] * 8
     assert max(most) == 2
 
 
-async def test_background_event_is_retried_and_then_a_dead_letter(serving, make_payload, until, caplog) -> None:
+async def test_background_event_is_retried_and_then_a_dead_letter(caplog) -> None:
     receiver, attempts = Receiver(settings(attempts=3)), []
 
     def breaks(event: Event) -> None:
@@ -74,7 +78,7 @@ async def test_background_event_is_retried_and_then_a_dead_letter(serving, make_
 
     async with serving(receiver, breaks, "x", mode="queue") as sender:
         told = await sender.post("/webhooks/x", make_payload(), headers={"webhook-id": "1"})
-        await until(receiver)
+        await until_ended(receiver)
         [dead] = await receiver.events(status="dead")
         assert (dead.id, dead.attempt, dead.error) == (told.json["event_id"], 3, "ValueError: no camera")
         again = await sender.post("/webhooks/x", make_payload(), headers={"webhook-id": "1"})
@@ -82,12 +86,12 @@ async def test_background_event_is_retried_and_then_a_dead_letter(serving, make_
         assert attempts == [1, 2, 3]
         # A replay has as many attempts again.
         await receiver.replay(dead.id)
-        await until(receiver)
+        await until_ended(receiver)
         assert attempts == [1, 2, 3, 4, 5, 6]
     assert "dead letter after 3 attempts" in caplog.text
 
 
-async def test_retryable_error_answers_202_and_runs_again(serving, make_payload, until) -> None:
+async def test_retryable_error_answers_202_and_runs_again() -> None:
     receiver, attempts = Receiver(settings()), []
 
     def not_yet(event: Event) -> str:
@@ -99,12 +103,12 @@ async def test_retryable_error_answers_202_and_runs_again(serving, make_payload,
     async with serving(receiver, not_yet) as sender:
         told = await sender.post("/webhooks/not_yet", make_payload())
         assert told.status == 202
-        await until(receiver, told.json["event_id"])
+        await until_ended(receiver, told.json["event_id"])
         assert (await receiver.event(told.json["event_id"])).answer.body == b'"well"'
     assert attempts == [1, 2]
 
 
-async def test_failure_after_an_accepted_duplicate_is_retried_here(serving, make_payload, until) -> None:
+async def test_failure_after_an_accepted_duplicate_is_retried_here() -> None:
     receiver, attempts, began, goes_on = Receiver(settings()), [], asyncio.Event(), asyncio.Event()
 
     async def breaks(event: Event) -> None:
@@ -121,12 +125,12 @@ async def test_failure_after_an_accepted_duplicate_is_retried_here(serving, make
         assert (await sender.post("/webhooks/breaks", make_payload(), headers=same)).status == 202
         goes_on.set()
         assert (await first).status == 202
-        await until(receiver)
+        await until_ended(receiver)
         assert [event.status for event in await receiver.events()] == [Status.DONE]
     assert attempts == [1, 2]
 
 
-async def test_what_did_not_end_before_a_stop_goes_on_at_the_next_start(serving, make_payload, until, tmp_path) -> None:
+async def test_what_did_not_end_before_a_stop_goes_on_at_the_next_start(tmp_path) -> None:
     runs = []
 
     def receiver(handler) -> Receiver:
@@ -146,11 +150,11 @@ async def test_what_did_not_end_before_a_stop_goes_on_at_the_next_start(serving,
             assert told.status == 202
     second = receiver(ends)
     async with serving(second):
-        await until(second)
+        await until_ended(second)
     assert runs == [(str(number), str(number), "hub") for number in range(3)]
 
 
-async def test_a_waiting_sender_is_told_accepted_when_the_server_stops(serving, make_payload, tmp_path) -> None:
+async def test_a_waiting_sender_is_told_accepted_when_the_server_stops(tmp_path) -> None:
     receiver, began = Receiver(settings(database=tmp_path / "e.sqlite3", stop_within=0.02)), asyncio.Event()
 
     async def for_ever(event: Event) -> None:
@@ -168,7 +172,7 @@ async def test_a_waiting_sender_is_told_accepted_when_the_server_stops(serving, 
         assert [event.status for event in inbox.list()] == [Status.WAITING]
 
 
-async def test_another_process_replays_and_the_running_receiver_picks_it_up(serving, make_payload, tmp_path) -> None:
+async def test_another_process_replays_and_the_running_receiver_picks_it_up(tmp_path) -> None:
     receiver, attempts, again = Receiver(settings(database=tmp_path / "e.sqlite3")), [], asyncio.Event()
 
     async def note(event: Event) -> None:
@@ -187,7 +191,7 @@ async def test_another_process_replays_and_the_running_receiver_picks_it_up(serv
     assert attempts == [1, 2]
 
 
-async def test_events_without_a_handler_wait_for_the_next_start(serving, make_payload, tmp_path, until, caplog) -> None:
+async def test_events_without_a_handler_wait_for_the_next_start(tmp_path, caplog) -> None:
     path = tmp_path / "e.sqlite3"
     runs = []
 
@@ -205,7 +209,7 @@ async def test_events_without_a_handler_wait_for_the_next_start(serving, make_pa
     assert "1 events wait for /webhooks/old, which has no handler here" in caplog.text
     last = receiver("old")
     async with serving(last):
-        await until(last)
+        await until_ended(last)
     assert runs == ["/webhooks/old"] * 2
 
 
@@ -215,7 +219,7 @@ def test_backoff_doubles_up_to_its_longest_and_half_is_chance() -> None:
     assert [backoff(failures, rule, lambda: 1.0) for failures in (1, 2, 3, 4)] == [0.5, 1.0, 2.0, 3.0]
 
 
-async def test_old_events_are_deleted_while_the_receiver_runs(serving, make_payload) -> None:
+async def test_old_events_are_deleted_while_the_receiver_runs() -> None:
     receiver = Receiver(settings(kept=10.0))
     async with serving(receiver, lambda: None, "x") as sender:
         await sender.post("/webhooks/x", make_payload())

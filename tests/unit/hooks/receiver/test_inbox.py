@@ -1,6 +1,5 @@
 """The log of events: what is kept, for how long, and how much room it takes."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,9 @@ NOW = 1_700_000_000.0
 
 
 def arrive(inbox: Inbox, number: int, *, at: float = NOW, body: bytes = b"{}", **more) -> tuple[Acceptance, Event]:
-    parts = {
-        "id": f"e{number}",
-        "path": "/webhooks/x",
-        "body": body,
-        "headers": json.dumps({"user-agent": "hub"}),
-        "lane": "repo-1",
-        "identity": "",
-        "webhook_id": "w1",
-        "delivery_id": f"d{number}",
-        "repo": "a/b",
-        "repo_type": "model",
-        "scope": "repo.content",
-        "action": "update",
-    }
+    parts = {"id": f"e{number}", "path": "/webhooks/x", "body": body, "headers": '{"user-agent": "hub"}'}
+    parts |= {"lane": "repo-1", "identity": "", "webhook_id": "w1", "delivery_id": f"d{number}"}
+    parts |= {"repo": "a/b", "repo_type": "model", "scope": "repo.content", "action": "update"}
     arrival = IncomingEvent(**{**parts, **more})
     given = {"now": at, "window": 10.0, "max_waiting": 1000, "paths": (arrival.path,)}
     return inbox.database.run_blocking(ledger.accept_event, arrival, **given)
@@ -109,9 +97,9 @@ def test_bodies_take_no_more_room_than_they_may(inbox: Inbox) -> None:
         arrive(inbox, number, body=bytes(100))
         if number < 5:
             end(inbox, number)
-    assert inbox.database.run_blocking(ledger.prune_events, now=NOW, max_age=DAY, max_dead_age=DAY, max_bytes=250) == 3
+    limits = {"max_age": DAY, "max_dead_age": DAY, "max_bytes": 250}
+    assert [inbox.database.run_blocking(ledger.prune_events, now=NOW, **limits) for _ in range(2)] == [3, 0]
     assert [event.id for event in inbox.list()] == ["e5", "e4", "e3"]
-    assert inbox.database.run_blocking(ledger.prune_events, now=NOW, max_age=DAY, max_dead_age=DAY, max_bytes=250) == 0
 
 
 def test_the_write_ahead_log_does_not_grow_with_what_is_written(inbox: Inbox) -> None:

@@ -1,4 +1,4 @@
-"""The blueprint in apps with manners of their own, the service among them."""
+"""The receiver's blueprint in the app of the service."""
 
 import io
 import json
@@ -12,6 +12,7 @@ from service.app import create_app
 from service.http.server import listen
 from service.http.server import serve_app as service_serving
 from service.settings import Settings
+from tests.unit.hooks.receiver.conftest import Sender
 
 SIGNED = {"x-webhook-secret": "a-secret-of-sixteen"}
 
@@ -39,16 +40,16 @@ async def test_the_service_takes_5_MB_here_while_its_own_limit_is_1_MB() -> None
 
         async def post(size: int, headers: dict = SIGNED, path: str = "size") -> tuple[int, object]:
             body = io.BytesIO(json.dumps({"padding": "x" * size}).encode())
-            async with session.post(f"{url}/others/{path}", data=body, headers=headers) as answer:
-                return answer.status, await answer.json()
+            told = await Sender(url, session).post(f"/others/{path}", data=body, headers=headers)
+            return told.status, told.json
 
         assert await post(5_000_000) == (200, 5_000_000)
         assert await post(6_000_000) == (413, {"error": "The body has more than 5242880 bytes."})
         assert await post(5_000_000, {}) == (401, {"error": "x-webhook-secret header not set."})
         assert await post(5_000_000, {"x-webhook-secret": "no"}) == (403, {"error": "Invalid webhook secret."})
-        status, told = await post(3, path="breaks")
-        assert (status, "private" in str(told)) == (500, False)
-        async with session.get(f"{url}/others/size") as answer:
-            assert (answer.status, await answer.json()) == (405, {"error": "Method Not Allowed"})
+        status, error = await post(3, path="breaks")
+        assert (status, "private" in str(error)) == (500, False)
+        told = await Sender(url, session).post("/others/size", method="GET")
+        assert (told.status, told.json) == (405, {"error": "Method Not Allowed"})
         async with session.get(f"{url}/") as answer:
             assert answer.status == 200

@@ -18,6 +18,8 @@ from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.inbox import Event, Status
 from hooks.receiver.receiver import Receiver
 from tests.testing.pauses import Pauses
+from tests.testing.waiting import until
+from tests.unit.hooks.receiver.conftest import make_payload, serving, until_ended
 
 SECRET = "a-secret-of-sixteen"
 SIGNED = {"x-webhook-secret": SECRET}
@@ -31,23 +33,23 @@ def echo(payload: dict) -> dict:
     return payload
 
 
-# The peer: 422 and its schema, before the secret is looked at.
 @pytest.mark.parametrize("body", [b"{", b'{"event": 1}', b"", b"\xff" * 100])
-async def test_a_bad_body_without_the_secret_tells_nothing_but_401(serving, body: bytes) -> None:
+async def test_the_secret_is_checked_before_the_body(body: bytes, caplog) -> None:
+    caplog.set_level(logging.DEBUG)
     async with serving(Receiver(ReceiverSettings(secrets=(SECRET,))), lambda payload: None, "x") as sender:
         told = await sender.post("/webhooks/x", data=body)
         assert (told.status, told.json) == (401, {"error": "x-webhook-secret header not set."})
-        told = await sender.post("/webhooks/x", data=body, headers={"x-webhook-secret": "wrong"})
+        told = await sender.post("/webhooks/x", data=body, headers={"x-webhook-secret": "guessed-secret"})
         assert (told.status, told.json) == (403, {"error": "Invalid webhook secret."})
         told = await sender.post("/webhooks/x", data=body, headers=SIGNED)
         assert told.status == 422
+    assert "guessed-secret" not in caplog.text
+    assert SECRET not in caplog.text
 
 
-async def test_a_payload_that_cannot_be_used_is_named_by_its_fields_alone(serving, make_payload) -> None:
-    receiver = Receiver()
-    receiver.add(lambda payload: None, "x")
+async def test_a_payload_that_cannot_be_used_is_named_by_its_fields_alone() -> None:
     broken = make_payload(event={"scope": 3, "private-value": "x"}, webhook={"id": "private-value"})
-    async with serving(receiver) as sender:
+    async with serving(Receiver(), lambda payload: None, "x") as sender:
         told = await sender.post("/webhooks/x", broken)
         assert told.status == 422
         assert told.json["fields"] == ["event.action", "event.scope"]
@@ -58,38 +60,46 @@ async def test_a_payload_that_cannot_be_used_is_named_by_its_fields_alone(servin
         assert told.status == 200
 
 
-async def test_two_deliveries_without_a_body_are_two_events(serving) -> None:
+async def test_two_deliveries_without_a_body_are_two_events() -> None:
     async with serving(Receiver(), lambda: 3, "nothing") as sender:
         for _ in range(2):
             empty = await sender.post("/webhooks/nothing")
             assert (empty.status, empty.json, "x-webhook-duplicate" in empty.headers) == (200, 3, False)
 
 
-# The peer: 200.
-async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) -> None:
+async def test_a_body_of_50_MB_is_413_before_it_is_kept(monkeypatch) -> None:
     # Where it takes longer to send, the connection may end before the answer is read.
     monkeypatch.setattr("hooks.receiver.receiver.DISCARD_TIMEOUT", 60.0)
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,), max_body=1 << 20))
-    receiver.add(echo)
 
     async def pieces():
         for _ in range(50):
             yield bytes(1 << 20)
 
-    async with serving(receiver) as sender:
+    async with serving(receiver, echo) as sender:
         told = await sender.post("/webhooks/echo", data=io.BytesIO(bytes(50 << 20)), headers=SIGNED)
         assert (told.status, told.json) == (413, {"error": "The body has more than 1048576 bytes."})
         told = await sender.post("/webhooks/echo", data=pieces(), headers=SIGNED)
         assert told.status == 413
-        # Who asks first is told at once: nothing of the body is sent.
+        # A client that sends "expect: 100-continue" gets the refusal before it sends the body.
         head = b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 52428800\r\nexpect: 100-continue\r\n\r\n"
         assert b" 413 " in await sender.raw(head)
         assert (await sender.post("/webhooks/echo", {"a": "x" * 900_000}, headers=SIGNED)).status == 200
 
 
-async def test_a_body_that_drips_is_408(serving) -> None:
-    async with serving(Receiver(ReceiverSettings(read_within=0.05)), echo) as sender:
-        assert b" 408 " in await sender.raw(b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+@pytest.mark.parametrize(
+    ("rest", "read_within", "status", "error"),
+    [
+        (b"content-length: 10\r\n\r\n{", 0.05, b"408", b""),
+        (b"transfer-encoding: chunked\r\n\r\nno size\r\n", 60.0, b"400", b'{"error":"The body cannot be read."}'),
+    ],
+    ids=["too slow", "broken encoding"],
+)
+async def test_an_unreadable_body_is_refused(rest: bytes, read_within: float, status: bytes, error: bytes) -> None:
+    async with serving(Receiver(ReceiverSettings(read_within=read_within)), echo) as sender:
+        told = await sender.raw(b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\n" + rest, whole=True)
+        assert told.startswith(b"HTTP/1.1 " + status)
+        assert error in told
 
 
 @pytest.mark.parametrize(
@@ -104,13 +114,13 @@ async def test_a_body_that_drips_is_408(serving) -> None:
         (float("nan"), None),
     ],
 )
-async def test_any_value_is_told_as_json(serving, value: object, told: object) -> None:
+async def test_any_value_is_told_as_json(value: object, told: object) -> None:
     async with serving(Receiver(), lambda: value, "x") as sender:
         answer = await sender.post("/webhooks/x")
         assert (answer.status, answer.json) == (200, told)
 
 
-async def test_a_response_of_the_handlers_own_passes(serving) -> None:
+async def test_a_response_of_the_handlers_own_passes() -> None:
     def own(payload: dict) -> sanic.HTTPResponse:
         wrong = {"Content-Length": "500", "Transfer-Encoding": "chunked"}  # of another server
         return sanic.HTTPResponse(json.dumps({"made": payload["n"]}), 201, {"x-own": "1"} | wrong, "application/json")
@@ -122,8 +132,7 @@ async def test_a_response_of_the_handlers_own_passes(serving) -> None:
         assert told.headers["x-webhook-duplicate"] == "true"
 
 
-# The peer: three runs.
-async def test_three_deliveries_of_one_event_run_once_also_across_a_restart(serving, make_payload, tmp_path) -> None:
+async def test_three_deliveries_of_one_event_run_once_also_across_a_restart(tmp_path) -> None:
     runs = []
 
     def receiver() -> Receiver:
@@ -148,26 +157,21 @@ async def test_three_deliveries_of_one_event_run_once_also_across_a_restart(serv
     assert len(runs) == 4
 
 
-async def test_without_an_id_an_equal_body_is_a_duplicate_for_a_while(serving) -> None:
+async def test_without_an_id_an_equal_body_is_a_duplicate_for_a_while() -> None:
     runs = []
 
     def note(payload: dict) -> None:
         runs.append(payload["n"])
 
     for window, count in ((60.0, 2), (0.0, 3)):
-        receiver = Receiver(ReceiverSettings(same_body_within=window))
-        receiver.add(note)
         runs.clear()
-        async with serving(receiver) as sender:
+        async with serving(Receiver(ReceiverSettings(same_body_within=window)), note) as sender:
             for number in (1, 2, 1):
                 await sender.post("/webhooks/note", {"n": number})
         assert len(runs) == count
 
 
-# The peer: a sender of a handler of 60 s waits 60 s.
-async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(
-    serving, make_payload, until, pauses: Pauses
-) -> None:
+async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(pauses: Pauses) -> None:
     receiver = Receiver(ReceiverSettings(answer_within=0.05))
     goes_on, runs = threading.Event(), []
 
@@ -176,9 +180,8 @@ async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(
         assert goes_on.wait(60)
         return "done"
 
-    receiver.add(slow)
     same = {"webhook-id": "1"}
-    async with serving(receiver) as sender:
+    async with serving(receiver, slow) as sender:
         began = time.monotonic()
         told = await sender.post("/webhooks/slow", make_payload(), headers=same)
         assert pauses.running(began) < 1
@@ -187,13 +190,13 @@ async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(
         again = await sender.post("/webhooks/slow", make_payload(), headers=same)
         assert (again.status, again.json) == (202, told.json)
         goes_on.set()
-        await until(receiver, told.json["event_id"])
+        await until_ended(receiver, told.json["event_id"])
         last = await sender.post("/webhooks/slow", make_payload(), headers=same)
         assert (last.status, last.json, last.headers["x-webhook-duplicate"]) == (200, "done", "true")
         assert len(runs) == 1
 
 
-async def test_a_full_receiver_says_503_and_when_to_come_back(serving, make_payload, until) -> None:
+async def test_a_full_receiver_says_503_and_when_to_come_back() -> None:
     receiver = Receiver(ReceiverSettings(max_waiting=2))
     goes_on = asyncio.Event()
 
@@ -209,11 +212,11 @@ async def test_a_full_receiver_says_503_and_when_to_come_back(serving, make_payl
         assert (await send(2)).headers["retry-after"] == "5"
         assert (await send(1)).status == 202  # a duplicate takes no place
         goes_on.set()
-        await until(receiver)
+        await until_ended(receiver)
         assert (await send(2)).status == 202
 
 
-async def test_a_sender_that_goes_away_does_not_end_its_event(serving, make_payload) -> None:
+async def test_a_sender_that_goes_away_does_not_end_its_event() -> None:
     began, goes_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def slow(payload: dict) -> None:
@@ -230,7 +233,7 @@ async def test_a_sender_that_goes_away_does_not_end_its_event(serving, make_payl
         await asyncio.wait_for(done.wait(), 30)
 
 
-async def test_handler_error_is_500_without_its_text_and_is_retried(serving, make_payload, caplog) -> None:
+async def test_handler_error_is_500_without_its_text_and_is_retried(caplog) -> None:
     receiver, attempts = Receiver(), []
 
     def breaks(payload: dict, event: Event) -> str:
@@ -239,9 +242,8 @@ async def test_handler_error_is_500_without_its_text_and_is_retried(serving, mak
             raise RuntimeError("private detail")
         return "well"
 
-    receiver.add(breaks)
     same = {"webhook-id": "1"}
-    async with serving(receiver) as sender:
+    async with serving(receiver, breaks) as sender:
         told = [await sender.post("/webhooks/breaks", make_payload(), headers=same) for _ in range(4)]
         event = await receiver.event(told[0].json["event_id"])
     assert [one.status for one in told] == [500, 500, 200, 200]
@@ -253,13 +255,13 @@ async def test_handler_error_is_500_without_its_text_and_is_retried(serving, mak
 
 
 class Panic(BaseException):
-    """As libraries in Rust raise it."""
+    """Exception outside of ``Exception``, as libraries in Rust raise it."""
 
 
 @pytest.mark.parametrize(
     "error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), StopIteration(), Panic()], ids=repr
 )
-async def test_a_handler_cannot_end_the_server(serving, error: BaseException, caplog) -> None:
+async def test_a_handler_cannot_end_the_server(error: BaseException, caplog) -> None:
     receiver = Receiver()
 
     async def ends() -> None:
@@ -275,11 +277,10 @@ async def test_a_handler_cannot_end_the_server(serving, error: BaseException, ca
         assert (await sender.post("/webhooks/well")).json == 3
 
 
-async def test_headers_of_an_event_have_no_secrets(serving, make_payload) -> None:
+async def test_headers_of_an_event_have_no_secrets() -> None:
     receiver, seen = Receiver(ReceiverSettings(secrets=(SECRET,))), []
-    receiver.add(lambda event: seen.append(event), "x")
     headers = {**SIGNED, "authorization": "Bearer private", "webhook-id": "1", "user-agent": "hub"}
-    async with serving(receiver) as sender:
+    async with serving(receiver, lambda event: seen.append(event), "x") as sender:
         await sender.post("/webhooks/x", make_payload(), headers=headers)
         recent = await receiver.events()
     assert (seen[0].headers["user-agent"], seen[0].delivery_id, seen[0].webhook_id) == ("hub", "1", "webhook-1")
@@ -289,28 +290,34 @@ async def test_headers_of_an_event_have_no_secrets(serving, make_payload) -> Non
     assert "private" not in repr(seen[0].headers)
 
 
-@pytest.mark.parametrize("trouble", ["full", "locked"])
-async def test_what_cannot_be_written_is_not_acknowledged(
-    serving, make_payload, tmp_path: Path, monkeypatch, caplog, trouble: str
-) -> None:
+TROUBLES = {
+    "full": ("PRAGMA max_page_count=1", "PRAGMA max_page_count=1000000"),
+    "locked": ("BEGIN IMMEDIATE", "ROLLBACK"),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+async def test_what_cannot_be_written_is_not_acknowledged(tmp_path: Path, monkeypatch, caplog, trouble: str) -> None:
     monkeypatch.setattr("hooks.database.LOCK_TIMEOUT", 0.05)
     receiver, runs = Receiver(ReceiverSettings(database=tmp_path / "e.sqlite3")), []
+    begin, end = TROUBLES[trouble]
     async with serving(receiver, lambda payload: runs.append(1), "x") as sender:
-        inbox = receiver._running.inbox
+        own = receiver._running.inbox.database.run
         other = sqlite3.connect(tmp_path / "e.sqlite3", isolation_level=None)
-        if trouble == "locked":
-            other.execute("BEGIN IMMEDIATE")
-        else:
-            await inbox.database.run(lambda connection: connection.execute("PRAGMA max_page_count=1").fetchall())
+
+        async def execute(statement: str) -> None:
+            if trouble == "locked":
+                other.execute(statement)
+            else:
+                await own(lambda connection: connection.execute(statement).fetchall())
+
+        await execute(begin)
         same = {"webhook-id": "1"}
         told = await sender.post("/webhooks/x", make_payload(padding="x" * 100_000), headers=same)
         assert (told.status, told.headers["retry-after"]) == (503, "5")
         assert "is not acknowledged" in caplog.text
         assert runs == []
-        if trouble == "locked":
-            other.execute("ROLLBACK")
-        else:
-            await inbox.database.run(lambda connection: connection.execute("PRAGMA max_page_count=1000000").fetchall())
+        await execute(end)
         other.close()
         told = await sender.post("/webhooks/x", make_payload(padding="x" * 100_000), headers=same)
         assert (told.status, runs) == (200, [1])
@@ -321,12 +328,7 @@ def test_what_cannot_be_added_is_refused() -> None:
     receiver.add(echo)
     with pytest.raises(ValueError, match=r"^Webhook /webhooks/echo already exists\.$"):
         receiver.add(echo, "/echo/")
-    for wrong in (
-        {"path": ""},
-        {"path": "a b"},
-        {"path": "<id>"},
-        {"mode": "later"},
-    ):
+    for wrong in ({"path": ""}, {"path": "a b"}, {"path": "<id>"}, {"mode": "later"}):
         with pytest.raises(InvalidWebhook):
             receiver.add(lambda: None, **{"path": "x", **wrong})
     with pytest.raises(InvalidWebhook, match="give it one"):
@@ -336,16 +338,7 @@ def test_what_cannot_be_added_is_refused() -> None:
         receiver.add(echo, "late")
 
 
-async def test_the_log_of_a_refusal_names_no_secret(serving, caplog) -> None:
-    caplog.set_level(logging.DEBUG)
-    async with serving(Receiver(ReceiverSettings(secrets=(SECRET,))), echo) as sender:
-        await sender.post("/webhooks/echo", {}, headers={"x-webhook-secret": "guessed-secret"})
-        await sender.post("/webhooks/echo", {"a": 1}, headers=SIGNED)
-    assert "guessed-secret" not in caplog.text
-    assert SECRET not in caplog.text
-
-
-async def test_deliveries_of_one_event_at_the_same_moment_run_once(serving, make_payload) -> None:
+async def test_deliveries_of_one_event_at_the_same_moment_run_once() -> None:
     receiver, runs, goes_on = Receiver(), [], asyncio.Event()
 
     async def note(event: Event) -> str:
@@ -356,20 +349,8 @@ async def test_deliveries_of_one_event_at_the_same_moment_run_once(serving, make
     async with serving(receiver, note) as sender:
         same = {"webhook-id": "1"}
         sent = [asyncio.create_task(sender.post("/webhooks/note", make_payload(), headers=same)) for _ in range(5)]
-        done, waiting = await asyncio.wait(sent, return_when=asyncio.FIRST_COMPLETED)
-        while len(waiting) > 1:
-            more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            done |= more
+        await until(lambda: sum(one.done() for one in sent) == 4)
         goes_on.set()
-        told = [await one for one in (*done, *waiting)]
-    assert [one.status for one in told] == [202, 202, 202, 202, 200]
+        told = await asyncio.gather(*sent)
+    assert sorted(one.status for one in told) == [200, 202, 202, 202, 202]
     assert len(runs) == 1
-
-
-async def test_a_body_whose_encoding_is_broken_is_400(serving) -> None:
-    async with serving(Receiver(), echo) as sender:
-        told = await sender.raw(
-            b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n", whole=True
-        )
-        assert told.startswith(b"HTTP/1.1 400 ")
-        assert b'{"error":"The body cannot be read."}' in told

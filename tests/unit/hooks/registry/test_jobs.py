@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -22,7 +23,7 @@ from hooks.registry.jobs import MAX_VARIABLE, Job, JobDeliverer, build_environme
 from hooks.registry.registry import Registry
 from tests.testing.pauses import Pauses
 from tests.testing.waiting import lives, until
-from tests.unit.hooks.registry.serving import settings
+from tests.unit.hooks.registry.serving import settings, until_finished
 
 PARCEL = DeliveryRequest("msg_1", b'{"repo":{"name":"lab/act","type":"model"}}', is_hub=True)
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -101,17 +102,13 @@ async def test_a_payload_of_a_bucket_with_10_000_files_is_read_from_its_file(tmp
         ("import sys; sys.exit(3)", 3, ""),
         ("import os; os.kill(os.getpid(), 9)", -9, ""),
         ("import sys; print('out'); sys.stdout.flush(); print('err', file=sys.stderr)", 0, "out\nerr\n"),
+        ("print('x' * 5_000_000 + 'end')", 0, "x" * 96 + "end\n"),
     ],
+    ids=["exit", "signal", "both outputs", "long output"],
 )
-async def test_output_and_exit_status_are_told(tmp_path: Path, code: str, status: int, text: str) -> None:
-    outcome = await run(python(code, tmp_path))
+async def test_output_and_exit_status_are_kept(tmp_path: Path, code: str, status: int, text: str) -> None:
+    outcome = await run(python(code, tmp_path, max_output=100))
     assert (outcome.exit_status, outcome.excerpt) == (status, text)
-
-
-async def test_of_much_output_the_end_is_kept(tmp_path: Path) -> None:
-    outcome = await run(python("print('x' * 5_000_000 + 'end')", tmp_path, max_output=100))
-    assert outcome.excerpt.endswith("end\n")
-    assert len(outcome.excerpt) <= 100
 
 
 async def test_a_program_that_is_not_there_is_a_failed_attempt(tmp_path: Path) -> None:
@@ -121,8 +118,20 @@ async def test_a_program_that_is_not_there_is_a_failed_attempt(tmp_path: Path) -
     assert outcome.error == "job 'old' is not in the operator's file any more"
 
 
+@pytest.fixture
+def marks(tmp_path: Path) -> Path:
+    """A folder in which each process of ``sleepers`` makes a file, named by its process id."""
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    return folder
+
+
+def processes_of(marks: Path) -> list[int]:
+    return [int(path.name) for path in marks.iterdir()]
+
+
 def sleepers(marks: Path) -> str:
-    """A job that ignores the polite signal, with a child that does too; both say who they are."""
+    """Return the code of a job that ignores SIGTERM and has a child that ignores it too."""
     return f"""
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -133,39 +142,36 @@ time.sleep(60)
 """
 
 
-def test_the_time_limit_ends_the_whole_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_ends_the_whole_process_group(
+    tmp_path: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hooks.registry.jobs.GRACE", 0.2)
-    (tmp_path / "marks").mkdir()
     both_sleep_since: list[float] = []
 
     def monotonic() -> float:
-        """Stands still until both sleep: a busy machine takes its time to start them."""
+        """Return 0 until both processes sleep, because a busy machine may start them late."""
         now = time.monotonic()
         if not both_sleep_since:
-            if len(list((tmp_path / "marks").iterdir())) < 2:
+            if len(processes_of(marks)) < 2:
                 return 0.0
             both_sleep_since.append(now)
         return now - both_sleep_since[0]
 
     monkeypatch.setattr("hooks.registry.jobs.time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
-    job = python(sleepers(tmp_path / "marks"), tmp_path)
+    job = python(sleepers(marks), tmp_path)
     ended = run_process(job.argv, tmp_path, {}, timeout=0.5, max_output=100, stop=threading.Event())
-    assert ended.error == "ended after its 0.5 s"
-    assert ended.status == -signal.SIGKILL
+    assert (ended.error, ended.status) == ("ended after its 0.5 s", -signal.SIGKILL)
     assert b"asleep" in ended.output
-    processes = [int(path.name) for path in (tmp_path / "marks").iterdir()]
-    assert len(processes) == 2
-    assert not any(lives(process) for process in processes)
+    assert [lives(process) for process in processes_of(marks)] == [False, False]
 
 
-def test_what_a_job_leaves_in_the_background_ends_with_it(tmp_path: Path, pauses: Pauses) -> None:
-    (tmp_path / "marks").mkdir()
-    code = sleepers(tmp_path / "marks").replace("time.sleep(60)", "time.sleep(60 if child == 0 else 0.2)")
+def test_what_a_job_leaves_in_the_background_ends_with_it(tmp_path: Path, marks: Path, pauses: Pauses) -> None:
+    code = sleepers(marks).replace("time.sleep(60)", "time.sleep(60 if child == 0 else 0.2)")
     began = time.monotonic()
     ended = run_process((sys.executable, "-c", code), tmp_path, {}, timeout=30, max_output=100, stop=threading.Event())
     assert (ended.status, ended.error) == (0, None)
     assert pauses.running(began) < 5
-    assert not any(lives(int(path.name)) for path in (tmp_path / "marks").iterdir())
+    assert not any(lives(process) for process in processes_of(marks))
 
 
 # Through the registry.
@@ -188,16 +194,6 @@ async def running(tmp_path: Path, code: str, **named: Any) -> AsyncIterator[tupl
         yield registry, webhook.id
 
 
-async def finished(registry: Registry, webhook: str, attempts: int = 1) -> dict[str, Any]:
-    async def entry() -> dict[str, Any] | None:
-        [one] = await registry.list_deliveries(webhook, 10, None)
-        return one if one["status"] != "waiting" and len(one["attempts"]) >= attempts else None
-
-    found = await until(entry)
-    assert found is not None
-    return found
-
-
 async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path: Path) -> None:
     code = (
         "import os, sys; path = 'count'; done = os.path.exists(path); open(path, 'w').close(); "
@@ -205,24 +201,22 @@ async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path
     )
     async with running(tmp_path, code) as (registry, webhook):
         await registry.emit_session("session.started", {"session_id": "1"})
-        entry = await finished(registry, webhook)
+        entry = await until_finished(registry, webhook)
         assert [attempt["exitStatus"] for attempt in entry["attempts"]] == [7, 0]
         assert {attempt["excerpt"] for attempt in entry["attempts"]} == {f"{entry['webhookDeliveryId']} ***\n"}
         assert (await registry.replay(webhook, entry["id"])).status == 202
-        assert (await finished(registry, webhook, attempts=3))["attempts"][2]["isReplay"] is True
+        assert (await until_finished(registry, webhook, attempts=3))["attempts"][2]["isReplay"] is True
 
 
-async def test_jobs_end_within_2_s_of_a_stop_and_run_at_the_next_start(tmp_path: Path, pauses: Pauses) -> None:
-    (tmp_path / "marks").mkdir()
-    async with running(tmp_path, sleepers(tmp_path / "marks")) as (registry, _):
+async def test_jobs_end_at_a_stop_and_run_at_the_next_start(tmp_path: Path, marks: Path, pauses: Pauses) -> None:
+    async with running(tmp_path, sleepers(marks)) as (registry, _):
         await registry.emit_session("session.started", {"session_id": "1"})
-        await until(lambda: len(list((tmp_path / "marks").iterdir())) == 2)
+        await until(lambda: len(processes_of(marks)) == 2)
         began = time.monotonic()
     assert pauses.running(began) < 2
-    processes = [int(path.name) for path in (tmp_path / "marks").iterdir()]
-    assert not any(lives(process) for process in processes)
+    assert not any(lives(process) for process in processes_of(marks))
     async with running(tmp_path, "print('again')") as (registry, webhook):
-        entry = await finished(registry, webhook)
+        entry = await until_finished(registry, webhook)
         assert [attempt["excerpt"] for attempt in entry["attempts"]] == ["again\n"]
 
 
@@ -249,6 +243,13 @@ async def test_a_job_that_a_killed_server_left_is_ended_at_the_next_start(
 
 
 # The operator's file.
+
+
+def test_the_jobs_file_of_the_guide_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "operate" / "webhooks_registry.md").read_text()
+    [block] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "jobs.toml").write_text(block)
+    assert load_jobs(tmp_path / "jobs.toml")["retrain"].secrets == ("HF_TOKEN",)
 
 
 def test_a_file_of_jobs_is_read(tmp_path: Path) -> None:

@@ -2,18 +2,13 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
-
-from sanic import Sanic
 
 from hooks import WebhooksClient
 from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.receiver import Receiver
 from hooks.registry.registry import Registry
-from service.http.server import listen, serve_app
-from tests.testing.waiting import until
-from tests.unit.hooks.registry.serving import TOKEN, serve, settings
+from tests.unit.hooks.registry.serving import TOKEN, serve, settings, until_finished
 
 SECRET = "a-secret-of-some-length"
 WATCHED = ["model:lab/act"]
@@ -29,22 +24,15 @@ async def test_our_receiver_takes_a_delivery_of_the_registry() -> None:
 
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,)))
     path = receiver.add(act)
-    app: Sanic[Any, Any] = Sanic(f"receiver-{id(receiver)}")
-    app.config.update({"MOTD": False, "TOUCHUP": False, "REQUEST_DEADLINE": 10.0})
-    app.blueprint(receiver.blueprint())
-    async with serve_app(app, listen("127.0.0.1", 0)) as url, sender.running():
+    async with serve(receiver) as url, sender.running():
         body = {"url": url + path, "watched": [{"type": "model", "name": "lab/act"}], "secret": SECRET}
         webhook = await sender.create_webhook(body)
         await sender.emit_repo("lab/act", "b" * 40, "a" * 40)
         async with asyncio.timeout(30):
             payload = await got.get()
         assert (payload.webhook.id, payload.new_sha("main")) == (webhook.id, "b" * 40)
-
-        async def delivered() -> list[dict[str, Any]]:
-            return [one for one in await sender.list_deliveries(webhook.id, 10, None) if one["status"] == "delivered"]
-
-        [entry] = await until(delivered)
-        assert entry["attempts"][0]["excerpt"] == '"taken"'
+        entry = await until_finished(sender, webhook.id)
+        assert (entry["status"], entry["attempts"][0]["excerpt"]) == ("delivered", '"taken"')
         assert (await sender.replay(webhook.id, entry["id"])).status == 200
         # The same event: the receiver answers, and runs nothing again.
         assert got.empty()

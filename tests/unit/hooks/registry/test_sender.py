@@ -16,18 +16,10 @@ from hooks.registry.delivery_queue import Message
 from hooks.registry.registry import RegistrySettings, Sender
 from hooks.registry.store import WebhookStore
 from tests.testing.waiting import until
-from tests.unit.hooks.queues import run_due
+from tests.unit.hooks.conftest import run_due
 
 MINUTE = 60.0
 SETTINGS = RegistrySettings(tokens=("t" * 16,))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Book:
@@ -44,7 +36,7 @@ class Book:
 
 
 class ScriptedDeliverer:
-    """Answers in turn, 200 when there is nothing to answer with; a webhook with a gate waits at it."""
+    """Return the answers in turn, then status 200; a webhook with a gate waits for it."""
 
     def __init__(self) -> None:
         self.answers: list[Outcome | Exception] = []
@@ -70,13 +62,13 @@ class ScriptedDeliverer:
 class Sending:
     def __init__(self, path: Path | None = None, **settings: Any):
         self.database = Database(path, [delivery_queue.SCHEMA])
-        self.clock, self.book, self.deliverer = Clock(), Book(), ScriptedDeliverer()
+        self.now, self.book, self.deliverer = 1_700_000_000.0, Book(), ScriptedDeliverer()
         self.sender = Sender(
             self.database,
             cast(WebhookStore, self.book),
             self.deliverer.deliver,
             replace(SETTINGS, **settings),
-            clock=self.clock,
+            clock=lambda: self.now,
             random=lambda: 0.5,  # no jitter
         )
 
@@ -89,14 +81,11 @@ class Sending:
         return self.database.run_blocking(delivery_queue.list_deliveries, webhook_id, 100)
 
     async def run(self, *numbers: int, after: float = 0.0, **more: Any) -> None:
-        """Put these events and send all that is due after so many seconds."""
+        """Queue these events and send all that is due after so many seconds."""
         for number in numbers:
             await self.put(number, **more)
-        self.clock.now += after
+        self.now += after
         await run_due(self.sender.runner)
-
-    def messages(self) -> int:
-        return self.database.run_blocking(lambda one: one.execute("SELECT count(*) FROM messages").fetchone()[0])
 
     def bodies(self) -> list[bytes]:
         return [parcel.body for _, parcel in self.deliverer.got]
@@ -120,11 +109,8 @@ async def test_failed_delivery_is_retried_with_the_same_id_and_body(sending: Sen
     assert len(sending.deliverer.got) == 3
     [entry] = sending.log()
     assert entry["status"] == "delivered"
-    assert [(attempt["status"], attempt["error"]) for attempt in entry["attempts"]] == [
-        (500, None),
-        (None, "no connection"),
-        (200, None),
-    ]
+    found = [(attempt["status"], attempt["error"]) for attempt in entry["attempts"]]
+    assert found == [(500, None), (None, "no connection"), (200, None)]
     assert sending.book.results == [("one", "delivered")]
 
 
@@ -143,8 +129,7 @@ async def test_order_is_kept_per_webhook_and_repo_and_others_do_not_wait(sending
     await sending.put(1, subject="model:a/b")
     await sending.run(2, subject="model:a/b")
     await sending.run(3, subject="model:c/d")
-    numbers = sending.bodies()
-    assert numbers == [b'{"number":1}', b'{"number":3}']
+    assert sending.bodies() == [b'{"number":1}', b'{"number":3}']
     await sending.run(after=5)
     assert sending.bodies()[2:] == [b'{"number":1}', b'{"number":2}']
 
@@ -182,7 +167,7 @@ async def test_held_webhook_gets_its_deliveries_after_its_release(sending: Sendi
     await sending.put(2)
     await sending.run(after=1000)
     assert len(sending.deliverer.got) == 1
-    sending.database.run_blocking(delivery_queue.release_webhook, "one", sending.clock())
+    sending.database.run_blocking(delivery_queue.release_webhook, "one", sending.now)
     await sending.run()
     assert sending.bodies()[1:] == [b'{"number":1}', b'{"number":2}']
 
@@ -218,11 +203,12 @@ async def test_old_entries_of_the_log_are_forgotten_and_waiting_ones_never(sendi
     for number in range(6):
         sending.deliverer.answers = [Outcome(status=500, retry_after=1000.0)] if number == 0 else []
         await sending.run(number, subject=f"model:a/{number}")
-        sending.clock.now += 1
-    assert sending.database.run_blocking(delivery_queue.prune_log, sending.clock() - 3.5, 100) == 2
+        sending.now += 1
+    assert sending.database.run_blocking(delivery_queue.prune_log, sending.now - 3.5, 100) == 2
     assert sending.database.run_blocking(delivery_queue.prune_log, 0.0, 1) == 2
     assert [entry["status"] for entry in sending.log()] == ["delivered", "waiting"]
-    assert sending.messages() == 2
+    messages = sending.database.run_blocking(lambda one: one.execute("SELECT * FROM messages").fetchall())
+    assert len(messages) == 2
 
 
 async def test_the_log_is_paged(sending: Sending) -> None:

@@ -1,17 +1,14 @@
 """Servers that are closed after the test, requests to them, and scripts as processes of their own."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 
+import httpx2
 import pytest
 
 from hooks.server import lifecycle, serving
@@ -23,28 +20,11 @@ SWITCHES = (
 )
 
 
-class Told(NamedTuple):
-    """An answer, read."""
-
-    status: int
-    text: str
-    headers: Mapping[str, str]
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.text)
-
-
-def ask(url: str, payload: object = None, *, method: str | None = None, **headers: str) -> Told:
-    """A GET, or a POST of JSON."""
-    body = None if payload is None else json.dumps(payload).encode()
+def ask(url: str, payload: object = None, **headers: str) -> httpx2.Response:
+    """Send a GET, or the payload as a POST of JSON."""
     named = {name.replace("_", "-"): text for name, text in headers.items()}
-    request = urllib.request.Request(url, data=body, method=method, headers=named)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return Told(answer.status, answer.read().decode(), answer.headers)
-    except urllib.error.HTTPError as refused:
-        return Told(refused.code, refused.read().decode(), refused.headers)
+    method = "GET" if payload is None else "POST"
+    return httpx2.request(method, url, json=payload, headers=named, timeout=60, trust_env=False)
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +35,11 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., WebhooksServer]]:
-    """A server on a free port."""
-    made: list[WebhooksServer] = []
-
-    def make(*arguments: Any, **options: Any) -> WebhooksServer:
-        made.append(WebhooksServer(*arguments, **{"port": 0, **options}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    """Make a server on a free port, which is closed after the test."""
+    with ExitStack() as stack:
+        yield lambda *arguments, **options: stack.enter_context(
+            closing(WebhooksServer(*arguments, **{"port": 0, **options}))
+        )
 
 
 Script = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
@@ -72,14 +47,13 @@ Script = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in SWITCHES}
-    kept = {name: value for name, value in kept.items() if not name.startswith("PYTEST")}
+    kept = {name: value for name, value in os.environ.items() if name not in SWITCHES and not name.startswith("PYTEST")}
     return kept | {serving.PORT: "0", "XDG_STATE_HOME": str(tmp_path / "state")}
 
 
 @pytest.fixture
 def script(tmp_path: Path, environment: dict[str, str]) -> Script:
-    """A script as a process, and the URL that it tells."""
+    """Start a script as a process; the context gives the process and its URL."""
 
     @contextmanager
     def start(text: str, **more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
@@ -111,7 +85,7 @@ def script(tmp_path: Path, environment: dict[str, str]) -> Script:
 
 
 def end(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[int, str]:
-    """The exit code after a signal, and what was said on standard error."""
+    """Send the signal; return the exit code and the text of standard error."""
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     return process.returncode, errors

@@ -4,8 +4,9 @@ import socket
 import time
 from pathlib import Path
 
+import httpx2
 import pytest
-from sanic import Blueprint, HTTPResponse, Request
+from sanic import Blueprint, Request
 from sanic.response import text
 
 from hooks.errors import HooksError, InvalidWebhook, StoreError
@@ -86,22 +87,23 @@ def test_secret_guards_the_handlers_but_not_the_own_page(make):
     with server:
         url = f"{server.url}/webhooks/scope"
         told = ask(url, sample("discussion"), **SECRET)
-        assert (told.status, told.json) == (200, {"scope": "discussion", "method": "POST"})
-        assert ask(url, {}).status == 401
-        assert ask(url, {}, x_webhook_secret="wrong").status == 403
-        assert ask(f"{server.url}/")[:2] == (200, "<h1>Hello World!</h1>")
+        assert (told.status_code, told.json()) == (200, {"scope": "discussion", "method": "POST"})
+        assert ask(url, {}).status_code == 401
+        assert ask(url, {}, x_webhook_secret="wrong").status_code == 403
+        assert ask(f"{server.url}/").text == "<h1>Hello World!</h1>"
 
 
 def test_the_start_prints_addresses_routes_and_the_missing_secret(make, capsys):
     server = make(port=None)
     server.add_webhook("test_webhook")(lambda: None)
     server.launch(prevent_thread_lock=True)
-    server.launch(prevent_thread_lock=True)  # again: only told again
+    server.launch(prevent_thread_lock=True)  # The second launch only prints.
     told = capsys.readouterr().out
-    assert told.count("Webhooks are correctly setup and ready to use:\n") == 2
-    assert told.count(f"  - POST {server.local_url}/webhooks/test_webhook\n") == 2
-    for part in ("open to everyone", "set `WEBHOOK_SECRET`"):
-        assert told.count(part) == 1
+    addresses = (
+        "Webhooks are correctly setup and ready to use:\n",
+        f"  - POST {server.local_url}/webhooks/test_webhook\n",
+    )
+    assert [told.count(part) for part in (*addresses, "open to everyone", "set `WEBHOOK_SECRET`")] == [2, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy(
                 held.enter_context(socket.create_connection(address, timeout=0.5))
 
 
-def test_ports_are_gradios(monkeypatch):
+def test_ports_are_gradios():
     assert choose_address(None, None, {}) == ("127.0.0.1", tuple(range(7860, 7960)))
     assert choose_address(None, None, {"SPACE_ID": "a/b"}) == ("0.0.0.0", (7860,))
     assert choose_address(None, None, {"GRADIO_SERVER_NAME": "0.0.0.0", "GRADIO_SERVER_PORT": "1"}) == ("0.0.0.0", (1,))
@@ -186,7 +188,7 @@ async def test_where_a_loop_runs_launch_returns_and_two_servers_serve(make):
     one.run()
     two.launch()
     answers = [await asyncio.to_thread(ask, f"{server.url}/webhooks/x", {}) for server in (one, two)]
-    assert [answer.json for answer in answers] == [1, 2]
+    assert [answer.json() for answer in answers] == [1, 2]
 
 
 def test_a_closed_server_can_be_launched_again_with_more(make):
@@ -197,11 +199,11 @@ def test_a_closed_server_can_be_launched_again_with_more(make):
         with pytest.raises(HooksError, match="close"):
             server.add_webhook("y")(lambda: 2)
     assert (server.url, server.is_running) == (None, False)
-    with pytest.raises(OSError, match="refused"):
+    with pytest.raises(httpx2.ConnectError):
         ask(f"{first}/healthz")
     server.add_webhook("y")(lambda: 2)
     with server:
-        assert ask(f"{server.url}/webhooks/y", {}).json == 2
+        assert ask(f"{server.url}/webhooks/y", {}).json() == 2
 
 
 def test_a_start_that_fails_raises_and_leaves_nothing_behind(make, tmp_path):
@@ -211,16 +213,15 @@ def test_a_start_that_fails_raises_and_leaves_nothing_behind(make, tmp_path):
         second.launch(prevent_thread_lock=True)
     assert not second.is_running
     with second:
-        assert ask(f"{second.url}/healthz").status == 200
+        assert ask(f"{second.url}/healthz").status_code == 200
 
 
 def test_secret_and_database_come_from_arguments_then_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("WEBHOOK_SECRET", "from-the-environment")
     monkeypatch.setenv("ROBOJAX_WEBHOOKS_DATABASE", str(tmp_path / "a.sqlite"))
-    assert WebhooksServer().settings.secrets == ("from-the-environment",)
     assert WebhooksServer().settings.database == tmp_path / "a.sqlite"
-    assert WebhooksServer(webhook_secret="").settings.secrets == ("from-the-environment",)
-    assert WebhooksServer(webhook_secret=[]).settings.secrets == ("from-the-environment",)
+    for secret in (None, "", []):
+        assert WebhooksServer(webhook_secret=secret).settings.secrets == ("from-the-environment",)
     assert WebhooksServer(webhook_secret=("old", "new")).settings.secrets == ("old", "new")
     assert WebhooksServer(database="b").settings.database == Path("b")
     monkeypatch.setenv("WEBHOOK_SECRET", "")
@@ -229,10 +230,6 @@ def test_secret_and_database_come_from_arguments_then_from_the_environment(monke
 
 def test_blueprint_replaces_the_landing_page(make):
     own = Blueprint("own")
-    own.add_route(_own, "/")
+    own.add_route(lambda request: text("own"), "/", name="page")
     with make(own) as server:
         assert ask(f"{server.url}/").text == "own"
-
-
-async def _own(request: Request) -> HTTPResponse:
-    return text("own")

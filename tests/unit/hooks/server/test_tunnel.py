@@ -51,8 +51,8 @@ def test_a_shared_server_has_the_programs_address_and_a_secret_of_its_own(instal
         secret = re.search(r"made for this run.*\n\s+(\S+)\n", told)
         assert secret is not None
         url = f"{server.local_url}/webhooks/x"
-        assert ask(url, sample()).status == 401
-        assert ask(url, sample(), x_webhook_secret=secret[1]).json == 1
+        assert ask(url, sample()).status_code == 401
+        assert ask(url, sample(), x_webhook_secret=secret[1]).json() == 1
         server.launch(prevent_thread_lock=True)
         assert secret[1] not in capsys.readouterr().out  # it is told once
     assert (tmp_path / "ended").read_text() == "ended"

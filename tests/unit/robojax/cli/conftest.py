@@ -1,15 +1,19 @@
-"""The console command as a process of its own, as people start it; whatever it is told, it shows no traceback."""
+"""The console command as a process or in the process of the tests; it never shows a traceback."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import huggingface_hub.constants  # noqa: F401  It reads HF_HUB_OFFLINE once, which some tests set for one call.
 import pytest
 
 from robojax.cli.app import main
 from tests.testing.compiling import QUICK
+from tests.testing.pauses import Pauses
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Started = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
@@ -41,7 +45,7 @@ def robojax(environment, tmp_path) -> Run:
 
 @pytest.fixture
 def call(environment, tmp_path, monkeypatch, capsys) -> Run:
-    """``robojax``, without a process of its own, where its start is not what is shown."""
+    """Run a command as ``robojax`` does, but in this process, which is quicker."""
     for name in os.environ.keys() - environment.keys():
         monkeypatch.delenv(name)
     for name, value in environment.items():
@@ -89,3 +93,11 @@ def serve(environment, tmp_path) -> Started:
             process.communicate()
 
     return start
+
+
+def end(process: subprocess.Popen[str], pauses: Pauses) -> None:
+    """End a server with SIGTERM: it exits with 0 within 5 s."""
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert pauses.running(began) < 5

@@ -1,20 +1,20 @@
 import json
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 
+import httpx2
 import pytest
 from typer.core import TyperGroup
 
 from robojax.cli.app import COMMANDS, build_command
 from service.setting_types import Mark
 from service.settings import FIELDS
+from tests.unit.robojax.cli.conftest import end
 
-# One process for all of them: what none of them imports is not there at the end of it either.
+# One process for all commands: a module that none of them imports is not loaded at its end.
 HELP_OF_EACH = """
 import sys
 from robojax.cli import main
@@ -41,7 +41,9 @@ def test_help_imports_nothing_heavy(environment):
         assert not found & {"jax", "aiortc", "av", "sanic", "mujoco"}, command
 
 
-def test_help_lists_every_command(call):
+def test_version_and_help_of_every_command_are_printed(call):
+    told = call("--version")
+    assert (told.returncode, told.stdout.split()[0]) == (0, "robojax")
     told = call("--help")
     assert told.returncode == 0
     for name, (_, _, summary) in COMMANDS.items():
@@ -59,12 +61,7 @@ def test_serve_shows_the_settings_that_most_people_need_and_all_when_asked(call,
     assert f"Show all {len(FIELDS)} settings" in told.stdout
 
 
-def test_version_is_printed(call):
-    told = call("--version")
-    assert (told.returncode, told.stdout.split()[0]) == (0, "robojax")
-
-
-# A module that is None cannot be imported, as one that is not installed cannot.
+# A module that is None in sys.modules cannot be imported.
 WITHOUT = """
 import sys
 sys.modules[sys.argv[1]] = None
@@ -90,17 +87,10 @@ def test_a_command_without_its_extra_ends_with_2_and_says_what_to_install(enviro
     assert "Traceback" not in done.stderr
 
 
-NOWHERE = ("--server", "http://127.0.0.1:9")
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("fly",), 2, ()),
-        (("serve", "--colour", "red"), 2, ()),
-        (("check",), 2, ()),
-        (("stop",), 2, ()),
-        (("stop", "a", "--all"), 2, ()),
+        *((line.split(), 2, ()) for line in ("fly", "serve --colour red", "check", "stop", "stop a --all")),
         (("sessions", "--server", "ftp://x"), 2, ()),
         (
             ("serve", "--rate", "fast"),
@@ -108,9 +98,10 @@ NOWHERE = ("--server", "http://127.0.0.1:9")
             ("rate (flag --rate)", "port (environment ROBOJAX_PORT)", "did you mean 'port'", "Do: "),
         ),
         (("check", "/no/such/policy"), 3, ("neither a folder here nor a repo id",)),
-        (("sessions", *NOWHERE), 4, ("robojax serve",)),
-        (("stop", "--all", *NOWHERE), 4, ("robojax serve",)),
-        (("stop", "arm", *NOWHERE), 4, ("robojax serve",)),
+        *(
+            ((*line.split(), "--server", "http://127.0.0.1:9"), 4, ("robojax serve",))
+            for line in ("sessions", "stop --all", "stop arm")
+        ),
     ],
 )
 def test_exit_codes(call, tmp_path, arguments, code, said):
@@ -123,48 +114,32 @@ def test_exit_codes(call, tmp_path, arguments, code, said):
 @pytest.mark.parametrize("after", [0.0, 0.5], ids=["at once", "while jax is imported"])
 def test_server_answers_before_jax_and_ends_with_0_at_sigterm(serve, pauses, after):
     with serve() as (process, url):
-        told = _health(url)
+        told = health(url)
         assert (told["status"], told["device"], told["uptime"] < 2 + pauses.lost(0.0)) == ("healthy", None, True)
         time.sleep(after)
-        _end(process, pauses)
+        end(process, pauses)
 
 
 def test_server_with_jax_keeps_its_port_and_ends_with_0_at_sigterm(serve, robojax, call, pauses):
     with serve() as (process, url):
         began = time.monotonic()
-        _is_refused_a_taken_port(robojax, url)
-        _lists_and_stops_sessions(call, url)
+        told = robojax("serve", "--port", url.rpartition(":")[2])
+        assert told.returncode == 2
+        assert "cannot listen" in told.stderr
+        assert "--port 0" in told.stderr
+        assert "no sessions" in call("sessions", "--server", url).stdout
+        assert json.loads(call("sessions", "--server", url, "--json").stdout) == []
+        told = call("stop", "--all", "--server", url, "--json", "--reason", "drill")
+        assert (told.returncode, json.loads(told.stdout)["stopped"]) == (0, [])
+        told = call("stop", "nobody", "--emergency", "--server", url)
+        assert (told.returncode, "Session nobody not found" in told.stderr) == (4, True)
         time.sleep(max(0.0, began + 3 - time.monotonic()))
-        assert _health(url)["status"] == "healthy"
-        _end(process, pauses)
+        assert health(url)["status"] == "healthy"
+        end(process, pauses)
 
 
-def _health(url):
-    with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
-        return json.load(answer)
-
-
-def _end(process, pauses):
-    began = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
-    assert pauses.running(began) < 5
-
-
-def _is_refused_a_taken_port(robojax, url):
-    told = robojax("serve", "--port", url.rpartition(":")[2])
-    assert told.returncode == 2
-    assert "cannot listen" in told.stderr
-    assert "--port 0" in told.stderr
-
-
-def _lists_and_stops_sessions(call, url):
-    assert "no sessions" in call("sessions", "--server", url).stdout
-    assert json.loads(call("sessions", "--server", url, "--json").stdout) == []
-    told = call("stop", "--all", "--server", url, "--json", "--reason", "drill")
-    assert (told.returncode, json.loads(told.stdout)["stopped"]) == (0, [])
-    told = call("stop", "nobody", "--emergency", "--server", url)
-    assert (told.returncode, "Session nobody not found" in told.stderr) == (4, True)
+def health(url):
+    return httpx2.get(f"{url}/health", timeout=30, trust_env=False).json()
 
 
 def test_unanswered_stop_names_what_stops_the_robot(call):

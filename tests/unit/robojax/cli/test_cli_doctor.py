@@ -1,4 +1,5 @@
 import json
+import re
 import socket
 from importlib.metadata import version
 from pathlib import Path
@@ -11,20 +12,21 @@ from service.auth.keys import KeyFile
 from service.doctor import Finding, diagnose
 from service.settings import Settings, load_settings
 
+ROBOT_PACKAGES = doctor._robot_packages
 
-def only(monkeypatch, *names):
+
+@pytest.fixture(autouse=True)
+def quick_checks(monkeypatch):
     """Leave out the checks that start other processes."""
     for name in ("_devices", "_rendering", "_robot_packages"):
-        if name not in names:
-            monkeypatch.setattr(doctor, name, lambda name=name: Finding(name, "ok", "left out"))
+        monkeypatch.setattr(doctor, name, lambda name=name: Finding(name, "ok", "left out"))
 
 
 def found(name: str, **settings) -> Finding:
     return next(finding for finding in diagnose(Settings.from_values(**settings)) if finding.name == name)
 
 
-def test_every_finding_that_is_not_ok_has_a_fix(monkeypatch):
-    only(monkeypatch)
+def test_every_finding_that_is_not_ok_has_a_fix():
     findings = diagnose(Settings.from_values(port=0, host="0.0.0.0", compile_cache="off"))
     assert [finding.name for finding in findings] == [
         *("Python", "packages", "_devices", "_rendering", "video codecs", "port", "keys", "state folder", "recording"),
@@ -35,18 +37,14 @@ def test_every_finding_that_is_not_ok_has_a_fix(monkeypatch):
         assert bool(finding.fix) == (finding.level != "ok")
 
 
-def test_a_taken_port_fails(monkeypatch):
-    only(monkeypatch)
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+def test_a_taken_port_fails():
+    with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert found("port", port=port).level == "fail"
     assert found("port", port=0).level == "ok"
 
 
 def test_a_running_robojax_server_is_good_news(monkeypatch, serve):
-    only(monkeypatch)
     monkeypatch.delenv("ROBOJAX_KEY", raising=False)
     with serve() as (_, url):
         finding = found("port", port=int(url.rpartition(":")[2]))
@@ -57,7 +55,7 @@ def test_a_running_robojax_server_is_good_news(monkeypatch, serve):
 
 
 def test_the_robot_packages_are_imported(monkeypatch):
-    only(monkeypatch, "_robot_packages")
+    monkeypatch.setattr(doctor, "_robot_packages", ROBOT_PACKAGES)
     name = "robot packages (for robojax robot)"
     monkeypatch.setattr(doctor, "_ROBOT_MODULES", ("json", "ast"))
     assert found(name, port=0) == Finding(name, "ok", "json, ast")
@@ -68,7 +66,6 @@ def test_the_robot_packages_are_imported(monkeypatch):
 
 
 def test_serial_ports_are_listed_with_the_group_that_may_use_them(monkeypatch, tmp_path):
-    only(monkeypatch)
     name = "serial ports (for robojax robot)"
     monkeypatch.setattr(doctor, "_DEVICE_FOLDER", tmp_path)
     assert found(name, port=0).level == "warn"
@@ -81,8 +78,7 @@ def test_serial_ports_are_listed_with_the_group_that_may_use_them(monkeypatch, t
     assert f"usermod -aG {(tmp_path / 'ttyACM0').group()} $USER" in finding.fix
 
 
-def test_an_address_for_others_wants_a_key(monkeypatch, tmp_path):
-    only(monkeypatch)
+def test_an_address_for_others_wants_a_key(tmp_path):
     assert found("keys", port=0).level == "ok"
     assert found("keys", port=0, host="0.0.0.0").level == "fail"
     assert found("keys", port=0, host="0.0.0.0", insecure=True).level == "warn"
@@ -92,48 +88,34 @@ def test_an_address_for_others_wants_a_key(monkeypatch, tmp_path):
     assert found("keys", port=0, state=str(tmp_path)).level == "fail"
 
 
-def test_caches_are_looked_at_without_being_made(monkeypatch, tmp_path):
-    only(monkeypatch)
+def test_caches_are_checked_without_being_made(tmp_path):
     wanted = tmp_path / "deep" / "cache"
     assert str(wanted) in found("compile cache", port=0, compile_cache=str(wanted)).found
     assert not wanted.parent.exists()
+    assert found("Hub cache", port=0, policy_cache="/proc/nothing").level == "warn"
     for off in ("off", ""):
         assert found("compile cache", port=0, compile_cache=off).found == "off"
 
 
-def test_a_folder_that_cannot_be_written_is_told(monkeypatch):
-    only(monkeypatch)
-    assert found("Hub cache", port=0, policy_cache="/proc/nothing").level == "warn"
-
-
 @pytest.mark.parametrize(("free", "level"), [(1e8, "fail"), (1e9, "warn"), (1e11, "ok")])
 def test_disk_space_is_judged(monkeypatch, tmp_path, free, level):
-    only(monkeypatch)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
     assert found("Hub cache", port=0, policy_cache=str(tmp_path)).level == level
 
 
-def test_a_probe_that_dies_is_told_by_its_last_words():
-    error, _ = doctor._run("import sys; sys.exit('no such driver')", {})
-    assert error == "no such driver"
-    error, _ = doctor._run("import os; os.kill(os.getpid(), 9)", {})
-    assert error == "exit code -9"
-
-
-def test_a_probe_that_hangs_is_ended(monkeypatch):
+def test_a_probe_that_dies_or_hangs_is_explained(monkeypatch):
+    assert doctor._run("import sys; sys.exit('no such driver')", {})[0] == "no such driver"
+    assert doctor._run("import os; os.kill(os.getpid(), 9)", {})[0] == "exit code -9"
     monkeypatch.setattr(doctor, "_PROBE_SECONDS", 0.2)
     assert doctor._run("import time; time.sleep(60)", {})[0] == "no answer in 0.2 s"
 
 
 def test_doctor_tells_all_of_it_and_ends_with_1_when_something_is_missing(robojax):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    with socket.create_server(("127.0.0.1", 0)) as other:
         told = robojax("doctor", "--json", "--port", str(other.getsockname()[1]), timeout=110)
     findings = {finding["name"]: finding for finding in json.loads(told.stdout)}
     assert told.returncode == 1
-    assert findings["port"]["level"] == "fail"
+    assert (findings["port"]["level"], findings["Python"]["level"]) == ("fail", "ok")
     assert findings["JAX devices"]["level"] in ("ok", "warn")
-    assert "cpu" in findings["JAX devices"]["found"] or "cuda" in findings["JAX devices"]["found"]
-    assert findings["Python"]["level"] == "ok"
+    assert re.search("cpu|cuda", findings["JAX devices"]["found"])
     assert Path(findings["compile cache"]["found"].split(",")[0]).name == "xla"

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-# Where a command is called in the tests' process, JAX would keep this test's folder as its cache.
+# Without it, JAX would keep the folder of one test as the cache of the whole process.
 NO_CACHE = {"ROBOJAX_COMPILE_CACHE": "off"}
 
 
@@ -43,14 +43,11 @@ def test_check_of_a_folder_that_is_no_such_model_ends_with_3(call, tmp_path, con
     assert "config.json" in told.stderr
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_start_with_3(robojax, tmp_path):
+def test_a_broken_or_misnamed_model_ends_the_start(robojax, call, tmp_path):
     told = robojax("serve", "--port", "0", "--model", f"broken={tmp_path}")
     assert (told.returncode, told.stdout) == (3, "")
     for text in ("the server cannot start", "model 'broken' cannot be loaded: ", "config.json", "Do: "):
         assert text in told.stderr
-
-
-def test_a_name_that_is_none_ends_with_2(call):
     told = call("serve", "--model", "a/b=folder")
     assert (told.returncode, "a name of 1 to 64 letters" in told.stderr) == (2, True)
 

@@ -1,15 +1,15 @@
-"""With the shipped policy: what `check` says, and a server that ends in the middle of loading and of being ready."""
+"""The shipped policy: the output of `check`, and a server that ends while the policy is loading or ready."""
 
 import json
 import shutil
-import signal
-import threading
-import time
-import urllib.error
-import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 import pytest
+
+from robojax.client import Client
+from tests.unit.robojax.cli.conftest import end
 
 POLICY = str(Path(__file__).parents[4] / "robojax" / "sim" / "policy")
 
@@ -78,7 +78,7 @@ def test_a_flag_of_check_that_does_not_fit_is_named(call, flags: tuple[str, ...]
 
 
 def test_updates_by_hand_are_told_with_what_became_of_them(serve, call):
-    with serve("--state", "off") as (_, url):
+    with serve("--state", "off") as (_, url), Client(url) as client:
 
         def told(*arguments: str, code: int = 0) -> str:
             done = call(*arguments, "--server", url)
@@ -88,11 +88,7 @@ def test_updates_by_hand_are_told_with_what_became_of_them(serve, call):
         assert "no policy updates of session 'nobody' at" in told("deployments", "nobody")
         assert "Session nobody not found" in told("policy", "nobody", "v1", code=4)
         assert "robojax deployments nobody" in told("rollback", "nobody", code=4)
-        body = {"session_id": "arm", "policy_path": POLICY, "transport_server_url": url}
-        request = urllib.request.Request(
-            f"{url}/sessions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        urllib.request.urlopen(request, timeout=60).close()
+        client.create("arm", POLICY, transport_server_url=url)
         assert "arm: noop" in told("policy", "arm")
         assert "has no revision 'v9'" in told("policy", "arm", "v9", code=4)
         assert "ran no other policy" in told("rollback", "arm", code=4)
@@ -103,25 +99,8 @@ def test_updates_by_hand_are_told_with_what_became_of_them(serve, call):
 
 @pytest.mark.parametrize("wait", [0.3, None], ids=["loading", "ready"])
 def test_a_server_with_a_real_policy_ends_with_0(serve, pauses, wait):
-    def create(url: str) -> None:
-        body = {"session_id": "arm", "policy_path": POLICY, "transport_server_url": url}
-        request = urllib.request.Request(
-            f"{url}/sessions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                statuses.append(answer.status)
-        except (urllib.error.URLError, ConnectionError) as error:
-            statuses.append(getattr(error, "code", None))
-
-    statuses: list[int | None] = []
-    with serve() as (process, url):
-        client = threading.Thread(target=create, args=(url,))
-        client.start()
-        client.join(wait)
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert pauses.running(began) < 5
-        client.join(60)
-    assert statuses == [200] if wait is None else statuses[0] != 200
+    with serve() as (process, url), Client(url) as client, ThreadPoolExecutor(1) as pool:
+        created = pool.submit(client.create, "arm", POLICY, transport_server_url=url)
+        wait_for([created], wait)
+        end(process, pauses)
+        assert (created.exception(60) is None) == (wait is None)

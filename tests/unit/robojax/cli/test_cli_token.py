@@ -1,15 +1,10 @@
 import json
 import re
 import stat
-import urllib.error
-import urllib.request
 
+import httpx2
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from robojax.cli import recordings, sessions
-from robojax.cli.token import app as token_app
 from tests.testing.http_answers import answering
 
 KEY = re.compile(r"rjk_[A-Za-z0-9_-]{43}")
@@ -17,30 +12,7 @@ KEY = re.compile(r"rjk_[A-Za-z0-9_-]{43}")
 
 def status_of(url, key=None):
     headers = {"x-api-key": key} if key else {}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A command in this process, which is quicker than one of its own: exit code, standard output and error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.delenv("ROBOJAX_KEY", raising=False)
-
-    def called(*arguments, **environment):
-        app = typer.Typer(pretty_exceptions_enable=False)
-        app.add_typer(token_app, name="token")
-        app.add_typer(recordings.app, name="recordings")
-        by_hand = (sessions.start, sessions.restart, sessions.reset, sessions.delete)
-        for command in (sessions.sessions, sessions.stop, sessions.rollback, *by_hand):
-            app.command()(command)
-        return CliRunner().invoke(app, arguments, env=environment)
-
-    return called
+    return httpx2.get(url, headers=headers, timeout=30, trust_env=False).status_code
 
 
 @pytest.mark.parametrize(("command", "host"), [("serve", "0.0.0.0"), ("transport", "::")])
@@ -60,34 +32,34 @@ def test_insecure_lets_them_in_and_says_so_loudly(serve):
     assert process.returncode == 0
 
 
-def test_keys_are_made_used_listed_and_revoked(run, serve, tmp_path):
-    made = run("token", "new", "--role", "operator", "--name", "ann", "--days", "7", "--state", "kept")
+def test_keys_are_made_used_listed_and_revoked(call, serve, tmp_path):
+    made = call("token", "new", "--role", "operator", "--name", "ann", "--days", "7", "--state", "kept")
     key = made.stdout.strip()
     assert KEY.fullmatch(key)
     assert not KEY.search(made.stderr)
     assert stat.S_IMODE((tmp_path / "kept" / "keys.json").stat().st_mode) == 0o600
-    viewer = json.loads(run("token", "new", "--role", "viewer", "--state", "kept", "--json").stdout)["key"]
-    signed = run("token", "jwt", "--role", "admin", "--name", "root", "--state", "kept").stdout.strip()
+    viewer = json.loads(call("token", "new", "--role", "viewer", "--state", "kept", "--json").stdout)["key"]
+    signed = call("token", "jwt", "--role", "admin", "--name", "root", "--state", "kept").stdout.strip()
     assert stat.S_IMODE((tmp_path / "kept" / "jwt-secret").stat().st_mode) == 0o600
     with serve("--host", "0.0.0.0", "--state", "kept") as (_, url):
         assert [status_of(f"{url}/{path}") for path in ("health", "sessions")] == [200, 401]
-        told = run("sessions", "--server", url)
-        assert told.exit_code == 4
+        told = call("sessions", "--server", url)
+        assert told.returncode == 4
         assert "set ROBOJAX_KEY" in told.stderr
-        assert "no sessions" in run("sessions", "--server", url, ROBOJAX_KEY=key).stdout
-        assert "no sessions" in run("sessions", "--server", url, "--key", signed).stdout
-        assert "no recordings" in run("recordings", "list", "--server", url, "--key", key).stdout
+        assert "no sessions" in call("sessions", "--server", url, ROBOJAX_KEY=key).stdout
+        assert "no sessions" in call("sessions", "--server", url, "--key", signed).stdout
+        assert "no recordings" in call("recordings", "list", "--server", url, "--key", key).stdout
         for move in ("start", "restart", "reset", "delete"):
-            assert "Session arm not found" in run(move, "arm", "--server", url, "--key", key).stderr
-        refused = run("rollback", "arm", "--server", url, "--key", viewer)
-        assert refused.exit_code == 4
+            assert "Session arm not found" in call(move, "arm", "--server", url, "--key", key).stderr
+        refused = call("rollback", "arm", "--server", url, "--key", viewer)
+        assert refused.returncode == 4
         assert "robojax token new --role operator" in refused.stderr
-        assert run("stop", "--all", "--server", url, "--key", viewer).exit_code == 0
-        listed = run("token", "list", "--state", "kept", "--json").stdout
+        assert call("stop", "--all", "--server", url, "--key", viewer).returncode == 0
+        listed = call("token", "list", "--state", "kept", "--json").stdout
         assert json.loads(listed)[0].items() >= {"name": "ann", "role": "operator", "is_over": False}.items()
         assert key not in listed
-        assert "ann" in run("token", "list", "--state", "kept").stdout
-        assert run("token", "revoke", "ann", "--state", "kept").exit_code == 0
+        assert "ann" in call("token", "list", "--state", "kept").stdout
+        assert call("token", "revoke", "ann", "--state", "kept").returncode == 0
         assert [status_of(f"{url}/sessions", one) for one in (key, viewer)] == [401, 200]
 
 
@@ -103,14 +75,14 @@ def test_keys_are_made_used_listed_and_revoked(run, serve, tmp_path):
         (("jwt", "--role", "viewer", "--name", "a", "--hours", "nan", "--state", "s"), "NaN"),
     ],
 )
-def test_what_cannot_be_made_says_why(run, arguments, why):
-    told = run("token", *arguments)
-    assert (told.exit_code, told.stdout) == (2, "")
+def test_what_cannot_be_made_says_why(call, arguments, why):
+    told = call("token", *arguments)
+    assert (told.returncode, told.stdout) == (2, "")
     assert why in told.stderr
 
 
-def test_redirect_does_not_get_the_key(run):
+def test_redirect_does_not_get_the_key(call):
     with answering(302, location="/elsewhere") as (port, paths):
-        told = run("sessions", "--server", f"http://127.0.0.1:{port}", "--key", "rjk_secret")
-    assert told.exit_code == 4
+        told = call("sessions", "--server", f"http://127.0.0.1:{port}", "--key", "rjk_secret")
+    assert told.returncode == 4
     assert paths == ["/sessions"]

@@ -34,10 +34,8 @@ def environment(environment, tmp_path):
     (tmp_path / "app.py").write_text(MODULE)
     (tmp_path / "secret").write_text(SECRET + "\n")
     (tmp_path / "wrong").write_text("another-secret")
-    return {name: value for name, value in environment.items() if not name.startswith("PYTEST")} | {
-        "WEBHOOK_SECRET": "",
-        "XDG_STATE_HOME": str(tmp_path / "state"),
-    }
+    kept = {name: value for name, value in environment.items() if not name.startswith("PYTEST")}
+    return kept | {"WEBHOOK_SECRET": "", "XDG_STATE_HOME": str(tmp_path / "state")}
 
 
 def test_a_script_is_sent_to_and_its_events_are_listed(script, robojax, call):
@@ -57,12 +55,11 @@ def test_a_script_is_sent_to_and_its_events_are_listed(script, robojax, call):
         queued = call("webhooks", "send", f"{url}/webhooks/fails", "--secret-file", "secret", *options)
         assert (queued.returncode, queued.stdout[:3]) == (0, "202")
 
-        end = time.monotonic() + 60
-        while True:  # it is run beside the answer
-            listed = call("webhooks", "events", "list", "--json")
-            events = json.loads(listed.stdout)
+        deadline = time.monotonic() + 60
+        while True:  # The handler runs after the response.
+            events = json.loads(call("webhooks", "events", "list", "--json").stdout)
             newest = events[0]
-            if newest["status"] == "dead" or time.monotonic() > end:
+            if newest["status"] == "dead" or time.monotonic() > deadline:
                 break
         assert len(events) == len(SAMPLES) + 1
         assert (newest["repo"], newest["scope"], newest["status"]) == ("lab/arm", "repo.content", "dead")
@@ -94,10 +91,7 @@ def test_a_script_is_sent_to_and_its_events_are_listed(script, robojax, call):
     ],
 )
 def test_invalid_arguments_end_with_2_and_an_advice(call, arguments, why):
-    ends_with_2(call("webhooks", *arguments), why)
-
-
-def ends_with_2(told, why):
+    told = call("webhooks", *arguments)
     assert told.returncode == 2
     assert why in told.stderr
     assert "Do: " in told.stderr

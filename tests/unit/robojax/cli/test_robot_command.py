@@ -2,42 +2,32 @@
 
 import json
 import sys
-from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from robojax.cli.robot import robot
+from tests.unit.robojax.cli.conftest import Run
 
 SIMULATED = ("--robot.type=simulated", "--server=http://127.0.0.1:9")
 CAMERA = "--robot.cameras={front: {type: simulated, width: 64, height: 48, fps: 20}}"
 
 
-def robojax(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(robot)
-    return CliRunner().invoke(app, arguments)
-
-
 @pytest.mark.usefixtures("even_cameras")
-def test_a_check_shows_every_line_although_flags_are_missing() -> None:
-    done = robojax("--check", "--json", "--robot.type=so101_follower", "--server=http://127.0.0.1:9", CAMERA)
-    assert done.exit_code == 1, done.stderr
+def test_a_check_shows_every_line_although_flags_are_missing(call: Run) -> None:
+    done = call("robot", "--check", "--json", "--robot.type=so101_follower", "--server=http://127.0.0.1:9", CAMERA)
+    assert done.returncode == 1, done.stderr
     found = {each["name"]: each for each in json.loads(done.stdout)}
     levels = {name: each["level"] for name, each in found.items()}
-    assert levels == dict.fromkeys(("port", "id", "server", "units"), "fail") | {"camera front": "ok"} | dict.fromkeys(
-        ("policy", "joints", "rate"), "warn"
-    )
+    wanted = {"fail": ("port", "id", "server", "units"), "ok": ("camera front",), "warn": ("policy", "joints", "rate")}
+    assert levels == {name: level for level, names in wanted.items() for name in names}
     assert all(each["fix"] for name, each in found.items() if levels[name] != "ok")
 
 
-def test_a_simulated_arm_without_its_simulator_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_simulator_says_what_to_install(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mujoco", "robojax.sim.servos", "robojax.sim.arm"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "mujoco", None)
-    done = robojax(*SIMULATED, "--policy.path=x")
-    assert done.exit_code == 2, done.stderr
+    done = call("robot", *SIMULATED, "--policy.path=x")
+    assert done.returncode == 2, done.stderr
     assert "mujoco is not installed" in done.stderr
     assert "pip install -e '.[sim]'" in done.stderr
 
@@ -51,8 +41,9 @@ def test_a_simulated_arm_without_its_simulator_says_what_to_install(monkeypatch:
     ],
     ids=["no robot", "no session", "no server"],
 )
-def test_what_cannot_be_is_said_with_what_to_do(arguments: tuple[str, ...], code: int, said: list[str]) -> None:
-    done = robojax(*arguments)
-    assert done.exit_code == code, done.stderr
+def test_missing_flags_are_said_with_what_to_do(
+    call: Run, arguments: tuple[str, ...], code: int, said: list[str]
+) -> None:
+    done = call("robot", *arguments)
+    assert done.returncode == code, done.stderr
     assert all(text in done.stderr for text in said), done.stderr
-    assert "Traceback" not in done.stderr

@@ -1,7 +1,6 @@
 """The client against the real server: sessions, acts, streams, rooms, keys."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from robojax.client import (
 from robojax.client.stream import open_async_stream
 from service.auth.caller import Role
 from tests.testing.rig import REAL, started
+from tests.unit.robojax.conftest import wait_until
 
 PICTURES = {"front": np.zeros((48, 64, 3), np.uint8)}
 POSE = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
@@ -33,9 +33,8 @@ POSE = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 async def client(tmp_path: Path) -> AsyncIterator[AsyncClient]:
     """An operator's client of a server with keys."""
     settings: dict[str, Any] = {"state": str(tmp_path / "state"), "policy_owners": ("policies",)}
-    roles = {"alice": Role.OPERATOR}
     async with (
-        started(transport=REAL, roles=roles, **settings) as server,
+        started(transport=REAL, roles={"alice": Role.OPERATOR}, **settings) as server,
         AsyncClient(server.url, key=server.keys["alice"]) as client,
     ):
         yield client
@@ -46,14 +45,14 @@ async def made(client: AsyncClient) -> AsyncSession:
 
 
 async def drain(stream: AsyncStream) -> None:
-    """Read until it is over."""
+    """Read messages until the stream is closed."""
     async with asyncio.timeout(30):
         while True:
             await stream.next()
 
 
 async def drive(session: AsyncSession) -> None:
-    """Let the session's own loop send three commands; then something goes wrong."""
+    """Receive three commands of the session's own loop, then raise an error."""
     async with session, session.stream() as stream:
         await session.start()
         commands = 0
@@ -84,7 +83,7 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
     assert first.left == 19
     await session.patch(overlap="latest_only")
     assert (chunk.warnings, first.warnings) == ((), ())
-    odd = [150.0, *POSE[1:]]  # in another unit, perhaps: the range ends at 100
+    odd = [150.0, *POSE[1:]]  # The range ends at 100.
     (warning,) = (await session.act(PICTURES, odd, reset=True)).warnings
     assert "Rotation" in warning
     assert (await session.next_action(PICTURES, odd, reset=True)).warnings == (warning,)
@@ -93,7 +92,7 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
         await session.act({"side": PICTURES["front"]}, POSE)
     assert (refused.value.status, refused.value.code) == (422, "invalid")
     assert "front" in refused.value.text
-    # Without its key this client is nobody; with a ticket it opens one stream.
+    # A client without a key may do nothing; with a ticket it opens one stream.
     ticket = await client.ticket()
     async with AsyncClient(client.url) as stranger:
         with pytest.raises(Refused) as refused:
@@ -133,7 +132,7 @@ async def test_a_program_without_an_event_loop_does_the_same(client: AsyncClient
         with Client(client.url) as server:
             with server.create("arm", "policies/act") as session:
                 np.testing.assert_allclose(session.act(PICTURES, POSE).actions[1], np.array(POSE) + 0.2, atol=1e-5)
-                assert session.next_action(PICTURES, dict(enumerate_joints(POSE))).left == 19
+                assert session.next_action(PICTURES, dict(zip(names, POSE, strict=True))).left == 19
                 with session.stream() as stream:
                     session.start()
                     drive(stream)
@@ -152,15 +151,14 @@ async def test_a_program_without_an_event_loop_does_the_same(client: AsyncClient
             session.delete()
             assert server.sessions() == []
 
-    def enumerate_joints(pose: list[float]) -> list[tuple[str, float]]:
-        names = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
-        return list(zip(names, pose, strict=True))
+    names = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
 
     def drive(stream: Stream) -> None:
-        deadline = time.monotonic() + 60
-        while not isinstance(stream.next(0.05), Command):
+        def has_command() -> bool:
             stream.observe(PICTURES, POSE)
-            assert time.monotonic() < deadline, "no command came"
+            return isinstance(stream.next(0.05), Command)
+
+        wait_until(has_command)
 
     await asyncio.to_thread(program)
 

@@ -1,7 +1,6 @@
 """The arm: nothing jumps or falls when it is engaged, and what does not fit is refused."""
 
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -10,6 +9,7 @@ from robojax.robot.arm import JOINTS, Arm
 from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.errors import BusLost, RobotError
 from robojax.robot.simulated_bus import SimulatedBus
+from tests.unit.robojax.conftest import wait_until
 
 ALL = tuple(JOINTS.values())
 
@@ -26,6 +26,8 @@ def test_a_limp_arm_is_set_up_as_lerobot_does_and_held_where_it_lies(arm: Arm, s
         assert memory[bus.GOAL_POSITION] == 1000 + servo
         assert all(goal == 1000 + servo for _, goal in memory.written)
     assert servos.servo(6)[bus.MAX_TORQUE] == 500
+    arm.disable_torque()
+    assert arm.held == []
 
 
 def test_an_arm_that_is_held_already_is_not_let_go(arm: Arm, servos: SimulatedBus) -> None:
@@ -40,12 +42,10 @@ def test_an_arm_that_is_held_already_is_not_let_go(arm: Arm, servos: SimulatedBu
 def test_the_pose_and_targets_are_in_the_units_of_the_policy(arm: Arm, servos: SimulatedBus) -> None:
     arm.enable_torque()
     arm.move({"shoulder_pan": 100.0, "gripper": 0.0})
-    arm.read_pose()  # nobody confirms a target; what is asked after it is answered after it
-    assert servos.servo(1)[bus.GOAL_POSITION] == 3395
-    assert servos.servo(6)[bus.GOAL_POSITION] == 700
-    assert servos.servo(3)[bus.GOAL_POSITION] == 2048
+    arm.read_pose()  # Servos do not confirm a target, but answer the next request after it.
+    assert [servos.servo(servo)[bus.GOAL_POSITION] for servo in (1, 6, 3)] == [3395, 700, 2048]
     arm.move({"wrist_roll": -100.0})
-    arm.read_pose()  # or the servo would leave where it is put for the target that it had
+    arm.read_pose()
     servos.servo(5).set_position(700)
     assert (arm.read_pose() or {})["wrist_roll"] == pytest.approx(-100.0, abs=0.5)
 
@@ -64,12 +64,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_held(arm: Arm, servos: 
 
 
 def test_three_lost_readings_are_a_lost_servo(arm: Arm, servos: SimulatedBus, monkeypatch: pytest.MonkeyPatch) -> None:
-    patience = _scservo.PACKET_TIMEOUT
-    monkeypatch.setattr(_scservo, "PACKET_TIMEOUT", 300.0)
     servos.line.silent.add(2)
-    assert arm.read_pose() is None
+    with monkeypatch.context() as quick:
+        quick.setattr(_scservo, "PACKET_TIMEOUT", 300.0)
+        assert arm.read_pose() is None
     servos.line.silent.clear()
-    monkeypatch.setattr(_scservo, "PACKET_TIMEOUT", patience)
     assert arm.read_pose() is not None
     monkeypatch.setattr(_scservo, "PACKET_TIMEOUT", 300.0)
     servos.line.silent.add(2)
@@ -101,12 +100,6 @@ def test_a_servo_that_is_on_in_another_mode_is_refused(arm: Arm, servos: Simulat
         arm.enable_torque()
 
 
-def test_torque_goes_off_only_when_asked(arm: Arm, servos: SimulatedBus) -> None:
-    arm.enable_torque()
-    arm.disable_torque()
-    assert arm.held == []
-
-
 def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:
     arm.enable_torque()
     shoulder, body = servos.servo(1), ArmThread(arm, Follower(JOINTS, command_timeout=5.0), rate=50.0)
@@ -123,14 +116,10 @@ def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, serv
     monkeypatch.setattr(shoulder, "_speed", 100.0)  # on its way for seconds, however busy the machine is
     with body:
         body.command({"shoulder_pan": 100.0})
-        deadline = time.monotonic() + 60
-        while shoulder[bus.GOAL_POSITION] < 3395 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(lambda: shoulder[bus.GOAL_POSITION] >= 3395)
     assert unread
     assert body.failure is None
-    while shoulder[bus.GOAL_POSITION] == 3395 and time.monotonic() < deadline:
-        time.sleep(0.005)  # no servo confirms a target, and these have a thread of their own
-    assert shoulder[bus.GOAL_POSITION] < 3395
+    wait_until(lambda: shoulder[bus.GOAL_POSITION] < 3395)  # Servos do not confirm a target.
 
 
 def test_a_reset_releases_no_arm_that_cannot_be_read(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:
@@ -139,28 +128,21 @@ def test_a_reset_releases_no_arm_that_cannot_be_read(arm: Arm, servos: Simulated
     read, is_failing = arm.read_pose, False
     monkeypatch.setattr(arm, "read_pose", lambda: None if is_failing else read())
     with ArmThread(arm, Follower(JOINTS, command_timeout=5.0), rate=50.0) as body:
-        until(lambda: body.pose is not None)
+        wait_until(lambda: body.pose is not None)
         body.stop("emergency stop", is_latched=True)
         is_failing = True
         time.sleep(0.4)
         assert "cannot be read" in str(body.reset(1))
         assert body.latch is not None
         is_failing = False
-        until(lambda: body.reset(1) is None)
+        wait_until(lambda: body.reset(1) is None)
         assert body.latch is None
         # The reset of one stop does not release a later one.
         body.stop("emergency stop", is_latched=True)
         body.stop("another one", is_latched=True)
         assert body.reset(2) == "another one"
         servos.line.silent.add(3)
-        until(lambda: body.is_over)
+        wait_until(lambda: body.is_over)
         assert body.latch is not None
         assert "servo 3" in str(body.reset(body.latch.number))
         assert body.latch is not None
-
-
-def until(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

@@ -79,16 +79,11 @@ def test_a_port_that_goes_away_is_told(servos: SimulatedBus) -> None:
                 bus.read(1, registers.PRESENT_POSITION)
 
 
-def test_two_programs_do_not_get_one_arm(bus: Bus, servos: SimulatedBus) -> None:
-    with pytest.raises(RobotError, match="cannot be opened") as refused:
-        Bus(servos.port)
-    assert "another program" in refused.value.then
-
-
-def test_a_port_that_is_not_there_says_how_to_find_it() -> None:
-    with pytest.raises(RobotError, match="cannot be opened") as refused:
-        Bus("/dev/ttyACM99")
-    assert "lerobot-find-port" in refused.value.then
+def test_a_port_that_is_taken_or_missing_is_explained(bus: Bus, servos: SimulatedBus) -> None:
+    for port, advice in ((servos.port, "another program"), ("/dev/ttyACM99", "lerobot-find-port")):
+        with pytest.raises(RobotError, match="cannot be opened") as refused:
+            Bus(port)
+        assert advice in refused.value.then
 
 
 @given(st.binary(max_size=300))

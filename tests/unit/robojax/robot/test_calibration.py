@@ -93,7 +93,7 @@ def test_steps_and_units_are_converted_to_the_bit_as_lerobot_does(case) -> None:
     low, high = case["range"]
     joint, unit = JointCalibration(1, case["drive_mode"], 0, low, high), Unit(case["unit"])
     assert [from_steps(steps, joint, unit) for steps, _ in case["from_steps"]] == [v for _, v in case["from_steps"]]
-    # Only here do we differ: LeRobot sends degrees beyond the calibrated range.
+    # Unlike LeRobot, which also sends degrees beyond the calibrated range.
     wanted = [min(high, max(low, steps)) for _, steps in case["to_steps"]]
     assert [to_steps(value, joint, unit) for value, _ in case["to_steps"]] == wanted
 

@@ -1,4 +1,4 @@
-"""The demo's arm behind simulated servos: a lift goes through units, steps and packets, and still is a lift."""
+"""The demo's arm behind simulated servos: its motions go through units, steps and packets."""
 
 import asyncio
 import time
@@ -9,26 +9,27 @@ import pytest
 
 import robojax.sim  # noqa: F401 - it chooses how MuJoCo renders, before MuJoCo is imported
 from robojax.client import AsyncClient
-from robojax.robot.arm import JOINTS, Unit
 from robojax.robot.cameras import Camera, CameraConfig
 from robojax.robot.config import RobotConfig, open_arm
 from robojax.robot.errors import RobotError
 from robojax.robot.runner import RobotRunner, run
 from tests.testing.rig import REAL, started
 from tests.testing.waiting import until
+from tests.unit.robojax.conftest import wait_until
 
 pytest.importorskip("mujoco", reason="the extra 'sim' is not installed")
 from robojax.sim import servos as simulated
 from robojax.sim.servos import ServoArm
 
 FRONT = CameraConfig("simulated", None, 64, 48, 25)
-TICK = 0.04  # seconds of the demo's clock
-UNITS = {name: Unit.GRIPPER if name == "gripper" else Unit.PERCENT for name in JOINTS}
+
+
+CONFIG = RobotConfig("simulated", cameras={"front": FRONT})
 
 
 @pytest.fixture
 def scene() -> ServoArm:
-    return ServoArm(RobotConfig("simulated", cameras={"front": FRONT}))
+    return ServoArm(CONFIG)
 
 
 def test_the_scenes_joints_follow_the_servos_and_the_camera_sees_it(scene: ServoArm) -> None:
@@ -42,13 +43,9 @@ def test_the_scenes_joints_follow_the_servos_and_the_camera_sees_it(scene: Servo
         try:
             before = camera.newest(time.monotonic())
             arm.move({"shoulder_pan": 60.0})
-            deadline = time.monotonic() + 60
-            while (arm.read_pose() or folded)["shoulder_pan"] < 55:
-                assert time.monotonic() < deadline
+            wait_until(lambda: (arm.read_pose() or folded)["shoulder_pan"] >= 55)
             pictures = camera.pictures
-            while camera.pictures < pictures + 2:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: camera.pictures >= pictures + 2)
             after = camera.newest(time.monotonic())
         finally:
             camera.close()
@@ -75,11 +72,9 @@ async def test_new_cube_after_each_episode(scene: ServoArm, tmp_path: Path, monk
     ):
         await client.create("my_arm", "policies/act", camera_names=("front",), rate=25.0)
         session = client.session("my_arm")
-        config = RobotConfig("simulated", cameras={"front": FRONT})
         with scene:
-            robot = asyncio.create_task(
-                run(RobotRunner(config, server.url, session="my_arm", simulation=scene), told.append)
-            )
+            program = RobotRunner(CONFIG, server.url, session="my_arm", simulation=scene)
+            robot = asyncio.create_task(run(program, told.append))
             await until(lambda: scene.score.done == 2)
             cubes.append(scene._arm.cube.tolist())
             assert told.count("moving") == 2

@@ -91,8 +91,7 @@ def test_unit_is_compared_with_training(action_range: Any, use_degrees: bool | N
 def test_rate_of_the_policy_is_compared_with_the_arm(
     rate: float, fps: float, readings: float | None, camera: float, timeout: float, level: str, said: str
 ) -> None:
-    told = answer() | {"rate": rate}
-    fit = read_policy_fit(told)
+    fit = read_policy_fit(answer() | {"rate": rate})
     found = compare_rates(fit, fps, readings=readings, cameras={"front": camera}, command_timeout=timeout)
     assert (found.name, found.level) == ("rate", level), found
     assert said in found.found + found.fix

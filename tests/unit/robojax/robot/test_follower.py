@@ -10,53 +10,46 @@ from robojax.robot.arm_thread import Follower, normalize_joint_name
 POSE = dict.fromkeys(JOINTS, 10.0)
 
 
-def follower(**more) -> Follower:
-    return Follower(JOINTS, command_timeout=0.5, **more)
+@pytest.fixture
+def each() -> Follower:
+    return Follower(JOINTS, command_timeout=0.5)
 
 
-def test_nothing_is_told_before_the_first_command() -> None:
-    each = follower()
-    assert each.compute_goal(POSE, 1.0).targets is None
+def test_the_first_command_is_followed_under_any_names_of_the_joints(each: Follower) -> None:
+    assert each.compute_goal(POSE, 0.9).targets is None
     assert each.hold == "no command has come yet"
-
-
-def test_a_fresh_command_is_followed_by_whatever_names_it_has() -> None:
-    each = follower()
     each.command({"Rotation": 12.0, "gripper": 50.0, "wrist_flex.pos": 9.0}, 1.0)
     assert each.compute_goal(POSE, 1.1).targets == {"shoulder_pan": 12.0, "gripper": 50.0, "wrist_flex": 9.0}
     assert each.hold is None
 
 
-def test_rooms_tell_only_what_changed_so_the_others_keep_their_target() -> None:
-    each = follower()
+def test_rooms_tell_only_what_changed_so_the_others_keep_their_target(each: Follower) -> None:
     each.command({"Rotation": 12.0, "Elbow": 13.0}, 1.0)
     each.command({"Elbow": 14.0}, 1.1)
     assert each.compute_goal(POSE, 1.2).targets == {"shoulder_pan": 12.0, "elbow_flex": 14.0}
 
 
-def test_silence_holds_the_arm_once_where_it_is_and_keeps_the_grip() -> None:
-    each = follower()
+def test_silence_holds_the_arm_once_where_it_is_and_keeps_the_grip(each: Follower) -> None:
     each.command({"Rotation": 90.0, "Jaw": 3.0}, 1.0)
     each.compute_goal(POSE, 1.0)
     held = each.compute_goal(POSE, 1.6)
     assert held.targets == POSE | {"gripper": 3.0}
     assert each.hold == "no command for 500 ms"
-    # An arm that is told again and again where it hangs would sink.
+    # An arm that gets its own sagging pose as the goal again and again would sink.
     assert each.compute_goal(dict.fromkeys(JOINTS, 8.0), 1.7).targets is None
     each.command({"Rotation": 20.0}, 2.0)
     assert (each.compute_goal(POSE, 2.0).targets or {})["shoulder_pan"] == 20.0
 
 
 def test_no_target_is_farther_from_the_joint_than_allowed() -> None:
-    each = follower(max_relative_target=5.0)
+    each = Follower(JOINTS, command_timeout=0.5, max_relative_target=5.0)
     each.command({"Rotation": 90.0, "Elbow": 12.0, "Pitch": -90.0}, 1.0)
     goal = each.compute_goal(POSE, 1.0)
     assert goal.targets == {"shoulder_pan": 15.0, "elbow_flex": 12.0, "shoulder_lift": 5.0}
     assert set(goal.clamped) == {"shoulder_pan", "shoulder_lift"}
 
 
-def test_an_emergency_stop_is_followed_by_nothing_any_more() -> None:
-    each = follower()
+def test_an_emergency_stop_is_followed_by_nothing_any_more(each: Follower) -> None:
     each.command({"Rotation": 90.0}, 1.0)
     each.compute_goal(POSE, 1.0)
     each.stop("emergency stop", is_latched=True)
@@ -66,8 +59,7 @@ def test_an_emergency_stop_is_followed_by_nothing_any_more() -> None:
     assert (each.hold, each.is_latched, each.commands) == ("emergency stop", True, 1)
 
 
-def test_a_reset_releases_the_latch_and_forgets_older_targets() -> None:
-    each = follower()
+def test_a_reset_releases_the_latch_and_forgets_older_targets(each: Follower) -> None:
     each.command({"Rotation": 90.0, "Elbow": 80.0}, 1.0)
     each.stop("emergency stop", is_latched=True, now=1.1)
     assert each.compute_goal(POSE, 1.1).targets == POSE
@@ -84,8 +76,7 @@ def test_a_reset_releases_the_latch_and_forgets_older_targets() -> None:
     assert each.latch.is_final
 
 
-def test_newer_reason_of_a_hold_sends_nothing() -> None:
-    each = follower()
+def test_newer_reason_of_a_hold_sends_nothing(each: Follower) -> None:
     each.command({"Rotation": 90.0}, 1.0)
     each.compute_goal(POSE, 1.0)
     assert each.compute_goal(POSE, 1.6).targets is not None
@@ -100,19 +91,15 @@ def test_newer_reason_of_a_hold_sends_nothing() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"Rotation": math.nan},
-        {"Rotation": 1.0, "Elbow": math.inf},
-        {"leg": 1.0},
-        {},
-        {"Rotation": 1, "shoulder_pan": 2},
+        *({"Rotation": math.nan}, {"Rotation": 1.0, "Elbow": math.inf}),
+        *({"leg": 1.0}, {}, {"Rotation": 1, "shoulder_pan": 2}),
     ],
 )
-def test_a_command_that_makes_no_sense_is_refused_whole(bad) -> None:
-    each = follower()
+def test_a_command_that_makes_no_sense_is_refused_whole(bad, each: Follower) -> None:
     each.command(bad, 1.0)
     assert each.compute_goal(POSE, 1.0).targets is None
     assert each.commands == 0
 
 
-def test_names_of_old_and_new_datasets_are_one() -> None:
+def test_names_of_old_and_new_datasets_are_equivalent() -> None:
     assert {normalize_joint_name(name) for name in ("Jaw", "gripper", "gripper.pos", "main_gripper")} == {"gripper"}

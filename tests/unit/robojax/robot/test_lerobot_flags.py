@@ -27,12 +27,9 @@ def test_the_line_of_lerobots_documents_is_understood() -> None:
     assert config.calibration_dir == Path("~/here").expanduser()
 
 
-def test_an_arm_falls_only_when_asked_and_has_a_limit_of_its_own() -> None:
+def test_defaults_are_safe_and_the_unit_of_a_real_arm_is_never_guessed() -> None:
     config = build_robot_config(**REAL)
     assert (config.disable_torque_on_disconnect, config.max_relative_target) == (False, 20.0)
-
-
-def test_the_unit_of_a_real_arm_is_never_guessed() -> None:
     with pytest.raises(RobotError, match="unit of the joints") as refused:
         build_robot_config(**REAL | {"use_degrees": None})
     assert "stats.json" in refused.value.then

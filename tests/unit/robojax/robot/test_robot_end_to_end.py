@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import robojax
-from robojax.client import AsyncClient, Refused
+from robojax.client import AsyncClient, AsyncSession, Refused
 from robojax.robot import bus, runner
 from robojax.robot.arm import JOINTS
 from robojax.robot.cameras import CameraConfig
@@ -31,6 +31,7 @@ from robojax.robot.simulated_bus import SimulatedBus
 from tests.faults import processes
 from tests.faults.proxy import FaultProxy, fault_proxy
 from tests.faults.script import Script
+from tests.testing import waiting
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import REAL, started
 from tests.unit.robojax.robot.conftest import CALIBRATION
@@ -55,7 +56,7 @@ async def until(claim: Callable[[], Found | None], what: str, within: float = 60
     return found
 
 
-@pytest.mark.timeout(300)  # it waits for a server and a robot that start again and again
+@pytest.mark.timeout(300)
 async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
     config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,28 +70,19 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
         await until(lambda: len(shoulder.written) > before + 20, f"moving; {told}")
         await until(lambda: shoulder[bus.GOAL_POSITION] > first, f"upwards; {told}")
 
-    def standing() -> list[tuple[float, int, int]] | None:
-        """Of each servo how long it was told nothing, how far it is from its goal, and its torque, at one moment."""
-        with servos.lock:
-            now = time.monotonic()
-            if now <= shoulder.written[-1][0] + 2 * PATIENCE:
-                return None
-            each = [servos.servo(number) for number in JOINTS.values()]
-            return [
-                (
-                    now - servo.written[-1][0],
-                    abs(servo.written[-1][1] - servo[bus.PRESENT_POSITION]),
-                    servo[bus.TORQUE_ENABLE],
-                )
-                for servo in each
-            ]
+    def is_silent() -> bool:
+        return time.monotonic() > shoulder.written[-1][0] + 2 * PATIENCE
 
     async def stands() -> None:
-        """Since the watchdog's time is over, no servo was told anything."""
-        for silence, distance, torque in await until(standing, f"standing; {told}"):
-            assert silence > PATIENCE
-            assert distance <= 4
-            assert torque == 1
+        """No servo got a goal since the watchdog's time ended, and each is held at its last goal."""
+        await until(is_silent, f"standing; {told}")
+        with servos.lock:
+            now = time.monotonic()
+            for servo in (servos.servo(number) for number in JOINTS.values()):
+                written, goal = servo.written[-1]
+                assert now - written > PATIENCE
+                assert abs(goal - servo[bus.PRESENT_POSITION]) <= 4
+                assert servo[bus.TORQUE_ENABLE] == 1
 
     script = Script(tmp_path / "policy")
     with processes.server(tmp_path / "server") as server:
@@ -116,7 +108,7 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
             await session.start()
             await moves()
 
-            # A servo drops out: nobody moves the others on.
+            # When a servo drops out, the others do not move any more.
             servos.line.silent.add(3)
             with pytest.raises(ArmLost, match="servo 3") as lost:
                 await asyncio.wait_for(robot, 60)
@@ -126,7 +118,7 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
             assert await client.sessions() == []
             assert len(shoulder.written) == count
 
-        # It holds after SIGTERM, too, and says so; Ctrl-C is the same.
+        # The program also holds the arm after SIGTERM, and after Ctrl-C.
         servos.line.silent.clear()
         robot = asyncio.create_task(run(program, told.append))
         await moves()
@@ -158,27 +150,30 @@ async def test_policy_without_joint_names_needs_the_flag(config: RobotConfig, se
         await asyncio.wait_for(robot, 60)
 
 
+@dataclass
 class Rig:
-    """The robot's program in session "arm" of a real server, with a person at its keys and another one at a client."""
+    """The robot's program in session "arm" of a real server, with its keys and a client of the session."""
 
-    def __init__(self, servos: SimulatedBus, client: AsyncClient, url: str):
-        self.servos, self.client, self.url = servos, client, url
-        self.session = client.session("arm")
-        self.keys: asyncio.Queue[str] = asyncio.Queue()
-        self.told: list[str] = []
+    config: RobotConfig
+    servos: SimulatedBus
+    client: AsyncClient
+    wire: FaultProxy
+    monkeypatch: pytest.MonkeyPatch
+    keys: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def session(self) -> AsyncSession:
+        return self.client.session("arm")
 
     async def create(self, transport: str) -> None:
         url = self.client.url if transport == "rooms" else transport
         await self.client.create("arm", "policies/act", camera_names=("front",), rate=50.0, transport_server_url=url)
 
     @asynccontextmanager
-    async def running(self, config: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-        @asynccontextmanager
-        async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
-            yield self.keys
-
-        monkeypatch.setattr(runner, "keys", keys)
-        program = RobotRunner(config, self.url, session="arm", rate=50.0, command_timeout=PATIENCE)
+    async def running(self) -> AsyncIterator[None]:
+        self.monkeypatch.setattr(runner, "keys", lambda: nullcontext(self.keys))
+        program = RobotRunner(self.config, self.wire.url, session="arm", rate=50.0, command_timeout=PATIENCE)
         robot = asyncio.create_task(run(program, self.told.append))
         try:
             yield
@@ -202,86 +197,79 @@ class Rig:
             stats = (await self.session.status()).stats
             return (stats["robot_latched"] is not None, stats["emergency_stop"] is not None) == (is_latched,) * 2
 
-        deadline = time.monotonic() + 60
-        while not await agree():
-            assert time.monotonic() < deadline, self.told
-            await asyncio.sleep(0.02)
+        await waiting.until(agree, within=60)
 
 
-@asynccontextmanager
-async def rig(servos: SimulatedBus, tmp_path: Path) -> AsyncIterator[tuple[Rig, FaultProxy]]:
+@pytest.fixture
+async def rig(
+    config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Rig]:
     settings: dict[str, Any] = {"state": str(tmp_path / "state"), "policy_owners": ("policies",)}
     async with (
         started(transport=REAL, **settings) as server,
         fault_proxy(server.url) as wire,
         AsyncClient(server.url) as client,
     ):
-        yield Rig(servos, client, wire.url), wire
+        yield Rig(config, servos, client, wire, monkeypatch)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("by", ["server", "key"])
 @pytest.mark.parametrize("transport", ["direct", "rooms"])
-async def test_a_reset_of_the_session_releases_the_robots_latch(
-    config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, by: str
-) -> None:
-    async with rig(servos, tmp_path) as (it, _):
-        await it.create(transport)
-        async with it.running(config, monkeypatch):
-            await it.until_moving()
-            if by == "key":
-                it.keys.put_nowait(" ")
-            else:
-                await it.session.emergency_stop("a person")
-            if transport == "direct":
-                await it.until_latched(True)
-            await it.until_told("robojax reset arm")
-            status = await it.session.status()
-            assert status.status == "stopped"
-            assert status.stats["emergency_stop"] == {"key": "key at the robot", "server": "a person"}[by]
-            with pytest.raises(Refused, match="emergency stop is latched"):
-                await it.session.start()
+async def test_a_reset_of_the_session_releases_the_robots_latch(rig: Rig, transport: str, by: str) -> None:
+    await rig.create(transport)
+    async with rig.running():
+        await rig.until_moving()
+        if by == "key":
+            rig.keys.put_nowait(" ")
+        else:
+            await rig.session.emergency_stop("a person")
+        if transport == "direct":
+            await rig.until_latched(True)
+        await rig.until_told("robojax reset arm")
+        status = await rig.session.status()
+        assert status.status == "stopped"
+        assert status.stats["emergency_stop"] == {"key": "key at the robot", "server": "a person"}[by]
+        with pytest.raises(Refused, match="emergency stop is latched"):
+            await rig.session.start()
 
-            await it.session.reset()
-            await it.until_told("robojax start arm moves")
-            count = it.goals
-            await asyncio.sleep(0.3)
-            assert it.goals == count  # a reset moves nothing
-            await it.session.start()
-            await it.until_moving()
-            assert (await it.session.status()).stats["hold_code"] is None
+        await rig.session.reset()
+        await rig.until_told("robojax start arm moves")
+        count = rig.goals
+        await asyncio.sleep(0.3)
+        assert rig.goals == count  # a reset moves nothing
+        await rig.session.start()
+        await rig.until_moving()
+        assert (await rig.session.status()).stats["hold_code"] is None
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("by", ["server", "key"])
-async def test_stop_during_a_lost_link_reaches_the_other_side(
-    config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
-    async with rig(servos, tmp_path) as (it, wire):
-        await it.create("direct")
-        async with it.running(config, monkeypatch):
-            await it.until_moving()
-            wire.is_refusing = True
-            wire.cut()
-            await it.until_told("server is gone")
-            if by == "key":
-                it.keys.put_nowait(" ")
-                await it.until_told("could not be reached")
-                assert (await it.session.status()).stats["emergency_stop"] is None
-            else:
-                await it.session.emergency_stop("a person")
-            wire.heal()
-            await it.until_latched(True)
-            if by == "key":
-                assert (await it.session.status()).stats["emergency_stop"] == "emergency stop by key"
-                # A lost link does not release the latch.
-                wire.cut()
-                await until(lambda: it.told[-1].startswith("session arm: stopped"), f"link back; {it.told}")
-                await it.until_latched(True)
-            await it.session.reset()
-            await it.until_latched(False)
-            await it.session.start()
-            await it.until_moving()
+async def test_stop_during_a_lost_link_reaches_the_other_side(rig: Rig, by: str) -> None:
+    await rig.create("direct")
+    async with rig.running():
+        await rig.until_moving()
+        rig.wire.is_refusing = True
+        rig.wire.cut()
+        await rig.until_told("server is gone")
+        if by == "key":
+            rig.keys.put_nowait(" ")
+            await rig.until_told("could not be reached")
+            assert (await rig.session.status()).stats["emergency_stop"] is None
+        else:
+            await rig.session.emergency_stop("a person")
+        rig.wire.heal()
+        await rig.until_latched(True)
+        if by == "key":
+            assert (await rig.session.status()).stats["emergency_stop"] == "emergency stop by key"
+            # A lost link does not release the latch.
+            rig.wire.cut()
+            await until(lambda: rig.told[-1].startswith("session arm: stopped"), f"link back; {rig.told}")
+            await rig.until_latched(True)
+        await rig.session.reset()
+        await rig.until_latched(False)
+        await rig.session.start()
+        await rig.until_moving()
 
 
 async def test_robot_ended_before_its_server_answers_is_limp(config: RobotConfig, servos: SimulatedBus) -> None:
@@ -336,21 +324,19 @@ def test_check_names_all_faults_and_moves_nothing(config: RobotConfig, servos: S
     servos.servo(5).status = 4
     servos.servo(6)[bus.PRESENT_TEMPERATURE] = 65
     found = look()
-    levels = {name: level for name, (level, _) in found.items()}
-    assert levels == {"calibration": "ok", "port": "ok", "shoulder_pan": "ok", "shoulder_lift": "fail"} | {
-        "elbow_flex": "ok",
-        "wrist_flex": "fail",
-        "wrist_roll": "fail",
-        "gripper": "warn",
-        "readings": "ok",
-        "camera front": "ok",
-        "server": "fail",
-    } | dict.fromkeys(("policy", "joints", "units", "rate"), "warn")
+    wanted = {
+        "ok": ("calibration", "port", "shoulder_pan", "elbow_flex", "readings", "camera front"),
+        "warn": ("gripper", "policy", "joints", "units", "rate"),
+        "fail": ("shoulder_lift", "wrist_flex", "wrist_roll", "server"),
+    }
+    assert {name: level for name, (level, _) in found.items()} == {
+        name: level for level, names in wanted.items() for name in names
+    }
     assert "3.0 V" in found["shoulder_lift"][1]
     assert "it is too hot" in found["wrist_roll"][1]
     assert before[1] == bytes(servos.servo(1).memory)
 
-    # Servos that are missing, and a calibration that is, hide nothing of the others.
+    # Missing servos and a missing calibration hide no findings about the others.
     servos.line.silent |= {3, 4}
     (tmp_path / "mine.json").unlink()
     found = look()

@@ -1,15 +1,23 @@
-"""A simulated arm to test with, and a skip with its reason where nothing can draw."""
+"""A simulated arm, a skip where nothing can be drawn, and the console command as a process."""
 
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 
 import pytest
 
-import robojax.sim  # noqa: F401  before MuJoCo, for which it chooses the way to draw
+import robojax.sim  # noqa: F401  It chooses how MuJoCo draws, before MuJoCo is imported.
 
 pytest.importorskip("mujoco", reason="the simulated arm needs the extra `sim`")
 pytest.importorskip("PIL", reason="the simulated arm needs the extra `sim`")
 
 from robojax.sim.arm import Arm
+
+ROBOJAX = (sys.executable, "-m", "robojax.cli")
+
+
+def run_robojax(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*ROBOJAX, *arguments], env=env, capture_output=True, text=True, timeout=110, check=False)
 
 
 @pytest.fixture(scope="session")

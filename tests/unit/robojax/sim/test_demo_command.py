@@ -1,12 +1,11 @@
 """``robojax demo`` as a person runs it: the real server and the real arm as processes."""
 
+import asyncio
 import re
 import shlex
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,18 +20,14 @@ from service.http.server import CannotListen
 from service.processes import ChildDied
 from tests.testing.http_answers import answering
 from tests.testing.pauses import Pauses
+from tests.unit.robojax.conftest import wait_until
+from tests.unit.robojax.sim.conftest import ROBOJAX, run_robojax
 
 pytestmark = pytest.mark.usefixtures("can_draw")
 
 
-ROBOJAX = (sys.executable, "-m", "robojax.cli")
 app = typer.Typer()
 app.command()(sim.demo)
-
-
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*ROBOJAX, "demo", "--headless", "--port", "0", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 
 @pytest.mark.parametrize(
@@ -99,50 +94,29 @@ def test_stopped_demo_waits_for_a_person_and_repeats_the_episode(pauses: Pauses)
 
 
 def _wait_until_moving(client: Client) -> None:
-    deadline = time.monotonic() + 60
-    commands = None
-    while commands is None or client.session("demo-arm").status().stats["commands_sent"] < commands + 20:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-        status = {status.session_id: status for status in client.sessions()}.get("demo-arm")
-        if commands is None and status is not None and status.status == "running":
-            commands = status.stats["commands_sent"]
+    def commands() -> int:
+        return client.session("demo-arm").status().stats["commands_sent"]
+
+    wait_until(lambda: ("demo-arm", "running") in {(one.session_id, one.status) for one in client.sessions()})
+    before = commands()
+    wait_until(lambda: commands() >= before + 20)
 
 
-@pytest.fixture
-def other_server() -> Iterator[tuple[int, list[str]]]:
-    with answering(200, b'{"status": "healthy"}') as (port, paths):
-        yield port, paths
-
-
-@pytest.mark.parametrize("by_environment", [False, True])
-def test_a_taken_port_is_named_with_what_to_do(
-    by_environment: bool, other_server: tuple[int, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port, requests = other_server
-    arguments = ["--headless", "--episodes", "1"]
-    if by_environment:
-        monkeypatch.setenv("ROBOJAX_PORT", str(port))
-    else:
-        arguments += ["--port", str(port)]
-    ended = CliRunner().invoke(app, arguments)
-    assert ended.exit_code == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
-    assert "robojax demo --port 0 takes a free port" in ended.stderr
+async def test_a_taken_port_is_named_and_its_server_never_called() -> None:
+    with answering(200, b'{"status": "healthy"}') as (port, requests):
+        for flags, environment in ((("--port", str(port)), {}), ((), {"ROBOJAX_PORT": str(port)})):
+            arguments = ["--headless", "--episodes", "1", *flags]
+            ended = await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environment)
+            assert ended.exit_code == 2
+            assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+            assert "robojax demo --port 0 takes a free port" in ended.stderr
+        with pytest.raises(ChildDied, match=f"cannot listen on 127.0.0.1:{port}"):
+            async with serve_demo(port=port):
+                pass
     assert requests == []
 
 
-async def test_another_server_on_the_port_is_never_called(other_server: tuple[int, list[str]]) -> None:
-    port, requests = other_server
-    with pytest.raises(ChildDied, match=f"cannot listen on 127.0.0.1:{port}"):
-        async with serve_demo(port=port):
-            pass
-    assert requests == []
-
-
-def test_demo_takes_port_8001_or_a_free_one(
-    other_server: tuple[int, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_takes_port_8001_or_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROBOJAX_PORT", raising=False)
     monkeypatch.setattr("service.http.server.listen", lambda host, port: socket.socket())
     assert choose_port(None) == 8001
@@ -155,7 +129,7 @@ def test_demo_takes_port_8001_or_a_free_one(
 
 
 def test_demo_refuses_an_unloadable_policy(tmp_path: Path) -> None:
-    ended = demo("--episodes", "1", "--policy", str(tmp_path))
+    ended = run_robojax("demo", "--headless", "--port", "0", "--episodes", "1", "--policy", str(tmp_path))
     assert ended.returncode == 4
     assert "the server refused the policy with 422: policy_path: " in ended.stderr
     assert '{"detail"' not in ended.stderr

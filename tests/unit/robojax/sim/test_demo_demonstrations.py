@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from jaxmodels.errors import DatasetError
 from robojax.sim.arm import CAMERA, FRAME, JOINTS, RATE, Arm
 from robojax.sim.expert import Demonstration, demonstrate, demonstrations
 from robojax.sim.tasks import PICK, TWO_CUBES, TaskName
+from tests.unit.robojax.conftest import wait_until
 
 pytestmark = pytest.mark.usefixtures("can_draw")
 PICTURES = f"observation.images.{CAMERA}"
@@ -36,9 +36,7 @@ def test_contents_of_a_demonstration(arm: Arm, recording: Demonstration):
     arm.reset(0)
     np.testing.assert_array_equal(recording.arrays[PICTURES][0], arm.picture(CAMERA, *FRAME))
     assert recording.instruction == "pick up the red cube"
-
-
-def test_a_demonstration_is_in_units_of_the_wire(recording: Demonstration):
+    # The units are those of the wire.
     actions = recording.arrays["action"]
     assert np.abs(actions[:, :5]).max() <= 100
     assert actions[:, 5].min() >= 0
@@ -46,7 +44,7 @@ def test_a_demonstration_is_in_units_of_the_wire(recording: Demonstration):
 
 
 def test_actions_are_the_experts_and_not_the_pushed_ones(recording: Demonstration):
-    # A push is noise of about one wire unit per tick; what the expert wants is smooth.
+    # A push is noise of about one wire unit per tick; the expert's own actions are smooth.
     assert np.abs(np.diff(recording.arrays["action"][:, :5], n=2, axis=0)).max() < 1.0
     assert np.abs(np.diff(recording.arrays["observation.state"][:38, :5], n=2, axis=0)).max() > 0.2
 
@@ -95,7 +93,7 @@ def test_a_recording_that_fails_leaves_nothing(tmp_path: Path):
 def test_ended_recording_leaves_nothing(tmp_path: Path, number: signal.Signals):
     """SIGTERM while the workers record, and Ctrl-C while they begin."""
     command = [sys.executable, "-m", "robojax.cli", "record-demo", str(tmp_path / "pick"), "--workers", "2"]
-    # A child inherits an ignored SIGINT, as of a background job of a shell.
+    # A background job of a shell ignores SIGINT, and its children inherit that.
     here = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -108,11 +106,8 @@ def test_ended_recording_leaves_nothing(tmp_path: Path, number: signal.Signals):
         return "spawn_main" in "".join(map(_command_line, psutil.Process(running.pid).children()))
 
     with running:
-        deadline = time.monotonic() + 60
-        while not is_time():
-            assert running.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: is_time() or running.poll() is not None)
+        assert running.poll() is None
         if number == signal.SIGTERM:
             running.send_signal(number)
         else:

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from robojax.cli.sim import evaluate as command
 from robojax.cli.sim import select_policy
 from robojax.sim.evaluation import Evaluation, hash_policy_files
 from robojax.sim.tasks import PICK, TWO_CUBES, Outcome, Score, wilson
+from tests.unit.robojax.sim.conftest import run_robojax
 
 
 def evaluation(task: Any = TWO_CUBES, episodes: int = 4, **options: Any) -> Evaluation:
@@ -27,6 +26,8 @@ def test_a_report_counts_by_instruction_and_says_what_was_wrong():
     for number, (lifted, wrong) in enumerate([(True, None), (False, "red"), (False, None), (True, None)], 1):
         instruction = TWO_CUBES.choose_cube(9 + number).instruction
         run.score.outcomes.append(Outcome(number, 9 + number, instruction, lifted, wrong, 110))
+    verdicts = [outcome.verdict for outcome in run.score.outcomes]
+    assert verdicts == ["lifted", "wrong, lifted the red cube", "missed", "lifted"]
     assert str(run.score) == "2 of 4 cubes lifted, 1 times a wrong one"
     found = json.loads(json.dumps(run.as_json()))
     assert found["is_complete"] is True
@@ -59,16 +60,14 @@ def test_a_report_knows_the_very_files_of_the_policy(tmp_path: Path):
 @pytest.mark.usefixtures("can_draw")
 def test_cubes_are_counted_filmed_and_reported(refused: Callable[..., Result], tmp_path: Path):
     arguments = ("--episodes", "2", "--seed", "5000", "--require", "3", "--output", str(tmp_path / "run"))
-    command = [sys.executable, "-m", "robojax.cli", "eval", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    ended = run_robojax("eval", *arguments)
     assert ended.returncode == 1, ended.stderr
     assert "at least 3 were wanted" in ended.stderr
     told = " ".join(ended.stdout.split())
     assert "pick up the red cube 2 2 0 0 100.0 % 34.2-100.0 %" in told, ended.stdout
     found = json.loads((tmp_path / "run" / "eval.json").read_text())
     assert found["task"]["name"] == "pick"
-    assert found["run"]["through"] == "the policy alone"
-    assert found["run"]["reads_language"] is False
+    assert (found["run"]["through"], found["run"]["reads_language"]) == ("the policy alone", False)
     assert {"jax", "mujoco", "robojax"} <= set(found["machine"]["packages"])
     for episode in found["episodes"]:
         assert (tmp_path / "run" / episode["film"]).stat().st_size > 1000
@@ -79,7 +78,7 @@ def test_cubes_are_counted_filmed_and_reported(refused: Callable[..., Result], t
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
-    """The command in this process, for what it refuses to begin with."""
+    """Run the command in this process."""
     monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", "off")
     app, ending = typer.Typer(), signal.getsignal(signal.SIGTERM)
     app.command()(command)
@@ -89,23 +88,12 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
 
 def test_what_cannot_be_evaluated_is_said_with_what_to_do(refused: Callable[..., Result], tmp_path: Path):
     missing = refused("--policy.path", str(tmp_path))
-    assert missing.exit_code == 3
-    assert "the folder is empty" in missing.stderr
+    assert (missing.exit_code, "the folder is empty" in missing.stderr) == (3, True)
     assert "Traceback" not in missing.stderr
     untrained = refused("--task", "two-cubes")
-    assert untrained.exit_code == 3
-    assert "none is shipped for the task two-cubes" in untrained.stderr
+    assert (untrained.exit_code, "none is shipped for the task two-cubes" in untrained.stderr) == (3, True)
     assert "robojax record-demo data/two-cubes --task two-cubes" in untrained.stderr
     assert refused("--whole-stack", "--delay", "1").exit_code == 2
-
-
-RED = "pick up the red cube"
-
-
-def test_an_episode_is_lifted_missed_or_wrong():
-    assert Outcome(1, 5001, RED, True, None, 110).verdict == "lifted"
-    assert Outcome(1, 5001, RED, False, None, 110).verdict == "missed"
-    assert Outcome(1, 5001, RED, False, "blue", 110).verdict == "wrong, lifted the blue cube"
 
 
 def test_before_the_first_episode_nothing_is_known():

@@ -1,8 +1,6 @@
-"""A policy that reads language is told before each episode of one session which cube to lift, over the real API."""
+"""A policy that reads language gets an instruction before each episode of one session, over the real API."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from jaxmodels.weights import blueprint_of
 from robojax.sim.arm import CAMERA, HORIZON, JOINTS, RATE
 from robojax.sim.demo import Request
 from tests.testing.compiling import process_environment
+from tests.unit.robojax.sim.conftest import run_robojax
 
 CONFIG = Diffusion2dConfig(
     input_features=(
@@ -49,40 +48,30 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def robojax(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "robojax.cli", *arguments]
-    quick = process_environment(quick=True)
-    return subprocess.run(command, env=quick, capture_output=True, text=True, timeout=110, check=False)
-
-
 @pytest.mark.usefixtures("can_draw")
 def test_the_instruction_changes_between_the_episodes_of_one_session(untrained: Path, tmp_path: Path):
-    ended = robojax(
+    ended = run_robojax(
         *("eval", "--whole-stack", "--task", "two-cubes", "--episodes", "2", "--seed", "4"),
         *("--policy.path", str(untrained), "--output", str(tmp_path)),
+        env=process_environment(quick=True),
     )
     assert ended.returncode == 0, ended.stderr
     found = json.loads((tmp_path / "eval.json").read_text())
     assert found["run"]["reads_language"] is True
     assert found["run"]["policy_type"] == "diffusion2d"
-    assert [episode["instruction"] for episode in found["episodes"]] == [
-        "pick up the red cube",
-        "pick up the blue cube",
-    ]
+    told = [episode["instruction"] for episode in found["episodes"]]
+    assert told == ["pick up the red cube", "pick up the blue cube"]
     session = found["run"]["session"]
-    # It was made for the red cube.
+    # The session was created for the red cube.
     assert session["language_instruction"] == "pick up the blue cube"
     assert session["commands_sent"] >= 2 * HORIZON
     assert len([*(tmp_path / "films").iterdir()]) == 2
 
 
-def test_a_person_is_shown_how_to_say_another_instruction():
+def test_curl_lines_name_the_instruction_of_a_policy_that_reads_language():
     told = Request("http://127.0.0.1:8001", "runs/two", None, "tokens2d", "pick up the blue cube").curl()
     assert '"policy_type": "tokens2d", "language_instruction": "pick up the blue cube"' in told[0]
     assert told[1].startswith("curl -X PATCH http://127.0.0.1:8001/sessions/demo-arm ")
     assert told[1].endswith("""-d '{"language_instruction": "pick up the blue cube"}'""")
-
-
-def test_a_policy_that_reads_no_language_is_asked_for_with_the_defaults():
     told = Request("http://127.0.0.1:8001", "runs/pick", None, "act").curl()
     assert not any("PATCH" in line or "language_instruction" in line or "policy_type" in line for line in told)

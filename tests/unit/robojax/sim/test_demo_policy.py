@@ -1,4 +1,4 @@
-"""The policy that is shipped: it loads, says what it needs, and lifts cubes it never saw."""
+"""The shipped policy: its requirements, and its success with cubes that were not in its training."""
 
 from pathlib import Path
 
@@ -21,11 +21,9 @@ def shipped() -> jaxmodels.Policy:
 
 
 def test_the_shipped_policy_is_for_this_arm(shipped: jaxmodels.Policy):
-    requirements = shipped.requirements
-    assert requirements.cameras == {CAMERA: (96, 96)}
-    assert requirements.joint_names == JOINTS
-    assert requirements.rate == RATE
-    assert (requirements.state, requirements.action) == (len(JOINTS), len(JOINTS))
+    needs = shipped.requirements
+    assert (needs.cameras, needs.joint_names, needs.rate) == ({CAMERA: (96, 96)}, JOINTS, RATE)
+    assert (needs.state, needs.action) == (len(JOINTS), len(JOINTS))
 
 
 @pytest.mark.usefixtures("can_draw")
@@ -45,11 +43,11 @@ def test_a_delay_that_leaves_no_action_of_a_chunk_is_refused(shipped: jaxmodels.
         next(evaluate(shipped, [0], delay=16))
 
 
-class Listening:
-    """A policy that reads language and moves nothing."""
+class StillPolicy:
+    """Policy that keeps the arm still and notes its instructions."""
 
-    def __init__(self) -> None:
-        self.requirements = jaxmodels.Requirements("scripted", action=6, chunk=110, action_steps=110, language=True)
+    def __init__(self, language: bool) -> None:
+        self.requirements = jaxmodels.Requirements("still", action=6, chunk=110, action_steps=110, language=language)
         self.heard: list[np.ndarray] = []
 
     def act(self, observation: dict[str, np.ndarray]) -> np.ndarray:
@@ -59,7 +57,7 @@ class Listening:
 
 @pytest.mark.usefixtures("can_draw")
 def test_instruction_names_the_cube_and_film_has_the_verdict(tmp_path: Path):
-    policy = Listening()
+    policy = StillPolicy(language=True)
     outcomes = [*evaluate(policy, [4, 5], task=TWO_CUBES, films=tmp_path)]  # pyright: ignore[reportArgumentType]
     assert [told.tolist() for told in policy.heard] == [["pick up the red cube"], ["pick up the blue cube"]]
     assert [outcome.verdict for outcome in outcomes] == ["missed", "missed"]
@@ -73,7 +71,5 @@ def test_instruction_names_the_cube_and_film_has_the_verdict(tmp_path: Path):
 
 @pytest.mark.usefixtures("can_draw")
 def test_a_policy_that_reads_no_language_is_told_nothing():
-    policy = Listening()
-    policy.requirements = jaxmodels.Requirements("scripted", action=6, chunk=110, action_steps=110)
     with pytest.raises(KeyError, match="task"):
-        [*evaluate(policy, [0], task=TWO_CUBES)]  # pyright: ignore[reportArgumentType]
+        [*evaluate(StillPolicy(language=False), [0], task=TWO_CUBES)]  # pyright: ignore[reportArgumentType]

@@ -19,7 +19,7 @@ def two() -> Iterator[Arm]:
 
 
 def test_places_of_the_task_pick_do_not_change():
-    # Radius, bearing and yaw as the shipped policy's demonstrations and published scores had them.
+    # The shipped policy's demonstrations and published scores depend on these radii, bearings and yaws.
     for seed in (0, 1, 299, 5000, 5099, 6000):
         random = np.random.default_rng(seed)
         place = random.uniform(0.20, 0.28), random.uniform(-0.6, 0.6), random.uniform(-0.25, 0.25)
@@ -39,11 +39,9 @@ def test_two_cubes_are_apart_and_on_both_sides():
 
 
 def test_each_cube_is_asked_for_in_turn_and_where_it_lies_does_not_tell(two: Arm):
-    asked = []
     for seed in range(6):
         two.reset(seed)
-        asked.append(two.target_cube.name)
-    assert asked == ["red", "blue"] * 3
+        assert two.target_cube.name == ("red", "blue")[seed % 2]
     for cube in (0, 1):
         bearings = np.array([TWO_CUBES.draw_positions(seed)[cube].bearing for seed in range(400)])
         assert abs(bearings[::2].mean() - bearings[1::2].mean()) < 0.1
