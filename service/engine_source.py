@@ -63,5 +63,5 @@ def create_engine_source(app: App, load: LoadPolicy | None) -> EngineSource:
             f"engine: {settings.cluster.engine} needs Ray ({error.name} is not installed); pip install -e '.[ray]'"
         ) from error
     source = ClusterEngine(settings.policies, settings.cluster, lambda: front_name(app))
-    app.ctx.cluster, app.ctx.engines = source.cluster, source.cluster.engines
+    app.ctx.engines = source.cluster.engines
     return source

@@ -34,7 +34,6 @@ from service.transport.server.rooms import RoomTable
 if TYPE_CHECKING:
     # These modules import Ray and the driver of PostgreSQL, which only some servers need.
     from service.api.redirects import Redirects
-    from service.distributed.cluster import Cluster
     from service.distributed.peers import PeerSessions
 
 Handler = Callable[..., Coroutine[Any, Any, HTTPResponse | None]]
@@ -140,7 +139,6 @@ class Context:
         source_rules: allowed sources of policies.
         policy_reader: reads the requirements of policies before they are loaded.
         live: viewers of the dashboard.
-        cluster: engines of a cluster; None if policies run here.
         peer_sessions, other_servers: this server and the others with the same database; None without one.
         engines: engines in other processes; None if policies run in this one.
         started_at: monotonic time.
@@ -162,7 +160,6 @@ class Context:
     loop_watchdog: LoopWatchdog
     started_at: float = field(default_factory=time.monotonic)
     engines: EngineSet | None = None
-    cluster: "Cluster | None" = None
     peer_sessions: "PeerSessions | None" = None
     other_servers: "Redirects | None" = None
     sessions: Sessions = field(init=False)

@@ -223,11 +223,11 @@ HEALTH_ROUTES = (
 
 
 async def cluster(request: Request) -> HTTPResponse:
-    """Engines with their load, other fronts, and what is wrong; null where engines, or sessions, are its own."""
+    """Engines with their load, other servers, and what is wrong; null where there are none."""
     context = request.app.ctx
     return json_response(
         {
-            "engines": None if context.cluster is None else context.cluster.facts(),
+            "engines": None if context.engines is None else context.engines.get_stats(),
             "front": None if context.peer_sessions is None else context.peer_sessions.facts(),
         }
     )

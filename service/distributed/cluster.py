@@ -150,7 +150,8 @@ class Cluster:
         self._options, self._bounds = options, bounds
         self._stuck_after = stuck_after
         self._pool: Any = None
-        self.engines = EngineSet()
+        self.engines = EngineSet(address)
+        self.engines.read_trouble = lambda: "; ".join(filter(None, (self._lost, self._trouble)))
         self._join_count = 0
         self._trouble = ""
         self._lost = ""
@@ -318,11 +319,6 @@ class Cluster:
             except Exception:
                 logger.exception("polling the load of %s failed", member.name)
             await asyncio.sleep(POLL_PERIOD)
-
-    def facts(self) -> dict[str, object]:
-        """Return state and load of all engines for the API; JSON-ready."""
-        trouble = "; ".join(filter(None, (self._lost, self._trouble, self.engines.describe_missing())))
-        return {"address": self._connection.address, "engines": self.engines.list_stats(), "trouble": trouble or None}
 
     async def close(self) -> None:
         """Leave the cluster; its engines go on for other servers."""

@@ -111,10 +111,12 @@ class EngineSet:
 
     Attributes:
         members: engines by name, also those that failed and have not left yet.
+        address: where they are: ``local``, or an address of Ray.
         read_trouble: returns why engines are missing, or an empty text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "local") -> None:
+        self.address = address
         self.members: dict[str, EngineMember] = {}
         self.read_trouble: Callable[[], str] = lambda: ""
         self._retries = RetryState()
@@ -182,9 +184,9 @@ class EngineSet:
         await self._engine.replica_manager.copy_missing_policies(name)
         self._retries.drop_failures(name, began)
 
-    def list_stats(self) -> list[dict[str, object]]:
+    def get_stats(self) -> dict[str, object]:
         """Return state and load of all engines for the API; JSON-ready."""
-        return [
+        engines = [
             {
                 "engine": member.name,
                 "node": member.begun.node,
@@ -199,10 +201,8 @@ class EngineSet:
             for member in self.members.values()
             if not member.is_gone
         ]
-
-    def describe_missing(self) -> str:
-        """Describe policies that engines are missing, for people; empty when there are none."""
-        return self._retries.describe(time.monotonic())
+        trouble = "; ".join(filter(None, (self.read_trouble(), self._retries.describe(time.monotonic()))))
+        return {"address": self.address, "engines": engines, "trouble": trouble or None}
 
     def close(self) -> None:
         """Fail all pending calls."""

@@ -184,7 +184,7 @@ class Front:
 
     @property
     def trouble(self) -> str:
-        return str(self.cluster.facts()["trouble"] or "")
+        return str(self.cluster.engines.get_stats()["trouble"] or "")
 
 
 def where(served: LoadedPolicy) -> list[str]:
@@ -246,7 +246,7 @@ async def test_so_is_another_one_where_robots_ask(begin: Any, folder: Path) -> N
     house = House(3)
     house.load = 0.2
     front = await begin(house)
-    await until(lambda: all(one["load"] for one in front.cluster.facts()["engines"]))
+    await until(lambda: all(one["load"] for one in front.cluster.engines.get_stats()["engines"]))
     assert where(await front.load(folder)) == ["1", "2", "3"]
     assert house.most == 1
 
@@ -375,7 +375,7 @@ async def test_lost_cluster_is_joined_again_with_its_policies(
     # Before and after that a machine that stands still has not lost its cluster.
     monkeypatch.setattr(cluster_module, "LOSS_TIMEOUT", 0.3)
     await until(lambda: front.trouble == CLUSTER_LOST)
-    assert front.cluster.facts()["engines"] == []
+    assert front.cluster.engines.get_stats()["engines"] == []
     robot = asyncio.create_task(front.engine.infer(served, OBSERVATION))
     with pytest.raises(PolicyError, match="the cluster is lost; it is joined again as soon as its head answers"):
         await front.load(update)
@@ -420,9 +420,9 @@ async def test_silent_engine_of_a_silent_pool_is_left(
     await until(lambda: tuple(front.engine.devices.health.failed) == ("2",))
     looks = house.looks
     await until(lambda: house.looks > looks + 3)
-    assert [one["engine"] for one in front.cluster.facts()["engines"]] == ["1"]
+    assert [one["engine"] for one in front.cluster.engines.get_stats()["engines"]] == ["1"]
     house.silence, house.meanwhile, house.unreached = None, lambda: None, {}
-    await until(lambda: len(front.cluster.facts()["engines"]) == 2)
+    await until(lambda: len(front.cluster.engines.get_stats()["engines"]) == 2)
 
 
 async def test_changed_folder_is_not_loaded(begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
