@@ -32,7 +32,7 @@ def test_a_token_that_was_chosen_too_early_is_taken_back(remasking: bool, wanted
     schedule = MaskSchedule(3, "linear", (0.0, 0.0), class_temperature=0.0, remasking=remasking)
     found = maskgit(changes_its_mind, (1, 4), KEY, schedule, steps=4, distributions=True)
     assert found.ids[0].tolist() == wanted
-    # what is told of a token is of its last choice
+    # Probabilities are those of the last choice.
     np.testing.assert_allclose(np.exp(found.log_probability[0, 0]), 0.99 if remasking else 0.6, rtol=1e-5)
     assert found.distribution is not None
     np.testing.assert_allclose(np.exp(found.distribution[0, 1, 0]), 0.01 if remasking else 0.6, rtol=1e-5)
