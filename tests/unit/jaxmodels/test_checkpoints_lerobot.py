@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxmodels
+from jaxmodels.checkpoints.files import write_floats
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.policies import get_policy_type, lerobot_folder
 from tests.testing.models import GOLDEN, edit_json
@@ -76,22 +77,11 @@ def test_every_misfit_of_the_weights_is_in_one_error(folder: Path) -> None:
 def test_weights_in_half_precision_are_widened(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for dtype in (np.float16, ml_dtypes.bfloat16):
-        _save_any(folder / "model.safetensors", {name: array.astype(dtype) for name, array in tensors.items()})
+        shapes = {name: (np.dtype(dtype), array.shape) for name, array in tensors.items()}
+        write_floats(folder / "model.safetensors", shapes, lambda name, dtype=dtype: tensors[name].astype(dtype))
         found = lerobot_folder.read_checkpoint(folder).weights["action_out.kernel"]
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found, tensors["model.action_head.weight"].astype(dtype).T.astype(np.float32))
-
-
-def _save_any(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes the format by hand: the library's NumPy side knows no bfloat16."""
-    codes = {"float16": "F16", "bfloat16": "BF16"}
-    header, offset = {}, 0
-    for name, array in tensors.items():
-        end = offset + array.nbytes
-        header[name] = {"dtype": codes[array.dtype.name], "shape": array.shape, "data_offsets": [offset, end]}
-        offset = end
-    raw = json.dumps(header).encode()
-    path.write_bytes(len(raw).to_bytes(8, "little") + raw + b"".join(array.tobytes() for array in tensors.values()))
 
 
 def test_requirements_are_read_without_the_weights(folder: Path) -> None:
