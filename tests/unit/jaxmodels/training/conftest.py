@@ -66,7 +66,7 @@ CONFIG = TrainingConfig(
 
 @pytest.fixture(autouse=True)
 def strict_dtypes() -> None:
-    """Overrides the strictness of the models' tests: optax multiplies step counts by floats."""
+    """Allow promotion of dtypes, because optax multiplies step counts by floats."""
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +83,9 @@ def write_demos(
     camera: bool = True,
     environment: bool = False,
 ) -> Path:
-    """Actions that can be read off the picture: its brightness says where to go; the second task goes the other way.
+    """Write demonstrations whose goal is the brightness of the picture, or the environment's state.
 
-    The environment's state says the same as the picture.
+    The second task goes in the opposite direction.
     """
     random = np.random.default_rng(0)
     cameras = ("front",) if camera else ()
