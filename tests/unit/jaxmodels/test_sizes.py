@@ -29,7 +29,6 @@ from tests.unit.jaxmodels.test_ranges import VALUES
 
 BUILT_ON_PALIGEMMA = ("pi0", "pi05")
 GB = 10**9
-FRAME = {"type": "VISUAL", "shape": [3, 1080, 1920]}
 ACTION = (Feature("action", "ACTION", (5,)),)
 
 

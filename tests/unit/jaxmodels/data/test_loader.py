@@ -19,11 +19,8 @@ def loader(dataset, **options):
 
 
 def same(one, two):
-    return all(
-        np.array_equal(a, b)
-        for a, b in zip((*one.images, *one[1:]), (*two.images, *two[1:]), strict=True)
-        if a is not None or b is not None
-    )
+    pairs = zip((*one.images, *one[1:]), (*two.images, *two[1:]), strict=True)
+    return all(a is b is None or np.array_equal(a, b) for a, b in pairs)
 
 
 def rows_of(batch):
@@ -75,9 +72,7 @@ def test_every_row_comes_once_in_an_epoch(dataset):
     for seen in epochs:
         assert sorted(seen) == list(range(ROWS))
     assert epochs[0].tolist() != epochs[1].tolist()
-
-
-def test_a_batch_may_be_larger_than_the_dataset(dataset):
+    # A batch may be larger than the dataset.
     assert np.bincount(rows_of(loader(dataset, batch_size=2 * ROWS).at(1))).tolist() == [2] * ROWS
 
 

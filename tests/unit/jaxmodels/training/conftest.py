@@ -13,28 +13,12 @@ from jaxmodels.training import OptimizerConfig, SchedulerConfig, Start, Training
 
 MakeStart = Callable[..., Start]
 MakeConfig = Callable[..., TrainingConfig]
-TINY_ACT: dict[str, Any] = {
-    "chunk_size": 4,
-    "n_action_steps": 2,
-    "vision_backbone": "small_cnn",
-    "dim_model": 16,
-    "n_heads": 2,
-    "dim_feedforward": 32,
-    "n_encoder_layers": 1,
-    "latent_dim": 4,
-    "n_vae_encoder_layers": 1,
-}
-# Without pictures and chance: a third of the operations to trace and to compile.
+SIZES: dict[str, Any] = {"chunk_size": 4, "n_action_steps": 2, "dim_model": 16, "n_heads": 2, "n_encoder_layers": 1}
+TINY_ACT: dict[str, Any] = {**SIZES, "vision_backbone": "small_cnn", "dim_feedforward": 32}
+TINY_ACT |= {"latent_dim": 4, "n_vae_encoder_layers": 1}
+# Without pictures and randomness: a third of the operations to trace and to compile.
 TINY_STATES: dict[str, Any] = {**TINY_ACT, "use_vae": False, "dropout": 0.0}
-TINY_2D: dict[str, Any] = {
-    "chunk_size": 4,
-    "n_action_steps": 2,
-    "dim_model": 16,
-    "n_heads": 2,
-    "n_encoder_layers": 1,
-    "n_layers": 1,
-    "num_inference_steps": 2,
-}
+TINY_2D: dict[str, Any] = {**SIZES, "n_layers": 1, "num_inference_steps": 2}
 TINY: dict[str, dict[str, Any]] = {
     "act": TINY_ACT,
     "diffusion": {
@@ -76,12 +60,7 @@ def frame_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 
 def write_demos(
-    folder: Path,
-    *,
-    size: int = 16,
-    tasks: tuple[str, ...] = ("go there",),
-    camera: bool = True,
-    environment: bool = False,
+    folder: Path, *, tasks: tuple[str, ...] = ("go there",), camera: bool = True, environment: bool = False
 ) -> Path:
     """Write demonstrations whose goal is the brightness of the picture, or the environment's state.
 
@@ -94,7 +73,7 @@ def write_demos(
         for episode in range(6):
             goal = random.uniform(0.2, 0.8)
             way = 1 - 2 * (episode % len(tasks))
-            frame = np.full((size, size, 3), int(255 * goal), np.uint8)
+            frame = np.full((16, 16, 3), int(255 * goal), np.uint8)
             for share in np.linspace(0, goal, 8, dtype=np.float32):
                 action = np.array([100 * share * way, -100 * share * way], np.float32)
                 step = {"observation.state": action * np.float32(0.9), "action": action}
