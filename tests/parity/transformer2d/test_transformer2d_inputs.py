@@ -160,10 +160,7 @@ def test_a_mask_of_any_form_means_what_it_means_to_diffusers(form: str, pair_of)
     config = small("continuous", cross_attention_dim=20, num_layers=1)
     inputs = inputs_for(config)
     pair = pair_of(config)
-    given = {
-        "attention_mask": masks(form, TOKENS, TOKENS),
-        "encoder_attention_mask": masks(form, CONTEXT, TOKENS),
-    }
+    given = {"attention_mask": masks(form, TOKENS, TOKENS), "encoder_attention_mask": masks(form, CONTEXT, TOKENS)}
     wanted = pair.want(**inputs, **given)
     for name in given:  # each of them must matter, or nothing is compared
         assert np.abs(pair.want(**inputs, **{name: given[name]}) - pair.want(**inputs)).max() > 1e-3

@@ -83,24 +83,16 @@ def test_discarded_keys_are_not_seen_unless_all_are_discarded(shape: tuple[int, 
     np.testing.assert_allclose(attend(q, k, v, bias), formula(q, k, v), atol=1e-3)
 
 
-def straight(q: Array, k: Array, v: Array) -> Array:
-    return attend(q, k, v)
-
-
-def recomputed(q: Array, k: Array, v: Array) -> Array:
-    return jax.checkpoint(straight)(q, k, v)
-
-
-def looped(q: Array, k: Array, v: Array) -> Array:
-    return jax.lax.scan(lambda x, _: (attend(x, k, v), None), q, None, length=1)[0]
-
-
-def mapped(q: Array, k: Array, v: Array) -> Array:
-    return jax.vmap(straight)(*(jnp.stack((x, x)) for x in (q, k, v)))[1]
+WAYS: dict[str, Callable[..., Array]] = {
+    "straight": attend,
+    "recomputed": jax.checkpoint(attend),
+    "looped": lambda q, k, v: jax.lax.scan(lambda x, _: (attend(x, k, v), None), q, None, length=1)[0],
+    "mapped": lambda q, k, v: jax.vmap(attend)(*(jnp.stack((x, x)) for x in (q, k, v)))[1],
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("function", [straight, recomputed, looped, mapped])
+@pytest.mark.parametrize("function", WAYS.values(), ids=WAYS)
 def test_gradients_are_those_of_the_formula(shape: tuple[int, ...], function: Callable[..., Array]) -> None:
     given = inputs(*shape)
     weights = numbers(shape[0], shape[1], shape[3], shape[4], seed=9)
@@ -121,7 +113,7 @@ def test_no_gradient_flows_to_a_bias() -> None:
 @pytest.mark.parametrize("way", ["forwards", "backwards"])
 def test_scores_of_a_stable_diffusion_block_are_never_in_memory_at_once(way: str) -> None:
     token = jax.ShapeDtypeStruct((2, 4096, 8, 40), jnp.float32)
-    function = straight if way == "forwards" else jax.grad(lambda *x: straight(*x).sum(), argnums=(0, 1, 2))
+    function = attend if way == "forwards" else jax.grad(lambda *x: attend(*x).sum(), argnums=(0, 1, 2))
     memory = jax.jit(function).lower(token, token, token).compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 100e6  # all scores are 1.07 GB, inputs and outputs 21 MB
@@ -140,7 +132,7 @@ def test_bfloat16_is_rounded_only_where_it_comes_in_and_goes_out(shape: tuple[in
 def test_a_sum_over_thousands_of_keys_keeps_its_digits_in_bfloat16() -> None:
     # Added one by one in bfloat16, ones would stop at 256.
     q, k, v = jnp.zeros((1, 40, 1, 8)), jnp.zeros((1, 4000, 1, 8)), jnp.ones((1, 4000, 1, 8))
-    found = straight(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+    found = attend(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
     np.testing.assert_array_equal(np.asarray(found, np.float32), 1.0)
 
 

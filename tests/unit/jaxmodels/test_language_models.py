@@ -310,13 +310,7 @@ def test_a_policy_is_loaded_with_a_cut_of_its_prompts(policies, golden_folder) -
 
 @pytest.mark.parametrize(
     ("text", "whole"),
-    [
-        (LONG, True),
-        (LONG.replace(" ", "_"), True),
-        ("cube" * 99, False),
-        ("把方块" * 40, False),
-        ("pick", True),
-    ],
+    [(LONG, True), (LONG.replace(" ", "_"), True), ("cube" * 99, False), ("把方块" * 40, False), ("pick", True)],
 )
 def test_a_shortened_task_ends_with_a_word(policies, text: str, whole: bool) -> None:
     prompts = policies(PI05)._prompts

@@ -194,10 +194,7 @@ def test_a_camera_that_is_left_out_is_one_that_is_masked() -> None:
     [
         ({"images": (None, None)}, "has no image"),
         ({"language": None}, "has no language"),
-        (
-            {"images": (jnp.zeros((3, 12, 8, 3)), None)},
-            r"12x8, .* of its config, \[\(8, 8\), \(8, 8\)\]",
-        ),
+        ({"images": (jnp.zeros((3, 12, 8, 3)), None)}, r"12x8, .* of its config, \[\(8, 8\), \(8, 8\)\]"),
     ],
 )
 def test_observations_without_image_or_text_or_of_other_sizes_are_refused(changes, wrong: str) -> None:

@@ -123,7 +123,6 @@ def test_a_plan_is_continued_and_who_has_none_is_answered_as_ever(name: str) -> 
 
 
 def test_diffusion_is_guided_as_the_flow_that_it_amounts_to() -> None:
-    """One Gaussian's exact denoiser, as noise, sample, velocity or flow, is corrected to the same clean sample."""
     plan, t = prefix(3, 7), 400
     alpha = float(NoiseSchedule().alphas[t])
     signal, noise = alpha**0.5, (1 - alpha) ** 0.5

@@ -10,16 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmodels.samplers import (
-    FlowSchedule,
-    MaskSchedule,
-    NoiseSchedule,
-    ddim,
-    ddpm,
-    flow_euler,
-    flow_heun,
-    maskgit,
-)
+from jaxmodels.samplers import FlowSchedule, MaskSchedule, NoiseSchedule, ddim, ddpm, flow_euler, flow_heun, maskgit
 
 MEAN, STD = 0.4, 0.3
 SHAPE = (4000, 3)

@@ -90,18 +90,8 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Demonstrations without a camera: where things are is a vector."""
-    folder = tmp_path_factory.mktemp("data") / "states"
-    random = np.random.default_rng(0)
-    with DatasetWriter(folder, fps=10, joint_names=("x", "y"), environment_state=("a", "b", "c")) as writer:
-        for _ in range(4):
-            there = random.uniform(-1, 1, 3).astype(np.float32)
-            for share in np.linspace(0, 1, 8, dtype=np.float32):
-                action = share * there[:2]
-                seen = {"observation.state": 0.9 * action, "observation.environment_state": there}
-                writer.add({**seen, "action": action})
-            writer.end_episode("go there")
-    return folder
+    """Demonstrations without pictures, whose environment's state is the goal."""
+    return write_demos(tmp_path_factory.mktemp("data") / "states", camera=False, environment=True)
 
 
 @pytest.fixture(scope="session")
@@ -110,9 +100,8 @@ def dataset(demos: Path) -> Dataset:
 
 
 @pytest.fixture(scope="session")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """The demonstrations without pictures."""
-    return open_dataset(write_demos(tmp_path_factory.mktemp("data") / "places", camera=False, environment=True))
+def places(states: Path) -> Dataset:
+    return open_dataset(states)
 
 
 @pytest.fixture(scope="session")

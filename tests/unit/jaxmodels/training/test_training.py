@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import jaxmodels
-from jaxmodels.data import Dataset, open_dataset
+from jaxmodels.data import Dataset
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError, TrainingError
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.training import (
@@ -74,10 +74,9 @@ def stop(progress: Progress) -> None:
 
 
 @pytest.fixture(scope="module")
-def few(states: Path) -> Few:
+def few(places: Dataset) -> Few:
     """Demonstrations without a camera, and a policy whose program is small."""
-    dataset = open_dataset(states)
-    return dataset, new_policy(dataset, "act", values={**TINY_STATES, "pretrained_backbone_weights": None})
+    return places, new_policy(places, "act", values={**TINY_STATES, "pretrained_backbone_weights": None})
 
 
 @pytest.fixture(scope="module")
