@@ -156,7 +156,7 @@ def encode_aloha(actions: np.ndarray) -> np.ndarray:
     return encoded
 
 
-# Config, widths of state and action, prompt of "push_the block" given the state's numbers.
+# Config, widths of state and action, prompt of "push_the block" for the state's numbers.
 CASES = {
     "pi0_aloha": (14, 14, "push the block\n"),
     "pi05_aloha": (14, 14, "Task: push the block, State: {};\nAction: "),

@@ -135,8 +135,10 @@ def test_an_observation_that_does_not_fit_says_why(policy, config, observation_o
         policy.act(observation_of(config) | {f"observation.{name}": array for name, array in changes.items()})
 
 
-def test_a_missing_feature_is_named_with_the_found_ones(policy, config, observation_of) -> None:
+def test_missing_features_and_unused_noise_are_refused(policy, config, observation_of) -> None:
     observation = observation_of(config)
+    with pytest.raises(ObservationError, match="makes its chunks of none that could be given"):
+        policy.act(observation, noise=np.zeros((1, 6, 5), np.float32))
     del observation["observation.images.wrist"]
     with pytest.raises(ObservationError, match=r"images.wrist is missing; found \['observation.images.front'"):
         policy.act(observation)
@@ -201,11 +203,6 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(config, check
         jaxmodels.Policy(checkpoint_of(config), device=name)
 
 
-def test_noise_for_a_policy_without_noise_is_refused(policy, config, observation_of) -> None:
-    with pytest.raises(ObservationError, match="makes its chunks of none that could be given"):
-        policy.act(observation_of(config), noise=np.zeros((1, 6, 5), np.float32))
-
-
 @pytest.mark.parametrize("read", [jaxmodels.load_policy, jaxmodels.read_requirements])
 def test_a_path_that_is_neither_folder_nor_repo_is_refused(read, tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", "./nothing", "~nobody/x", ""):
@@ -226,7 +223,7 @@ def test_the_compile_cache_is_where_the_environment_says(asked, kept, monkeypatc
 
 
 @pytest.mark.usefixtures("no_programs")
-def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch, tmp_path: Path, caplog) -> None:
+def test_an_unwritable_cache_only_costs_time(monkeypatch, tmp_path: Path, caplog) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", str(tmp_path / "file" / "cache"))
     with caplog.at_level("INFO", "jaxmodels.cache_dirs"):

@@ -87,14 +87,11 @@ def test_statistics_of_pictures_are_those_of_their_pixels(folder):
         np.testing.assert_allclose(found[name], value, atol=CODEC / 255, err_msg=name)
 
 
-def test_statistics_of_some_episodes_are_computed(written):
-    dataset = open_dataset(written["v3.0"], episodes=[1])
-    np.testing.assert_allclose(dataset.statistics()["action"]["mean"], ACTION[6:15].mean(0), rtol=1e-5)
-    assert dataset.statistics()[FRONT]["count"] == [9]
-
-
-def test_statistics_that_were_written_are_read(copy):
+def test_written_statistics_are_read_and_those_of_some_episodes_computed(copy):
     folder = copy("v3.0")
+    chosen = open_dataset(folder, episodes=[1]).statistics()
+    np.testing.assert_allclose(chosen["action"]["mean"], ACTION[6:15].mean(0), rtol=1e-5)
+    assert chosen[FRONT]["count"] == [9]
     wrong = {"mean": [7.0, 8.0], "std": [1.0, 1.0], "min": [0, 0], "max": [9, 9], "count": [20]}
     edit_json(folder / "meta/stats.json", action=wrong)
     found = open_dataset(folder).statistics()["action"]

@@ -41,9 +41,7 @@ def start_of(kind: str, dataset: Dataset, **text: Any) -> Start:
 
 # Diffusion Policy has a test of its own below, because its ResNet compiles for most of a minute.
 @pytest.mark.parametrize("kind", [kind for kind in trained_types() if kind != "diffusion"])
-def test_every_policy_type_is_trained_and_can_be_used(
-    kind: str, told: Dataset, tmp_path: Path, config: MakeConfig
-) -> None:
+def test_every_policy_type_is_trained_and_can_be_used(kind: str, told: Dataset, tmp_path: Path, config) -> None:
     start = start_of(kind, told)
     train(told, start, config(steps=2, log_freq=1), tmp_path / "run")
     policy = jaxmodels.load_policy(tmp_path / "run" / "policy")

@@ -212,9 +212,10 @@ def test_checkpoints_hold_the_policy_as_it_was_and_last_is_the_newest(finished: 
     assert any((array != weights[name]).any() for name, array in early.items())
 
 
-def test_folders_of_other_contents_are_refused(
-    finished: Path, dataset: Dataset, tiny: MakeStart, tmp_path: Path
-) -> None:
+def test_other_features_and_folders_of_other_contents_are_refused(finished: Path, dataset, tiny, tmp_path) -> None:
+    start = tiny(input_features={"observation.images.wrist": {"type": "VISUAL", "shape": [3, 16, 16]}})
+    with pytest.raises(DatasetError, match=r"observation\.images\.wrist"):
+        train(dataset, start, CONFIG, tmp_path / "run")
     with pytest.raises(TrainingError, match=r"holds a training; add --resume=true"):
         train(dataset, tiny(), CONFIG, finished)
     other = replace(CONFIG, batch_size=16, log_freq=1)
@@ -235,11 +236,9 @@ def test_the_loss_curve_is_a_picture_with_a_falling_line(finished: Path, tmp_pat
     assert last > first + 20, "the curve does not fall (rows are counted from the top)"
 
 
-def test_training_starts_from_a_trained_policy(
-    finished: Path, dataset: Dataset, tmp_path: Path, config: MakeConfig
-) -> None:
+def test_training_starts_from_a_trained_policy(finished: Path, dataset, tmp_path: Path, config: MakeConfig) -> None:
     base = Path(shutil.copytree(finished / "policy", tmp_path / "base"))
-    for path in base.glob("policy_*processor.json"):  # as base models are, whose statistics the dataset's replace
+    for path in base.glob("policy_*processor.json"):  # Base models have no statistics.
         values = json.loads(path.read_text())
         for step in values["steps"]:
             step.pop("state_file", None)
@@ -309,12 +308,6 @@ def test_tensorboard_reads_the_events(few: Few, tmp_path: Path, config: MakeConf
         at += size + 16
     assert found["train/loss", 8] == pytest.approx(losses(tmp_path / "run")[-1])
     assert ("train/learning_rate", 4) in found
-
-
-def test_a_policy_of_other_features_is_refused(dataset: Dataset, tiny: MakeStart, tmp_path: Path) -> None:
-    start = tiny(input_features={"observation.images.wrist": {"type": "VISUAL", "shape": [3, 16, 16]}})
-    with pytest.raises(DatasetError, match=r"observation\.images\.wrist"):
-        train(dataset, start, CONFIG, tmp_path / "run")
 
 
 def test_settings_that_make_no_sense_are_refused_together() -> None:
