@@ -72,7 +72,6 @@ def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A written model that a test may spoil."""
     diffusers_folder.write(tmp_path / "model", SMALL, random_weights(SMALL))
     return tmp_path / "model"
 

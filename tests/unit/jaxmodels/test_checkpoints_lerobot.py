@@ -21,7 +21,6 @@ from tests.testing.models import GOLDEN, edit_json
 
 @pytest.fixture
 def folder(golden_folder, tmp_path: Path) -> Path:
-    """A copy of a real LeRobot policy that a test may spoil."""
     return Path(shutil.copytree(golden_folder("act_state_only"), tmp_path / "policy"))
 
 

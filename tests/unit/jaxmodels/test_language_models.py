@@ -29,14 +29,12 @@ TOKENIZERS = {SMOLVLA: "vlm/tokenizer.json", PI05: "google/paligemma-3b-pt-224/t
 
 @pytest.fixture(scope="module")
 def policies(golden_folder) -> Callable[[str], jaxmodels.Policy]:
-    """Policies that are loaded once."""
     loaded: dict[str, jaxmodels.Policy] = {}
     return lambda name: loaded.setdefault(name, jaxmodels.load_policy(golden_folder(name)))
 
 
 @pytest.fixture
 def folder(golden_folder, tmp_path: Path) -> Callable[[str], Path]:
-    """Copies of golden policies that a test may change."""
     return lambda name: Path(shutil.copytree(golden_folder(name), tmp_path / name))
 
 

@@ -41,15 +41,11 @@ def test_what_the_tower_says_is_what_transformers_says(name: str) -> None:
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
-def test_tokens_are_those_of_transformers() -> None:
+def test_tokens_are_those_of_transformers_and_long_texts_keep_the_last_one() -> None:
     pytest.importorskip("tokenizers", reason="the extra language is not installed")
     ids, mask = tokenizer(read_clip_text(GOLDEN / "quick").config, FILE)(TEXTS)
     np.testing.assert_array_equal(ids, CASES["ids"])
     np.testing.assert_array_equal(mask, CASES["mask"].astype(bool))
-
-
-def test_a_text_that_is_too_long_loses_its_end_and_keeps_the_last_token() -> None:
-    pytest.importorskip("tokenizers", reason="the extra language is not installed")
     ids, mask = tokenizer(dataclasses.replace(TextConfig.clip(), length=6), FILE)(["the " * 9, "\ud800"])
     assert ids[0].tolist() == [526, 513, 513, 513, 513, 527]
     assert mask[0].all()

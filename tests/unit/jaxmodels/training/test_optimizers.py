@@ -100,8 +100,5 @@ def test_a_policys_config_says_how_it_is_trained() -> None:
     assert scheduler_preset(Warm()) == SchedulerConfig("diffuser", "cosine", 500)
     Warm.scheduler_name = "constant"
     assert scheduler_preset(Warm()) == SchedulerConfig("diffuser", "constant_with_warmup", 500)
-
-
-def test_schedules_that_make_no_sense_are_refused_together() -> None:
     with pytest.raises(ConfigError, match=r"type is 'cosine'.*num_warmup_steps is -1.*decay_lr is 2"):
         SchedulerConfig("cosine", "cosine", -1, None, 1.0, 2.0)

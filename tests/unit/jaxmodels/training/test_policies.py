@@ -125,9 +125,7 @@ def test_a_preset_makes_a_policy_for_the_dataset_and_fields_come_before_it(datas
         new_policy(dataset, "act", preset="tiny")
     with pytest.raises(ConfigError, match=r"'smolvla' is served and not trained here; .* or train act, diffusion, "):
         new_policy(dataset, "smolvla")
-
-
-def test_a_backbone_is_not_begun_from_nothing_without_saying_so(dataset: Dataset) -> None:
+    # A backbone starts from random weights on request only.
     with pytest.raises(ConfigError, match=r"pretrained_backbone_weights .* is what torchvision would download"):
         new_policy(dataset, "act")
     assert new_policy(dataset, "act", values={"pretrained_backbone_weights": None}).backbone is None
