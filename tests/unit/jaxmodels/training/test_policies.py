@@ -106,7 +106,7 @@ def test_a_clip_and_another_text_encoder_are_not_both_taken(told: Dataset, tmp_p
         new_policy(told, "diffusion2d", values={**TINY["diffusion2d"], "text_encoder": "openai/clip"})
 
 
-def test_text_encoders_without_weights_and_datasets_without_tasks_are_refused(told: Dataset) -> None:
+def test_encoders_without_weights_and_data_without_tasks_are_refused(told: Dataset) -> None:
     with pytest.raises(ConfigError, match=r"text_encoder stays as it is in training, but has no weights"):
         start_of("diffusion2d", told, is_frozen=True)
     with pytest.raises(DatasetError, match=r"the dataset's tasks are \['go', ''\]"):
