@@ -2,7 +2,6 @@
 
 import json
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +23,22 @@ from jaxmodels.samplers import (
 )
 from tests.testing.peers import require_peers
 
-Case = dict[str, Any]
-Cases = dict[str, Case]
-Same = Callable[..., None]
+Cases = dict[str, dict[str, Any]]
 GOLDEN = Path(__file__).parents[1] / "golden" / "samplers"
 SCRIPT = GOLDEN.parents[2] / "tools" / "golden" / "samplers.py"
 TOLERANCE = 1e-5  # of the largest number
-DDIM = [
-    "ddim_defaults",
-    "ddim_stable_diffusion",
-    "ddim_policy",
-    "ddim_sample_eta",
-    "ddim_velocity_zero_snr",
-    "ddim_eta_one",
-]
-DDPM = [
-    "ddpm_defaults",
-    "ddpm_every_step",
-    "ddpm_large_offset",
-    "ddpm_large",
-    "ddpm_velocity_linspace",
-    "ddpm_sample_trailing",
-]
+DDIM = ["ddim_defaults", "ddim_stable_diffusion", "ddim_policy", "ddim_velocity_zero_snr"]
+DDIM_ETA = ["ddim_sample_eta", "ddim_eta_one"]
+DDPM = ["ddpm_defaults", "ddpm_every_step", "ddpm_large_offset", "ddpm_large"]
+DDPM += ["ddpm_velocity_linspace", "ddpm_sample_trailing"]
 EULER = ["euler_defaults", "euler_shifted", "euler_uniform", "euler_uniform_shifted", "euler_one_step"]
 HEUN = ["heun_defaults", "heun_shifted", "heun_one_step"]
 AMUSED = ["amused_defaults", "amused_linear", "amused_greedy", "amused_inpainting"]
 
 
-@pytest.fixture(scope="session")
-def cases() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
+@pytest.fixture(scope="module")
+def cases() -> Cases:
+    found: Cases = json.loads((GOLDEN / "cases.json").read_text())
     with np.load(GOLDEN / "cases.npz") as arrays:
         for name, array in arrays.items():
             case, part = name.split("/")
@@ -61,7 +46,7 @@ def cases() -> dict[str, dict[str, Any]]:
     return found
 
 
-def assert_close(ours: Any, theirs: Any, tolerance: float = TOLERANCE) -> None:
+def same(ours: Any, theirs: Any, tolerance: float = TOLERANCE) -> None:
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     assert ours.shape == theirs.shape
     assert np.isfinite(ours).all()
@@ -69,27 +54,16 @@ def assert_close(ours: Any, theirs: Any, tolerance: float = TOLERANCE) -> None:
     assert float(np.abs(ours - theirs).max()) <= tolerance * scale
 
 
-@pytest.fixture(scope="session")
-def same() -> Callable[..., None]:
-    """Asserts that arrays agree to 1e-5 of their scale."""
-    return assert_close
-
-
 def row_of(rows: Any, k: int) -> Any:
     return jax.tree.map(lambda column: jnp.asarray(column[k]), rows)
 
 
-def echo(x: jax.Array, t: jax.Array, prediction: jax.Array) -> jax.Array:
-    """A model that answers what was recorded."""
-    return prediction
-
-
 def test_every_recorded_case_is_compared(cases: Cases) -> None:
-    assert set(cases) == {*DDIM, *DDPM, *EULER, *HEUN, *AMUSED}
+    assert set(cases) == {*DDIM, *DDIM_ETA, *DDPM, *EULER, *HEUN, *AMUSED}
 
 
-@pytest.mark.parametrize("name", [*DDIM, *DDPM])
-def test_a_noise_schedule_is_diffusers(cases: Cases, same: Same, name: str) -> None:
+@pytest.mark.parametrize("name", [*DDIM, *DDIM_ETA, *DDPM])
+def test_a_noise_schedule_is_diffusers(cases: Cases, name: str) -> None:
     case = cases[name]
     schedule = NoiseSchedule(**case["fields"])
     steps = len(case["predictions"])
@@ -102,46 +76,36 @@ def test_a_noise_schedule_is_diffusers(cases: Cases, same: Same, name: str) -> N
     same(schedule.target(clean, noise, times), targets[schedule.prediction_type], 1e-6)
 
 
-@pytest.mark.parametrize("name", DDIM)
-def test_a_step_of_ddim_is_diffusers(cases: Cases, same: Same, name: str) -> None:
-    case = cases[name]
-    schedule = NoiseSchedule(**case["fields"])
-    steps = len(case["predictions"])
-    for k in range(steps):
-        row, x = row_of(schedule.ddim_rows(steps), k), jnp.asarray(case["x"][k])
-        noise = jnp.asarray(case["noise"][k]) if case["eta"] else None
-        same(ddim_step(schedule, jnp.asarray(case["predictions"][k]), x, row, noise, case["eta"]), case["x"][k + 1])
-
-
-@pytest.mark.parametrize("name", [name for name in DDIM if "eta" not in name])
-def test_all_steps_of_ddim_are_diffusers(cases: Cases, same: Same, name: str) -> None:
+@pytest.mark.parametrize("name", [*DDIM, *DDIM_ETA, *DDPM])
+def test_a_step_of_ddim_or_ddpm_is_diffusers(cases: Cases, name: str) -> None:
     case = cases[name]
     schedule, steps = NoiseSchedule(**case["fields"]), len(case["predictions"])
-    x = ddim(
-        echo,
-        case["x"][0].shape,
-        jax.random.key(0),
-        schedule,
-        steps=steps,
-        extras=case["predictions"],
-        start=case["x"][0],
-    )
-    same(x, case["x"][-1])
-
-
-@pytest.mark.parametrize("name", DDPM)
-def test_a_step_of_ddpm_is_diffusers(cases: Cases, same: Same, name: str) -> None:
-    case = cases[name]
-    schedule = NoiseSchedule(**case["fields"])
-    steps = len(case["predictions"])
+    rows = schedule.ddpm_rows(steps) if name in DDPM else schedule.ddim_rows(steps)
     for k in range(steps):
-        row, x = row_of(schedule.ddpm_rows(steps), k), jnp.asarray(case["x"][k])
-        noise = jnp.asarray(case["noise"][k])
-        same(ddpm_step(schedule, jnp.asarray(case["predictions"][k]), x, row, noise), case["x"][k + 1])
+        given = schedule, jnp.asarray(case["predictions"][k]), jnp.asarray(case["x"][k]), row_of(rows, k)
+        noise = None if name in DDIM else jnp.asarray(case["noise"][k])
+        found = ddpm_step(*given, noise) if name in DDPM else ddim_step(*given, noise, case["eta"])
+        same(found, case["x"][k + 1])
+
+
+def run_recorded(sample: Any, case: dict[str, Any], schedule: Any, steps: int, predictions: np.ndarray) -> jax.Array:
+    """Sample from the recorded start with a model that returns recorded predictions."""
+    start = case["x"][0]
+    key = jax.random.key(0)
+    return sample(
+        lambda x, t, prediction: prediction, start.shape, key, schedule, steps=steps, extras=predictions, start=start
+    )
+
+
+@pytest.mark.parametrize("name", DDIM)
+def test_all_steps_of_ddim_are_diffusers(cases: Cases, name: str) -> None:
+    case = cases[name]
+    schedule, predictions = NoiseSchedule(**case["fields"]), case["predictions"]
+    same(run_recorded(ddim, case, schedule, len(predictions), predictions), case["x"][-1])
 
 
 @pytest.mark.parametrize("name", [*EULER, *HEUN])
-def test_all_steps_of_flow_matching_are_diffusers(cases: Cases, same: Same, name: str) -> None:
+def test_all_steps_of_flow_matching_are_diffusers(cases: Cases, name: str) -> None:
     case = cases[name]
     schedule = FlowSchedule(**case["fields"])
     evaluations = len(case["predictions"])
@@ -149,18 +113,9 @@ def test_all_steps_of_flow_matching_are_diffusers(cases: Cases, same: Same, name
     rows, sample = (schedule.euler_rows(steps), flow_euler) if name in EULER else (schedule.heun_rows(steps), flow_heun)
     same(rows.timestep, case["timesteps"], 1e-6)
     for count in (evaluations,) if name in HEUN else range(1, evaluations + 1):
-        # a shorter run is compared too, by a model that stands still after it
+        # Velocities of zero after the first steps give the result of a shorter run.
         predictions = case["predictions"] * (np.arange(evaluations) < count)[:, None, None, None]
-        x = sample(
-            echo,
-            case["x"][0].shape,
-            jax.random.key(0),
-            schedule,
-            steps=steps,
-            extras=predictions.astype(np.float32),
-            start=case["x"][0],
-        )
-        same(x, case["x"][count])
+        same(run_recorded(sample, case, schedule, steps, predictions.astype(np.float32)), case["x"][count])
 
 
 @pytest.mark.parametrize("name", AMUSED)
@@ -186,7 +141,7 @@ def test_a_step_of_maskgit_is_diffusers(cases: Cases, name: str) -> None:
 
 
 @pytest.mark.needs_peers
-def test_installed_diffusers_gives_the_recorded_numbers(cases: Cases, same: Same) -> None:
+def test_installed_diffusers_gives_the_recorded_numbers(cases: Cases) -> None:
     require_peers("torch", "diffusers")
     fresh = runpy.run_path(str(SCRIPT))["record"]()
     assert set(fresh) == set(cases)

@@ -1,4 +1,4 @@
-"""The same 2D transformer twice, diffusers' in torch and ours, over the same files; golden folders with weights."""
+"""Pairs of diffusers' 2D transformer in torch and ours over the same files, and golden folders with weights."""
 
 import json
 import math
@@ -37,7 +37,7 @@ SINGLE: tuple[str, Mapping[str, Any]] = (
 
 
 def live_tolerance() -> float:
-    """Largest absolute difference from diffusers as it computes here, on outputs of order 1.
+    """Largest absolute differ from diffusers as it computes here, on outputs of order 1.
 
     The last bit of PyTorch's frequencies of timesteps depends on the processor (0.52 units in the last place with AVX2,
     0.88 with AVX-512); at timestep 1000 that bit is 6e-5 in the angle. Where PyTorch finds the frequencies that goldens
@@ -56,7 +56,7 @@ def live_tolerance() -> float:
     return 1e-5
 
 
-def small_config(kind: str, **fields: Any) -> dict[str, Any]:
+def small(kind: str, **fields: Any) -> dict[str, Any]:
     """A model of a few thousand parameters: two layers, two heads of 12."""
     return {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, **SMALL[kind], **fields}
 
@@ -66,7 +66,7 @@ def block_norm(config: Mapping[str, Any]) -> str:
     return "ada_norm" if norm == "layer_norm" and config.get("num_embeds_ada_norm") else norm
 
 
-def small_inputs(config: Mapping[str, Any], batch: int = 2, seed: int = 0, **replaced: Any) -> dict[str, Any]:
+def inputs_for(config: Mapping[str, Any], batch: int = 2, seed: int = 0, **replaced: Any) -> dict[str, Any]:
     """Arguments that diffusers accepts for `config`; a None in `replaced` takes one away."""
     rng = np.random.default_rng([seed, 71])
     inner = config["num_attention_heads"] * config["attention_head_dim"]
@@ -90,15 +90,20 @@ def small_inputs(config: Mapping[str, Any], batch: int = 2, seed: int = 0, **rep
             inputs["timestep"] = rng.integers(0, 1000, batch)
         case "ada_norm_single":  # without patches diffusers wants what its embedder would have made of the timestep
             inputs["timestep"] = (0.3 * rng.standard_normal((batch, 6 * inner))).astype(np.float32)
+    if config.get("use_additional_conditions"):
+        shapes = {"resolution": (batch, 2), "aspect_ratio": (batch, 1)}
+        inputs["added_cond_kwargs"] = {
+            name: rng.uniform(0.3, 9.0, shape).astype(np.float32) for name, shape in shapes.items()
+        }
     inputs |= replaced
     return {name: value for name, value in inputs.items() if value is not None}
 
 
-def as_torch(value: Any) -> Any:
+def to_torch(value: Any) -> Any:
     import torch
 
     if isinstance(value, Mapping):
-        return {name: as_torch(entry) for name, entry in value.items()}
+        return {name: to_torch(entry) for name, entry in value.items()}
     return torch.from_numpy(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else value
 
 
@@ -137,17 +142,17 @@ class Pair:
         import torch
 
         with torch.no_grad():
-            return self.theirs(**as_torch(inputs), return_dict=False)[0].numpy()
+            return self.theirs(**to_torch(inputs), return_dict=False)[0].numpy()
 
     def find(self, **inputs: Any) -> np.ndarray:
         return np.asarray(self.ours(**inputs).sample)
 
     def error(self, **inputs: Any) -> float:
-        """The largest absolute difference of the outputs."""
-        return difference(self.find(**inputs), self.want(**inputs))
+        """The largest absolute differ of the outputs."""
+        return differ(self.find(**inputs), self.want(**inputs))
 
 
-def difference(found: Any, wanted: Any) -> float:
+def differ(found: Any, wanted: Any) -> float:
     found, wanted = np.asarray(found), np.asarray(wanted)
     assert found.shape == wanted.shape
     assert found.dtype == wanted.dtype
@@ -189,26 +194,6 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
     return make
 
 
-@pytest.fixture
-def small() -> Callable[..., dict[str, Any]]:
-    return small_config
-
-
-@pytest.fixture
-def inputs_for() -> Callable[..., dict[str, Any]]:
-    return small_inputs
-
-
-@pytest.fixture
-def differ() -> Callable[[Any, Any], float]:
-    return difference
-
-
-@pytest.fixture
-def to_torch() -> Callable[[Any], Any]:
-    return as_torch
-
-
 def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
     """Ours without files, with random weights that are the same whatever the options; nothing is compiled for them."""
     import jax
@@ -230,11 +215,6 @@ def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
             x = 0.3 * x + float(name.endswith("scale"))
         weights[name] = np.float32(x).astype(wanted.dtype)
     return plan.assemble(jax.device_put(weights))
-
-
-@pytest.fixture(name="model_of", scope="session")
-def model_of_fixture() -> Callable[..., Any]:
-    return model_of
 
 
 def seeded_weights(seed: int, shapes: Mapping[str, list[int]]) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""However it is run - compiled, traced, prepared, in a batch or alone, in bfloat16 - a model gives its numbers."""
+"""A compiled, traced, prepared or batched model, and one in bfloat16, gives the same numbers."""
 
 import warnings
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxmodels.transformer2d import Transformer2DModel
-from tests.parity.transformer2d.conftest import SINGLE
+from tests.parity.transformer2d.conftest import SINGLE, inputs_for, model_of, small, to_torch
 from tests.testing.peers import require_peers
 
 TOLERANCE = 1e-5  # largest absolute difference on outputs of order 1
@@ -26,25 +26,24 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-def arguments(name: str, config: dict[str, Any], inputs_for, batch: int = 2) -> dict[str, Any]:
+def prepare_case(name: str, batch: int = 2) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config and the arguments of a kind, with a mask and timesteps per element."""
+    kind, fields = KINDS[name]
+    config = small(kind, **fields)
     inputs = inputs_for(config, batch=batch)
     rng = np.random.default_rng(3)
-    if name == "single":
-        shapes = {"resolution": (batch, 2), "aspect_ratio": (batch, 1)}
-        inputs["added_cond_kwargs"] = {key: rng.random(shape).astype(np.float32) for key, shape in shapes.items()}
     if "ada" in name or name == "discrete":
         inputs["timestep"] = rng.integers(0, 9, batch)
     keep = rng.random((batch, 7)) < 0.6
     keep[:, 0] = True
     inputs["encoder_attention_mask"] = keep
-    return inputs
+    return config, inputs
 
 
 @pytest.mark.parametrize("name", ["continuous ada", "discrete", "zero", "single"])
-def test_compiled_traced_and_eager_agree(name: str, small, inputs_for, model_of) -> None:
-    kind, fields = KINDS[name]
-    config = small(kind, **fields)
-    model, inputs = model_of(config), arguments(name, config, inputs_for)
+def test_compiled_traced_and_eager_agree(name: str) -> None:
+    config, inputs = prepare_case(name)
+    model = model_of(config)
     wanted = np.asarray(model(**inputs).sample)
     if name == "continuous ada":  # operation by operation is slow to start
         with jax.disable_jit():
@@ -60,15 +59,14 @@ def test_compiled_traced_and_eager_agree(name: str, small, inputs_for, model_of)
 
 
 @pytest.mark.parametrize("name", ["continuous ada", "continuous only cross", "zero", "single"])
-def test_prepared_conditioning_changes_nothing(name: str, small, inputs_for, model_of) -> None:
-    kind, fields = KINDS[name]
-    config = small(kind, **fields)
-    model, inputs = model_of(config), arguments(name, config, inputs_for)
+def test_prepared_conditioning_changes_nothing(name: str) -> None:
+    config, inputs = prepare_case(name)
+    model = model_of(config)
     wanted = np.asarray(model(**inputs).sample)
     conditioning = model.prepare(**{key: inputs.pop(key) for key in STEADY if key in inputs})
     found = np.asarray(model(**inputs, conditioning=conditioning).sample)
     assert np.abs(found - wanted).max() <= TOLERANCE
-    # It is a pytree: it may go through a compiled function of somebody's own.
+    # Conditioning is a pytree that a caller's compiled function accepts.
     graph, state = nnx.split(model)
 
     @jax.jit
@@ -80,17 +78,16 @@ def test_prepared_conditioning_changes_nothing(name: str, small, inputs_for, mod
 
 
 @pytest.mark.parametrize("name", ["continuous ada", "discrete", "zero", "single"])
-def test_an_element_does_not_depend_on_its_batch(name: str, small, inputs_for, model_of) -> None:
-    kind, fields = KINDS[name]
-    config = small(kind, **fields)
-    model, inputs = model_of(config), arguments(name, config, inputs_for, batch=3)
+def test_an_element_does_not_depend_on_its_batch(name: str) -> None:
+    config, inputs = prepare_case(name, batch=3)
+    model = model_of(config)
     together = np.asarray(model(**inputs).sample)
     alone = np.asarray(model(**jax.tree.map(lambda value: value[1:2], inputs)).sample)
     assert np.abs(together[1:2] - alone).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_log_probabilities_sum_to_one_over_all_but_the_masked_class(dtype: Any, small, inputs_for, model_of) -> None:
+def test_log_probabilities_sum_to_one_over_all_but_the_masked_class(dtype: Any) -> None:
     config = small("discrete", cross_attention_dim=20)
     ids = np.full((2, 5), 10)  # all of the masked class
     found = np.asarray(model_of(config, dtype=dtype)(**inputs_for(config, hidden_states=ids)).sample)
@@ -104,14 +101,12 @@ def rms(x: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", ["continuous", "discrete", "zero", "single"])
-def test_bfloat16_is_as_close_to_float32_as_in_torch(name: str, small, inputs_for, pair_of, to_torch) -> None:
+def test_bfloat16_is_as_close_to_float32_as_in_torch(name: str, pair_of) -> None:
     require_peers("torch", "diffusers")
     import torch
 
-    kind, fields = KINDS[name]
-    config = small(kind, **fields)
-    inputs = arguments(name, config, inputs_for)
-    if "timestep" in inputs and name in ("continuous ada", "discrete"):
+    config, inputs = prepare_case(name)
+    if name == "discrete":
         inputs["timestep"] = np.asarray(inputs["timestep"][0])  # diffusers takes one for the batch
     pair = pair_of(config)
     exact = pair.want(**inputs)
@@ -131,30 +126,20 @@ def test_bfloat16_is_as_close_to_float32_as_in_torch(name: str, small, inputs_fo
     assert rms(found - peer) <= 0.05 * max(1.0, rms(exact))
 
 
-def test_programs_are_compiled_once_per_set_of_shapes(small, inputs_for, model_of) -> None:
+def test_programs_are_compiled_once_per_set_of_shapes() -> None:
     config = small("continuous", cross_attention_dim=20, norm_type="ada_norm", num_embeds_ada_norm=9)
     model = model_of(config)
-    counts = []
-    with jax.log_compiles(False):
+    events: list[str] = []
+
+    def record(event: str, duration: float, **_: Any) -> None:
+        events.append(event)
+
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(record)
+    try:
         for seed in range(4):
-            inputs = inputs_for(config, seed=seed, timestep=seed)
-            with count_compilations() as count:
-                jax.block_until_ready(model(**inputs).sample)
-            counts.append(len(count))
-    assert counts[1:] == [0, 0, 0]
-
-
-class count_compilations:
-    """Names of what XLA compiled meanwhile."""
-
-    def __enter__(self) -> list[str]:
-        self._seen: list[str] = []
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
-        return self._seen
-
-    def _hear(self, event: str, duration: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            self._seen.append(event)
-
-    def __exit__(self, *_: Any) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._hear)
+            jax.block_until_ready(model(**inputs_for(config, seed=seed, timestep=seed)).sample)
+            compiled.append(events.count("/jax/core/compile/backend_compile_duration"))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(record)
+    assert 0 < compiled[0] == compiled[-1]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmodels.transformer2d import Transformer2DModel
-from tests.parity.transformer2d.conftest import live_tolerance
+from tests.parity.transformer2d.conftest import inputs_for, live_tolerance, small, to_torch
 from tests.testing.peers import skip_reason
 
 torch = pytest.importorskip("torch", reason=skip_reason("torch"))
@@ -19,7 +19,7 @@ TOLERANCE = live_tolerance()  # largest absolute difference on outputs of order 
 
 
 @pytest.mark.parametrize("name", ["zero", "single"])
-def test_folders_of_the_classes_it_was_split_into_are_read(name: str, small, inputs_for, theirs_of, tmp_path) -> None:
+def test_folders_of_the_classes_it_was_split_into_are_read(name: str, theirs_of, tmp_path) -> None:
     theirs_of({"in_channels": 32})  # skips where diffusers is missing
     from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
     from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
@@ -38,23 +38,14 @@ def test_folders_of_the_classes_it_was_split_into_are_read(name: str, small, inp
     model.save_pretrained(tmp_path)
     rng = np.random.default_rng(0)
     images = rng.standard_normal((2, 3, 128, 128)).astype(np.float32)
-    inputs = inputs_for(config, hidden_states=images)
-    if name == "single":
-        shapes = {"resolution": (2, 2), "aspect_ratio": (2, 1)}
-        inputs["added_cond_kwargs"] = {key: rng.random(shape).astype(np.float32) for key, shape in shapes.items()}
+    inputs = inputs_for(config | {"use_additional_conditions": name == "single"}, hidden_states=images)
     with torch.no_grad():
-        tensors = {
-            key: {part: torch.from_numpy(array) for part, array in value.items()}
-            if isinstance(value, dict)
-            else torch.from_numpy(value)
-            for key, value in inputs.items()
-        }
-        wanted = model(**tensors, return_dict=False)[0].numpy()
+        wanted = model(**to_torch(inputs), return_dict=False)[0].numpy()
     ours = Transformer2DModel.from_pretrained(tmp_path)
     assert np.abs(np.asarray(ours(**inputs).sample) - wanted).max() <= TOLERANCE * max(1.0, np.abs(wanted).max() / 5)
 
 
-def test_a_file_without_norm_type_is_read_as_ada_norm(small, inputs_for, pair_of) -> None:
+def test_a_file_without_norm_type_is_read_as_ada_norm(pair_of) -> None:
     config = small("discrete", cross_attention_dim=20, num_embeds_ada_norm=9)
     pair = pair_of(config)
     path = pair.folder / "config.json"

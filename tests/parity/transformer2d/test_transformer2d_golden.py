@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
+from tests.parity.transformer2d.conftest import differ
 
 pytestmark = pytest.mark.fully_compiled
 GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+assert len(NAMES) == 11
 TOLERANCE = 1e-5  # largest absolute difference; outputs are of order 1, and a tanh gelu or a wrong eps shows above it
 MASKS = ("attention_mask", "encoder_attention_mask")
 
@@ -30,12 +32,8 @@ def recorded(name: str) -> tuple[dict[str, Any], np.ndarray]:
     return inputs, wanted
 
 
-def test_all_eleven_are_here() -> None:
-    assert len(NAMES) == 11
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_outputs_are_those_of_diffusers(name: str, golden_folder, differ) -> None:
+def test_outputs_are_those_of_diffusers(name: str, golden_folder) -> None:
     inputs, wanted = recorded(name)
     model = Transformer2DModel.from_pretrained(golden_folder(name))
     assert differ(model(**inputs).sample, wanted) <= TOLERANCE
@@ -43,7 +41,7 @@ def test_outputs_are_those_of_diffusers(name: str, golden_folder, differ) -> Non
 
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", NAMES)
-def test_prepared_outputs_are_those_of_diffusers(name: str, golden_folder, differ) -> None:
+def test_prepared_outputs_are_those_of_diffusers(name: str, golden_folder) -> None:
     inputs, wanted = recorded(name)
     model = Transformer2DModel.from_pretrained(golden_folder(name))
     steady = {key: inputs.pop(key) for key in list(inputs) if key not in ("hidden_states", *MASKS)}

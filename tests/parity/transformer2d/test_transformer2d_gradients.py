@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from tests.parity.transformer2d.conftest import SINGLE, live_tolerance
+from tests.parity.transformer2d.conftest import SINGLE, inputs_for, live_tolerance, model_of, small, to_torch
 from tests.testing.peers import skip_reason
 
 torch = pytest.importorskip("torch", reason=skip_reason("torch"))
@@ -26,12 +26,12 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-def call_of(name: str, config: dict[str, Any], inputs_for) -> dict[str, Any]:
+def prepare_case(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config and the arguments of a kind."""
     rng = np.random.default_rng(3)
+    kind, fields = KINDS[name]
+    config = small(kind, **fields)
     inputs = inputs_for(config)
-    if name == "single":
-        shapes = {"resolution": (2, 2), "aspect_ratio": (2, 1)}
-        inputs["added_cond_kwargs"] = {key: rng.random(shape).astype(np.float32) for key, shape in shapes.items()}
     if "many" in name:  # enough for attention to go over blocks of queries
         inputs["hidden_states"] = rng.standard_normal((2, 16, 37, 29)).astype(np.float32)
         inputs["attention_mask"] = rng.random((2, 37 * 29)) < 0.8
@@ -40,17 +40,19 @@ def call_of(name: str, config: dict[str, Any], inputs_for) -> dict[str, Any]:
         inputs["cross_attention_kwargs"] = {"gligen": {"objs": objects}}
     if "encoder_hidden_states" in inputs:
         inputs["encoder_attention_mask"] = np.array([[1] * 7, [1, 1, 1, 0, 1, 0, 0]])
-    return inputs
+    return config, inputs
 
 
 def split(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments that have gradients, and the others."""
-    names = [
-        name
-        for name in ("hidden_states", "encoder_hidden_states")
-        if name in inputs and inputs[name].dtype == np.float32
-    ]
-    return {name: inputs[name] for name in names}, {key: value for key, value in inputs.items() if key not in names}
+    names = ("hidden_states", "encoder_hidden_states")
+    varied = {name: inputs[name] for name in names if name in inputs and inputs[name].dtype == np.float32}
+    return varied, {key: value for key, value in inputs.items() if key not in varied}
+
+
+def draw_direction(shape: tuple[int, ...]) -> np.ndarray:
+    direction = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    return direction / np.float32(np.sqrt(direction.size))
 
 
 def our_gradients(model: Any, inputs: dict[str, Any], direction: np.ndarray) -> Any:
@@ -68,15 +70,12 @@ def our_gradients(model: Any, inputs: dict[str, Any], direction: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_gradients_are_those_of_autograd(name: str, small, inputs_for, pair_of, to_torch, tmp_path) -> None:
-    kind, fields = KINDS[name]
-    config = small(kind, **fields)
+def test_gradients_are_those_of_autograd(name: str, pair_of, tmp_path) -> None:
+    config, inputs = prepare_case(name)
     pair = pair_of(config)
-    inputs = call_of(name, config, inputs_for)
     varied, fixed = split(inputs)
     wanted_sample = pair.want(**inputs)
-    direction = np.random.default_rng(1).standard_normal(wanted_sample.shape).astype(np.float32)
-    direction /= np.float32(np.sqrt(direction.size))
+    direction = draw_direction(wanted_sample.shape)
     tensors = {key: value.requires_grad_() for key, value in to_torch(varied).items()}
     sample = pair.theirs(**tensors, **to_torch(fixed), return_dict=False)[0]
     (sample * torch.from_numpy(direction)).sum().backward()
@@ -97,17 +96,9 @@ def test_gradients_are_those_of_autograd(name: str, small, inputs_for, pair_of, 
     assert sum(float(np.abs(gradient).max()) > 1e-4 for gradient in found.values()) > 0.9 * len(found)
 
 
-def test_scanned_and_recomputed_layers_give_the_same(small, inputs_for, model_of) -> None:
-    name = "single"
-    kind, fields = KINDS[name]
-    config = small(kind, **fields)
-    inputs = call_of(name, config, inputs_for)
-    direction = (
-        np.random.default_rng(1)
-        .standard_normal(jax.eval_shape(lambda: model_of(config)(**inputs).sample).shape)
-        .astype(np.float32)
-    )
-    direction /= np.float32(np.sqrt(direction.size))
+def test_scanned_and_recomputed_layers_give_the_same() -> None:
+    config, inputs = prepare_case("single")
+    direction = draw_direction(jax.eval_shape(lambda: model_of(config)(**inputs).sample).shape)
     outcomes = []
     for options in ({"scan_layers": False}, {"scan_layers": True, "remat": True}):
         gradients, sample = our_gradients(model_of(config, **options), inputs, direction)
@@ -119,7 +110,7 @@ def test_scanned_and_recomputed_layers_give_the_same(small, inputs_for, model_of
         assert np.abs(np.asarray(found) - np.asarray(wanted)).max() <= TOLERANCE * largest
 
 
-def test_dropout_draws_from_the_given_stream(small, inputs_for, model_of) -> None:
+def test_dropout_draws_from_the_given_stream() -> None:
     config = small("continuous", cross_attention_dim=20, dropout=0.3)
     inputs = inputs_for(config)
     model = model_of(config)

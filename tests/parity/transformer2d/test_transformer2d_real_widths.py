@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.parity.transformer2d.conftest import inputs_for
 from tests.testing.peers import require_peers
 
 require_peers("torch", "diffusers")
@@ -16,17 +17,9 @@ TOLERANCE = 5e-5  # largest absolute difference; sums are 10 to 100 times longer
 SD = {"num_attention_heads": 8, "cross_attention_dim": 768}
 SD2 = {"attention_head_dim": 64, "cross_attention_dim": 1024, "use_linear_projection": True}
 SDXL = {"attention_head_dim": 64, "cross_attention_dim": 2048, "use_linear_projection": True}
-DIT = {
-    "num_attention_heads": 16,
-    "attention_head_dim": 72,
-    "in_channels": 4,
-    "out_channels": 8,
-    "patch_size": 2,
-    "attention_bias": True,
-    "activation_fn": "gelu-approximate",
-    "norm_elementwise_affine": False,
-    "num_embeds_ada_norm": 1000,
-}
+DIT = {"num_attention_heads": 16, "attention_head_dim": 72, "in_channels": 4, "out_channels": 8, "patch_size": 2}
+DIT |= {"attention_bias": True, "activation_fn": "gelu-approximate", "norm_elementwise_affine": False}
+DIT |= {"num_embeds_ada_norm": 1000}
 MODELS: Mapping[str, dict[str, Any]] = {
     "sd 320": {**SD, "in_channels": 320, "attention_head_dim": 40},
     "sd 640": {**SD, "in_channels": 640, "attention_head_dim": 80},
@@ -57,7 +50,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_block_of_a_published_width_gives_the_numbers_of_diffusers(name: str, inputs_for, pair_of) -> None:
+def test_a_block_of_a_published_width_gives_the_numbers_of_diffusers(name: str, pair_of) -> None:
     config = {"num_layers": 1, **MODELS[name]}
     rng = np.random.default_rng(0)
     inputs: dict[str, Any] = {}
@@ -76,8 +69,8 @@ def test_a_block_of_a_published_width_gives_the_numbers_of_diffusers(name: str, 
     assert pair_of(config).error(**inputs_for(config, **inputs)) <= TOLERANCE
 
 
-# Of diffusers' own tests of this class: arguments, shape of the input (drawn first, from seed 0), and those numbers of
-# the output that it asserts.
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 32}
+# Cases of diffusers' own tests: arguments, shape of the input drawn from seed 0, and asserted numbers of the output.
 PUBLISHED: Mapping[str, tuple[dict[str, Any], tuple[int, ...], list[float]]] = {
     "spatial": (
         {"in_channels": 32, "num_attention_heads": 1, "attention_head_dim": 32},
@@ -85,18 +78,12 @@ PUBLISHED: Mapping[str, tuple[dict[str, Any], tuple[int, ...], list[float]]] = {
         [-1.9455, -0.0066, -1.3933, -1.5878, 0.5325, -0.6486, -1.8648, 0.7515, -0.9689],
     ),
     "cross attention": (
-        {"in_channels": 64, "num_attention_heads": 2, "attention_head_dim": 32, "cross_attention_dim": 64},
+        {**HEADS, "in_channels": 64, "cross_attention_dim": 64},
         (1, 64, 64, 64),
         [0.0143, -0.6909, -2.1547, -1.8893, 1.4097, 0.1359, -0.2521, -1.3359, 0.2598],
     ),
     "timestep": (
-        {
-            "in_channels": 64,
-            "num_attention_heads": 2,
-            "attention_head_dim": 32,
-            "cross_attention_dim": 64,
-            "num_embeds_ada_norm": 5,
-        },
+        {**HEADS, "in_channels": 64, "cross_attention_dim": 64, "num_embeds_ada_norm": 5},
         (1, 64, 64, 64),
         [-0.3923, -1.0923, -1.7144, -1.5570, 1.4154, 0.1738, -0.1157, -1.2998, -0.1703],
     ),

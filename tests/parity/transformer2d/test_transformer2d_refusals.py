@@ -11,91 +11,53 @@ from flax import nnx
 
 from jaxmodels.errors import ConfigError, JaxModelsError
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
+from tests.parity.transformer2d.conftest import model_of
 
+CHANNELS: dict[str, Any] = {"in_channels": 32}
+VECTORS: dict[str, Any] = {"num_vector_embeds": 5, "sample_size": 4}
+PATCHES: dict[str, Any] = {"in_channels": 4, "patch_size": 2, "sample_size": 8}
+ADA: dict[str, Any] = {"norm_type": "ada_norm", "num_embeds_ada_norm": 9}
+SINGLE_NORM = {"norm_type": "ada_norm_single"}
+ZERO_NORM = {"norm_type": "ada_norm_zero"}
+ONE_HEAD = {**PATCHES, **SINGLE_NORM, "num_attention_heads": 1}
 # Name: arguments of the constructor, words of the message in any case, whether diffusers refuses them too.
-PATCHES = {"in_channels": 4, "patch_size": 2, "sample_size": 8}
-ONE_HEAD = {**PATCHES, "norm_type": "ada_norm_single", "num_attention_heads": 1}
 CONFIGS: Mapping[str, tuple[dict[str, Any], str, bool]] = {
     "nothing": ({}, "in_channels num_vector_embeds patch_size", True),
-    "patches without channels": (
-        {"patch_size": 2, "sample_size": 8, "norm_type": "ada_norm_single"},
-        "in_channels patches",
-        True,
-    ),
-    "continuous and discrete": (
-        {"in_channels": 32, "num_vector_embeds": 5, "sample_size": 4},
-        "in_channels num_vector_embeds continuous discrete",
-        True,
-    ),
-    "patches and discrete": (
-        {**PATCHES, "num_vector_embeds": 5, "sample_size": 4, "norm_type": "ada_norm_single"},
-        "num_vector_embeds patches discrete",
-        True,
-    ),
-    "patches with layer norm": ({**PATCHES}, "patches layer_norm ada_norm_zero", True),
-    "patches with ada norm": (
-        {**PATCHES, "norm_type": "ada_norm", "num_embeds_ada_norm": 5},
-        "patches ada_norm",
-        False,
-    ),
-    "patches with ada norm zero without classes": (
-        {**PATCHES, "norm_type": "ada_norm_zero"},
-        "patches num_embeds_ada_norm",
-        True,
-    ),
-    "ada norm without timesteps": (
-        {"in_channels": 32, "norm_type": "ada_norm"},
-        "continuous num_embeds_ada_norm",
-        True,
-    ),
-    "discrete ada norm zero without classes": (
-        {"num_vector_embeds": 5, "sample_size": 4, "norm_type": "ada_norm_zero"},
-        "discrete num_embeds_ada_norm",
-        True,
-    ),
+    "patches without channels": ({**SINGLE_NORM, "patch_size": 2, "sample_size": 8}, "in_channels patches", True),
+    "continuous and discrete": ({**CHANNELS, **VECTORS}, "in_channels num_vector_embeds continuous discrete", True),
+    "patches and discrete": ({**PATCHES, **VECTORS, **SINGLE_NORM}, "num_vector_embeds patches discrete", True),
+    "patches with layer norm": (PATCHES, "patches layer_norm ada_norm_zero", True),
+    "patches with ada norm": ({**PATCHES, **ADA}, "patches ada_norm", False),
+    "patches without classes": ({**PATCHES, **ZERO_NORM}, "patches num_embeds_ada_norm", True),
+    "ada norm without timesteps": ({**CHANNELS, "norm_type": "ada_norm"}, "continuous num_embeds_ada_norm", True),
+    "discrete without classes": ({**VECTORS, **ZERO_NORM}, "discrete num_embeds_ada_norm", True),
     "discrete without size": ({"num_vector_embeds": 5}, "discrete sample_size", True),
-    "patches without size": (
-        {"in_channels": 4, "patch_size": 2, "norm_type": "ada_norm_single"},
-        "patches sample_size",
-        True,
-    ),
+    "patches without size": ({**SINGLE_NORM, "in_channels": 4, "patch_size": 2}, "patches sample_size", True),
     "channels that groups do not divide": ({"in_channels": 33}, "continuous 33 32 norm_num_groups", True),
-    "other output channels": ({"in_channels": 32, "out_channels": 16}, "continuous out_channels 16 32", False),
+    "other output channels": ({**CHANNELS, "out_channels": 16}, "continuous out_channels 16 32", False),
     "one output channel of a linear projection": (
-        {"in_channels": 32, "out_channels": 1, "use_linear_projection": True},
+        {**CHANNELS, "out_channels": 1, "use_linear_projection": True},
         "continuous out_channels",
         False,
     ),
-    "ada norm continuous": (
-        {"in_channels": 32, "norm_type": "ada_norm_continuous", "num_embeds_ada_norm": 5},
-        "continuous ada_norm_continuous",
-        True,
-    ),
-    "i2vgen": ({"in_channels": 32, "norm_type": "layer_norm_i2vgen"}, "continuous layer_norm_i2vgen", False),
-    "unknown norm": ({"in_channels": 32, "norm_type": "rms_norm"}, "continuous rms_norm layer_norm", False),
-    "unknown activation": ({"in_channels": 32, "activation_fn": "relu"}, "continuous relu geglu", True),
-    "activation in capitals": ({"in_channels": 32, "activation_fn": "GEGLU"}, "GEGLU geglu", True),
-    "gated without cross attention": (
-        {"in_channels": 32, "attention_type": "gated"},
-        "continuous gated cross_attention_dim",
-        True,
-    ),
-    "unknown attention": ({"in_channels": 32, "attention_type": "fast"}, "continuous fast gated", False),
+    "ada norm continuous": ({**CHANNELS, **ADA, "norm_type": "ada_norm_continuous"}, "ada_norm_continuous", True),
+    "i2vgen": ({**CHANNELS, "norm_type": "layer_norm_i2vgen"}, "continuous layer_norm_i2vgen", False),
+    "unknown norm": ({**CHANNELS, "norm_type": "rms_norm"}, "continuous rms_norm layer_norm", False),
+    "unknown activation": ({**CHANNELS, "activation_fn": "relu"}, "continuous relu geglu", True),
+    "activation in capitals": ({**CHANNELS, "activation_fn": "GEGLU"}, "GEGLU geglu", True),
+    "gated without cross": ({**CHANNELS, "attention_type": "gated"}, "continuous gated cross_attention_dim", True),
+    "unknown attention": ({**CHANNELS, "attention_type": "fast"}, "continuous fast gated", False),
     "positions need four": ({**ONE_HEAD, "attention_head_dim": 6}, "patches inner_dim 6 4", False),
     "conditions need three": (
         {**ONE_HEAD, "sample_size": 128, "attention_head_dim": 8},
         "patches inner_dim 8 3",
         False,
     ),
-    "no heads": ({"in_channels": 32, "num_attention_heads": 0}, "num_attention_heads 0", False),
-    "no layers": ({"in_channels": 32, "num_layers": 0}, "num_layers 0", False),
-    "dropout above one": ({"in_channels": 32, "dropout": 1.5}, "dropout 1.5", True),
-    "one class": ({"num_vector_embeds": 1, "sample_size": 4}, "discrete num_vector_embeds", False),
-    "image smaller than a patch": (
-        {"in_channels": 4, "patch_size": 16, "sample_size": 8, "norm_type": "ada_norm_single"},
-        "patches sample_size 8 16",
-        False,
-    ),
+    "no heads": ({**CHANNELS, "num_attention_heads": 0}, "num_attention_heads 0", False),
+    "no layers": ({**CHANNELS, "num_layers": 0}, "num_layers 0", False),
+    "dropout above one": ({**CHANNELS, "dropout": 1.5}, "dropout 1.5", True),
+    "one class": ({**VECTORS, "num_vector_embeds": 1}, "discrete num_vector_embeds", False),
+    "image smaller than a patch": ({**PATCHES, **SINGLE_NORM, "patch_size": 16}, "patches sample_size 8 16", False),
 }
 
 
@@ -135,7 +97,6 @@ IMAGES = {"in_channels": 3, "patch_size": 2, "sample_size": 8}
 SINGLE = {**IMAGES, "norm_type": "ada_norm_single"}
 CONTINUOUS = {"in_channels": 16, "norm_num_groups": 4}
 DISCRETE = {"num_vector_embeds": 11, "sample_size": 4}
-ADA = {"norm_type": "ada_norm", "num_embeds_ada_norm": 9}
 MODELS: Mapping[str, dict[str, Any]] = {
     "continuous": {**CONTINUOUS, "cross_attention_dim": 20},
     "continuous ada": {**CONTINUOUS, **ADA},
@@ -229,7 +190,7 @@ WRONG: Mapping[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def models(model_of) -> Callable[[str], Transformer2DModel]:
+def models() -> Callable[[str], Transformer2DModel]:
     return cache(lambda name: model_of(HEADS | MODELS[name]))
 
 
@@ -243,7 +204,7 @@ def test_a_wrong_argument_is_refused_by_name(name: str, models) -> None:
     which, wrong, said = WRONG[name]
     with pytest.raises(ValueError, match=r".") as refusal:
         models(which)(**CALLS[which] | wrong)
-    assert isinstance(refusal.value, JaxModelsError)  # not one that NumPy or XLA happened to raise
+    assert isinstance(refusal.value, JaxModelsError)  # and not an error of NumPy or XLA
     for part in said.split("|"):
         assert re.search(rf"(?<![0-9]){re.escape(part)}", str(refusal.value)), str(refusal.value)
 
@@ -252,7 +213,7 @@ PREPARED = [
     name
     for name, (_, wrong, _) in WRONG.items()
     if not {"hidden_states", "attention_mask", "encoder_attention_mask", "cross_attention_kwargs"} & wrong.keys()
-    # How many elements a batch has, prepare learns from what it is given.
+    # Preparation takes the batch size from its arguments.
     and "batch" not in name
     # A later call compares the widths.
     and name != "no encoder where widths differ"

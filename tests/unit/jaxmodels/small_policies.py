@@ -1,4 +1,4 @@
-"""A small policy of every type: to act with, to learn from random batches, and to train on a toy in seconds."""
+"""Small policies of every type: to act, to learn from random batches, and to train on a toy in seconds."""
 
 import dataclasses
 from functools import partial
@@ -25,6 +25,7 @@ WITH_TEXT = tuple(kind for kind in trained_types() if get_policy_type(kind).read
 CHUNK, ACTION = 8, 3  # of the policies that act
 LOW, HIGH = np.array([-50, 7, 0], np.float32), np.array([50, 7, 100], np.float32)  # the second joint never moves
 CAMERA = Feature("observation.images.front", "VISUAL", (3, 32, 32))
+ENVIRONMENT = Feature("observation.environment_state", "ENV", (2,))
 FEATURES: dict[str, Any] = {
     "input_features": (Feature("observation.state", "STATE", (4,)),),
     "output_features": (Feature("action", "ACTION", (ACTION,)),),
@@ -33,10 +34,7 @@ FEATURES: dict[str, Any] = {
 }
 SIZES: dict[str, Any] = {"dim_model": 16, "n_heads": 2, "n_encoder_layers": 0, "n_layers": 1}
 CONFIGS: dict[str, Any] = {
-    "act": small_config(
-        **FEATURES
-        | {"input_features": (*FEATURES["input_features"], Feature("observation.environment_state", "ENV", (2,)))}
-    ),
+    "act": small_config(**FEATURES | {"input_features": (*FEATURES["input_features"], ENVIRONMENT)}),
     "diffusion2d": Diffusion2dConfig(**FEATURES, **SIZES, num_inference_steps=5),
     "tokens2d": Tokens2dConfig(**FEATURES, **SIZES, bins=32, neighbours=2, num_inference_steps=5),
 }
@@ -55,22 +53,14 @@ TOYS: dict[str, Any] = {
     "diffusion2d": Diffusion2dConfig(**TOY, n_layers=2, trained_prefix=2),
     "tokens2d": Tokens2dConfig(**TOY, n_layers=1, bins=32, neighbours=4, num_inference_steps=4),
 }
-_ALL_INPUTS = (*TOY["input_features"], Feature("observation.environment_state", "ENV", (2,)), CAMERA)
+_ALL_INPUTS = (*TOY["input_features"], ENVIRONMENT, CAMERA)
 _TEXT = dataclasses.replace(TextConfig.small(), length=6, width=8, n_heads=2, n_layers=1, hidden=16)
-# With all that a policy of the type may read.
+_WHOLE: dict[str, Any] = {"input_features": _ALL_INPUTS, "n_encoder_layers": 1}
+# Policies with all inputs that their type may read.
 WHOLES: dict[str, Any] = {
-    "act": small_config(**{**TOY, "input_features": _ALL_INPUTS, "dim_model": 16, "n_encoder_layers": 1}, use_vae=True),
-    "diffusion2d": dataclasses.replace(
-        TOYS["diffusion2d"],
-        input_features=_ALL_INPUTS,
-        dim_model=16,
-        n_encoder_layers=1,
-        n_layers=1,
-        text_encoder=_TEXT,
-    ),
-    "tokens2d": dataclasses.replace(
-        TOYS["tokens2d"], input_features=_ALL_INPUTS, n_encoder_layers=1, text_encoder=_TEXT
-    ),
+    "act": small_config(**{**TOY, **_WHOLE, "dim_model": 16}, use_vae=True),
+    "diffusion2d": dataclasses.replace(TOYS["diffusion2d"], **_WHOLE, dim_model=16, n_layers=1, text_encoder=_TEXT),
+    "tokens2d": dataclasses.replace(TOYS["tokens2d"], **_WHOLE, text_encoder=_TEXT),
 }
 RIGHT = 0.7  # share of the toy's demonstrations that go right
 
@@ -98,10 +88,8 @@ def make_checkpoint(config: Any, seed: int = 0) -> Checkpoint:
     numbers["action"] = {"min": LOW, "max": HIGH, "q01": LOW, "q99": HIGH}
     numbers["action"] |= {"mean": (LOW + HIGH) / 2, "std": np.full(ACTION, 50, np.float32)}
     for camera in config.cameras:
-        numbers[camera.name] = {
-            "mean": np.full((3, 1, 1), 0.5, np.float32),
-            "std": np.ones((3, 1, 1), np.float32),
-        }
+        ones = np.ones((3, 1, 1), np.float32)
+        numbers[camera.name] = {"mean": ones / 2, "std": ones}
     features = config.input_features, config.output_features
     spread = 0.3 if config.type == "tokens2d" else 0.15
     return Checkpoint(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,12 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot_act"
 ACTION = {"type": "ACTION", "shape": [6]}
 
 
+def read(name: str) -> dict[str, Any]:
+    return json.loads((GOLDEN / name / "config.json").read_text())
+
+
 def test_the_order_of_cameras_is_the_order_in_the_file() -> None:
-    values = json.loads((GOLDEN / "act_two_cameras_no_vae" / "config.json").read_text())
+    values = read("act_two_cameras_no_vae")
     cameras = [camera.name for camera in ActConfig.from_json(values).cameras]
     values["input_features"] = dict(reversed(values["input_features"].items()))
     assert [camera.name for camera in ActConfig.from_json(values).cameras] == cameras[::-1]
@@ -43,9 +48,7 @@ def test_the_order_of_cameras_is_the_order_in_the_file() -> None:
 )
 def test_a_config_that_makes_no_sense_is_refused_with_the_reason(small, changes, words) -> None:
     with pytest.raises(ConfigError, match=words):
-        small(cameras=("front",), **changes) if "input_features" not in changes else dataclasses.replace(
-            small(), **changes
-        )
+        dataclasses.replace(small(cameras=("front",)), **changes)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +64,12 @@ def test_a_config_that_makes_no_sense_is_refused_with_the_reason(small, changes,
     ],
 )
 def test_a_malformed_file_is_refused_with_the_field(changes, words) -> None:
-    values = json.loads((GOLDEN / "act_one_camera" / "config.json").read_text())
     with pytest.raises(ConfigError, match=words):
-        ActConfig.from_json({**values, **changes})
+        ActConfig.from_json({**read("act_one_camera"), **changes})
 
 
 def test_pretrained_revision_is_read_and_written() -> None:
-    values = json.loads((GOLDEN / "act_one_camera" / "config.json").read_text())
+    values = read("act_one_camera")
     config = ActConfig.from_json({**values, "pretrained_revision": "main"})
     assert config.to_json()["pretrained_revision"] == "main"
     unset = ActConfig.from_json({**values, "pretrained_revision": None})

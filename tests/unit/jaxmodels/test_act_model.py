@@ -30,9 +30,8 @@ def normalised(config: ActConfig, batch: int = 2, seed: int = 0) -> Observation:
 
 
 def resized(config: ActConfig, *sizes: tuple[int, int]) -> ActConfig:
-    cameras = tuple(
-        Feature(camera.name, "VISUAL", (3, *size)) for camera, size in zip(config.cameras, sizes, strict=True)
-    )
+    pairs = zip(config.cameras, sizes, strict=True)
+    cameras = tuple(Feature(camera.name, "VISUAL", (3, *size)) for camera, size in pairs)
     others = tuple(feature for feature in config.input_features if feature.type != "VISUAL")
     return dataclasses.replace(config, input_features=(*others, *cameras))
 
@@ -84,10 +83,7 @@ def test_the_feature_map_has_the_size_that_folding_expects(small, backbone, size
 
 
 def test_statistics_of_batch_norm_are_no_parameters(small) -> None:
-    config = small(cameras=("a",), vision_backbone="resnet18", use_vae=True)
-    model = nnx.eval_shape(lambda: Act(config, rngs=nnx.Rngs(0)))
-    trained = nnx.state(model, nnx.Param)
-    names = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(trained)}
+    names = blueprint_of(Act, small(cameras=("a",), vision_backbone="resnet18", use_vae=True)).learned
     assert not [name for name in names if "norm" in name and "backbone" in name]
-    assert "latent_encoder/positions" not in names
-    assert "backbone/stem/kernel" in names
+    assert "latent_encoder.positions" not in names
+    assert "backbone.stem.kernel" in names

@@ -1,4 +1,4 @@
-"""Which attention a program gets for a device that is not there, and that those which run here agree."""
+"""Choice of the attention kernel for devices that are absent, and parity of the kernels that run here."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -37,25 +37,20 @@ def lowered(
 
 @pytest.fixture
 def with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN's version where the library is missing: enough to lower a program for it, not to run one."""
+    """Set a version of cuDNN where the library is missing, which is enough to lower programs."""
     if not has_gpu():
         version = SimpleNamespace(cudnn_get_version=lambda: 91000)
         monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", version)
 
 
-@pytest.mark.parametrize("backwards", [False, True])
-def test_long_sequences_get_the_flash_kernel_on_a_tpu(backwards: bool) -> None:
-    assert ("tpu_custom_call" in lowered("tpu", LONG, jnp.float32.dtype, backwards=backwards)) is True
-    assert "tpu_custom_call" not in lowered("cpu", LONG, jnp.float32.dtype, backwards=backwards)
-
-
-@pytest.mark.parametrize(
-    ("shape", "bias"), [((1, 512, 2, 40), None), ((1, 1030, 2, 40), None), (LONG, (1, 1, 1, 1024))], ids=str
-)
-def test_other_sequences_get_products_on_a_tpu(shape: tuple[int, ...], bias: tuple[int, ...] | None) -> None:
-    text = lowered("tpu", shape, jnp.float32.dtype, bias, backwards=False)
-    assert "tpu_custom_call" not in text
-    assert "dot_general" in text
+def test_long_sequences_get_the_flash_kernel_on_a_tpu_alone() -> None:
+    for backwards in (False, True):
+        assert "tpu_custom_call" in lowered("tpu", LONG, jnp.float32.dtype, backwards=backwards)
+        assert "tpu_custom_call" not in lowered("cpu", LONG, jnp.float32.dtype, backwards=backwards)
+    for shape, bias in (((1, 512, 2, 40), None), ((1, 1030, 2, 40), None), (LONG, (1, 1, 1, 1024))):
+        text = lowered("tpu", shape, jnp.float32.dtype, bias, backwards=False)
+        assert "tpu_custom_call" not in text
+        assert "dot_general" in text
 
 
 def test_the_flash_kernel_computes_attention() -> None:
@@ -106,7 +101,7 @@ def test_what_cudnn_does_not_compute_is_left_to_products(
 
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU here")
 def test_without_cudnn_nothing_is_left_to_it() -> None:
-    tokens = jnp.zeros((2, 48, 8, 40), jnp.bfloat16)  # a shape of its own: JAX remembers what it once traced
+    tokens = jnp.zeros((2, 48, 8, 40), jnp.bfloat16)  # A shape of its own, because JAX caches traces.
     assert not attention_kernels.is_cudnn_supported(tokens, tokens, None)
     assert "cudnn" not in lowered("cuda", tokens.shape, tokens.dtype, backwards=False)
 

@@ -1,4 +1,4 @@
-"""Where what can be made again is kept, by what the environment says and what was asked for."""
+"""Folders of caches, by the environment and the request."""
 
 from pathlib import Path
 
@@ -8,23 +8,23 @@ from jaxmodels.cache_dirs import OFF, cache_folder, user_cache
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"), [(None, "/h/.cache"), ("", "/h/.cache"), ("/x", "/x"), ("~/kept", "/h/kept")]
+    ("variable", "asked", "cache", "wanted"),
+    [
+        (None, None, "/h/.cache", "/h/.cache/robojax/xla"),
+        ("", None, "/h/.cache", "/h/.cache/robojax/xla"),
+        ("/x", None, "/x", "/x/robojax/xla"),
+        ("~/kept", None, "/h/kept", "/h/kept/robojax/xla"),
+        (None, "/c", "/h/.cache", "/c"),
+        (None, "~/c", "/h/.cache", "/h/c"),
+    ],
 )
-def test_the_users_cache_is_where_the_environment_says(
-    monkeypatch: pytest.MonkeyPatch, said: str | None, wanted: str
-) -> None:
+def test_a_cache_is_in_the_requested_or_the_users_folder(monkeypatch, variable, asked, cache, wanted) -> None:
     monkeypatch.setenv("HOME", "/h")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if said is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", said)
-    assert user_cache() == Path(wanted)
-    assert cache_folder("xla") == Path(wanted) / "robojax" / "xla"
-
-
-def test_a_folder_that_was_asked_for_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/h")
-    assert cache_folder("xla", "/c") == Path("/c")
-    assert cache_folder("xla", "~/c") == Path("/h/c")
+    if variable is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", variable)
+    assert user_cache() == Path(cache)
+    assert cache_folder("xla", *([] if asked is None else [asked])) == Path(wanted)
 
 
 @pytest.mark.parametrize("word", [*OFF, "Off"])

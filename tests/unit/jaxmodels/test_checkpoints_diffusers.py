@@ -1,4 +1,4 @@
-"""diffusers' folders of a 2D transformer: there and back, in shards and variants, and what is refused."""
+"""diffusers' folders of a 2D transformer: round trips, shards, variants and refusals."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 SMALL = Transformer2DConfig(2, 8, 32, num_layers=2, cross_attention_dim=12, sample_size=4)
-# Beside the recorded ones: every kind of norm, context and bias that a block may have.
+# Norms, contexts and biases of blocks that the recorded models do not have.
 OTHERS = {
     "gated": dataclasses.replace(SMALL, attention_type="gated"),
     "only cross": dataclasses.replace(SMALL, only_cross_attention=True, attention_bias=True),
@@ -49,10 +49,10 @@ def random_weights(config: Transformer2DConfig, dtype: Any = np.float32, seed: i
     return {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
 
 
-def random_tensors(config: Transformer2DConfig, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """By diffusers' names, in its layouts."""
-    rng = np.random.default_rng(seed)
-    return {place.theirs: rng.standard_normal(place.shape, np.float32).astype(dtype) for place in tensor_names(config)}
+def random_tensors(config: Transformer2DConfig) -> dict[str, np.ndarray]:
+    """Return tensors by diffusers' names, in its layouts."""
+    rng = np.random.default_rng(0)
+    return {place.theirs: rng.standard_normal(place.shape, np.float32) for place in tensor_names(config)}
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -65,17 +65,20 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
 
 def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> bool:
     return found.keys() == wanted.keys() and all(
-        found[name].dtype == array.dtype
-        and found[name].shape == array.shape
-        and found[name].tobytes() == array.tobytes()
+        (found[name].dtype, found[name].shape, found[name].tobytes()) == (array.dtype, array.shape, array.tobytes())
         for name, array in wanted.items()
     )
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A written model that a test may spoil."""
     diffusers_folder.write(tmp_path / "model", SMALL, random_weights(SMALL))
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    diffusers_folder.write(tmp_path / "model", SMALL, random_weights(SMALL), max_shard_bytes=10_000)
     return tmp_path / "model"
 
 
@@ -86,15 +89,10 @@ def spoil(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> No
 
 
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
-def test_our_arrays_are_those_of_the_model(name: str) -> None:
-    config = config_of(name)
-    wanted = blueprint(lambda rngs: Transformer2DModel.from_config(config, rngs=rngs)).shapes
-    assert {place.ours: place.whole for place in tensor_names(config)} == {key: x.shape for key, x in wanted.items()}
-
-
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_what_is_written_is_bit_for_bit_what_was_read(name: str, tmp_path: Path) -> None:
     config, tensors = config_of(name), random_tensors(config_of(name))
+    shapes = blueprint(lambda rngs: Transformer2DModel.from_config(config, rngs=rngs)).shapes
+    assert {place.ours: place.whole for place in tensor_names(config)} == {key: x.shape for key, x in shapes.items()}
     diffusers_folder.write(tmp_path / "first", config, random_weights(config))
     write_tensors(tmp_path / "first" / WEIGHTS, tensors)
     found, weights = diffusers_folder.read(tmp_path / "first")
@@ -113,6 +111,8 @@ def test_the_dtype_of_the_files_is_kept_or_changed_on_the_way(folder: Path, dtyp
     assert same(diffusers_folder.read(folder, dtype=np.float32)[1], wide)
     halves = {name: array.astype(np.float16) for name, array in wide.items()}
     assert same(diffusers_folder.read(folder, dtype=np.float16)[1], halves)
+    # JAX takes aligned arrays without a copy.
+    assert {array.ctypes.data % 64 for array in diffusers_folder.read(folder)[1].values()} == {0}
 
 
 def test_layers_of_different_dtypes_become_float32(folder: Path) -> None:
@@ -124,46 +124,38 @@ def test_layers_of_different_dtypes_become_float32(folder: Path) -> None:
     assert {array.dtype for array in diffusers_folder.read(folder)[1].values()} == {np.dtype(np.float32)}
 
 
-def test_arrays_begin_where_jax_takes_them_without_a_copy(folder: Path) -> None:
-    assert {array.ctypes.data % 64 for array in diffusers_folder.read(folder)[1].values()} == {0}
-
-
 def test_fixed_positions_that_older_files_keep_are_left_alone(tmp_path: Path) -> None:
     config = config_of("patches_dit")
     diffusers_folder.write(tmp_path / "model", config, random_weights(config))
-    spoil(
-        tmp_path / "model", lambda tensors: tensors.update({"pos_embed.pos_embed": np.zeros((1, 64, 64), np.float32)})
-    )
+    positions = {"pos_embed.pos_embed": np.zeros((1, 64, 64), np.float32)}
+    spoil(tmp_path / "model", lambda tensors: tensors.update(positions))
     assert "pos_embed.proj.kernel" in diffusers_folder.read(tmp_path / "model")[1]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_refused_by_name(folder: Path, value: float) -> None:
-    spoil(folder, lambda tensors: tensors["transformer_blocks.1.attn1.to_q.weight"].__setitem__((2, 3), value))
-    with pytest.raises(CheckpointError, match=r"NaN or an infinity: transformer_blocks\.1\.attn1\.to_q\.weight"):
-        diffusers_folder.read(folder)
-
-
-def test_weights_too_large_for_the_dtype_that_was_asked_for_are_named(folder: Path) -> None:
+def test_weights_that_are_not_finite_in_their_dtype_are_refused_by_name(folder: Path) -> None:
     spoil(folder, lambda tensors: tensors["norm.bias"].__setitem__(0, 1e5))
     with pytest.raises(CheckpointError, match=r"\(as float16\): norm\.bias"):
         diffusers_folder.read(folder, dtype=np.float16)
     assert diffusers_folder.read(folder, dtype=ml_dtypes.bfloat16)[1]["norm.bias"][0] > 9e4
+    name = "transformer_blocks.1.attn1.to_q.weight"
+    for value in (np.nan, np.inf):
+        spoil(folder, lambda tensors, value=value: tensors[name].__setitem__((2, 3), value))
+        with pytest.raises(CheckpointError, match=f"NaN or an infinity: {name}"):
+            diffusers_folder.read(folder)
 
 
-def test_a_large_model_is_split_into_shards_with_an_index(tmp_path: Path) -> None:
+def test_a_large_model_is_split_into_shards_with_an_index(sharded: Path) -> None:
     weights = random_weights(SMALL)
-    diffusers_folder.write(tmp_path / "model", SMALL, weights, max_shard_bytes=10_000)
-    files = sorted(path.name for path in (tmp_path / "model").iterdir())
+    files = sorted(path.name for path in sharded.iterdir())
     count = len(files) - 2
     assert count > 2
     numbered = [f"diffusion_pytorch_model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     assert files == ["config.json", *numbered, INDEX]
-    assert all(sum(x.nbytes for x in read_tensors(tmp_path / "model" / name).values()) <= 10_000 for name in numbered)
-    index = json.loads((tmp_path / "model" / INDEX).read_text())
+    assert all(sum(x.nbytes for x in read_tensors(sharded / name).values()) <= 10_000 for name in numbered)
+    index = json.loads((sharded / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in weights.values())
     assert set(index["weight_map"]) == {place.theirs for place in tensor_names(SMALL)}
-    assert same(diffusers_folder.read(tmp_path / "model")[1], weights)
+    assert same(diffusers_folder.read(sharded)[1], weights)
 
 
 @pytest.mark.parametrize("limit", [None, 10_000])
@@ -177,17 +169,14 @@ def test_a_variant_is_a_file_of_its_own_beside_the_others(folder: Path, limit: i
     assert (folder / name).exists()
 
 
-def test_shards_as_older_diffusers_named_them_are_read(tmp_path: Path) -> None:
-    weights = random_weights(SMALL)
-    diffusers_folder.write(tmp_path / "model", SMALL, weights, max_shard_bytes=10_000)
-    index = json.loads((tmp_path / "model" / INDEX).read_text())
-    renamed = {name: name.replace(".safetensors", ".fp16.safetensors") for name in set(index["weight_map"].values())}
-    for old, new in renamed.items():
-        (tmp_path / "model" / old).rename(tmp_path / "model" / new)
-    index["weight_map"] = {name: renamed[file] for name, file in index["weight_map"].items()}
-    (tmp_path / "model" / INDEX).unlink()
-    (tmp_path / "model" / f"{WEIGHTS}.fp16.index.json").write_text(json.dumps(index))
-    assert same(diffusers_folder.read(tmp_path / "model", variant="fp16")[1], weights)
+def test_shards_as_older_diffusers_named_them_are_read(sharded: Path) -> None:
+    text = (sharded / INDEX).read_text()
+    (sharded / INDEX).unlink()
+    for path in sharded.glob("*.safetensors"):
+        path.rename(path.with_suffix(".fp16.safetensors"))
+    index = text.replace(".safetensors", ".fp16.safetensors")
+    (sharded / f"{WEIGHTS}.fp16.index.json").write_text(index)
+    assert same(diffusers_folder.read(sharded, variant="fp16")[1], random_weights(SMALL))
 
 
 def test_a_variant_that_is_not_there_is_refused_with_those_that_are(folder: Path) -> None:
@@ -198,12 +187,6 @@ def test_a_variant_that_is_not_there_is_refused_with_those_that_are(folder: Path
         diffusers_folder.read(folder)
     with pytest.raises(CheckpointError, match="no part of a file name"):
         diffusers_folder.read(folder, variant="../fp16")
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    diffusers_folder.write(tmp_path / "model", SMALL, random_weights(SMALL), max_shard_bytes=10_000)
-    return tmp_path / "model"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +213,7 @@ def test_writing_over_a_model_leaves_nothing_of_the_old_one(tmp_path: Path, befo
 
 def test_a_model_that_cannot_be_written_whole_leaves_the_old_one(folder: Path, tmp_path: Path) -> None:
     class Broken:
-        """An array that is lost on the way from its device."""
+        """An array whose transfer from its device fails."""
 
         shape, dtype = random_weights(SMALL)["proj_out.bias"].shape, np.dtype(np.float32)
 
@@ -246,14 +229,6 @@ def test_a_model_that_cannot_be_written_whole_leaves_the_old_one(folder: Path, t
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_what_is_written_others_may_read(folder: Path) -> None:
-    plain = folder.parent / "plain"
-    plain.mkdir()
-    (plain / "file").write_bytes(b"")
-    assert folder.stat().st_mode == plain.stat().st_mode
-    assert (folder / WEIGHTS).stat().st_mode == (plain / "file").stat().st_mode
-
-
 def test_weights_of_another_config_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(WeightsMismatch, match=r"misshaped: proj_in\.kernel"):
         diffusers_folder.write(
@@ -264,10 +239,14 @@ def test_weights_of_another_config_are_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-def test_jax_arrays_are_written_as_they_are(tmp_path: Path) -> None:
-    weights = random_weights(SMALL, ml_dtypes.bfloat16)
-    diffusers_folder.write(tmp_path / "model", SMALL, jax.device_put(dict(weights)))
-    assert same(diffusers_folder.read(tmp_path / "model")[1], weights)
+def test_jax_arrays_are_written_with_the_usual_permissions(tmp_path: Path) -> None:
+    weights, folder, plain = random_weights(SMALL, ml_dtypes.bfloat16), tmp_path / "model", tmp_path / "plain"
+    diffusers_folder.write(folder, SMALL, jax.device_put(dict(weights)))
+    assert same(diffusers_folder.read(folder)[1], weights)
+    plain.mkdir()
+    (plain / "file").write_bytes(b"")
+    assert folder.stat().st_mode == plain.stat().st_mode
+    assert (folder / WEIGHTS).stat().st_mode == (plain / "file").stat().st_mode
 
 
 def test_pickles_are_never_opened(folder: Path) -> None:

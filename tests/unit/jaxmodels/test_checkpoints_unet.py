@@ -19,13 +19,8 @@ from tests.testing.peers import require_peers
 GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
 UNET = {"_class_name": "UNet2DConditionModel"}
 STABLE_DIFFUSION_1 = {**UNET, "cross_attention_dim": 768}
-STABLE_DIFFUSION_2 = {
-    **UNET,
-    "attention_head_dim": [5, 10, 20, 20],
-    "cross_attention_dim": 1024,
-    "use_linear_projection": True,
-    "upcast_attention": True,
-}
+STABLE_DIFFUSION_2 = {**UNET, "attention_head_dim": [5, 10, 20, 20], "cross_attention_dim": 1024}
+STABLE_DIFFUSION_2 |= {"use_linear_projection": True, "upcast_attention": True}
 STABLE_DIFFUSION_XL = {
     **UNET,
     "attention_head_dim": [5, 10, 20],
@@ -36,16 +31,12 @@ STABLE_DIFFUSION_XL = {
     "transformer_layers_per_block": [1, 2, 10],
     "use_linear_projection": True,
 }
-# What UNets may vary, in a few thousand parameters.
+# A UNet of a few thousand parameters, and variations of it.
 SMALL: dict[str, Any] = {
-    "block_out_channels": (32, 64),
-    "layers_per_block": 2,
     "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 12,
-    "attention_head_dim": 4,
-    "norm_num_groups": 8,
-    "sample_size": 8,
+    **{"block_out_channels": (32, 64), "layers_per_block": 2, "cross_attention_dim": 12},
+    **{"attention_head_dim": 4, "norm_num_groups": 8, "sample_size": 8},
 }
 VARIED: dict[str, dict[str, Any]] = {
     "like stable diffusion 1": {},
@@ -83,33 +74,31 @@ def peer():
     return diffusers
 
 
-def shape_of(values: dict[str, Any], prefix: str) -> tuple[int, ...]:
-    config = read_block_config(values, prefix)
-    return (config.num_attention_heads, config.attention_head_dim, config.num_layers, config.cross_attention_dim or 0)
-
-
 def test_blocks_of_published_unets_have_their_published_sizes() -> None:
-    assert shape_of(STABLE_DIFFUSION_1, "down_blocks.0.attentions.1") == (8, 40, 1, 768)
-    assert shape_of(STABLE_DIFFUSION_1, "up_blocks.1.attentions.2") == (8, 160, 1, 768)
-    assert shape_of(STABLE_DIFFUSION_1, "mid_block.attentions.0") == (8, 160, 1, 768)
-    assert shape_of(STABLE_DIFFUSION_2, "down_blocks.2.attentions.0") == (20, 64, 1, 1024)
-    assert shape_of(STABLE_DIFFUSION_XL, "down_blocks.1.attentions.0") == (10, 64, 2, 2048)
-    assert shape_of(STABLE_DIFFUSION_XL, "mid_block.attentions.0") == (20, 64, 10, 2048)
-    assert shape_of(STABLE_DIFFUSION_XL, "up_blocks.0.attentions.2") == (20, 64, 10, 2048)
+    for values, prefix, expected in (
+        (STABLE_DIFFUSION_1, "down_blocks.0.attentions.1", (8, 40, 1, 768)),
+        (STABLE_DIFFUSION_1, "up_blocks.1.attentions.2", (8, 160, 1, 768)),
+        (STABLE_DIFFUSION_1, "mid_block.attentions.0", (8, 160, 1, 768)),
+        (STABLE_DIFFUSION_2, "down_blocks.2.attentions.0", (20, 64, 1, 1024)),
+        (STABLE_DIFFUSION_XL, "down_blocks.1.attentions.0", (10, 64, 2, 2048)),
+        (STABLE_DIFFUSION_XL, "mid_block.attentions.0", (20, 64, 10, 2048)),
+        (STABLE_DIFFUSION_XL, "up_blocks.0.attentions.2", (20, 64, 10, 2048)),
+    ):
+        config = read_block_config(values, prefix)
+        sizes = (config.num_attention_heads, config.attention_head_dim, config.num_layers, config.cross_attention_dim)
+        assert sizes == expected
     assert list(block_arguments(STABLE_DIFFUSION_1))[:3] == [
         "down_blocks.0.attentions.0",
         "down_blocks.0.attentions.1",
         "down_blocks.1.attentions.0",
     ]
     assert len(block_arguments(STABLE_DIFFUSION_1)) == 6 + 1 + 9
-    sizes = {
-        name: sum(math.prod(place.shape) for place in tensor_names(read_block_config(values, prefix)))
-        for name, values, prefix in (
-            ("sd1", STABLE_DIFFUSION_1, "down_blocks.0.attentions.0"),
-            ("xl", STABLE_DIFFUSION_XL, "mid_block.attentions.0"),
-        )
-    }
-    assert sizes == {"sd1": 2_546_240, "xl": 350_840_320}
+    for values, prefix, count in (
+        (STABLE_DIFFUSION_1, "down_blocks.0.attentions.0", 2_546_240),
+        (STABLE_DIFFUSION_XL, "mid_block.attentions.0", 350_840_320),
+    ):
+        shapes = [place.shape for place in tensor_names(read_block_config(values, prefix))]
+        assert sum(map(math.prod, shapes)) == count
 
 
 @pytest.fixture
@@ -182,8 +171,11 @@ def test_every_transformer_of_a_unet_is_found(name: str, peer, tmp_path: Path) -
         config, weights = diffusers_folder.read(tmp_path / "unet", prefix=prefix)
         diffusers_folder.write(tmp_path / "part", config, weights)
         back = peer.Transformer2DModel.from_pretrained(tmp_path / "part", low_cpu_mem_usage=False)
-        assert arguments_of(back) == arguments_of(part), prefix
-        assert_same_state(back, part)
+        mine, theirs = ({k: v for k, v in one.config.items() if not k.startswith("_")} for one in (back, part))
+        assert mine == theirs, prefix
+        state, other = back.state_dict(), part.state_dict()
+        assert state.keys() == other.keys()
+        assert all(bool((state[key] == other[key]).all()) for key in other)
 
 
 @pytest.mark.filterwarnings("ignore:.*outdated:FutureWarning")
@@ -203,13 +195,3 @@ def test_diffusers_loads_what_is_written_and_what_it_saves_comes_back(name: str,
     found, back = diffusers_folder.read(tmp_path / "theirs", variant="fp16")
     assert (found.kind, found.inner_dim, found.num_layers) == (config.kind, config.inner_dim, config.num_layers)
     assert all(back[key].tobytes() == array.tobytes() for key, array in weights.items())
-
-
-def arguments_of(model: Any) -> dict[str, Any]:
-    return {name: value for name, value in model.config.items() if not name.startswith("_")}
-
-
-def assert_same_state(found: Any, wanted: Any) -> None:
-    state, other = found.state_dict(), wanted.state_dict()
-    assert set(state) == set(other)
-    assert all(bool((state[key] == other[key]).all()) for key in other)

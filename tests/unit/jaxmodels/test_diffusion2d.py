@@ -1,4 +1,4 @@
-"""The iterative policy: a chunk out of always the same noise, which continues the plan in the observation."""
+"""diffusion2d as a policy: its fixed noise and continued plans."""
 
 import dataclasses
 from typing import Any
@@ -28,7 +28,6 @@ def test_a_chunk_stays_near_the_plan(policy) -> None:
 
 
 def test_bfloat16_with_heun_is_near_float32() -> None:
-    """test_policy_language.py compares both dtypes with Euler's method."""
     made = make_checkpoint(dataclasses.replace(CONFIG, flow_solver="heun"))
     wanted, found = (jaxmodels.Policy(made, dtype=dtype).act(observe(CONFIG)) for dtype in ("float32", "bfloat16"))
     assert found.dtype == np.float32
@@ -77,9 +76,6 @@ def test_a_policy_that_continues_no_plan_refuses_one(small, checkpoint_of, obser
         policy.act({**observation_of(config), **plan([2], [6])})
 
 
-# What chunks are made from lies in the middle of the noise: slow waves are small, the rest is as usual.
-
-
 def config_of(steps: int, seed: int) -> Diffusion2dConfig:
     return dataclasses.replace(CONFIG, chunk_size=steps, n_action_steps=1, noise_seed=seed)
 
@@ -90,6 +86,7 @@ def test_slow_waves_are_orthogonal_and_begin_with_the_constant(steps: int) -> No
     assert len(waves) == min(SLOW, steps)
     np.testing.assert_allclose(waves @ waves.T, np.eye(len(waves)), atol=1e-6)
     np.testing.assert_allclose(waves[0], waves[0, 0])
+    assert np.abs(waves @ np.asarray(make_first_noise(config_of(steps, 0)))).max() <= MAX_SLOW + 1e-6
 
 
 def test_only_slow_waves_of_the_first_noise_are_small() -> None:
@@ -100,7 +97,3 @@ def test_only_slow_waves_of_the_first_noise_are_small() -> None:
     rest = drawn - make_slow_waves(20).T @ strength
     assert rest.std() == pytest.approx(np.sqrt((20 - SLOW) / 20), rel=0.05)
     assert abs(np.corrcoef(rest[0].ravel(), rest[1].ravel())[0, 1]) < 0.3
-
-
-def test_a_single_action_has_a_first_noise_too() -> None:
-    assert np.abs(make_first_noise(config_of(1, 0))).max() <= MAX_SLOW + 1e-6

@@ -11,28 +11,14 @@ from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel, loa
 from jaxmodels.transformer2d.loaded_model import LoadedModel, forward_cost, is_model, load_model
 from tests.testing.transformers import random_transformer
 
+PATCHES = {"in_channels": 4, "patch_size": 2}
 CONFIGS = {
     "continuous": {"in_channels": 32, "cross_attention_dim": 24},
     "discrete": {"num_vector_embeds": 12, "sample_size": 4, "num_embeds_ada_norm": 10},
-    "patches": {
-        "in_channels": 4,
-        "patch_size": 2,
-        "sample_size": 8,
-        "norm_type": "ada_norm_zero",
-        "num_embeds_ada_norm": 7,
-        "activation_fn": "gelu-approximate",
-    },
-    "captions": {
-        "num_attention_heads": 3,
-        "in_channels": 4,
-        "out_channels": 8,
-        "patch_size": 2,
-        "sample_size": 16,
-        "norm_type": "ada_norm_single",
-        "use_additional_conditions": True,
-        "caption_channels": 20,
-        "cross_attention_dim": 48,
-    },
+    "patches": {**PATCHES, "sample_size": 8, "norm_type": "ada_norm_zero", "num_embeds_ada_norm": 7}
+    | {"activation_fn": "gelu-approximate"},
+    "captions": {**PATCHES, "sample_size": 16, "norm_type": "ada_norm_single", "use_additional_conditions": True}
+    | {"num_attention_heads": 3, "out_channels": 8, "caption_channels": 20, "cross_attention_dim": 48},
     "gated": {"in_channels": 32, "cross_attention_dim": 32, "attention_type": "gated"},
 }
 
@@ -56,12 +42,6 @@ def test_a_forward_pass_by_names_is_the_call_of_the_model(name, loaded):
     np.testing.assert_allclose(sample, expected, atol=2e-5)
     assert sample.dtype == np.float32
     assert set(loaded[name].timings) == {"to_device", "compute", "to_host"}
-
-
-def test_objects_of_a_gated_model_have_a_name_of_their_own(loaded):
-    inputs = loaded["gated"].example()
-    inputs["cross_attention_kwargs.gligen.objs"] = np.ones((1, 3, 32), np.float32)
-    assert loaded["gated"].forward(inputs)["sample"].shape == (1, 32, 32, 32)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -91,11 +71,12 @@ def test_without_a_required_input_the_model_says_which(name, loaded):
                 model.forward(inputs)
 
 
-def test_unknown_names_are_told_with_those_that_are_known(loaded):
+def test_names_of_inputs_are_known(loaded):
+    inputs = loaded["gated"].example()
+    inputs["cross_attention_kwargs.gligen.objs"] = np.ones((1, 3, 32), np.float32)
+    assert loaded["gated"].forward(inputs)["sample"].shape == (1, 32, 32, 32)
     inputs = loaded["continuous"].example() | {"images": np.zeros(3, np.float32)}
-    with pytest.raises(
-        InputError, match=r"has 'images', .*wanted hidden_states, encoder_hidden_states.*attention_mask"
-    ):
+    with pytest.raises(InputError, match=r"has 'images', .*wanted hidden_states, encoder_.*attention_mask"):
         loaded["continuous"].forward(inputs)
 
 
@@ -185,12 +166,7 @@ def test_the_cost_grows_with_what_is_asked_and_knows_the_answer(loaded):
 @pytest.mark.parametrize(("heads", "layers", "published"), [(6, 12, 6.06e9), (16, 28, 118.64e9)], ids=["S/2", "XL/2"])
 def test_operations_are_estimated_as_published_for_dit(heads, layers, published):
     width = {6: 64, 16: 72}[heads]
-    config = Transformer2DConfig(
-        num_attention_heads=heads,
-        attention_head_dim=width,
-        num_layers=layers,
-        **{**CONFIGS["patches"], "sample_size": 32},
-    )
+    config = Transformer2DConfig(heads, width, num_layers=layers, **{**CONFIGS["patches"], "sample_size": 32})
     matrices = layers * 12 * config.inner_dim**2
     # https://arxiv.org/abs/2212.09748, table 9, counts a multiplication and an addition as one.
     cost = forward_cost(config, matrices, {"hidden_states": (1, 4, 32, 32)})
@@ -202,7 +178,6 @@ def test_memory_is_estimated_near_what_the_compiler_says(loaded):
         model = loaded[name]
         inputs = model.example(size[0]) | {"hidden_states": np.zeros(size, np.float32)}
         model.compile(inputs)
-        # The newest of the executables; the estimate must be of its size, above rather than below.
         newest = list(model._compiled._executables.values())[-1]
         found = newest.memory_analysis().temp_size_in_bytes
         assert found / 2 < model.cost(inputs)[1] < found * 4
@@ -236,21 +211,19 @@ def test_a_model_in_bfloat16_answers_in_float32(folder, loaded):
 
 
 def test_what_cannot_be_loaded_is_refused_with_the_reason(folder, tmp_path, monkeypatch):
-    with pytest.raises(HubError, match="neither a folder here nor a repo id"):
-        load_model(tmp_path / "nothing")
     monkeypatch.chdir(folder.parent.parent)
     with pytest.raises(HubError, match="neither a folder here nor a repo id"):  # and no part of a repo `parent/folder`
         is_model(f"{folder.parent.name}/{folder.name}/mistyped")
-    with pytest.raises(CheckpointError, match="unet: no such folder"):
-        load_model(folder.parent, subfolder="unet")
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        load_model(tmp_path)
-    with pytest.raises(ConfigError, match="revision"):
-        load_model(folder, "main")
-    with pytest.raises(ConfigError, match="dtype"):
-        load_model(folder, dtype="int8")
-    with pytest.raises(ConfigError, match="device"):
-        load_model(folder, device="abacus")
+    for error, words, path, options in (
+        (HubError, "neither a folder here nor a repo id", tmp_path / "nothing", {}),
+        (CheckpointError, "unet: no such folder", folder.parent, {"subfolder": "unet"}),
+        (CheckpointError, r"config\.json", tmp_path, {}),
+        (ConfigError, "revision", folder, {"revision": "main"}),
+        (ConfigError, "dtype", folder, {"dtype": "int8"}),
+        (ConfigError, "device", folder, {"device": "abacus"}),
+    ):
+        with pytest.raises(error, match=words):
+            load_model(path, **options)
 
 
 def test_a_folder_of_diffusers_is_told_from_a_policy(folder, tmp_path):

@@ -28,9 +28,8 @@ def test_winograds_convolution_is_the_ordinary_one(batch: int, height: int, widt
 
     @jax.jit
     def both(x, kernel, transformed):
-        plain = jax.lax.conv_general_dilated(
-            x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+        axes = ("NHWC", "HWIO", "NHWC")
+        plain = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=axes)
         return plain, vision.convolve_winograd(x, transformed)
 
     wanted, found = both(x, kernel, transformed)
@@ -58,7 +57,7 @@ def test_layer_norm_keeps_its_digits_far_from_zero() -> None:
 
 
 def test_batch_norm_learns_statistics_and_serves_with_them() -> None:
-    """As torch.nn.BatchNorm2d: normalised by the biased variance, a tenth of the unbiased one is remembered."""
+    """As torch.nn.BatchNorm2d, which normalizes by the biased variance and remembers a tenth of the unbiased one."""
     layer, x = BatchNorm(3), numbers(4, 2, 5, 3) * 3 + 1
     layer.scale[...] = jnp.full(3, 2.0)
     layer.train()
@@ -67,9 +66,8 @@ def test_batch_norm_learns_statistics_and_serves_with_them() -> None:
     np.testing.assert_allclose(layer.mean[...], 0.1 * mean, rtol=1e-5)
     np.testing.assert_allclose(layer.variance[...], 0.9 + 0.1 * variance * 40 / 39, rtol=1e-5)
     layer.eval()
-    np.testing.assert_allclose(
-        layer(x), 2 * (x - layer.mean[...]) / np.sqrt(layer.variance[...] + 1e-5), rtol=1e-5, atol=1e-5
-    )
+    served = 2 * (x - layer.mean[...]) / np.sqrt(layer.variance[...] + 1e-5)
+    np.testing.assert_allclose(layer(x), served, rtol=1e-5, atol=1e-5)
 
 
 def test_a_max_pool_passes_its_gradient_to_the_first_of_the_largest() -> None:
@@ -89,9 +87,7 @@ def test_dropout_keeps_the_mean_and_zeroes_its_share() -> None:
     assert dropout(x, 0.0, nnx.Rngs(dropout=0)) is x
 
 
-def test_a_cpu_computes_many_tokens_in_parts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cpu_computes_many_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = FeedForward(8, 64, DIFFUSERS_ACTIVATIONS["geglu"], rngs=nnx.Rngs(0))
     x = numbers(2, 15, 8)
 

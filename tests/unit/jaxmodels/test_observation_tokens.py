@@ -17,12 +17,9 @@ from jaxmodels.types import Feature, Language, Observation
 from jaxmodels.weights import blueprint
 
 CAMERAS = tuple(Feature(f"observation.images.{name}", "VISUAL", (3, 32, 48)) for name in ("front", "wrist"))
+STATE = Feature("observation.state", "STATE", (4,))
 CONFIG = Diffusion2dConfig(
-    input_features=(
-        Feature("observation.state", "STATE", (4,)),
-        Feature("observation.environment_state", "ENV", (2,)),
-        *CAMERAS,
-    ),
+    input_features=(STATE, Feature("observation.environment_state", "ENV", (2,)), *CAMERAS),
     output_features=(Feature("action", "ACTION", (3,)),),
     dim_model=16,
     n_heads=2,
@@ -48,7 +45,6 @@ def seen(seed: int = 0, **others: Any) -> Observation:
 
 
 def looking(config: Diffusion2dConfig) -> Callable[[Observation], Any]:
-    """Weights are drawn by NumPy: JAX would compile a program for each shape."""
     draw = np.random.default_rng(0)
     plan = blueprint(lambda rngs: ObservationTokens(config, rngs=rngs))
     weights = {name: np.float32(draw.normal(size=shape.shape) * 0.3) for name, shape in plan.shapes.items()}
@@ -87,6 +83,6 @@ def test_tokens_without_language_and_without_encoder_layers() -> None:
     assert np.abs(moved[:, 0] - plain[:, 0]).max() > 0.1
 
 
-def test_an_observation_without_the_instruction_that_is_read_is_refused(look) -> None:
+def test_an_observation_without_an_instruction_is_refused(look) -> None:
     with pytest.raises(InputError, match="no language"):
         look(seen(language=None))

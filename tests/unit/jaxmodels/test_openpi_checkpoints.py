@@ -1,4 +1,4 @@
-"""Checkpoints of openpi's own: trees, statistics, and what its code says of robots, against openpi's arithmetic."""
+"""Checkpoints of openpi: trees, statistics and transforms of robots, against openpi's arithmetic."""
 
 import json
 from functools import lru_cache
@@ -25,6 +25,7 @@ from tests.unit.jaxmodels.test_pi import GOLDEN, TINY, TINY_GEMMA
 TOKENIZER = GOLDEN / "lerobot_pi0" / "pi0_two_cameras" / "google" / "paligemma-3b-pt-224" / "tokenizer.json"
 SIZES = TINY | {"vocab_size": 420}
 SMALL = {"action_dim": 16, "image_size": 28, "action_horizon": 4, "max_token_len": 60}
+DROID = {"config": "pi05_droid", **SMALL}
 
 
 def list_arrays(kind: str, weights: dict[str, np.ndarray], config: Any) -> dict[str, np.ndarray]:
@@ -62,33 +63,27 @@ def list_arrays(kind: str, weights: dict[str, np.ndarray], config: Any) -> dict[
     tree["PaliGemma/llm/final_norm/scale"] = np.zeros(config.vlm.width, np.float32)
     tree["PaliGemma/llm/embedder/input_embedding"] = weights["paligemma.embedding"]
     vision, image = "paligemma.vision", "PaliGemma/img"
+    block, first = f"{image}/Transformer/encoderblock", f"{vision}.layers.0"
     for leaf in ("kernel", "bias"):
         tree[f"{image}/embedding/{leaf}"] = weights[f"{vision}.{leaf}"]
         tree[f"{image}/head/{leaf}"] = weights[f"paligemma.projector.{leaf}"]
         for number, part in enumerate(("up", "down")):
-            tree[f"{image}/Transformer/encoderblock/MlpBlock_0/Dense_{number}/{leaf}"] = stack(
-                [f"{vision}.layers.0.feed_forward.{part}.{leaf}"]
-            )
+            tree[f"{block}/MlpBlock_0/Dense_{number}/{leaf}"] = stack([f"{first}.feed_forward.{part}.{leaf}"])
         for part in ("query", "key", "value", "out"):
-            array = stack([f"{vision}.layers.0.attention.{part}.{leaf}"])
-            shapes = {"kernel": (1, 2, 4, 8) if part == "out" else (1, 8, 2, 4), "bias": (1, 2, 4)}
-            is_flat = part == "out" and leaf == "bias"
-            tree[f"{image}/Transformer/encoderblock/MultiHeadDotProductAttention_0/{part}/{leaf}"] = (
-                array if is_flat else array.reshape(shapes[leaf])
-            )
+            array = stack([f"{first}.attention.{part}.{leaf}"])
+            is_out = part == "out"
+            shapes = {"kernel": (1, 2, 4, 8) if is_out else (1, 8, 2, 4), "bias": (1, -1) if is_out else (1, 2, 4)}
+            tree[f"{block}/MultiHeadDotProductAttention_0/{part}/{leaf}"] = array.reshape(shapes[leaf])
     for leaf in ("scale", "bias"):
         tree[f"{image}/Transformer/encoder_norm/{leaf}"] = weights[f"{vision}.norm.{leaf}"]
         for number, part in enumerate(("attention_norm", "feed_forward_norm")):
-            tree[f"{image}/Transformer/encoderblock/LayerNorm_{number}/{leaf}"] = stack(
-                [f"{vision}.layers.0.{part}.{leaf}"]
-            )
+            tree[f"{block}/LayerNorm_{number}/{leaf}"] = stack([f"{first}.{part}.{leaf}"])
     tree[f"{image}/pos_embedding"] = weights[f"{vision}.positions"][None]
     time = "time_mlp" if kind == "pi05" else "action_time_mlp"
     places = {"action_in": "action_in_proj", "action_out": "action_out_proj", "state_in": "state_proj"}
     for ours, theirs in {**places, "time_in": f"{time}_in", "time_out": f"{time}_out"}.items():
-        tree |= {
-            f"{theirs}/{leaf}": weights[f"{ours}.{leaf}"] for leaf in ("kernel", "bias") if f"{ours}.{leaf}" in weights
-        }
+        found = {leaf: weights.get(f"{ours}.{leaf}") for leaf in ("kernel", "bias")}
+        tree |= {f"{theirs}/{leaf}": array for leaf, array in found.items() if array is not None}
     return tree
 
 
@@ -133,20 +128,13 @@ def write_openpi(
     return weights
 
 
-def normalize(values: np.ndarray, stats: dict[str, Any], *, by_quantiles: bool) -> np.ndarray:
-    """As openpi/transforms.py: Normalize."""
+def normalize(values: np.ndarray, stats: dict[str, Any], *, by_quantiles: bool, inverse: bool = False) -> np.ndarray:
+    """Apply Normalize or Unnormalize of openpi/transforms.py."""
     arrays = {key: np.array(numbers)[: values.shape[-1]] for key, numbers in stats.items()}
+    span = (arrays["q99"] - arrays["q01"] if by_quantiles else arrays["std"]) + 1e-6
     if by_quantiles:
-        return (values - arrays["q01"]) / (arrays["q99"] - arrays["q01"] + 1e-6) * 2 - 1
-    return (values - arrays["mean"]) / (arrays["std"] + 1e-6)
-
-
-def unnormalize(values: np.ndarray, stats: dict[str, Any], *, by_quantiles: bool) -> np.ndarray:
-    """As openpi/transforms.py: Unnormalize."""
-    arrays = {key: np.array(numbers)[: values.shape[-1]] for key, numbers in stats.items()}
-    if by_quantiles:
-        return (values + 1) / 2 * (arrays["q99"] - arrays["q01"] + 1e-6) + arrays["q01"]
-    return values * (arrays["std"] + 1e-6) + arrays["mean"]
+        return (values + 1) / 2 * span + arrays["q01"] if inverse else (values - arrays["q01"]) / span * 2 - 1
+    return values * span + arrays["mean"] if inverse else (values - arrays["mean"]) / span
 
 
 FLIP = np.array([1, -1, -1, 1, 1, 1, 1, 1, -1, -1, 1, 1, 1, 1])
@@ -168,7 +156,7 @@ def encode_aloha(actions: np.ndarray) -> np.ndarray:
     return encoded
 
 
-# Config, widths of state and action, prompt of "push_the block" given the state's numbers.
+# Config, widths of state and action, prompt of "push_the block" for the state's numbers.
 CASES = {
     "pi0_aloha": (14, 14, "push the block\n"),
     "pi05_aloha": (14, 14, "Task: push the block, State: {};\nAction: "),
@@ -208,7 +196,7 @@ def test_a_checkpoint_of_openpi_acts_as_openpis_transforms_say(name: str, tmp_pa
     seen = Observation(images, normal.astype(np.float32), language=language, noise=noise)
     act = jax.jit(lambda weights, seen: get_policy_type(said.model).act(config, weights, seen))
     raw = act(weights, seen)
-    expected = unnormalize(np.asarray(raw, np.float64), stats["actions"], by_quantiles=by_quantiles)
+    expected = normalize(np.asarray(raw, np.float64), stats["actions"], by_quantiles=by_quantiles, inverse=True)
     deltas = {"pi0_aloha": 14, "pi05_aloha": 14, "pi0_libero": 6}.get(name, 0)
     is_delta = (np.arange(actions) < deltas) & ~(is_aloha & np.isin(np.arange(actions), (6, 13)))
     expected = expected + np.where(is_delta, own[:, :actions], 0)[:, None]
@@ -282,11 +270,8 @@ def test_low_rank_updates_of_openpi_are_added(tmp_path: Path) -> None:
     name = "expert.layers.1.attention.query.weight"
     np.testing.assert_allclose(found[name], weights[name] + query, atol=1e-4)
     changed = {name for name in weights if not np.array_equal(weights[name], found[name])}
-    assert {name.split(".", 3)[3] for name in changed} == {
-        "attention.query.weight",
-        "attention.out.weight",
-        "feed_forward.down.weight",
-    }
+    parts = {f"{part}.weight" for part in ("attention.query", "attention.out", "feed_forward.down")}
+    assert {name.split(".", 3)[3] for name in changed} == parts
     write_openpi(tmp_path / "other", said, changes=write_lora(4))
     with pytest.raises(CheckpointError, match=r'is of rank 4.*write "lora_scale": alpha / rank'):
         jaxmodels.load_policy(tmp_path / "other")
@@ -294,7 +279,7 @@ def test_low_rank_updates_of_openpi_are_added(tmp_path: Path) -> None:
     jaxmodels.load_policy(tmp_path / "other")
 
 
-def test_the_update_of_attention_outputs_is_summed_over_heads() -> None:
+def test_updates_of_attention_outputs_are_summed_over_heads() -> None:
     random = np.random.default_rng(2)
     x, down, up = (random.normal(size=shape) for shape in ((1, 3, 2, 4), (2, 4, 5), (2, 5, 8)))
     ours = np.einsum("bthd,hde->bte", x, merge_update("layers/attn/attn_vec_einsum/w", down, up, 0.5))
@@ -347,8 +332,7 @@ def test_invalid_openpi_configs_are_refused(openpi: Any, wrong: str) -> None:
 
 def test_openpi_folders_of_another_config_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "pi05_droid"
-    folder.mkdir()
-    write_openpi(folder, {"config": "pi05_droid", **SMALL})
+    write_openpi(folder, DROID)
 
     def refused(openpi: Any, wrong: str, error: type[JaxModelsError] = CheckpointError) -> None:
         (folder / "robojax.json").write_text(json.dumps({} if openpi is None else {"openpi": openpi}))
@@ -364,9 +348,9 @@ def test_openpi_folders_of_another_config_are_refused(tmp_path: Path) -> None:
     numbers = {name: {"mean": [0.0] * 8, "std": [1.0] * 8} for name in ("state", "actions")}
     stats.write_text(json.dumps({"norm_stats": numbers}))
     refused(wide, "statistics of 8 numbers for state, of which this robot has 14")
-    refused({"config": "pi05_droid", **SMALL}, "mode QUANTILES.* has no statistic q01 and q99; found mean, std")
+    refused(DROID, "mode QUANTILES.* has no statistic q01 and q99; found mean, std")
     (folder / "architecture.json").write_text(json.dumps(SIZES | {"vocab_size": 421}))
-    refused({"config": "pi05_droid", **SMALL}, "wanted those of architecture.json")
+    refused(DROID, "wanted those of architecture.json")
     with pytest.raises(CheckpointError, match="wanted those of architecture"):
         lerobot_folder.read_checkpoint(folder)
     assert set(CONFIGS) >= {"pi0_aloha_sim", "pi0_droid", "pi05_droid", "pi0_libero", "pi05_libero"}
@@ -374,9 +358,8 @@ def test_openpi_folders_of_another_config_are_refused(tmp_path: Path) -> None:
 
 def test_openpi_statistics_that_are_missing_are_refused_when_described_too(tmp_path: Path) -> None:
     folder = tmp_path / "pi05_droid"
-    folder.mkdir()
-    openpi = {"openpi": {"config": "pi05_droid", **SMALL}}
-    write_openpi(folder, openpi["openpi"])
+    openpi = {"openpi": DROID}
+    write_openpi(folder, DROID)
     stats = folder / "assets" / "droid" / "norm_stats.json"
     whole = json.loads(stats.read_text())["norm_stats"]
     spreads = {name: {key: numbers[key] for key in ("mean", "std")} for name, numbers in whole.items()}

@@ -27,13 +27,8 @@ TINY = {
     "gemma_2b": {"width": 10, **TINY_GEMMA},
     "gemma_300m": {"width": 8, **TINY_GEMMA},
     "vocab_size": 30,
-    "vision": {
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "patch_size": 14,
-    },
+    "vision": {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    | {"patch_size": 14},
 }
 
 
@@ -122,10 +117,8 @@ def test_a_prompt_of_pi05_says_the_normalised_state(lerobot: str, padding: str) 
     config = read("pi05_two_cameras", lerobot=lerobot)
     assert isinstance(config, Pi05Config)
     state = np.array([-1.01, -1, 0, 127 / 128, 5, -0.5], np.float32)
-    assert (
-        config.format_prompt(" push_the\nblock ", state)
-        == f"Task: push the block, State: -1 0 128 255 255 64{padding};\nAction: "
-    )
+    wanted = f"Task: push the block, State: -1 0 128 255 255 64{padding};\nAction: "
+    assert config.format_prompt(" push_the\nblock ", state) == wanted
 
 
 @pytest.mark.parametrize(
@@ -160,16 +153,8 @@ def tiny(kind: str, **more: Any) -> Any:
 @lru_cache
 def tiny_parts(kind: str, **more: Any) -> Any:
     """Config, type and weights of a policy that compiles quickly."""
-    changes = {
-        "architecture": TINY,
-        "image_resolution": [28, 28],
-        "chunk_size": 4,
-        "n_action_steps": 4,
-        "num_inference_steps": 2,
-        "tokenizer_max_length": 5,
-        "max_action_dim": 8,
-        **more,
-    }
+    changes = {"architecture": TINY, "image_resolution": [28, 28], "chunk_size": 4, "n_action_steps": 4}
+    changes |= {"num_inference_steps": 2, "tokenizer_max_length": 5, "max_action_dim": 8, **more}
     config, policy = read(f"{kind}_two_cameras", **changes), get_policy_type(kind)
     shapes = blueprint_of(policy.model, config).shapes
     random = np.random.default_rng(0)
@@ -200,19 +185,15 @@ def test_a_chunk_depends_on_everything_that_is_not_masked(kind: str) -> None:
     def differs(**changes: Any) -> list[bool]:
         return (np.abs(np.asarray(act(seen._replace(**changes))) - chunk).max(axis=(1, 2)) > 1e-5).tolist()
 
-    language = seen.language
-    assert language is not None
-    assert differs(language=language._replace(tokens=language.tokens + np.array([[0, 0, 0, 7, 7]], np.int32))) == [
-        False,
-        True,
-    ]
+    language: Any = seen.language
+    behind = language._replace(tokens=language.tokens + np.array([[0, 0, 0, 7, 7]], np.int32))
+    assert differs(language=behind) == [False, True]
     assert differs(language=language._replace(tokens=language.tokens + np.int32(1))) == [True, True]
     masks = np.array([[True, False], [True, True]])
     assert differs(image_masks=masks) == [True, False]
+    masked = seen._replace(image_masks=masks)
     hidden = (seen.images[0], np.where(masks[:, 1][:, None, None, None], seen.images[1], np.float32(0)))
-    np.testing.assert_array_equal(
-        act(seen._replace(image_masks=masks)), act(seen._replace(image_masks=masks, images=hidden))
-    )
+    np.testing.assert_array_equal(act(masked), act(masked._replace(images=hidden)))
     assert differs(state=-seen.state) == [kind == "pi0"] * 2  # pi0.5 reads it in its prompt
     assert differs(images=(1 - seen.images[0], seen.images[1])) == [True, True]
 
@@ -231,8 +212,7 @@ def test_an_absent_camera_is_a_masked_one() -> None:
 def test_a_plan_is_continued_and_padding_of_actions_is_not_pulled(kind: str) -> None:
     act = tiny(kind)
     seen = observe()
-    plan = seen.prefix
-    assert plan is not None
+    plan: Any = seen.prefix
     plain = np.asarray(act(seen))
     none = np.asarray(act(seen._replace(prefix=None)))
     np.testing.assert_allclose(plain, none, atol=2e-5)
@@ -247,13 +227,12 @@ def test_a_pi05_trained_with_delays_begins_with_the_plan() -> None:
     act = tiny("pi05", rtc_training_max_delay=2)
     config, policy, weights = tiny_parts("pi05", rtc_training_max_delay=2)
     seen = observe()
-    plan = seen.prefix
-    assert plan is not None
+    plan: Any = seen.prefix
     delay, length = np.array([3, 1], np.int32), np.array([4, 4], np.int32)
     chunk = np.asarray(act(seen._replace(prefix=plan._replace(delay=delay, length=length))))
 
     def lerobot(observation: Observation) -> jax.Array:
-        """The prefix is put in before and behind every step, and each action has a time (PR 4056)."""
+        """Insert the prefix before and after every step, with a time for each action, as LeRobot's PR 4056 does."""
         model = blueprint_of(policy.model, config).assemble(weights)
         cache = model.encode(observation)
         noise = jax.random.normal(jax.random.key(0), (4, 8), jnp.float32)
@@ -261,14 +240,13 @@ def test_a_pi05_trained_with_delays_begins_with_the_plan() -> None:
         is_clean = (np.arange(4) < np.minimum(delay, 2)[:, None])[..., None]
         x = jnp.where(is_clean, clean, jnp.broadcast_to(noise, (2, 4, 8)))
         for time in (1.0, 0.5):
-            # A row of times per member: those of its actions.
             rows = [model.prepare_steps(np.where(row[:, 0], 0, time)) for row in is_clean]
             x = x - model.denoise(cache, None, x, jax.tree.map(lambda *each: jnp.stack(each), *rows)) / 2
             x = jnp.where(is_clean, clean, x)
         return x[..., :6]
 
     expected = np.array(jax.jit(lerobot)(seen))
-    expected[0, 2] = plan.actions[0, 2]  # has been done as well, though the policy was not trained to be told
+    expected[0, 2] = plan.actions[0, 2]  # Executed as well, beyond the trained delay.
     np.testing.assert_allclose(chunk, expected, atol=2e-5)
     unplanned = act(seen._replace(prefix=plan._replace(length=np.zeros(2, np.int32))))
     np.testing.assert_allclose(unplanned, tiny("pi05")(seen._replace(prefix=None)), atol=2e-5)
@@ -277,15 +255,9 @@ def test_a_pi05_trained_with_delays_begins_with_the_plan() -> None:
     assert "rtc_training_max_delay" not in read("pi05_two_cameras").to_json()
 
 
-# The fields of pi0.5 after LeRobot 0.6.1, as a policy without memory has them.
-NEWER = {
-    "use_visual_memory": False,
-    "use_proprioceptive_memory": False,
-    "memory_frames": 6,
-    "memory_stride": 30,
-    "memory_temporal_attention_every": 4,
-    "rtc_training_max_delay": 0,
-}
+# Fields of pi0.5 after LeRobot 0.6.1 in a policy without memory.
+NEWER = {"use_visual_memory": False, "use_proprioceptive_memory": False, "memory_frames": 6, "memory_stride": 30}
+NEWER |= {"memory_temporal_attention_every": 4, "rtc_training_max_delay": 0}
 
 
 def test_pi05_loads_newer_fields_that_are_off() -> None:

@@ -107,10 +107,6 @@ def test_compiling_in_one_thread_leaves_another_free_to_act(config, checkpoint_o
     assert policy.is_compiled(3)
 
 
-def wrong(observation, **changes):
-    return {**observation, **{f"observation.{name}": array for name, array in changes.items()}}
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -122,10 +118,7 @@ def wrong(observation, **changes):
         ({"state": np.full((1, 6), 1e300)}, r"holds 1e\+300 at \[0, 0\]; wanted finite numbers of float32"),
         ({"state": np.zeros((0, 6), np.float32)}, "an empty batch, wanted 1 or more observations$"),
         ({"state": np.zeros((1, 2, 6), np.float32)}, "3 dimensions, wanted 2$"),
-        (
-            {"images.front": np.zeros((1, 32, 32, 4), np.uint8)},
-            r"width, 3\): 4 channels, wanted 3: RGB; drop the",
-        ),
+        ({"images.front": np.zeros((1, 32, 32, 4), np.uint8)}, r"width, 3\): 4 channels, wanted 3: RGB; drop the"),
         ({"images.front": np.zeros((1, 32, 32, 1), np.uint8)}, "1 channel, wanted 3: RGB; repeat a gray picture"),
         ({"images.front": np.zeros((1, 32, 32, 2), np.uint8)}, "2 channels, wanted 3: RGB$"),
         ({"images.front": np.zeros((1, 32, 32), np.uint8)}, "no axis of channels, wanted 3: RGB; a gray picture"),
@@ -139,29 +132,24 @@ def wrong(observation, **changes):
 )
 def test_an_observation_that_does_not_fit_says_why(policy, config, observation_of, changes, words: str) -> None:
     with pytest.raises(ObservationError, match=words):
-        policy.act(wrong(observation_of(config), **changes))
+        policy.act(observation_of(config) | {f"observation.{name}": array for name, array in changes.items()})
 
 
-def test_a_missing_feature_is_named_with_what_came(policy, config, observation_of) -> None:
+def test_missing_features_and_unused_noise_are_refused(policy, config, observation_of) -> None:
     observation = observation_of(config)
+    with pytest.raises(ObservationError, match="makes its chunks of none that could be given"):
+        policy.act(observation, noise=np.zeros((1, 6, 5), np.float32))
     del observation["observation.images.wrist"]
-    with pytest.raises(
-        ObservationError, match=r"observation.images.wrist is missing; found \['observation.images.front'"
-    ):
+    with pytest.raises(ObservationError, match=r"images.wrist is missing; found \['observation.images.front'"):
         policy.act(observation)
 
 
-def test_what_the_policy_does_not_read_may_come_along(policy, config, observation_of) -> None:
-    observation = observation_of(config)
-    extra = {**observation, "observation.images.top": np.zeros((1, 8, 8, 3), np.uint8), "task": np.array("lift")}
-    np.testing.assert_array_equal(policy.act(extra), policy.act(observation))
-
-
-def test_numbers_of_other_dtypes_are_taken_as_float32(policy, config, observation_of) -> None:
+def test_unread_features_and_other_dtypes_of_numbers_are_accepted(policy, config, observation_of) -> None:
     observation = observation_of(config)
     observation["observation.state"] = np.arange(6, dtype=np.int64)[None]
-    as_float = {**observation, "observation.state": np.arange(6, dtype=np.float64)[None]}
-    np.testing.assert_array_equal(policy.act(observation), policy.act(as_float))
+    other = {**observation, "observation.images.top": np.zeros((1, 8, 8, 3), np.uint8), "task": np.array("lift")}
+    other["observation.state"] = np.arange(6, dtype=np.float64)[None]
+    np.testing.assert_array_equal(policy.act(other), policy.act(observation))
 
 
 def test_a_swap_of_weights_compiles_nothing(config, checkpoint_of, observation_of, monkeypatch) -> None:
@@ -190,15 +178,10 @@ def test_loading_like_a_policy_shares_its_programs(config, checkpoint_of, tmp_pa
     policy = jaxmodels.Policy(checkpoint_of(config))
     policy.compile()
     assert jaxmodels.load_policy(tmp_path / "second", like=policy).is_compiled()
-    assert not jaxmodels.load_policy(tmp_path / "second").is_compiled()
+    stages: list[str] = []
+    assert not jaxmodels.load_policy(tmp_path / "second", on_progress=stages.append).is_compiled()
+    assert stages == ["reading", "ready"]
     assert not jaxmodels.load_policy(tmp_path / "second", dtype="bfloat16", like=policy).is_compiled()
-
-
-def test_progress_is_told_in_order(config, checkpoint_of, tmp_path: Path) -> None:
-    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_of(config))
-    told: list[str] = []
-    jaxmodels.load_policy(tmp_path / "policy", on_progress=told.append)
-    assert told == ["reading", "ready"]
 
 
 def test_bfloat16_is_near_and_asked_for_by_name(config, checkpoint_of, observation_of) -> None:
@@ -220,11 +203,6 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(config, check
         jaxmodels.Policy(checkpoint_of(config), device=name)
 
 
-def test_noise_for_a_policy_without_noise_is_refused(policy, config, observation_of) -> None:
-    with pytest.raises(ObservationError, match="makes its chunks of none that could be given"):
-        policy.act(observation_of(config), noise=np.zeros((1, 6, 5), np.float32))
-
-
 @pytest.mark.parametrize("read", [jaxmodels.load_policy, jaxmodels.read_requirements])
 def test_a_path_that_is_neither_folder_nor_repo_is_refused(read, tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", "./nothing", "~nobody/x", ""):
@@ -236,9 +214,7 @@ def test_a_path_that_is_neither_folder_nor_repo_is_refused(read, tmp_path: Path)
 
 @pytest.mark.usefixtures("no_programs")
 @pytest.mark.parametrize(("asked", "kept"), [(None, "robojax/xla"), ("here", "here"), ("off", None)])
-def test_the_compile_cache_is_where_the_environment_says(
-    asked: str | None, kept: str | None, monkeypatch, tmp_path: Path
-) -> None:
+def test_the_compile_cache_is_where_the_environment_says(asked, kept, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("ROBOJAX_COMPILE_CACHE", raising=False)
     if asked is not None:
@@ -247,7 +223,7 @@ def test_the_compile_cache_is_where_the_environment_says(
 
 
 @pytest.mark.usefixtures("no_programs")
-def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch, tmp_path: Path, caplog) -> None:
+def test_an_unwritable_cache_only_costs_time(monkeypatch, tmp_path: Path, caplog) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", str(tmp_path / "file" / "cache"))
     with caplog.at_level("INFO", "jaxmodels.cache_dirs"):
@@ -261,7 +237,7 @@ import jax
 import numpy as np
 import jaxmodels
 
-# Every program is kept: which of the small ones take long enough depends on what else the machine does.
+# Keep every program: whether a small one takes long enough depends on the machine's load.
 update = jax.config.update
 jax.config.update = lambda name, value: update(name, 0.0 if name.endswith("min_compile_time_secs") else value)
 policy = jaxmodels.load_policy(sys.argv[1])
@@ -283,4 +259,4 @@ def test_a_fresh_process_needs_no_torch_and_fills_the_cache(small, checkpoint_of
 
     first = start()
     assert first
-    assert start() == first  # nothing had to be compiled anew
+    assert start() == first  # Nothing was compiled again.

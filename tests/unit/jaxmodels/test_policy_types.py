@@ -33,8 +33,7 @@ from tests.unit.jaxmodels.small_policies import (
     random_model,
 )
 
-# The default generator takes XLA longer to compile than a policy.
-key_of = partial(jax.random.key, impl="unsafe_rbg")
+key_of = partial(jax.random.key, impl="unsafe_rbg")  # The default generator compiles slowly.
 every_type = pytest.mark.parametrize("kind", tuple(CONFIGS), scope="module")
 with_prefix = pytest.mark.parametrize("kind", WITH_PREFIX, scope="module")
 with_text = pytest.mark.parametrize("kind", WITH_TEXT)
@@ -127,9 +126,6 @@ def test_a_saved_policy_follows_the_same_instructions(kind: str, tmp_path: Path)
     np.testing.assert_array_equal(again.act({**observation, "task": np.array(["lift the red cube"])}), red)
 
 
-# Configs.
-
-
 @every_type
 def test_how_a_policy_was_trained_makes_no_other_program(kind: str) -> None:
     config = CONFIGS[kind]
@@ -152,6 +148,7 @@ def test_the_config_for_a_cpu_is_one(kind: str) -> None:
     assert sum(np.prod(shape.shape) for shape in shapes.values()) < 2.5e6
 
 
+UNBOUNDED = (("ACTION", "MEAN_STD"),)
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "diffusion2d": [
         ({"n_action_steps": 9}, "n_action_steps is 9, more than chunk_size 8"),
@@ -162,16 +159,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"timestep_sampling_strategy": "normal"}, "known: uniform, beta"),
         ({"trained_prefix": 8}, "trained_prefix is 8; wanted 0 \\(none\\) to 7"),
         ({"trained_prefix": 2, "objective": "diffusion"}, "trained_prefix is for objective 'flow'"),
-        (
-            {"objective": "diffusion", "normalization_mapping": (("ACTION", "MEAN_STD"),)},
-            r"epsilon wants actions in \[-1, 1\]",
-        ),
+        ({"objective": "diffusion", "normalization_mapping": UNBOUNDED}, r"epsilon wants actions in \[-1, 1\]"),
         ({"scheduler_name": "linear"}, "scheduler_name is 'linear'; known: constant, cosine"),
     ],
     "tokens2d": [
         ({"bins": 1}, "bins is 1; wanted 2 or more"),
         ({"neighbours": 32}, "neighbours is 32; wanted 0 to 31, less than bins"),
-        ({"normalization_mapping": (("ACTION", "MEAN_STD"),)}, "ACTION: MEAN_STD; bins lie in .* MIN_MAX, QUANTILES"),
+        ({"normalization_mapping": UNBOUNDED}, "ACTION: MEAN_STD; bins lie in .* MIN_MAX, QUANTILES"),
         ({"n_action_steps": 9, "temperature": -1.0}, "n_action_steps is 9, more than chunk_size 8; temperature is -1"),
     ],
 }
@@ -185,14 +179,6 @@ def test_a_config_that_makes_no_sense_says_why(kind: str, changes: dict[str, Any
         dataclasses.replace(CONFIGS[kind], **changes)
 
 
-# Losses.
-
-
-def masked(kind: str) -> Any:
-    """A config whose loss leaves padded steps out, as ACT's always does."""
-    return WHOLES[kind] if kind == "act" else dataclasses.replace(WHOLES[kind], do_mask_loss_for_padding=True)
-
-
 def language_of(model: Any) -> Any:
     """Three instructions, for a policy that reads some."""
     if not hasattr(model, "read"):
@@ -202,7 +188,9 @@ def language_of(model: Any) -> Any:
 
 @every_type
 def test_padded_steps_do_not_matter_when_they_are_masked(kind: str) -> None:
-    model, (observation, actions, is_pad) = random_model(masked(kind)), random_batch(WHOLES[kind], 3)
+    masks = {} if kind == "act" else {"do_mask_loss_for_padding": True}  # ACT always masks.
+    model = random_model(dataclasses.replace(WHOLES[kind], **masks))
+    observation, actions, is_pad = random_batch(WHOLES[kind], 3)
     seen = observation._replace(language=jax.jit(language_of)(model))
     value = jax.jit(lambda *batch: model.loss(seen, *batch)[0])
     other = jnp.where(is_pad[..., None], -0.9, actions)
@@ -230,7 +218,7 @@ def test_training_draws_noise_and_dropout_and_evaluation_neither(kind: str) -> N
     assert len({value, drawn, *(float(loss(*other)) for other in (keys, keys[::-1]))}) == 4
 
 
-# A key's bias changes all scores of a query alike: no probability. ACT's decoder begins with zeros, all alike.
+# A key's bias changes no probability, and ACT's decoder begins with equal zeros.
 NO_INFLUENCE = r"\.key\.bias$|^decoder\.layers\.0\.self_attention\.(query|key|value\.kernel)"
 
 

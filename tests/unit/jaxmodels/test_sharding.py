@@ -1,4 +1,4 @@
-"""Models over several devices; eight of them are made out of one processor, in a process of its own."""
+"""Models over several devices, with eight devices of one processor in a process of their own."""
 
 import subprocess
 import sys
@@ -55,10 +55,8 @@ for kind, (config, call) in cases.items():
 
 
 def test_parallel_forwards_equal_the_one_on_a_single_device() -> None:
-    environment = process_environment(devices=8, quick=True)
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
+    options = {"env": process_environment(devices=8, quick=True), "capture_output": True, "text": True}
+    result = subprocess.run([sys.executable, "-c", PROGRAM], timeout=500, check=False, **options)
     assert result.returncode == 0, result.stderr
     errors = [float(line.split()[1]) for line in result.stdout.splitlines()]
     assert len(errors) == 18
@@ -76,14 +74,10 @@ def test_every_weight_names_its_axes() -> None:
     assert axes["transformer_blocks.ff.down.kernel"] == ("layers", "mlp", "embed")
 
 
-def test_an_axis_that_the_mesh_does_not_divide_stays_whole() -> None:
+def test_rules_name_axes_of_the_mesh() -> None:
     model = random_transformer(**SMALL, num_vector_embeds=10, sample_size=4)
     mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     specs = jax.tree.leaves(build_shardings(model, mesh, TENSOR_PARALLEL))
     assert any("model" in sharding.spec for sharding in specs)
-
-
-def test_a_rule_for_an_axis_the_mesh_does_not_have_is_refused() -> None:
-    mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     with pytest.raises(ConfigError, match="rules name data; the mesh has axes model"):
         build_shardings(random_transformer(**SMALL, in_channels=32), mesh, FULLY_SHARDED)

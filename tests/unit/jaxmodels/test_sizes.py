@@ -1,6 +1,5 @@
-"""Memory and operations of policies, and what is refused before it is built, read or compiled."""
+"""Memory and operations of policies, and refusals before building, reading or compiling."""
 
-import json
 import resource
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 
 import jaxmodels
 from jaxmodels import memory
-from jaxmodels.devices import find_placement
+from jaxmodels.devices import Placement, find_placement
 from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
 from jaxmodels.memory import count_layers, measure_program
 from jaxmodels.normalization import Affine
@@ -25,16 +24,11 @@ from jaxmodels.policies.diffusion2d import Diffusion2dConfig
 from jaxmodels.policies.tokens2d import Tokens2dConfig
 from jaxmodels.program import Inputs, Programs, Scales
 from jaxmodels.types import Feature
+from tests.testing.models import edit_json
+from tests.unit.jaxmodels.test_ranges import VALUES
 
 BUILT_ON_PALIGEMMA = ("pi0", "pi05")
 GB = 10**9
-VALUES: dict[str, Any] = {
-    "input_features": {
-        "observation.images.front": {"type": "VISUAL", "shape": [3, 96, 96]},
-        "observation.state": {"type": "STATE", "shape": [6]},
-    },
-    "output_features": {"action": {"type": "ACTION", "shape": [6]}},
-}
 ACTION = (Feature("action", "ACTION", (5,)),)
 
 
@@ -133,8 +127,8 @@ def folder(small: Any, checkpoint_of: Any, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nothing_is_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million layers would be built for a quarter of an hour: whoever begins to fails here."""
-    assert folder.is_dir()  # written before
+    """Fail when a module is built, because a million layers would take a quarter of an hour."""
+    assert folder.is_dir()
 
     def build(*_: Any) -> None:
         raise AssertionError("the module was built")
@@ -148,11 +142,6 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     return lambda size: monkeypatch.setattr(memory, "get_free_host_memory", lambda: size)
 
 
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 def images(side: int, count: int = 1) -> dict[str, Any]:
     camera = {"type": "VISUAL", "shape": [3, side, side]}
     return {"observation.state": {"type": "STATE", "shape": [6]}} | {
@@ -160,52 +149,42 @@ def images(side: int, count: int = 1) -> dict[str, Any]:
     }
 
 
+TABLES = r"tables of positions with \de\+\d\d numbers; wanted 5e\+08 at most"
+
+
 @pytest.mark.usefixtures("nothing_is_built")
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "words"),
     [
-        {"n_encoder_layers": 1_000_000},
-        {"input_features": images(100_000)},
-        {"chunk_size": 10**9},
-        {"dim_model": 2**40},
-        {"n_heads": 10**9, "dim_model": 10**9},
+        ({"n_encoder_layers": 1_000_000}, "wanted"),
+        ({"input_features": images(100_000)}, "wanted"),
+        ({"chunk_size": 10**9}, "wanted"),
+        ({"dim_model": 2**40}, "wanted"),
+        ({"n_heads": 10**9, "dim_model": 10**9}, "wanted"),
+        ({"use_vae": True, "chunk_size": 10_000, "dim_model": 65_536}, TABLES),
+        ({"input_features": images(4096, 2), "dim_model": 65_536, "dim_feedforward": 262_144}, TABLES),
     ],
 )
-def test_a_config_that_asks_for_anything_is_refused_before_it_is_built(folder: Path, changes: dict[str, Any]) -> None:
-    edit(folder, **changes)
+def test_a_config_of_any_size_is_refused_before_it_is_built(folder: Path, changes, words: str) -> None:
+    edit_json(folder / "config.json", **changes)
     for read in (jaxmodels.read_requirements, lerobot_folder.read_checkpoint, jaxmodels.load_policy):
-        with pytest.raises(ConfigError, match="wanted"):
+        with pytest.raises(ConfigError, match=words):
             read(folder)
 
 
 @pytest.mark.usefixtures("nothing_is_built")
 def test_weights_of_another_config_are_seen_by_their_number(folder: Path) -> None:
-    edit(folder, n_encoder_layers=64, n_decoder_layers=64, n_vae_encoder_layers=64)  # six seconds of building
+    edit_json(folder / "config.json", n_encoder_layers=64, n_decoder_layers=64, n_vae_encoder_layers=64)
     with pytest.raises(WeightsMismatch, match=r"\d+ tensors; the config asks for 192 layers, which have 768 or more"):
         lerobot_folder.read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("changes", [{"dim_model": 65_536, "dim_feedforward": 262_144}, {"n_encoder_layers": 3}])
 def test_weights_that_do_not_fit_are_named_before_memory_is_compared(folder: Path, changes: Any, free: Any) -> None:
-    edit(folder, **changes)
+    edit_json(folder / "config.json", **changes)
     free(GB)
     with pytest.raises(WeightsMismatch, match=r"model\.encoder\.layers\.[02]\.linear1\.weight"):
         jaxmodels.load_policy(folder)
-
-
-@pytest.mark.usefixtures("nothing_is_built")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"use_vae": True, "chunk_size": 10_000, "dim_model": 65_536},
-        {"input_features": images(4096, 2), "dim_model": 65_536, "dim_feedforward": 262_144},
-    ],
-)
-def test_tables_without_a_bound_are_refused_before_they_are_computed(folder: Path, changes: Any) -> None:
-    edit(folder, **changes)
-    for read in (jaxmodels.read_requirements, lerobot_folder.read_checkpoint, jaxmodels.load_policy):
-        with pytest.raises(ConfigError, match=r"tables of positions with \de\+\d\d numbers; wanted 5e\+08 at most"):
-            read(folder)
 
 
 @pytest.mark.parametrize("kind", policy_types())
@@ -235,19 +214,17 @@ def test_the_largest_policies_there_are_stay_below_every_bound(kind: str) -> Non
         values |= {"chunk_size": 100, "dim_model": 1024}
     if kind not in {*BUILT_ON_PALIGEMMA, "smolvla"}:
         values |= {"vision_backbone": "resnet152", "pretrained_backbone_weights": None}
-    seen = [
-        {f"observation.images.{i}": {"type": "VISUAL", "shape": [3, 1080, 1920]} for i in range(4)}
-        | {"observation.state": {"type": "STATE", "shape": [64]}},
-        {"action": {"type": "ACTION", "shape": [64]}},
-    ]
-    config = get_policy_type(kind).config(
-        {"type": kind, **values, "input_features": seen[0], "output_features": seen[1]}
-    )
+    values["input_features"] = {
+        f"observation.images.{i}": {"type": "VISUAL", "shape": [3, 1080, 1920]} for i in range(4)
+    }
+    values["input_features"]["observation.state"] = {"type": "STATE", "shape": [64]}
+    values["output_features"] = {"action": {"type": "ACTION", "shape": [64]}}
+    config = get_policy_type(kind).config({"type": kind, **values})
     assert config.table_numbers < memory.MAX_TABLE_NUMBERS / 2
 
 
 def test_a_policy_that_does_not_fit_into_memory_is_refused_with_figures(folder: Path, free: Any) -> None:
-    edit(folder, input_features=images(4096))
+    edit_json(folder / "config.json", input_features=images(4096))
     free(GB // 2)
     policy = jaxmodels.load_policy(folder)
     with pytest.raises(ObservationError, match=r"frames of 4096x4096 need about \d\.\d GB of memory; 500 MB are free"):
@@ -255,14 +232,10 @@ def test_a_policy_that_does_not_fit_into_memory_is_refused_with_figures(folder: 
     assert not policy.is_compiled()
 
 
-def test_a_small_policy_is_loaded_whatever_is_said_of_memory(folder: Path, free: Any) -> None:
-    for size in (0, None):
+def test_frames_are_checked_before_a_program_is_made(folder: Path, free: Any) -> None:
+    for size in (0, None):  # A small policy is loaded in any case.
         free(size)
-        assert jaxmodels.load_policy(folder).needs.device > 0
-
-
-def test_frames_are_looked_at_before_a_program_is_made_for_them(folder: Path, free: Any) -> None:
-    policy = jaxmodels.load_policy(folder)
+        policy = jaxmodels.load_policy(folder)
     free(GB)
     for ask in (policy.compile, policy.profile):
         with pytest.raises(ObservationError, match=r"a batch of 4 with frames of 8000x8000 need about \d\.\d GB"):
@@ -307,21 +280,17 @@ def test_free_memory_is_that_of_the_tightest_limit(machine: Path, monkeypatch: p
     assert memory.get_free_host_memory() == 2 * GB - 1_024_000_000
     (group / "memory.current").write_text(f"{9 * GB}\n")
     assert memory.get_free_host_memory() == 0
-
-
-def test_a_machine_that_says_nothing_has_no_limit(machine: Path) -> None:
+    # A machine without these files has no limit.
     shutil.rmtree(machine / "proc")
     assert memory.get_free_host_memory() is None
 
 
-def test_a_device_is_asked_what_it_has(folder: Path, free: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_asked_for_its_free_memory(free: Any) -> None:
     class Device:
         platform, id = "gpu", 0
 
         def memory_stats(self) -> dict[str, int]:
             return {"bytes_limit": GB, "bytes_in_use": 900_000_000}
-
-    from jaxmodels.devices import Placement
 
     place = Placement((Device(),))
     assert memory.get_free_device_memory(place) == 100_000_000

@@ -22,9 +22,8 @@ TOKENS = {"<fake_token_around_image>": 4, "<global-img>": 6}
 
 
 def fields(name: str = "smolvla_two_cameras", **changes: Any) -> dict[str, Any]:
-    read = {"config.json": {}, "vlm/config.json": {}}
-    read = {file: json.loads((GOLDEN / name / file).read_text()) for file in read}
-    return read["config.json"] | {"vlm": read["vlm/config.json"], "vlm_tokens": TOKENS} | changes
+    config, vlm = (json.loads((GOLDEN / name / file).read_text()) for file in ("config.json", "vlm/config.json"))
+    return config | {"vlm": vlm, "vlm_tokens": TOKENS} | changes
 
 
 def read(name: str = "smolvla_two_cameras", **changes: Any) -> SmolVlaConfig:
@@ -47,9 +46,8 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
     vlm = config.dump_architecture()["vlm/config.json"]
     assert SmolVlaConfig.from_json(written | {"vlm": vlm, "vlm_tokens": TOKENS}) == config
     assert config.prefix_bound == 7.5
-    assert hash(config.architecture()) == hash(
-        read(name, rtc_config=written["rtc_config"], device="mps").architecture()
-    )
+    other = read(name, rtc_config=written["rtc_config"], device="mps")
+    assert hash(config.architecture()) == hash(other.architecture())
 
 
 @pytest.mark.parametrize(
@@ -106,7 +104,7 @@ def test_the_model_that_everybody_starts_from_is_known_by_name() -> None:
     assert (config.vocabulary, config.vlm_layers, config.expert.width, config.expert.hidden) == (49_280, 16, 720, 2048)
     assert config.vlm.count_image_tokens(512, 512) == 64
     assert config.dump_architecture() == {}
-    # 450 million, less the head (47 M) and what is left over of the last layer.
+    # 450 million less the head (47 million) and the unused part of the last layer.
     assert blueprint_of(POLICY.model, config).count_parameters() == pytest.approx(395e6, rel=0.01)
 
 
@@ -177,7 +175,6 @@ def test_members_of_a_batch_do_not_depend_on_each_other_nor_on_padding() -> None
     order = jnp.asarray([2, 0, 1])
     other = jax.tree.map(lambda x: x[order], seen._replace(language=seen.language._replace(tokens=tokens)))
     assert close(act(other), chunk[np.asarray(order)])
-    # Noise of the padding dimensions is denoised with the rest, and what is seen is looked at.
     for changes in ({"noise": seen.noise.at[..., 6:].add(1)}, {"state": seen.state + 1}, {"images": seen.images[::-1]}):
         assert not close(act(seen._replace(**changes)), chunk)
 
@@ -194,20 +191,16 @@ def test_a_camera_that_is_left_out_is_one_that_is_masked() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "wrong"),
-    [({"images": (None, None)}, "has no image"), ({"language": None}, "has no language")],
+    [
+        ({"images": (None, None)}, "has no image"),
+        ({"language": None}, "has no language"),
+        ({"images": (jnp.zeros((3, 12, 8, 3)), None)}, r"12x8, .* of its config, \[\(8, 8\), \(8, 8\)\]"),
+    ],
 )
-def test_an_observation_without_an_image_or_a_text_is_refused(changes: dict[str, Any], wrong: str) -> None:
-    config, weights = small()
+def test_observations_without_image_or_text_or_of_other_sizes_are_refused(changes, wrong: str) -> None:
+    config = read(**SMALL | {"resize_imgs_with_padding": None})
     with pytest.raises(InputError, match=wrong):
-        jax.eval_shape(lambda: POLICY.act(config, weights, observation()._replace(**changes)))
-
-
-def test_images_of_other_sizes_are_refused_without_resizing() -> None:
-    config = SmolVlaConfig.from_json(fields() | SMALL | {"resize_imgs_with_padding": None})
-    weights = small()[1]
-    seen = observation()._replace(images=(jnp.zeros((3, 12, 8, 3)), None))
-    with pytest.raises(InputError, match=r"an image is 12x8, .* in the sizes of its config, \[\(8, 8\), \(8, 8\)\]"):
-        jax.eval_shape(lambda: POLICY.act(config, weights, seen))
+        jax.eval_shape(lambda: POLICY.act(config, small()[1], observation()._replace(**changes)))
 
 
 def test_a_plan_is_continued_and_without_one_chunks_are_as_they_were() -> None:

@@ -1,4 +1,4 @@
-"""tokens2d as a policy: folders, plans that it continues, members of a batch on their own, nothing but actions."""
+"""tokens2d as a policy: folders, continued plans, independent members of a batch, and valid actions."""
 
 import dataclasses
 from functools import partial
@@ -43,14 +43,11 @@ def test_both_ways_to_a_range_share_programs(policy, tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.act(observe(CONFIG)), policy.act(observe(CONFIG)))
 
 
-def test_what_is_still_to_be_decided_is_decided_by_what_is_seen_now(policy) -> None:
+def test_a_plan_without_delay_changes_nothing_and_chunks_stay_in_range(policy) -> None:
     observation = observe(CONFIG)
-    chunk = policy.act({**observation, **plan([0, 3, 8], [8, 6, 8])})
-    np.testing.assert_array_equal(chunk[0], policy.act(observation)[0])
-
-
-def test_chunks_stay_in_the_range_of_the_data(policy) -> None:
-    chunk = policy.act(observe(CONFIG))
+    chunk = policy.act(observation)
+    planned = policy.act({**observation, **plan([0, 3, 8], [8, 6, 8])})
+    np.testing.assert_array_equal(planned[0], chunk[0])
     assert (chunk >= LOW).all()
     assert (chunk <= HIGH).all()
     np.testing.assert_array_equal(chunk[..., 1], np.full((3, CHUNK), 7, np.float32))
@@ -63,11 +60,8 @@ def test_the_masked_class_never_comes_out(temperature: float) -> None:
     seen_classes: set[int] = set()
     for seed in range(12):
         draw = np.random.default_rng(seed)
-        # as if the masked class were the likeliest there is, if it had a place
-        weights = {
-            name: array * np.float32(draw.choice([0.1, 1, 30]))
-            for name, array in random_weights(config, 0.3, seed).items()
-        }
+        weights = random_weights(config, 0.3, seed)
+        weights = {name: array * np.float32(draw.choice([0.1, 1, 30])) for name, array in weights.items()}
         actions = draw.uniform(-2, 2, (4, CHUNK, ACTION)).astype(np.float32)
         prefix = Prefix(actions, draw.integers(0, CHUNK, 4, np.int32), np.full(4, CHUNK, np.int32))
         found = run(weights, Observation(state=draw.normal(size=(4, 4)).astype(np.float32), prefix=prefix))
@@ -76,7 +70,6 @@ def test_the_masked_class_never_comes_out(temperature: float) -> None:
         is_past = np.arange(CHUNK)[None] < np.asarray(prefix.delay)[:, None]
         np.testing.assert_array_equal(values[is_past], actions[is_past])
         assert (np.abs(values[~is_past]) <= 1).all()
-        # what comes out is no further from its token than its neighbours are
         assert np.abs(values - (2 * ids + 1) / 7 + 1)[~is_past].max() <= (1 + 2 * CONFIG.neighbours) / 7 + 1e-5
         seen_classes |= set(ids.ravel().tolist())
     assert seen_classes == set(range(7))

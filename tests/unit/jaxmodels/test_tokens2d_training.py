@@ -1,4 +1,4 @@
-"""What tokens2d learns, and from what."""
+"""Training of tokens2d."""
 
 import dataclasses
 import math

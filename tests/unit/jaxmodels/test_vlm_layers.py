@@ -44,9 +44,7 @@ def test_grouped_attention_is_that_of_each_head_alone() -> None:
 
 @pytest.mark.parametrize(("dtype", "keys"), [(jnp.bfloat16, 61), (jnp.float32, 7)])
 def test_zeros_behind_keys_in_half_precision_change_nothing(dtype, keys: int) -> None:
-    query, key, value = (
-        jnp.asarray(array, dtype) for array in (normal(2, 5, 6, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8))
-    )
+    query, key, value = (jnp.asarray(normal(2, *shape, 8), dtype) for shape in ((5, 6), (7, 2), (7, 2)))
     is_valid = jnp.asarray(RANDOM.random((2, 7)) < 0.8).at[:, 0].set(True)
     cache = KeyValues(key, value)
     padded = pad_keys(cache, behind=3)
@@ -72,12 +70,8 @@ def test_masks_follow_from_what_is_valid_and_where_blocks_start() -> None:
     starts = np.array([False, False, False, True])
     assert count_positions(is_valid).tolist() == [[0, 0, 1, 2]]
     assert count_positions(~is_valid).tolist() == [[-1, 0, 0, 0]]
-    assert mask_blocks(is_valid, starts)[0].astype(int).tolist() == [
-        [1, 0, 1, 0],
-        [0, 0, 0, 0],
-        [1, 0, 1, 0],
-        [1, 0, 1, 1],
-    ]
+    wanted = [[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    assert mask_blocks(is_valid, starts)[0].astype(int).tolist() == wanted
     causal = mask_after_prefix(is_valid, np.array([True, True]))
     assert causal[0].astype(int).tolist() == [[1, 0, 1, 1, 1, 0], [1, 0, 1, 1, 1, 1]]
 
@@ -120,7 +114,7 @@ def test_an_image_keeps_its_aspect_and_lies_at_its_place(frame, size, inside) ->
     np.testing.assert_array_equal((corner[..., 0] == -1).sum((1, 2)), size[0] * size[1] - inside[0] * inside[1])
     assert np.all(corner[:, top:, left:] > 0)
     np.testing.assert_array_equal(np.roll(corner, (-(top - top // 2), -(left - left // 2)), (1, 2)), middle)
-    # Corners of the image are its own pixels where it grows: what lies beyond its border is its border.
+    # A grown image keeps its own pixels at its corners.
     if inside[0] > frame[0] and inside[1] > frame[1]:
         np.testing.assert_allclose(corner[:, -1, -1], images[:, -1, -1], rtol=1e-6)
 

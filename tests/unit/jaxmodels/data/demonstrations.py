@@ -1,5 +1,6 @@
 """Demonstrations that say which row they are: numbers of their own, and frames of one grey each."""
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
+from PIL import Image
 
 from jaxmodels.data import DatasetWriter
 from jaxmodels.types import Feature
@@ -44,10 +46,7 @@ def write(folder: Path) -> Path:
 
 
 def write_old(folder: Path, *, kind: str = "video", chunk_files: int = 2) -> Path:
-    """Version 2.1 by hand: a parquet file, and a video, for each episode; pictures in the rows when they are asked for.
-
-    Layout: lerobot 0.3's datasets/utils.py.
-    """
+    """Write version 2.1 in the layout of lerobot 0.3: a parquet file and a video, or pictures, for each episode."""
     (folder / "meta").mkdir(parents=True)
     tasks = list(dict.fromkeys(TASKS))
     for number, (span, task) in enumerate(zip(spans(), TASKS, strict=True)):
@@ -74,21 +73,15 @@ def write_old(folder: Path, *, kind: str = "video", chunk_files: int = 2) -> Pat
     lines(folder / "meta/episodes.jsonl", episodes)
     lines(folder / "meta/tasks.jsonl", [{"task_index": number, "task": task} for number, task in enumerate(tasks)])
     single = {"dtype": "int64", "shape": [1], "names": None}
+    vector = {"dtype": "float32", "shape": [2], "names": {"motors": list(NAMES)}}
     info = {
-        "codebase_version": "v2.1",
-        "robot_type": "arm",
-        "total_episodes": len(LENGTHS),
-        "total_frames": ROWS,
-        "total_tasks": len(tasks),
-        "total_chunks": 2,
-        "chunks_size": chunk_files,
-        "fps": FPS,
+        **{"codebase_version": "v2.1", "robot_type": "arm", "total_episodes": len(LENGTHS), "total_frames": ROWS},
+        **{"total_tasks": len(tasks), "total_chunks": 2, "chunks_size": chunk_files, "fps": FPS},
         "splits": {"train": f"0:{len(LENGTHS)}"},
         "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
         "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
         "features": {
-            "observation.state": {"dtype": "float32", "shape": [2], "names": {"motors": list(NAMES)}},
-            "action": {"dtype": "float32", "shape": [2], "names": {"motors": list(NAMES)}},
+            **{"observation.state": vector, "action": vector},
             FRONT: {"dtype": kind, "shape": [*SIZE, 3], "names": ["height", "width", "channel"]},
             "next.done": {"dtype": "bool", "shape": [1], "names": None},
             "timestamp": {"dtype": "float32", "shape": [1], "names": None},
@@ -113,10 +106,6 @@ def write_video(
 
 
 def png(frame: np.ndarray) -> bytes:
-    import io
-
-    from PIL import Image
-
     file = io.BytesIO()
     Image.fromarray(frame).save(file, "PNG")
     return file.getvalue()
@@ -135,7 +124,7 @@ def policy(
     looks: int = 1,
     dropped: int = 0,
 ) -> Any:
-    """What of a config shapes batches."""
+    """Return the fields of a config that shape batches."""
     return SimpleNamespace(
         cameras=(Feature(camera, "VISUAL", (3, *size)),),
         state=Feature("observation.state", "STATE", (2,)),

@@ -21,7 +21,7 @@ def stub(written, tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub
     folder = written["v2.1"]
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with StubHub() as stub:
-        # The Hub's client reads the environment when it is imported, which was long ago.
+        # The Hub's client has read the environment when it was imported.
         monkeypatch.setattr(hub, "fetch", partial(hub.fetch, endpoint=stub.url))
         stub.push("someone/cubes", {**files, "loader.py": b"print('run')"}, type="dataset")
         yield stub

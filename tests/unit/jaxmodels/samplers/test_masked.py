@@ -13,18 +13,13 @@ KEY = jax.random.key(0)
 GREEDY = MaskSchedule(CLASSES, temperature=(0.0, 0.0), class_temperature=0.0)
 
 
-def of_class_one(share: jax.Array) -> jax.Array:
-    """Log-probabilities (1, 2, n) of two classes."""
-    return jnp.log(jnp.stack([1 - share, share]))[None]
-
-
 def changes_its_mind(tokens: jax.Array, t: jax.Array) -> jax.Array:
-    """Surest at first that token 0 is of class 1; as soon as another one can be seen, that it is of class 0."""
-    del t
+    """Predict class 1 for token 0 first, and class 0 as soon as another token is visible."""
     alone = jnp.asarray([0.6, 0.55, 0.55, 0.55])
     seen = jnp.any(tokens[0, 1:] != 2)
     beside = jnp.where(tokens[0, 0] == 2, alone, jnp.asarray([0.6, 0.1, 0.1, 0.1]))
-    return of_class_one(jnp.where(seen, 0.01, beside))
+    share = jnp.where(seen, 0.01, beside)
+    return jnp.log(jnp.stack([1 - share, share]))[None]
 
 
 @pytest.mark.parametrize(("remasking", "wanted"), [(False, [1, 0, 0, 0]), (True, [0, 0, 0, 0])])
@@ -32,7 +27,7 @@ def test_a_token_that_was_chosen_too_early_is_taken_back(remasking: bool, wanted
     schedule = MaskSchedule(3, "linear", (0.0, 0.0), class_temperature=0.0, remasking=remasking)
     found = maskgit(changes_its_mind, (1, 4), KEY, schedule, steps=4, distributions=True)
     assert found.ids[0].tolist() == wanted
-    # what is told of a token is of its last choice
+    # Probabilities are those of the last choice.
     np.testing.assert_allclose(np.exp(found.log_probability[0, 0]), 0.99 if remasking else 0.6, rtol=1e-5)
     assert found.distribution is not None
     np.testing.assert_allclose(np.exp(found.distribution[0, 1, 0]), 0.01 if remasking else 0.6, rtol=1e-5)
@@ -89,12 +84,9 @@ def test_without_any_temperature_nothing_is_left_to_chance() -> None:
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_members_that_see_the_same_get_the_same_if_that_is_wanted(alike: bool) -> None:
-    def even(tokens: jax.Array, t: jax.Array) -> jax.Array:
-        return jnp.zeros((4, CLASSES - 1, 6))
-
-    found = maskgit(even, (4, 6), KEY, MaskSchedule(CLASSES), steps=3, alike=alike)
-    ids = np.asarray(found.ids)
+def test_members_that_see_the_same_get_the_same_on_request(alike: bool) -> None:
+    even = jnp.zeros((4, CLASSES - 1, 6))
+    ids = np.asarray(maskgit(lambda *_: even, (4, 6), KEY, MaskSchedule(CLASSES), steps=3, alike=alike).ids)
     assert (ids == ids[:1]).all() == alike
     assert len(set(ids[0].tolist())) > 1
 

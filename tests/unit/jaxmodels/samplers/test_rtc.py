@@ -31,7 +31,7 @@ from jaxmodels.types import Prefix
 GOLDEN = Path(__file__).parents[3] / "golden" / "rtc"
 CASES = json.loads((GOLDEN / "cases.json").read_text())
 FLOW = FlowSchedule(spacing="uniform")
-KEY = jax.random.key(0, impl="unsafe_rbg")  # the default one takes longer to compile than all else here
+KEY = jax.random.key(0, impl="unsafe_rbg")  # The default generator compiles slowly.
 SHAPE = (3, 8, 2)
 # name: sampler, its schedule, steps
 SAMPLERS: dict[str, tuple[Any, Any, int]] = {
@@ -63,17 +63,14 @@ def mixed(weight: jax.Array, x: jax.Array, t: jax.Array) -> jax.Array:
 def gaussian(schedule: FlowSchedule | NoiseSchedule) -> Partial:
     """The exact model of actions with mean 0 and variance 0.25."""
 
-    def predict(alphas: jax.Array, x: jax.Array, t: jax.Array) -> jax.Array:
-        if isinstance(schedule, FlowSchedule):
-            signal, noise = 1 - t / 1000, t / 1000
-        else:
-            signal, noise = jnp.sqrt(alphas[t]), jnp.sqrt(1 - alphas[t])
-        sample = signal * 0.25 / (signal**2 * 0.25 + noise**2) * x
-        if isinstance(schedule, FlowSchedule):
-            return (x - sample) / noise
-        return sample if schedule.prediction_type == "sample" else (signal * x - sample) / noise
+    is_flow = isinstance(schedule, FlowSchedule)
 
-    return Partial(predict, None if isinstance(schedule, FlowSchedule) else jnp.asarray(schedule.alphas))
+    def predict(alphas: jax.Array, x: jax.Array, t: jax.Array) -> jax.Array:
+        signal, noise = (1 - t / 1000, t / 1000) if is_flow else (jnp.sqrt(alphas[t]), jnp.sqrt(1 - alphas[t]))
+        sample = signal * 0.25 / (signal**2 * 0.25 + noise**2) * x
+        return (x - sample) / noise if is_flow else (signal * x - sample) / noise
+
+    return Partial(predict, None if is_flow else jnp.asarray(schedule.alphas))
 
 
 WEIGHT = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)) / 3, jnp.float32)
@@ -126,7 +123,6 @@ def test_a_plan_is_continued_and_who_has_none_is_answered_as_ever(name: str) -> 
 
 
 def test_diffusion_is_guided_as_the_flow_that_it_amounts_to() -> None:
-    """One Gaussian's exact denoiser, as noise, sample, velocity or flow, is corrected to the same clean sample."""
     plan, t = prefix(3, 7), 400
     alpha = float(NoiseSchedule().alphas[t])
     signal, noise = alpha**0.5, (1 - alpha) ** 0.5

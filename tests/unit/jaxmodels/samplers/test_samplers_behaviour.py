@@ -25,8 +25,7 @@ from jaxmodels.samplers import (
     maskgit,
 )
 
-# Another generator than the default one, which takes longer to compile than all else here.
-key_of = partial(jax.random.key, impl="unsafe_rbg")
+key_of = partial(jax.random.key, impl="unsafe_rbg")  # The default generator compiles slowly.
 KEY = key_of(0)
 SHAPE = (2, 3)
 CLASSES = 5
@@ -81,7 +80,7 @@ def test_the_key_is_the_only_source_of_chance(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddim", "heun", "maskgit"])
-def test_a_sampler_may_be_called_inside_somebody_elses_program(name: str) -> None:
+def test_a_sampler_may_be_called_inside_another_program(name: str) -> None:
     counter = Counter(name)
 
     @jax.jit
@@ -99,18 +98,12 @@ def test_a_sampler_may_be_called_inside_somebody_elses_program(name: str) -> Non
 @pytest.mark.parametrize("name", [name for name in ALL if name != "ddim with noise"])
 def test_what_was_prepared_for_each_step_comes_with_its_timestep(name: str) -> None:
     schedule, steps = ALL[name].keywords["schedule"], 4
-    rows = {
-        "ddim": lambda: schedule.timesteps(steps),
-        "ddpm": lambda: schedule.timesteps(steps),
-        "euler": lambda: schedule.euler_rows(steps).timestep,
-        "heun": lambda: schedule.heun_rows(steps).timestep,
-        "maskgit": lambda: schedule.rows(steps).timestep,
-    }
-    times = rows[name]()
+    rows = {"euler": "euler_rows", "heun": "heun_rows", "maskgit": "rows"}
+    times = getattr(schedule, rows[name])(steps).timestep if name in rows else schedule.timesteps(steps)
     counter, nothing = Counter(name), jnp.asarray(0.0, jnp.float32)
 
     def predict(x: jax.Array, t: jax.Array, extra: dict[str, jax.Array]) -> jax.Array:
-        # NaN goes through the rest of a continuous sampler; in classes it is argmax's first
+        # A NaN passes through a continuous sampler and is the first choice of argmax.
         return counter(nothing, x, t) + jnp.where(extra["time"] == t, 0.0, jnp.nan)
 
     extras = {"time": jnp.asarray(times), "unused": jnp.zeros((len(times), 2))}
@@ -125,16 +118,15 @@ def test_what_was_prepared_for_each_step_comes_with_its_timestep(name: str) -> N
 @pytest.mark.parametrize(
     ("names", "options", "words"),
     [
-        (
-            ALL,
-            {"extras": jnp.zeros((3, 7))},
-            r"extras hold an array of shape \[3, 7\]; wanted a leading axis of \d steps",
-        ),
+        (ALL, {"extras": jnp.zeros((3, 7))}, r"extras hold an array of shape \[3, 7\]; wanted a leading axis of \d"),
         (ALL, {"steps": 0}, "steps is 0; wanted 1"),
         (ALL, {"steps": -1}, "steps is -1; wanted 1"),
         (("ddim", "ddpm"), {"steps": 1001}, "num_train_timesteps"),
         (ALL, {"predict": lambda x, t: jnp.zeros(1)}, r"predict gave \[1\]; wanted \["),
         (CONTINUOUS, {"start": jnp.zeros((3, 2))}, r"start has shape \[3, 2\]; wanted \[2, 3\]"),
+        (("maskgit",), {"known": np.full((3, 6), 5)}, "known holds 5; wanted classes 0 to 3, or 4 for a token to be"),
+        (("maskgit",), {"known": np.zeros((3, 5), np.int32)}, r"known is int32 \[3, 5\]; wanted integers \[3, 6\]"),
+        (("maskgit",), {"known": np.zeros((3, 6), np.float32)}, "known is float32"),
     ],
 )
 def test_invalid_arguments_are_refused(names: Any, options: dict[str, Any], words: str) -> None:
@@ -158,19 +150,6 @@ def test_log_probabilities_are_the_models_for_the_drawn_classes() -> None:
     np.testing.assert_allclose(result.log_probability, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("known", "words"),
-    [
-        (np.full((3, 6), 5), "known holds 5; wanted classes 0 to 3, or 4 for a token to be sampled"),
-        (np.zeros((3, 5), np.int32), r"known is int32 \[3, 5\]; wanted integers \[3, 6\]"),
-        (np.zeros((3, 6), np.float32), "known is float32"),
-    ],
-)
-def test_invalid_known_tokens_are_refused(known: np.ndarray, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        ALL["maskgit"](Partial(Counter("maskgit"), 0.0), key=KEY, steps=2, known=known)
-
-
 def test_maskgit_without_chance_keeps_the_surest_tokens_first() -> None:
     sureness = jnp.asarray([0.3, 0.9, 0.5, 0.7])  # of class 0; class 1 has the rest
     seen: list[np.ndarray] = []
@@ -190,14 +169,13 @@ def test_maskgit_without_chance_keeps_the_surest_tokens_first() -> None:
 
 def test_guidance_scales_the_difference() -> None:
     one, other = jnp.asarray([1.0, 2.0]), jnp.asarray([2.0, 0.0])
-    assert combine(one, other, 1.0).tolist() == other.tolist()
-    assert combine(one, other, 0.0).tolist() == one.tolist()
-    assert combine(one, other, 3.0).tolist() == [4.0, -4.0]
+    for scale, wanted in ((1.0, [2.0, 0.0]), (0.0, [1.0, 2.0]), (3.0, [4.0, -4.0])):
+        assert combine(one, other, scale).tolist() == wanted
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_a_guided_sampler_goes_further_than_the_condition(scale: float) -> None:
-    """Two certain samples, -0.1 without and 0.2 with the condition: scale 1 gives the latter, 4 goes 4 times as far."""
+    """Samples are -0.1 without and 0.2 with the condition: scale 4 goes 4 times as far."""
     schedule = FlowSchedule(spacing="uniform")
 
     def predict(x: jax.Array, t: jax.Array) -> jax.Array:
@@ -242,23 +220,26 @@ def test_a_flow_goes_from_the_sample_to_the_noise() -> None:
     assert float(schedule.shifted(0.5)) == pytest.approx(2 / 3)
 
 
-WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: NoiseSchedule(beta_schedule="cosine"), "beta_schedule is 'cosine'; wanted one of linear"),  # type: ignore
-    (lambda: NoiseSchedule(num_train_timesteps=0), "num_train_timesteps is 0"),
-    (lambda: NoiseSchedule(beta_start=0.5, beta_end=0.1), "betas go from 0.5 to 0.1"),
-    (lambda: NoiseSchedule(clip_sample_range=0.0), "clip_sample_range is 0.0"),
-    (lambda: NoiseSchedule(steps_offset=-1), "steps_offset is -1"),
-    (lambda: NoiseSchedule(rescale_betas_zero_snr=True), "train with v_prediction or sample"),
-    (lambda: FlowSchedule(shift=0.0), "shift is 0.0; wanted a number above 0"),
-    (lambda: MaskSchedule(1), "num_classes is 1"),
-    (lambda: MaskSchedule(5, class_temperature=-1.0), "class_temperature is -1.0; wanted a number of 0 or more"),
-    (lambda: MaskSchedule(5, temperature=(-1.0, 0.0)), "temperature is (-1.0, 0.0); wanted two numbers of 0 or more"),
-]
-
-
-@pytest.mark.parametrize(("build", "words"), WRONG)
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: NoiseSchedule(beta_schedule="cosine"), "beta_schedule is 'cosine'; wanted one of linear"),  # type: ignore
+        (lambda: NoiseSchedule(num_train_timesteps=0), "num_train_timesteps is 0"),
+        (lambda: NoiseSchedule(beta_start=0.5, beta_end=0.1), "betas go from 0.5 to 0.1"),
+        (lambda: NoiseSchedule(clip_sample_range=0.0), "clip_sample_range is 0.0"),
+        (lambda: NoiseSchedule(steps_offset=-1), "steps_offset is -1"),
+        (lambda: NoiseSchedule(rescale_betas_zero_snr=True), "train with v_prediction or sample"),
+        (lambda: FlowSchedule(shift=0.0), "shift is 0.0; wanted a number above 0"),
+        (lambda: MaskSchedule(1), "num_classes is 1"),
+        (lambda: MaskSchedule(5, class_temperature=-1.0), "class_temperature is -1.0; wanted a number of 0 or more"),
+        (
+            lambda: MaskSchedule(5, temperature=(-1.0, 0.0)),
+            "temperature is (-1.0, 0.0); wanted two numbers of 0 or more",
+        ),
+    ],
+)
 def test_a_schedule_that_makes_no_sense_is_refused(build: Callable[[], Any], words: str) -> None:
-    # Values outside of Literal are refused by the type checker of these tests before they get that far.
+    # The tests' type checker refuses values outside of Literal first.
     with pytest.raises((ConfigError, TypeError)) as error:
         build()
     assert isinstance(error.value, TypeError) or words in str(error.value)

@@ -10,21 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmodels.samplers import (
-    FlowSchedule,
-    MaskSchedule,
-    NoiseSchedule,
-    ddim,
-    ddpm,
-    flow_euler,
-    flow_heun,
-    maskgit,
-)
+from jaxmodels.samplers import FlowSchedule, MaskSchedule, NoiseSchedule, ddim, ddpm, flow_euler, flow_heun, maskgit
 
 MEAN, STD = 0.4, 0.3
 SHAPE = (4000, 3)
-# Another generator than the default one, which takes longer than all else here.
-key_of = partial(jax.random.key, impl="unsafe_rbg")
+key_of = partial(jax.random.key, impl="unsafe_rbg")  # The default generator compiles slowly.
 
 
 def best_split(x: jax.Array, signal: Any, noise: Any) -> tuple[jax.Array, jax.Array]:

@@ -41,29 +41,21 @@ def test_what_the_tower_says_is_what_transformers_says(name: str) -> None:
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
-def test_tokens_are_those_of_transformers() -> None:
+def test_tokens_are_those_of_transformers_and_long_texts_keep_the_last_one() -> None:
     pytest.importorskip("tokenizers", reason="the extra language is not installed")
     ids, mask = tokenizer(read_clip_text(GOLDEN / "quick").config, FILE)(TEXTS)
     np.testing.assert_array_equal(ids, CASES["ids"])
     np.testing.assert_array_equal(mask, CASES["mask"].astype(bool))
-
-
-def test_a_text_that_is_too_long_loses_its_end_and_keeps_the_last_token() -> None:
-    pytest.importorskip("tokenizers", reason="the extra language is not installed")
     ids, mask = tokenizer(dataclasses.replace(TextConfig.clip(), length=6), FILE)(["the " * 9, "\ud800"])
     assert ids[0].tolist() == [526, 513, 513, 513, 513, 527]
     assert mask[0].all()
     assert not mask[1].all()
 
 
-def test_a_folder_says_what_the_tower_is_like(folder: Path) -> None:
-    read = read_clip_text(folder)
-    assert read.config == TextConfig("clip", 20, 16, 2, 2, 32, 528, "quick_gelu", is_frozen=True)
-    assert read.tokenizer == FILE
-
-
 def test_the_text_tower_of_a_whole_clip_is_read_without_the_other_one(folder: Path) -> None:
     alone = read_clip_text(folder)
+    assert alone.config == TextConfig("clip", 20, 16, 2, 2, 32, 528, "quick_gelu", is_frozen=True)
+    assert alone.tokenizer == FILE
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"model_type": "clip", "text_config": values, "vision_config": {}}))
     other = {"vision_model.embeddings.class_embedding": np.ones(3, np.float32), "logit_scale": np.ones((), np.float32)}
@@ -97,18 +89,13 @@ def test_what_is_no_clip_is_refused(folder: Path, changes: dict[str, object], co
         (None, "tokenizer.json: missing; a text encoder of kind 'clip' needs it"),
         (b"{}", "tokenizer.json: cannot be read"),
         (b"\xff", "tokenizer.json: cannot be read"),
+        (FILE, "has a token 527, and a text encoder of kind 'clip' a vocabulary of 500"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_read_is_refused(file: bytes | None, complaint: str) -> None:
+def test_an_unreadable_tokenizer_or_one_of_another_model_is_refused(file: bytes | None, complaint: str) -> None:
     pytest.importorskip("tokenizers", reason="the extra language is not installed")
     with pytest.raises(CheckpointError, match=complaint):
-        tokenizer(TextConfig.clip(), file)
-
-
-def test_a_tokenizer_of_another_model_is_refused() -> None:
-    pytest.importorskip("tokenizers", reason="the extra language is not installed")
-    with pytest.raises(CheckpointError, match="has a token 527, and a text encoder of kind 'clip' a vocabulary of 500"):
-        tokenizer(dataclasses.replace(TextConfig.clip(), vocabulary=500), FILE)
+        tokenizer(dataclasses.replace(TextConfig.clip(), vocabulary=500), file)
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

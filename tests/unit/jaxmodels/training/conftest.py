@@ -13,28 +13,12 @@ from jaxmodels.training import OptimizerConfig, SchedulerConfig, Start, Training
 
 MakeStart = Callable[..., Start]
 MakeConfig = Callable[..., TrainingConfig]
-TINY_ACT: dict[str, Any] = {
-    "chunk_size": 4,
-    "n_action_steps": 2,
-    "vision_backbone": "small_cnn",
-    "dim_model": 16,
-    "n_heads": 2,
-    "dim_feedforward": 32,
-    "n_encoder_layers": 1,
-    "latent_dim": 4,
-    "n_vae_encoder_layers": 1,
-}
-# Without pictures and chance: a third of the operations to trace and to compile.
+SIZES: dict[str, Any] = {"chunk_size": 4, "n_action_steps": 2, "dim_model": 16, "n_heads": 2, "n_encoder_layers": 1}
+TINY_ACT: dict[str, Any] = {**SIZES, "vision_backbone": "small_cnn", "dim_feedforward": 32}
+TINY_ACT |= {"latent_dim": 4, "n_vae_encoder_layers": 1}
+# Without pictures and randomness: a third of the operations to trace and to compile.
 TINY_STATES: dict[str, Any] = {**TINY_ACT, "use_vae": False, "dropout": 0.0}
-TINY_2D: dict[str, Any] = {
-    "chunk_size": 4,
-    "n_action_steps": 2,
-    "dim_model": 16,
-    "n_heads": 2,
-    "n_encoder_layers": 1,
-    "n_layers": 1,
-    "num_inference_steps": 2,
-}
+TINY_2D: dict[str, Any] = {**SIZES, "n_layers": 1, "num_inference_steps": 2}
 TINY: dict[str, dict[str, Any]] = {
     "act": TINY_ACT,
     "diffusion": {
@@ -66,7 +50,7 @@ CONFIG = TrainingConfig(
 
 @pytest.fixture(autouse=True)
 def strict_dtypes() -> None:
-    """Overrides the strictness of the models' tests: optax multiplies step counts by floats."""
+    """Allow promotion of dtypes, because optax multiplies step counts by floats."""
 
 
 @pytest.fixture(autouse=True)
@@ -76,16 +60,11 @@ def frame_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 
 def write_demos(
-    folder: Path,
-    *,
-    size: int = 16,
-    tasks: tuple[str, ...] = ("go there",),
-    camera: bool = True,
-    environment: bool = False,
+    folder: Path, *, tasks: tuple[str, ...] = ("go there",), camera: bool = True, environment: bool = False
 ) -> Path:
-    """Actions that can be read off the picture: its brightness says where to go; the second task goes the other way.
+    """Write demonstrations whose goal is the brightness of the picture, or the environment's state.
 
-    The environment's state says the same as the picture.
+    The second task goes in the opposite direction.
     """
     random = np.random.default_rng(0)
     cameras = ("front",) if camera else ()
@@ -94,7 +73,7 @@ def write_demos(
         for episode in range(6):
             goal = random.uniform(0.2, 0.8)
             way = 1 - 2 * (episode % len(tasks))
-            frame = np.full((size, size, 3), int(255 * goal), np.uint8)
+            frame = np.full((16, 16, 3), int(255 * goal), np.uint8)
             for share in np.linspace(0, goal, 8, dtype=np.float32):
                 action = np.array([100 * share * way, -100 * share * way], np.float32)
                 step = {"observation.state": action * np.float32(0.9), "action": action}
@@ -111,18 +90,8 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Demonstrations without a camera: where things are is a vector."""
-    folder = tmp_path_factory.mktemp("data") / "states"
-    random = np.random.default_rng(0)
-    with DatasetWriter(folder, fps=10, joint_names=("x", "y"), environment_state=("a", "b", "c")) as writer:
-        for _ in range(4):
-            there = random.uniform(-1, 1, 3).astype(np.float32)
-            for share in np.linspace(0, 1, 8, dtype=np.float32):
-                action = share * there[:2]
-                seen = {"observation.state": 0.9 * action, "observation.environment_state": there}
-                writer.add({**seen, "action": action})
-            writer.end_episode("go there")
-    return folder
+    """Demonstrations without pictures, whose environment's state is the goal."""
+    return write_demos(tmp_path_factory.mktemp("data") / "states", camera=False, environment=True)
 
 
 @pytest.fixture(scope="session")
@@ -131,9 +100,8 @@ def dataset(demos: Path) -> Dataset:
 
 
 @pytest.fixture(scope="session")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """The demonstrations without pictures."""
-    return open_dataset(write_demos(tmp_path_factory.mktemp("data") / "places", camera=False, environment=True))
+def places(states: Path) -> Dataset:
+    return open_dataset(states)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Changes of pictures against torchvision's (tests/golden/image_transforms), and how they are chosen."""
+"""Augmentation of pictures against torchvision (tests/golden/image_transforms), and its random choice."""
 
 from pathlib import Path
 
@@ -27,20 +27,15 @@ def test_colours_and_sharpness_change_as_torchvision_changes_them(name: str, rec
 
 
 def test_pictures_turn_and_shift_as_torchvisions(recorded: dict[str, np.ndarray]) -> None:
-    found = jax.jit(augmentation.affine)(
-        recorded["pictures"], recorded["affine.degrees"], recorded["affine.across"], recorded["affine.down"]
-    )
+    numbers = (recorded[f"affine.{name}"] for name in ("degrees", "across", "down"))
+    found = jax.jit(augmentation.affine)(recorded["pictures"], *numbers)
     same = np.isclose(found, recorded["affine"], atol=1e-6).all(axis=-1).mean()
-    assert same > 0.98, "the nearest of two pixels as near is anybody's guess, but those are few"
+    assert same > 0.98, "pixels that are equally near may differ, but they are few"
 
 
-def test_nothing_happens_unless_it_is_wanted() -> None:
-    frames = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8))
-    assert augment(frames, ImageTransforms(), jax.random.key(0)) is frames
-
-
-def test_each_picture_gets_as_many_changes_as_wanted_drawn_anew() -> None:
+def test_each_picture_gets_its_own_draw_of_the_requested_changes() -> None:
     frames = jnp.full((64, 4, 4, 3), 100, jnp.uint8)
+    assert augment(frames, ImageTransforms(), jax.random.key(0)) is frames
     config = ImageTransforms(True, 1, (Transform("brightness", 1.5, 1.5), Transform("contrast", 0.0, 0.0, weight=0.0)))
     assert (np.asarray(augment(frames, config, jax.random.key(0))) == 150).all(), "a weight of 0 is never chosen"
     either = ImageTransforms(True, 1, (Transform("brightness", 1.5, 1.5), Transform("contrast", 1.0, 1.0)))

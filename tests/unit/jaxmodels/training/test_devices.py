@@ -1,4 +1,4 @@
-"""A training over several devices and several processes comes to what one device comes to."""
+"""Training over several devices or processes gives the weights of one device."""
 
 import socket
 import subprocess
@@ -14,19 +14,10 @@ from jaxmodels.errors import ConfigError
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.training import TrainingConfig
 from tests.testing.compiling import process_environment
+from tests.unit.jaxmodels.training.conftest import TINY_STATES
 
-# Wide enough that something is spread, without pictures and chance, which take long to compile.
-POLICY: dict[str, Any] = {
-    "chunk_size": 4,
-    "n_action_steps": 2,
-    "dim_model": 64,
-    "n_heads": 2,
-    "dim_feedforward": 64,
-    "n_encoder_layers": 1,
-    "use_vae": False,
-    "dropout": 0.0,
-    "pretrained_backbone_weights": None,
-}
+# Wide enough that weights are spread over devices.
+POLICY = {**TINY_STATES, "dim_model": 64, "dim_feedforward": 64, "pretrained_backbone_weights": None}
 TRAIN = """
 import sys
 from dataclasses import replace
@@ -61,14 +52,8 @@ def trained(states: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs over eight devices, made out of one processor, and on one of them."""
     output = tmp_path_factory.mktemp("runs")
     code = script(states, output, MESHES)
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=process_environment(devices=8, quick=True),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    options = {"env": process_environment(devices=8, quick=True), "capture_output": True, "text": True}
+    result = subprocess.run([sys.executable, "-c", code], timeout=500, check=False, **options)
     assert result.returncode == 0, result.stderr[-4000:]
     return output
 

@@ -1,4 +1,4 @@
-"""The folder of a run that was killed, or whose disk was full: what is whole stays, the rest is removed."""
+"""Folders of killed runs and runs on full disks keep complete files, and the rest is removed."""
 
 import errno
 from pathlib import Path
@@ -79,9 +79,7 @@ def test_a_full_disk_leaves_the_metrics_as_they_were(tmp_path: Path, full_disk: 
     assert (tmp_path / "metrics.jsonl").read_text() == LINES
 
 
-def test_a_run_without_its_first_file_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: None
-) -> None:
+def test_a_run_without_its_first_file_starts_again(tmp_path: Path, monkeypatch, full_disk: None) -> None:
     with pytest.raises(OSError, match="No space left"):
         claim_folder(tmp_path / "run", {"steps": 4}, resume=False)
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Every policy type there is, trained: instructions reach it, frozen parts stay, and the policy can be used."""
+"""Every policy type that is trained here: instructions, frozen parts, and use of the trained policy."""
 
 import shutil
 from pathlib import Path
@@ -11,14 +11,7 @@ import jaxmodels
 from jaxmodels.data import Dataset, open_dataset
 from jaxmodels.errors import ConfigError, DatasetError
 from jaxmodels.policies import lerobot_folder, trained_types
-from jaxmodels.training import (
-    OptimizerConfig,
-    Progress,
-    Start,
-    new_policy,
-    policy_fields,
-    train,
-)
+from jaxmodels.training import OptimizerConfig, Progress, Start, new_policy, policy_fields, train
 from jaxmodels.training.initial_policy import read_clip_text
 from jaxmodels.training.train_state import read_instructions
 from tests.unit.jaxmodels.training.conftest import TINY, MakeConfig, write_demos
@@ -46,11 +39,9 @@ def start_of(kind: str, dataset: Dataset, **text: Any) -> Start:
     return new_policy(dataset, kind, values={**TINY[kind], **reads})
 
 
-# Diffusion Policy's smallest backbone is a ResNet, which takes the compiler most of a minute: it has its own below.
+# Diffusion Policy has a test of its own below, because its ResNet compiles for most of a minute.
 @pytest.mark.parametrize("kind", [kind for kind in trained_types() if kind != "diffusion"])
-def test_every_policy_type_is_trained_and_can_be_used(
-    kind: str, told: Dataset, tmp_path: Path, config: MakeConfig
-) -> None:
+def test_every_policy_type_is_trained_and_can_be_used(kind: str, told: Dataset, tmp_path: Path, config) -> None:
     start = start_of(kind, told)
     train(told, start, config(steps=2, log_freq=1), tmp_path / "run")
     policy = jaxmodels.load_policy(tmp_path / "run" / "policy")
@@ -69,7 +60,7 @@ def test_a_policy_of_two_observations_learns(places: Dataset, tmp_path: Path, co
     """The loss falls, and the chunk that is served begins at the newest of the observations."""
     told: list[Progress] = []
     adam = OptimizerConfig("adam", lr=3e-3, betas=(0.95, 0.999))
-    # What is predicted is the chunk itself, which so few examples teach in a tenth of the steps.
+    # Few examples teach the prediction of samples in a tenth of the steps.
     start = start_of("diffusion", places).with_values({"prediction_type": "sample"})
     long = config(steps=300, batch_size=32, optimizer=adam, log_freq=30, save_freq=1000)
     train(places, start, long, tmp_path / "run", on_progress=told.append)
@@ -115,15 +106,11 @@ def test_a_clip_and_another_text_encoder_are_not_both_taken(told: Dataset, tmp_p
         new_policy(told, "diffusion2d", values={**TINY["diffusion2d"], "text_encoder": "openai/clip"})
 
 
-def test_a_frozen_text_encoder_without_weights_is_refused(told: Dataset) -> None:
+def test_encoders_without_weights_and_data_without_tasks_are_refused(told: Dataset) -> None:
     with pytest.raises(ConfigError, match=r"text_encoder stays as it is in training, but has no weights"):
         start_of("diffusion2d", told, is_frozen=True)
-
-
-def test_a_dataset_without_tasks_cannot_train_with_instructions(told: Dataset) -> None:
-    policy = start_of("diffusion2d", told).policy
     with pytest.raises(DatasetError, match=r"the dataset's tasks are \['go', ''\]"):
-        read_instructions(policy, ("go", ""), None)
+        read_instructions(start_of("diffusion2d", told).policy, ("go", ""), None)
 
 
 def test_a_preset_makes_a_policy_for_the_dataset_and_fields_come_before_it(dataset: Dataset) -> None:
@@ -138,9 +125,7 @@ def test_a_preset_makes_a_policy_for_the_dataset_and_fields_come_before_it(datas
         new_policy(dataset, "act", preset="tiny")
     with pytest.raises(ConfigError, match=r"'smolvla' is served and not trained here; .* or train act, diffusion, "):
         new_policy(dataset, "smolvla")
-
-
-def test_a_backbone_is_not_begun_from_nothing_without_saying_so(dataset: Dataset) -> None:
+    # A backbone starts from random weights on request only.
     with pytest.raises(ConfigError, match=r"pretrained_backbone_weights .* is what torchvision would download"):
         new_policy(dataset, "act")
     assert new_policy(dataset, "act", values={"pretrained_backbone_weights": None}).backbone is None

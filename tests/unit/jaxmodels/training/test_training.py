@@ -1,4 +1,4 @@
-"""Training: it learns, it resumes to the same weights, and what it writes can be used."""
+"""Training learns, resumes to the same weights, and writes usable policies."""
 
 import json
 import resource
@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import jaxmodels
-from jaxmodels.data import Dataset, open_dataset
+from jaxmodels.data import Dataset
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError, TrainingError
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.training import (
@@ -46,7 +46,7 @@ def kill(progress):
         os.kill(os.getpid(), signal.SIGKILL)
 
 dataset = open_dataset(Path({demos!r}))
-with compiling_quickly():  # the same way: it finds the programs that the whole run compiled
+with compiling_quickly():  # The cache has the programs of the whole run.
     train(dataset, new_policy(dataset, "act", values=TINY["act"]), CONFIG, Path({output!r}), on_progress=kill)
 """
 
@@ -59,19 +59,14 @@ def told() -> list[Progress]:
 
 
 @pytest.fixture(scope="module")
-def finished(
-    dataset: Dataset,
-    tiny: MakeStart,
-    told: list[Progress],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
+def finished(dataset: Dataset, tiny: MakeStart, told: list[Progress], tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "whole"
     train(dataset, tiny(), CONFIG, str(output), on_progress=told.append)
     return output
 
 
 class Enough(Exception):
-    """A run has gone as far as a test wants."""
+    """Stops a run."""
 
 
 def stop(progress: Progress) -> None:
@@ -79,10 +74,9 @@ def stop(progress: Progress) -> None:
 
 
 @pytest.fixture(scope="module")
-def few(states: Path) -> Few:
+def few(places: Dataset) -> Few:
     """Demonstrations without a camera, and a policy whose program is small."""
-    dataset = open_dataset(states)
-    return dataset, new_policy(dataset, "act", values={**TINY_STATES, "pretrained_backbone_weights": None})
+    return places, new_policy(places, "act", values={**TINY_STATES, "pretrained_backbone_weights": None})
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +100,6 @@ def test_the_loss_falls_by_more_than_half(finished: Path) -> None:
     seen = losses(finished)
     assert [line["step"] for line in lines(finished)] == [4, 8, 12, 16, 20, 24]
     assert seen[-1] < 0.5 * seen[0], seen
-
-
-def test_each_line_of_the_metrics_is_complete(finished: Path) -> None:
     last = lines(finished)[-1]
     assert last["loss"] == pytest.approx(last["l1"] + 10 * last["kl"], rel=1e-4)
     assert last["gradient_norm"] > 0
@@ -117,7 +108,7 @@ def test_each_line_of_the_metrics_is_complete(finished: Path) -> None:
     assert 0 <= last["waited"] <= 1
 
 
-def test_whoever_watches_is_told_what_is_left(finished: Path, told: list[Progress]) -> None:
+def test_progress_has_the_time_that_is_left(finished: Path, told: list[Progress]) -> None:
     assert [(progress.step, progress.steps) for progress in told[-2:]] == [(20, 24), (24, 24)]
     assert told[-1].left == 0
     assert told[-2].left == pytest.approx(4 * CONFIG.batch_size / told[-2].samples_per_second)
@@ -128,6 +119,8 @@ def test_the_policy_is_written_in_a_layout_that_loads(finished: Path, dataset: D
     assert policy.requirements.joint_names == ("x", "y")
     assert policy.requirements.rate == 10
     assert policy.requirements.cameras == {"front": (16, 16)}
+    stats = policy.checkpoint.normalization.inputs.stats["observation.images.front"]
+    np.testing.assert_allclose(stats["mean"][:, 0, 0], (0.485, 0.456, 0.406))  # as LeRobot's default
     rows = np.arange(2)
     chunk = policy.act(
         {
@@ -139,40 +132,27 @@ def test_the_policy_is_written_in_a_layout_that_loads(finished: Path, dataset: D
     assert np.isfinite(chunk).all()
 
 
-def test_pictures_are_normalised_as_lerobot_does_it_unless_told_otherwise(finished: Path) -> None:
-    inputs = lerobot_folder.read_checkpoint(finished / "policy").normalization.inputs
-    np.testing.assert_allclose(inputs.stats["observation.images.front"]["mean"][:, 0, 0], (0.485, 0.456, 0.406))
+def same_run(one: Path, other: Path) -> bool:
+    """Return whether two runs wrote the same policy and losses."""
+    weights = [(output / "policy" / "model.safetensors").read_bytes() for output in (one, other)]
+    return weights[0] == weights[1] and losses(one) == losses(other)
 
 
-def test_a_killed_run_resumes_to_the_same_weights(
-    demos: Path,
-    dataset: Dataset,
-    tiny: MakeStart,
-    finished: Path,
-    tmp_path: Path,
-) -> None:
+def test_a_killed_run_resumes_to_the_same_weights(demos, dataset, tiny, finished: Path, tmp_path: Path) -> None:
     output = tmp_path / "killed"
-    # Its first checkpoint may be whole or not: it is written while the steps go on.
+    # The first checkpoint may be incomplete, because steps continue while it is written.
     script = KILLED.format(step=12, demos=str(demos), output=str(output))
-    killed = subprocess.run(
-        [sys.executable, "-c", script],
-        env=process_environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    options = {"env": process_environment(), "capture_output": True, "text": True, "timeout": 500, "check": False}
+    killed = subprocess.run([sys.executable, "-c", script], **options)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (output / "policy").exists()
     train(dataset, tiny(), CONFIG, output, resume=True)
-    resumed, whole = (folder / "policy" / "model.safetensors" for folder in (output, finished))
-    assert resumed.read_bytes() == whole.read_bytes()
-    assert losses(output) == losses(finished)
+    assert same_run(output, finished)
 
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """As on a full disk, what is written ends after so many bytes; the system says EFBIG instead of ENOSPC."""
+    """Limit the size of files to imitate a full disk, with EFBIG in place of ENOSPC."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -181,17 +161,10 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# Orbax's threads tell an event loop of what failed that is closed by then.
+# Orbax's threads report failures to an event loop that is closed by then.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("what", ["the policy", "the state, while steps are done"])
-def test_a_run_resumes_after_a_full_disk(
-    what: str,
-    dataset: Dataset,
-    tiny: MakeStart,
-    finished: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_resumes_after_a_full_disk(what: str, dataset, tiny, finished: Path, tmp_path, monkeypatch) -> None:
     output = tmp_path / "full"
 
     def stop_at_12(progress: Progress) -> None:
@@ -204,8 +177,7 @@ def test_a_run_resumes_after_a_full_disk(
     if what == "the policy":
         limit = (finished / "policy" / "model.safetensors").stat().st_size // 2
     else:
-        # How Orbax spreads a state over files depends on its threads; the list of its arrays alone has 47 kB. The
-        # policy beside it would be the first to fail: it is left out.
+        # The list of Orbax's arrays alone has 47 kB. The policy, which would fail first, is left out.
         limit = 32 * 1024
         monkeypatch.setattr(loop, "write_policy", lambda *args: None)
     wanted = rf"{output}: cannot be written \(.+\); make room there.*--resume=true"
@@ -214,16 +186,11 @@ def test_a_run_resumes_after_a_full_disk(
     monkeypatch.undo()
     assert not (output / "policy" / "model.safetensors").exists()
     left = {path.relative_to(output) for path in (output / "checkpoints").rglob("*")}
-    assert left >= set(whole), "what was whole is as it was"
+    assert left >= set(whole), "complete checkpoints stay"
     train(dataset, tiny(), CONFIG, output, resume=True)
-    resumed, never_full = (folder / "policy" / "model.safetensors" for folder in (output, finished))
-    assert resumed.read_bytes() == never_full.read_bytes()
-    assert losses(output) == losses(finished)
-    assert not [
-        path
-        for path in output.rglob("*")
-        if ".orbax-checkpoint-tmp" in path.name or (path.is_dir() and path.name.startswith("."))
-    ]
+    assert same_run(output, finished)
+    assert not [path for path in output.rglob("*") if ".orbax-checkpoint-tmp" in path.name]
+    assert not [path for path in output.rglob(".*") if path.is_dir()]
 
 
 def test_a_finished_run_resumes_unchanged(dataset: Dataset, tiny: MakeStart, finished: Path) -> None:
@@ -245,9 +212,10 @@ def test_checkpoints_hold_the_policy_as_it_was_and_last_is_the_newest(finished: 
     assert any((array != weights[name]).any() for name, array in early.items())
 
 
-def test_folders_of_other_contents_are_refused(
-    finished: Path, dataset: Dataset, tiny: MakeStart, tmp_path: Path
-) -> None:
+def test_other_features_and_folders_of_other_contents_are_refused(finished: Path, dataset, tiny, tmp_path) -> None:
+    start = tiny(input_features={"observation.images.wrist": {"type": "VISUAL", "shape": [3, 16, 16]}})
+    with pytest.raises(DatasetError, match=r"observation\.images\.wrist"):
+        train(dataset, start, CONFIG, tmp_path / "run")
     with pytest.raises(TrainingError, match=r"holds a training; add --resume=true"):
         train(dataset, tiny(), CONFIG, finished)
     other = replace(CONFIG, batch_size=16, log_freq=1)
@@ -268,11 +236,9 @@ def test_the_loss_curve_is_a_picture_with_a_falling_line(finished: Path, tmp_pat
     assert last > first + 20, "the curve does not fall (rows are counted from the top)"
 
 
-def test_training_starts_from_a_trained_policy(
-    finished: Path, dataset: Dataset, tmp_path: Path, config: MakeConfig
-) -> None:
+def test_training_starts_from_a_trained_policy(finished: Path, dataset, tmp_path: Path, config: MakeConfig) -> None:
     base = Path(shutil.copytree(finished / "policy", tmp_path / "base"))
-    for path in base.glob("policy_*processor.json"):  # as base models are, whose statistics the dataset's replace
+    for path in base.glob("policy_*processor.json"):  # Base models have no statistics.
         values = json.loads(path.read_text())
         for step in values["steps"]:
             step.pop("state_file", None)
@@ -310,7 +276,7 @@ def test_the_policy_is_the_moving_average(few: Few, begun: Path, tmp_path: Path,
 
 
 def test_gradient_accumulation_equals_the_whole_batch(few: Few, tmp_path: Path, config: MakeConfig) -> None:
-    # A large epsilon makes steps as long as gradients: those of some weights are nothing but rounding.
+    # With a large epsilon, gradients that are rounding alone make small steps.
     rule = OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0)
     found = []
     for parts in (1, 4):
@@ -342,12 +308,6 @@ def test_tensorboard_reads_the_events(few: Few, tmp_path: Path, config: MakeConf
         at += size + 16
     assert found["train/loss", 8] == pytest.approx(losses(tmp_path / "run")[-1])
     assert ("train/learning_rate", 4) in found
-
-
-def test_a_policy_of_other_features_is_refused(dataset: Dataset, tiny: MakeStart, tmp_path: Path) -> None:
-    start = tiny(input_features={"observation.images.wrist": {"type": "VISUAL", "shape": [3, 16, 16]}})
-    with pytest.raises(DatasetError, match=r"observation\.images\.wrist"):
-        train(dataset, start, CONFIG, tmp_path / "run")
 
 
 def test_settings_that_make_no_sense_are_refused_together() -> None:
