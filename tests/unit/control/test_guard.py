@@ -83,11 +83,9 @@ def test_the_seam_is_measured_from_the_motion_before() -> None:
     assert guard().judge(plan, moving, 5).actions is plan
     judged = guard().judge(plan, moving, 9)
     assert judged.clamped == ("seam",)
-    assert judged.actions is not None
     assert judged.actions[9, 0] == 77
     turned = guard(limits(acceleration=3000.0)).judge(plan, moving, 3)
     assert turned.clamped == ("acceleration",)
-    assert turned.actions is not None
     assert turned.actions[3, 0] == pytest.approx(54.5), "at most 7.5 less than the 10 that it moved before"
 
 
@@ -122,7 +120,6 @@ def test_refuse_mode_clamps_small_excess_and_starts_from_rest() -> None:
     near[:, 0] = 104
     judged = judging.judge(near, REST)
     assert judged.reason is None
-    assert judged.actions is not None
     assert judged.actions[:, 0].max() == 100
     assert judged.actions[0, 0] == 25, "it stood at 0"
     moving = replace(REST, is_at_rest=False)
@@ -172,7 +169,6 @@ def test_what_is_no_chunk_is_refused_in_every_mode(form: str, mode: Mode) -> Non
     answer, reason = FORMS[form]
     judging = guard(limits(mode))
     wrong = judging.check_shape(answer)
-    assert wrong is not None
     assert wrong[0] == reason
     assert judging.refused[reason] == 1
     assert judging.check_shape(np.zeros((1, STEPS, 6), np.float32)) is None
@@ -195,7 +191,6 @@ def test_a_joint_that_is_outside_is_led_back_and_never_pushed_further() -> None:
     outside = Motion(np.array([30, -30, 0, 0, 0, 9.0]), np.zeros(6), np.zeros(6))
     plan = np.tile(np.array([90, -90, 0, 0, 0, 9], np.float32), (STEPS, 1))
     judged = judging.judge(plan, outside)
-    assert judged.actions is not None
     assert judged.actions[:8, 0] == pytest.approx([29.5, 28.5, 27, 25, 23, 21, 19, 17]), "ever faster, up to 2 a tick"
     assert judged.actions[:, 0].max() < 30
     assert judged.actions[:, 1].min() > -30
@@ -279,7 +274,6 @@ def test_what_no_working_policy_asks_for_is_refused_in_either_mode(mode: Mode, j
     plan = line(0.0)
     plan[-1, joint] = value
     form = guarding.check_shape(plan[None])
-    assert form is not None
     assert form[0] == "wild"
     assert TABLE.names[joint] in form[1]
     assert guarding.refused.by_reason() == {"wild": 1}

@@ -150,7 +150,6 @@ def test_a_forbidden_command_is_refused_and_counted() -> None:
 def test_a_hold_is_a_pose_that_was_measured_just_now_wherever_that_is() -> None:
     limits = {"low": np.full(6, -5.0), "high": np.full(6, 5.0)}  # the arm stands outside, at 10
     arena = seated(Stage.STOPPED, "a hand")
-    assert arena.session is not None
     guard = arena.session.robot_io.controller.guard
     guard.limits = type(guard.limits)(**{**vars(guard.limits), **limits})
     assert arena.over_rest({"Rotation": 4.0}, OWN) == "latched"

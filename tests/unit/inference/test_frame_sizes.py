@@ -120,7 +120,6 @@ async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(
             return next(iter([*worker._abandoned_batches, *filter(None, (worker._current,))]), None)
 
         batch = await until(running)
-        assert batch is not None
         assert batch.overdue == pytest.approx(overdue)
         assert batch.members[0].due - batch.members[0].submitted == pytest.approx(soon, abs=1e-6)
         gate.set()

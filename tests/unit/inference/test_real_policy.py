@@ -129,7 +129,6 @@ async def test_a_compiled_policy_drives_the_robot_with_its_actions(policy_folder
         await until(lambda: len(link.sent) > 30)
         status = session.status()
         assert status.stats["rate"] == 50
-        assert status.inference_stats is not None
         assert str(status.inference_stats["device"]).startswith(jaxmodels.load_policy(policy_folder).device[:3])
         observation = {
             "observation.images.front": FRAME[None],

@@ -71,7 +71,6 @@ def held(link: MemoryLink, since: int) -> list[dict[str, float]]:
 async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
     link = await rig.running()
     session = rig.sessions.get_live("s")
-    assert session.robot_io is not None
     control = session.robot_io.controller
     # None is under way, which one counts already and the other not yet.
     await until(

@@ -235,7 +235,6 @@ class Walk(RuleBasedStateMachine):
     def the_policy_fails_until_all_running_sessions_are_errors(self) -> None:
         running = [id for id, stage in self.stages.items() if stage == "running"]
         robot_io = self.sessions.get(running[0]).robot_io
-        assert robot_io is not None
         policy = robot_io.runner.loaded.policy
         assert isinstance(policy, ScriptedPolicy)
         policy.failures = [ValueError("x")] * 1000

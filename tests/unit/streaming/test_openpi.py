@@ -286,7 +286,6 @@ def test_openpi_client_picks_up_a_cube():
     serve = [sys.executable, "-m", "robojax.cli", "serve", "--port", "0", "--openpi-port", port, "--state", "off"]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server, closing(Arm()) as arm:
         try:
-            assert server.stdout is not None
             url = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
             new = {"session_id": "arm", "policy_path": "robojax/sim/policy", "transport_server_url": "direct"}
             body = json.dumps(new).encode()
