@@ -122,7 +122,7 @@ def observe(seen: ObservationBuffer, now: float) -> Snapshot:
 
 
 def look_back(steps: int, period: float, rate: float, until: float, gap: tuple[float, float] = (9, 9)) -> Snapshot:
-    """The last snapshot after ticks at this rate; joint 0 and the picture hold its time. No input arrives in the gap."""
+    """The last snapshot after ticks at this rate; joint 0 and the picture hold its time. The gap has no input."""
     seen = ObservationBuffer(("front",), JointTable(SO100), history=ObservationHistory(steps, period))
     for tick in range(round(until * rate) + 1):
         now = tick / rate

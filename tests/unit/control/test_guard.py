@@ -153,24 +153,37 @@ def test_refusing_judges_what_is_over_too() -> None:
     assert guard().judge(plan, REST, 5).actions is plan, "it is never done"
 
 
+def ending(joint: int, value: float) -> np.ndarray:
+    """A plan at rest whose last action moves this joint to the value."""
+    plan = line(0.0)
+    plan[-1, joint] = value
+    return plan[None]
+
+
 FORMS = {
-    "a list": ([[0.0] * 6], "shape"),
-    "too wide": (np.zeros((1, STEPS, 7), np.float32), "shape"),
-    "no batch": (np.zeros((STEPS, 6), np.float32), "shape"),
-    "whole numbers": (np.zeros((1, STEPS, 6), np.int64), "shape"),
-    "a NaN": (np.full((1, STEPS, 6), np.nan), "not_finite"),
-    "infinite in float32": (np.full((1, STEPS, 6), 1e300), "not_finite"),
+    "a list": ([[0.0] * 6], "shape", ""),
+    "too wide": (np.zeros((1, STEPS, 7), np.float32), "shape", ""),
+    "no batch": (np.zeros((STEPS, 6), np.float32), "shape", ""),
+    "whole numbers": (np.zeros((1, STEPS, 6), np.int64), "shape", ""),
+    "a NaN": (np.full((1, STEPS, 6), np.nan), "not_finite", ""),
+    "infinite in float32": (np.full((1, STEPS, 6), 1e300), "not_finite", ""),
+    "no working policy": (ending(0, 301.0), "wild", "Rotation"),
+    "far below": (ending(3, -301.0), "wild", "Wrist_Pitch"),
+    "jaw above": (ending(5, 201.0), "wild", "Jaw"),
+    "jaw below": (ending(5, -101.0), "wild", "Jaw"),
+    "as large as numbers go": (ending(2, 1e30), "wild", "Elbow"),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", ["clamp", "refuse"])
 def test_what_is_no_chunk_is_refused_in_every_mode(form: str, mode: Mode) -> None:
-    answer, reason = FORMS[form]
+    answer, reason, word = FORMS[form]
     judging = guard(limits(mode))
     wrong = judging.check_shape(answer)
     assert wrong[0] == reason
-    assert judging.refused[reason] == 1
+    assert word in wrong[1]
+    assert judging.refused.by_reason() == {reason: 1}
     assert judging.check_shape(np.zeros((1, STEPS, 6), np.float32)) is None
 
 
@@ -267,33 +280,19 @@ def test_judging_costs_little() -> None:
     assert cost(judging.judge, wild, rest) < 3e-3
 
 
-@pytest.mark.parametrize("mode", ["clamp", "refuse"])
-@pytest.mark.parametrize(("joint", "value"), [(0, 301.0), (3, -301.0), (5, 201.0), (5, -101.0), (2, 1e30)])
-def test_what_no_working_policy_asks_for_is_refused_in_either_mode(mode: Mode, joint: int, value: float) -> None:
-    guarding = guard(limits(mode))
-    plan = line(0.0)
-    plan[-1, joint] = value
-    form = guarding.check_shape(plan[None])
-    assert form[0] == "wild"
-    assert TABLE.names[joint] in form[1]
-    assert guarding.refused.by_reason() == {"wild": 1}
-
-
-def test_a_limits_file_makes_no_sound_policy_unbelievable() -> None:
-    # It may keep a joint to a small part of what its policy rightly asks for.
+def test_only_a_known_range_of_joints_or_data_makes_values_wild() -> None:
+    # A file may limit a joint to a small part of what its policy rightly requests.
     narrow = create_motion_limits(TABLE, file={"Rotation": FileLimits(low=-1.0, high=1.0, origin="f")})
-    plan = line(0.0)
-    plan[:, 0] = 90.0
-    assert guard(narrow).check_shape(plan[None]) is None
-
-
-def test_without_any_known_range_nothing_is_unbelievable() -> None:
+    assert guard(narrow).check_shape(ending(0, 90.0)) is None
     table = JointTable([Joint("a", 0), Joint("b", 1)])
-    unlimited = create_motion_limits(table)
-    assert Guard(unlimited, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 1e9, np.float32)) is None
     of_data = create_motion_limits(table, action_range=([-1.0, 0.0], [1.0, 2.0]))
-    assert Guard(of_data, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 1e9, np.float32)) is not None
-    assert Guard(of_data, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 2.5, np.float32)) is None
+    for found, value, is_wild in (
+        (create_motion_limits(table), 1e9, False),
+        (of_data, 1e9, True),
+        (of_data, 2.5, False),
+    ):
+        judging = Guard(found, rate=20, action_rate=20, chunk=1)
+        assert (judging.check_shape(np.full((1, 1, 2), value, np.float32)) is not None) is is_wild
 
 
 def test_the_quick_look_at_a_chunk_says_what_the_close_one_says() -> None:

@@ -38,6 +38,12 @@ def test_lerobots_functions_weigh_every_moment_that_both_chunks_have(name: str) 
     joined = queue.aggregate(constant(2), observed_at=0.4)
     assert joined[:6, 0] == pytest.approx([LEROBOT[name]] * 6), "four actions of the old chunk are over"
     assert joined[6:, 0].tolist() == [2, 2, 2, 2], "beyond the old chunk there is only the new one"
+    queue.push(constant(1), observed_at=0.3, now=0.3)
+    before = queue.aggregate(constant(2), observed_at=0.1)[:4, 0]
+    assert before == pytest.approx([2, 2, *[LEROBOT[name]] * 2]), "nor is there anything before the plan"
+    queue.push(constant(1), observed_at=0.0, now=5.0)
+    new = constant(2)
+    assert queue.aggregate(new, 0.5) is new, "the plan is over"
 
 
 def test_lerobots_functions_take_what_was_joined_before_for_the_old_one() -> None:
@@ -57,12 +63,6 @@ def test_chunks_between_two_actions_are_interpolated() -> None:
     assert joined[:, 0] == pytest.approx(ramp[:, 0] + 2.5)
 
 
-def test_a_chunk_is_weighed_only_where_the_plan_has_actions() -> None:
-    queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
-    queue.push(constant(1), observed_at=0.3, now=0.3)
-    assert queue.aggregate(constant(2), observed_at=0.1)[:4, 0].tolist() == [2, 2, 1.5, 1.5]
-
-
 def test_a_crossfade_begins_near_the_plan_and_ends_in_the_new_chunk() -> None:
     queue = ActionQueue(0.1, aggregation=CrossfadeAggregation(3))
     queue.push(constant(0), observed_at=0.0, now=0.0)
@@ -71,13 +71,6 @@ def test_a_crossfade_begins_near_the_plan_and_ends_in_the_new_chunk() -> None:
     # Two actions are left of the plan.
     assert queue.aggregate(constant(3), 0.7, 1)[:, 0].tolist() == pytest.approx([0, 1, 2, 3, 3, 3, 3, 3, 3, 3])
     assert queue.aggregate(constant(3), 0.9, 5)[:, 0].tolist() == [0] + [3] * 9, "and none of those that can be done"
-
-
-def test_a_plan_that_is_over_is_not_joined_with() -> None:
-    queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
-    queue.push(constant(1), observed_at=0.0, now=5.0)
-    new = constant(2)
-    assert queue.aggregate(new, 0.5) is new
 
 
 @pytest.mark.parametrize("coefficient", [0.01, 0.0, -3.0, 10.0, -10.0])

@@ -65,10 +65,8 @@ class Arena:
     def perform(self, effects: Any) -> list[Any]:
         sent = [(who, effect.message) for effect in effects if isinstance(effect, Send) for who in effect.to]
         for who, message in sent:
-            if who == "robot" and isinstance(message, JointUpdate):
-                self.heard.append(message.values)
-            if who == "robot" and isinstance(message, protocol.StateSync):
-                self.heard.append(dict(message.data))
+            if who == "robot" and isinstance(message, (JointUpdate, protocol.StateSync)):
+                self.heard.append(dict(message.values if isinstance(message, JointUpdate) else message.data))
         return [message for _, message in sent]
 
     def seat(self, who: str, claim: str | None) -> bool:
@@ -118,7 +116,6 @@ def test_what_somebody_commanded_before_the_session_did_is_told_to_nobody() -> N
 
 def test_a_stopped_session_keeps_its_room_and_hides_commands() -> None:
     arena = seated()
-    assert arena.session is not None
     arena.say("session", {"Jaw": 50.0})
     join = Join("late", Role.CONSUMER)
     assert protocol.StateSync({"Jaw": 50.0}) in arena.perform(arena.table.join("late", ARM, join, 0.0))
@@ -136,7 +133,6 @@ def test_a_stopped_session_keeps_its_room_and_hides_commands() -> None:
 
 def test_a_forbidden_command_is_refused_and_counted() -> None:
     arena = seated()
-    assert arena.session is not None
     for values in ({"Rotation": 100.1}, {"Jaw": -0.1}, {"Tail": 1.0}, {"Pitch": float("nan")}, {"Elbow": 1e300}):
         [error] = arena.say("session", {"Wrist_Roll": 3.0} | values)
         assert isinstance(error, protocol.VideoError)
@@ -204,7 +200,6 @@ steps = st.one_of(
 def test_no_order_of_events_sends_an_unsafe_command(script: list[Any]) -> None:
     arena = Arena(Double(Stage.READY))
     session = arena.session
-    assert session is not None
     measured: list[dict[str, float]] = [dict.fromkeys(NAMES, 10.0)]
     for step in script:
         before = len(arena.heard)
