@@ -200,6 +200,7 @@ steps = st.one_of(
 def test_no_order_of_events_sends_an_unsafe_command(script: list[Any]) -> None:
     arena = Arena(Double(Stage.READY))
     session = arena.session
+    assert session is not None
     measured: list[dict[str, float]] = [dict.fromkeys(NAMES, 10.0)]
     for step in script:
         before = len(arena.heard)
