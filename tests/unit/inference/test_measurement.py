@@ -33,15 +33,17 @@ def test_a_policy_fits_while_its_chunk_outlasts_the_next_answer(p99, rate, fit):
     assert verdict.covered == pytest.approx(20 / rate)
 
 
-def test_an_ensembled_policy_has_one_tick():
-    verdict = assess_speed(needs(temporal_ensemble_coeff=0.01), speed(0.1), 20)
-    assert (verdict.budget, verdict.fit) == (0.05, "fits, thinking less often")
-
-
-def test_a_policy_of_single_actions_has_one_tick():
-    single = needs(chunk=1, action_steps=1)
-    assert assess_speed(single, speed(0.04), 20).fit == "fits"
-    assert assess_speed(single, speed(0.06), 20).fit == "does not fit"
+@pytest.mark.parametrize(
+    ("changes", "p99", "fit"),
+    [
+        ({"temporal_ensemble_coeff": 0.01}, 0.1, "fits, thinking less often"),
+        ({"chunk": 1, "action_steps": 1}, 0.04, "fits"),
+        ({"chunk": 1, "action_steps": 1}, 0.06, "does not fit"),
+    ],
+)
+def test_an_ensembled_policy_and_one_of_single_actions_have_one_tick(changes, p99, fit):
+    verdict = assess_speed(needs(**changes), speed(p99), 20)
+    assert (verdict.budget, verdict.fit) == (0.05, fit)
 
 
 def test_an_observation_has_what_the_policy_reads():
