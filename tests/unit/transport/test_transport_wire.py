@@ -69,12 +69,10 @@ def test_what_is_built_parses_to_the_same_message(message):
 
 @patient
 @given(st.builds(Join, participant_id=names, role=st.sampled_from(Role)))
-def test_a_join_survives_the_wire(join):
-    assert protocol.parse_join(protocol.build_message(join)) == join
-
-
-def test_a_join_has_no_type():
-    assert json.loads(protocol.build_message(Join("me", Role.CONSUMER))) == {"participant_id": "me", "role": "consumer"}
+def test_a_join_survives_the_wire_without_a_type(join):
+    built = protocol.build_message(join)
+    assert protocol.parse_join(built) == join
+    assert json.loads(built).keys() == {"participant_id", "role"}
 
 
 @patient
@@ -121,14 +119,9 @@ def test_anything_else_raises_wire_error_and_nothing_else(raw):
 @pytest.mark.parametrize(
     "raw",
     [
-        "",
-        "{",
-        "[]",
-        "1",
-        "null",
+        *("", "{", "[]", "1", "null", b"\xff\xfe\xfd"),
         "[" * 200_000,
         '{"a":' * 100_000,
-        b"\xff\xfe\xfd",
         '{"type":"heartbeat"}' + " " * (1 << 20),
         "9" * 9999,
         '{"type":"heartbeat","a":' + "9" * 641 + "}",
@@ -145,21 +138,14 @@ def test_a_frame_that_is_no_object_is_a_wire_error_without_type(raw):
 @pytest.mark.parametrize(
     "data",
     [
-        '[{"name":"Jaw","value":NaN}]',
-        '[{"name":"Jaw","value":1e999}]',
-        '[{"name":"Jaw","value":-Infinity}]',
+        *(f'[{{"name":"Jaw","value":{value}}}]' for value in ("NaN", "1e999", "-Infinity", '"1"', "true", "null")),
         '[{"name":"Jaw","value":1,"speed":NaN}]',
         '[{"name":"Jaw","value":1,"deep":{"er":[1e400]}}]',
-        '[{"name":"Jaw","value":"1"}]',
-        '[{"name":"Jaw","value":true}]',
-        '[{"name":"Jaw","value":null}]',
         '[{"name":"Jaw"}]',
         '[{"value":1}]',
         '[{"name":"","value":1}]',
         '[{"name":7,"value":1}]',
-        '["Jaw"]',
-        '{"Jaw":1}',
-        '"Jaw"',
+        *('["Jaw"]', '{"Jaw":1}', '"Jaw"'),
         "[" + ",".join(['{"name":"Jaw","value":1}'] * 257) + "]",
         '[{"name":"' + "J" * 101 + '","value":1}]',
     ],
