@@ -34,9 +34,7 @@ def first_of(action: np.ndarray | None) -> float | None:
         (0.05, 9.8, (0, 1.0)),
     ],
 )
-def test_a_chunk_goes_on_with_the_first_action_after_a_moment(
-    tick_period: float | None, moment: float, found: tuple[int, float]
-) -> None:
+def test_a_chunk_goes_on_with_the_first_action_after_a_moment(tick_period, moment, found) -> None:
     first, share = ActionQueue(0.1, tick_period).first_after(moment + 1e-9, 10.0)
     assert (first, share) == (found[0], pytest.approx(found[1], abs=1e-6))
 

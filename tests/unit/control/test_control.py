@@ -199,9 +199,7 @@ def test_the_first_command_after_a_rest_is_action_0(rest: str, latency: float, o
 @pytest.mark.parametrize(("rate", "expected"), [(20, [1, 2, 3, 4]), (50, [1, 1.4, 1.8, 2.2]), (10, [1, 3, 5, 7])])
 @pytest.mark.parametrize("name", AGGREGATIONS)
 @pytest.mark.parametrize("late", [0.0, 0.004, 0.13])
-def test_at_every_rate_and_overlap_the_plan_is_timed_from_its_first_tick(
-    rate: float, expected: list[float], name: str, late: float
-) -> None:
+def test_at_every_rate_and_overlap_the_plan_is_timed_from_its_first_tick(rate, expected, name, late) -> None:
     pace = replace(PACE, rate=rate, overlap=AGGREGATIONS[name])
     world = World(latency=0.7, pace=pace).begin().run(0.72)
     world.run(0.4, late=late)

@@ -112,10 +112,7 @@ def fail(piece: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("get", "error", "text"),
-    [
-        (lambda piece: piece[:-1], CheckpointError, "changed while they were sent"),
-        (fail, OSError, "No space left"),
-    ],
+    [(lambda piece: piece[:-1], CheckpointError, "changed while they were sent"), (fail, OSError, "No space left")],
 )
 def test_failed_fetch_leaves_nothing(folder: Path, cache: Path, get: Any, error: type[Exception], text: str) -> None:
     artifact = pack(folder, same)

@@ -135,9 +135,7 @@ async def test_due_time_is_sent_as_seconds_from_now(engine: Engine, worker: Remo
         (RuntimeError("why"), RuntimeError),
     ],
 )
-async def test_refusals_and_failed_calls_are_raised(
-    kind: Any, error: type[Exception], engine: Engine, worker: RemoteWorker, replica: Replica
-) -> None:
+async def test_refusals_and_failed_calls_are_raised(kind, error, engine, worker, replica) -> None:
     engine.answers = [kind if isinstance(kind, Exception) else Refusal(kind, "why")]
     with pytest.raises(error, match="why") as found:
         await worker.submit(replica, OBSERVATION, None)
@@ -145,9 +143,7 @@ async def test_refusals_and_failed_calls_are_raised(
     assert worker.pending == 0
 
 
-async def test_a_late_engine_is_asked_last_until_it_answers(
-    engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_late_engine_is_asked_last_until_it_answers(engine, worker, replica, monkeypatch) -> None:
     monkeypatch.setattr(remote_engine, "DEFAULT_OVERDUE", 0.02)
     assert not worker.is_late
     with pytest.raises(Overdue, match=r"one has not answered for 0.02 s") as late:
@@ -171,9 +167,7 @@ async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
     assert worker.is_late, "it owes it for ever"
 
 
-async def test_what_it_usually_takes_says_what_is_late(
-    engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_it_usually_takes_says_what_is_late(engine, worker, replica, monkeypatch) -> None:
     monkeypatch.setattr(remote_engine, "MIN_OVERDUE", 0.02)
     monkeypatch.setattr(remote_engine, "DEFAULT_OVERDUE", 60.0)
     engine.answers = [check_answer() for _ in range(8)]
@@ -190,9 +184,7 @@ async def test_alone_it_is_waited_for_until_it_is_stuck(engine: Engine, worker: 
 
 
 @pytest.mark.parametrize(("is_gone", "error"), [(True, DeviceGone), (False, WorkerClosed)], ids=["fail", "close"])
-async def test_pending_requests_fail_at_once(
-    is_gone: bool, error: type[Exception], engine: Engine, worker: RemoteWorker, replica: Replica
-) -> None:
+async def test_pending_requests_fail_at_once(is_gone, error, engine, worker, replica) -> None:
     waiting = [asyncio.create_task(worker.submit(replica, OBSERVATION, None)) for _ in range(3)]
     await engine.until_asked(3)
     if is_gone:

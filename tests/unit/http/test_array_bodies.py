@@ -29,10 +29,7 @@ def to_json(**arrays: np.ndarray) -> bytes:
     return json.dumps({"inputs": entries}).encode()
 
 
-READERS = {
-    "npz": (array_formats.decode_npz, to_npz),
-    "json": (array_formats.decode_json, to_json),
-}
+READERS = {"npz": (array_formats.decode_npz, to_npz), "json": (array_formats.decode_json, to_json)}
 both = pytest.mark.parametrize(("decode", "write"), READERS.values(), ids=READERS)
 
 

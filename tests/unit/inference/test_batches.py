@@ -140,9 +140,7 @@ async def test_an_answer_that_is_not_finite_is_only_that_members() -> None:
         assert policy.calls == [1, 4]
 
 
-async def test_only_the_cause_of_a_hung_batch_is_stuck(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_only_the_cause_of_a_hung_batch_is_stuck(monkeypatch) -> None:
     # That a machine stood still for a tenth of `stuck_after` is noticed; less than that makes nobody overdue.
     monkeypatch.setattr("service.inference.device_worker.MIN_OVERDUE", 0.3)
     policy = Held()
@@ -189,9 +187,7 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
     await engine.close()
 
 
-async def test_a_compile_waits_for_clients_without_a_control_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_compile_waits_for_clients_without_a_control_loop(monkeypatch) -> None:
     monkeypatch.setattr("service.inference.engine.QUIET_SECONDS", 0.2)
     monkeypatch.setattr("service.inference.policy_cache.POLL_INTERVAL", 0.01)
     policy = ScriptedPolicy()

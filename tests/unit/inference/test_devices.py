@@ -128,9 +128,7 @@ def test_a_policy_is_copied_to_another_device_or_spread_over_several() -> None:
     assert done.stdout.strip() == "well", done.stderr[-2000:]
 
 
-async def test_the_least_busy_device_is_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_least_busy_device_is_used(monkeypatch) -> None:
     monkeypatch.setattr(
         "service.inference.device_worker.MIN_OVERDUE", 60.0
     )  # what the test holds is not asked of the other device

@@ -92,9 +92,7 @@ async def test_two_sessions_that_wait_for_one_load_share_it_and_both_hear_of_it(
 
 
 @pytest.mark.parametrize("is_other_waiting", [True, False])
-async def test_a_load_with_a_departed_caller_serves_others_or_is_dropped(
-    engine: Engine, is_other_waiting: bool
-) -> None:
+async def test_a_load_with_a_departed_caller_serves_others_or_is_dropped(engine, is_other_waiting) -> None:
     loader = ScriptedLoader(gate=threading.Event())
 
     async def use() -> None:
@@ -421,9 +419,7 @@ async def test_work_runs_at_a_lower_priority_than_the_loop() -> None:
     assert worker.close(30.0)
 
 
-async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(monkeypatch) -> None:
     never = threading.Event()
     engine = Engine(stuck_after=60, switch_interval=None)
     async with engine.policy_cache.open_policy(

@@ -73,10 +73,9 @@ def milliseconds(engine: Engine) -> Any:
 
 async def test_each_size_of_pictures_has_its_own_figures() -> None:
     async with asked_with_both(Sized(), (1, 4)) as (engine, served):
-        assert latency_model(served).get_stats() == {
-            "1": {"p50": 1.0, "p90": 1.0},
-            "4": {"p50": 2.0, "p90": 2.0},
-        }, "of what it was trained with"
+        assert latency_model(served).get_stats() == {"1": {"p50": 1.0, "p90": 1.0}, "4": {"p50": 2.0, "p90": 2.0}}, (
+            "of what it was trained with"
+        )
         for _ in range(5):
             await engine.infer(served, LARGE_SEEN)
         assert latency_model(served).measured(1).median == 0.001
@@ -106,9 +105,7 @@ async def test_devices_list_latencies_of_other_picture_sizes() -> None:
 @pytest.mark.parametrize(
     ("observation", "soon", "overdue"), [(SMALL_SEEN, 0.002, 0.1), (LARGE_SEEN, 0.4, 0.6)], ids=["small", "large"]
 )
-async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(
-    observation: dict[str, np.ndarray], soon: float, overdue: float
-) -> None:
+async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(observation, soon, overdue) -> None:
     gate, policy = threading.Event(), Sized()
     async with asked_with_both(policy) as (engine, served):
         policy.failures.append(gate)

@@ -109,10 +109,9 @@ async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(r
         assert len(served.replicas) == 2
         assert [costs_of(replica) for replica in served.replicas] == [costs_of(one) for one in rig.served.replicas]
         assert latency_model(served).measured(1).median == 0.001
-        assert [replica.latencies[LARGE_FRAMES].measured(2).median for replica in served.replicas] == [
-            0.004,
-            1.004,
-        ], "each its worker's"
+        assert [replica.latencies[LARGE_FRAMES].measured(2).median for replica in served.replicas] == [0.004, 1.004], (
+            "each its worker's"
+        )
         for replica in served.replicas:
             policy = replica.policy
             assert isinstance(policy, Shipped)
@@ -175,10 +174,7 @@ async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() 
     async with engine.policy_cache.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
         async with engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=first) as served:
-            assert [replica.latencies[TRAINED_FRAMES].measured(1).median for replica in served.replicas] == [
-                0.010,
-                0.5,
-            ]
+            assert [replica.latencies[TRAINED_FRAMES].measured(1).median for replica in served.replicas] == [0.010, 0.5]
     await engine.close()
 
 

@@ -100,9 +100,7 @@ async def test_quarantine_survives_a_restart_and_a_poll(world: World) -> None:
         ("probation", Verdict("missed_ticks", "9 ticks", {"missed_ticks": 9}), ("rolled_back", "missed_ticks"), True),
     ],
 )
-async def test_only_the_fault_of_a_commit_is_quarantined(
-    world: World, step: str, verdict: Verdict, outcome: tuple[str, str], is_quarantined: bool
-) -> None:
+async def test_only_the_fault_of_a_commit_is_quarantined(world, step, verdict, outcome, is_quarantined) -> None:
     running = world.robots["a"].sha
     world.robots["a"].verdicts[step] = verdict
     sha = await world.arrive(policy(1))
@@ -312,9 +310,7 @@ async def test_a_rollback_by_request_is_at_once_and_not_undone_by_a_poll(world: 
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-async def test_kill_during_a_rollback_quarantines_the_commit(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool
-) -> None:
+async def test_kill_during_a_rollback_quarantines_the_commit(world, tmp_path, monkeypatch, is_asked) -> None:
     step, killed = "rollback" if is_asked else "probation", tmp_path / "killed"
     go_back = getattr(world.robots, step)
 

@@ -49,9 +49,7 @@ async def test_older_is_what_lies_in_the_history(hub: StubHub, hub_source: HubSo
         ("corrupt", {}, "bad_answer"),
     ],
 )
-async def test_each_hub_error_has_a_code(
-    hub: StubHub, tmp_path: Path, how: int | str, details: dict, code: str
-) -> None:
+async def test_each_hub_error_has_a_code(hub, tmp_path, how, details, code) -> None:
     hub.push(REPO, policy(1))
     hub.script("GET /api/models/", how, times=None, **details)
     with pytest.raises(SourceError, match=REPO) as raised:

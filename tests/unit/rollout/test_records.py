@@ -48,9 +48,7 @@ async def test_deployment_of_a_killed_process_has_failed(journal: Callable[[], J
 
 
 @pytest.mark.parametrize(("stage", "is_kept_away"), [("checking", False), ("swapping", True), ("probation", True)])
-async def test_commit_on_trial_at_a_kill_is_quarantined(
-    journal: Callable[[], Journal], stage: str, is_kept_away: bool
-) -> None:
+async def test_commit_on_trial_at_a_kill_is_quarantined(journal, stage, is_kept_away) -> None:
     record = Record(REPO, None, "webhook", sha="a" * 40, sessions=["arm"])
     record.begin_stage(stage)
     await journal().save(record)

@@ -179,9 +179,7 @@ async def test_requests_that_cannot_be_are_refused_with_their_place(rig: Rig, ch
         (Requirements("act", {"top": (4, 4)}, state=3, action=2), "lacks .*; .* state has 3 values"),
     ],
 )
-async def test_a_policy_that_does_not_fit_is_refused_before_any_room_is_made(
-    rig: Rig, requirements: Requirements, text: str
-) -> None:
+async def test_a_policy_that_does_not_fit_is_refused_before_any_room_is_made(rig, requirements, text) -> None:
     rig.policy.requirements = requirements
     with pytest.raises(PolicyError, match=text):
         await rig.sessions.create(NEW)
@@ -401,9 +399,7 @@ async def test_a_compile_at_a_start_ends_and_no_other_one_begins() -> None:
         assert session.status().stats["holds"] == {"compiling": 1}
 
 
-async def test_a_compile_that_takes_too_long_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_compile_that_takes_too_long_is_not_waited_for(monkeypatch, caplog) -> None:
     monkeypatch.setattr("service.control.policy_runner.COMPILE_WAIT", 0.2)
     async with started_beside_a_compile() as (rig, policy):
         await until(lambda: any(values != POSE for values in held(rig.transport.link, 0)))

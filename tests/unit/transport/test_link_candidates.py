@@ -57,9 +57,7 @@ async def test_a_trickled_candidate_is_held_to_the_same() -> None:
 
 
 @pytest.mark.parametrize(("address", "is_used"), [("169.254.169.254", False), ("10.255.255.7", True)])
-async def test_what_a_name_is_resolved_to_is_held_to_the_same(
-    address: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_name_is_resolved_to_is_held_to_the_same(address, is_used, monkeypatch) -> None:
     """Anybody on the network may answer for a name of mDNS."""
 
     async def resolve(name: str) -> str:
