@@ -114,9 +114,7 @@ def test_what_is_promised_follows_the_pictures_that_come() -> None:
     claims.move("robot", other := asked_with_both())
     assert claims.load == pytest.approx(0.4), "its robot has the same camera as before"
     assert not claims.check_admission(other, 15, read_sizes=lambda: LARGE).fits
-    assert claims.check_admission(other, 15, read_sizes=lambda: LARGE, holder="robot").fits, (
-        "what it has counts no more"
-    )
+    assert claims.check_admission(other, 15, read_sizes=lambda: LARGE, holder="robot").fits
     claims.release("robot")
     assert claims.load == 0
 

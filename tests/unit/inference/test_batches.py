@@ -17,6 +17,7 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, LoadedPolicy
 from tests.testing.doubles import ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.waiting import until
+from tests.unit.inference.conftest import observe
 
 pytestmark = pytest.mark.timed
 
@@ -24,11 +25,7 @@ Ask = tuple[dict[str, np.ndarray], object]
 
 
 def seen(place: float = 0.0, size: int = 4) -> dict[str, np.ndarray]:
-    """What a robot sees whose joints are all there."""
-    return {
-        "observation.images.front": np.zeros((1, size, 6, 3), np.uint8),
-        "observation.state": np.full((1, 6), place, np.float32),
-    }
+    return observe(size, 6, place)
 
 
 @dataclass
@@ -252,7 +249,7 @@ async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
     async with running(policy) as (engine, served):
         assert {batch for batch, _ in policy.batches} == {2}
         assert served.replicas[0].batch_sizes[frozenset({("front", (4, 6))})] == (1, 2)
-        assert await engine.infer(served, seen() | {"observation.images.front": np.zeros((1, 4, 6, 3), np.uint8)})
+        assert await engine.infer(served, seen())
 
 
 async def test_batches_are_measured_briefly_while_a_robot_runs() -> None:

@@ -181,9 +181,7 @@ def test_what_is_thought_of_a_size_is_put_right_by_the_others(wrong: dict[int, f
     for size, seconds in [*(TRUE | wrong).items()] * WINDOW:
         known.record(size, seconds)
     run(TRUE, known, 8 * STALE_AFTER)
-    assert run(TRUE, known, STALE_AFTER).count(8) >= STALE_AFTER - len(TRUE), (
-        "each of the others is tried once in so many batches"
-    )
+    assert run(TRUE, known, STALE_AFTER).count(8) >= STALE_AFTER - len(TRUE)
 
 
 def test_sizes_are_not_old_because_little_was_measured() -> None:
