@@ -46,16 +46,12 @@ def test_lerobots_functions_weigh_every_moment_that_both_chunks_have(name: str) 
     assert queue.aggregate(new, 0.5) is new, "the plan is over"
 
 
-def test_lerobots_functions_take_what_was_joined_before_for_the_old_one() -> None:
+def test_the_old_plan_is_the_joined_one_interpolated_in_time() -> None:
     queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     for number, value in enumerate((0, 4, 8)):
         observed_at = 0.1 * number
         queue.push(queue.aggregate(constant(value), observed_at), observed_at, observed_at)
     assert queue.aggregate(constant(8), 0.2)[0, 0] == pytest.approx(6.5)
-
-
-def test_chunks_between_two_actions_are_interpolated() -> None:
-    queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     ramp = np.arange(10, dtype=np.float32)[:, None]
     queue.push(ramp, observed_at=0.0, now=0.0)
     # The same motion, seen two and a half actions later: nothing of it changes.
@@ -97,9 +93,7 @@ def test_the_overlap_is_the_requested_the_own_or_the_default() -> None:
     assert choose_aggregation(ACT, "ensemble") == EnsembleAggregation(0.01)
     assert choose_aggregation(ACT, "ensemble", -0.5) == EnsembleAggregation(-0.5)
     assert choose_aggregation(replace(ACT, takes_prefix=True), "rtc").sends_plan
-    assert choose_aggregation(ACT, "crossfade", action_rate=50) == CrossfadeAggregation(12), (
-        "it lasts a time, not so many actions"
-    )
+    assert choose_aggregation(ACT, "crossfade", action_rate=50) == CrossfadeAggregation(12)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +197,8 @@ def test_a_real_time_chunk_begins_with_the_executed_actions() -> None:
         chunks.append((snapshot.observed_at, continuing(snapshot), snapshot))
         return chunks[-1][1]
 
-    world = (
-        World(pace=replace(PACE, overlap=AGGREGATIONS["rtc"], action_steps=8), policy=policy, latency=0.17)
-        .begin()
-        .run(5.0)
-    )
+    pace = replace(PACE, overlap=AGGREGATIONS["rtc"], action_steps=8)
+    world = World(pace=pace, policy=policy, latency=0.17).begin().run(5.0)
     sent = {round((at - 100) / 0.05): command for at, command in world.sent}
     assert len(chunks) > 8
     for observed_at, chunk, snapshot in chunks[2:-1]:
@@ -239,7 +230,7 @@ def test_what_follows_the_given_actions_is_led_over_to() -> None:
     assert largest_step(AGGREGATIONS["rtc"]) == pytest.approx(0.05 + 0.3 / 7, abs=1e-3)
 
 
-def test_only_real_time_chunking_sends_a_plan() -> None:
+def test_only_real_time_chunking_sends_the_plan_that_is_left() -> None:
     world = World(pace=replace(PACE, overlap=AGGREGATIONS["rtc"]), latency=1.0).begin().run(0.1)
     [(_, request)] = world.answers
     snapshot = request.snapshot
@@ -247,9 +238,6 @@ def test_only_real_time_chunking_sends_a_plan() -> None:
     assert set(snapshot.prefix) == {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
     other = World(pace=replace(PACE, overlap=AGGREGATIONS["average"]), latency=1.0).begin().run(0.1)
     assert other.answers[0][1].snapshot.prefix == {}
-
-
-def test_no_more_of_a_plan_is_said_to_be_over_than_there_is() -> None:
     prefix = plan_prefix(np.ones((3, 6), np.float32), 7, PACE)
     assert prefix[PREFIX_DELAY].tolist() == prefix[PREFIX_LENGTH].tolist() == [3]
     assert prefix[PREFIX_DELAY].dtype == np.int32

@@ -57,7 +57,7 @@ async def test_a_question_that_is_given_up_ends_nobody_elses() -> None:
 # Counts, rates and percentiles.
 
 
-def test_percentiles_are_of_the_newest_samples_and_the_count_of_all() -> None:
+def test_percentiles_are_of_the_newest_samples_and_counts_of_all() -> None:
     recent = Recent(4)
     assert recent.percentile(50) is None
     assert recent.percentiles_ms(50, 99) == {"p50": None, "p99": None}
@@ -67,6 +67,10 @@ def test_percentiles_are_of_the_newest_samples_and_the_count_of_all() -> None:
     assert recent.percentile(50) == np.percentile([1, 2, 3, 4], 50)
     assert recent.percentiles_ms(0, 99.9)["p0"] == 1000.0
     assert recent.newest_ms == 4000.0
+    figures = Recent(2)
+    for seconds in (0.0, BOUNDS[0], BOUNDS[0] * 1.01, 1e9):
+        figures.add(seconds)
+    assert figures.histogram == (2, 1, *(0,) * (len(BOUNDS) - 2), 1)
 
 
 def test_a_rate_is_of_the_newest_events_and_ends_when_they_do() -> None:
@@ -90,10 +94,3 @@ def test_a_tally_counts_by_reason() -> None:
     assert tally.by_reason() == {"a": 2, "b": 1}
     assert tally.total == 3
     assert tally["never"] == 0
-
-
-def test_all_samples_are_spread_over_the_bounds_not_only_the_newest() -> None:
-    figures = Recent(2)
-    for seconds in (0.0, BOUNDS[0], BOUNDS[0] * 1.01, 1e9):
-        figures.add(seconds)
-    assert figures.histogram == (2, 1, *(0,) * (len(BOUNDS) - 2), 1)

@@ -200,12 +200,9 @@ def test_a_field_of_a_group_is_all_that_a_setting_needs(nowhere):
     assert "Seconds that only this test waits. Default: 1.5." in shown
 
 
-def test_the_page_of_the_settings_is_what_the_classes_say():
+def test_the_generated_pages_are_what_the_classes_say():
     page = ROOT / "docs" / "reference" / "settings.md"
     assert page.read_text() == settings_page(), "python -m tools.settings_page > docs/reference/settings.md"
-
-
-def test_the_page_of_session_fields_is_made_of_their_class():
     page = ROOT / "docs" / "reference" / "session_fields.md"
     command = "python -m tools.settings_page --session-fields > docs/reference/session_fields.md"
     assert page.read_text() == session_fields_page(), command

@@ -75,11 +75,16 @@ def test_only_reset_and_then_start_leave_an_emergency_stop() -> None:
     assert life.move(Move.START) is Stage.RUNNING
 
 
-def test_the_first_reason_of_an_emergency_stop_stays() -> None:
+def test_the_first_reason_of_a_stop_and_of_an_error_stay() -> None:
     life = at(Stage.RUNNING)
     life.move(Move.EMERGENCY_STOP, "first")
     life.move(Move.EMERGENCY_STOP, "second")
     assert life.latch == "first"
+    life = at(Stage.RUNNING)
+    life.move(Move.FAILED, "policy raised")
+    life.move(Move.EMERGENCY_STOP, "button")
+    life.move(Move.RESET)
+    assert (life.stage, life.reason) == (Stage.ERROR, "policy raised")
 
 
 def test_an_emergency_stop_while_loading_ends_in_stopped_and_not_in_ready() -> None:
@@ -90,14 +95,6 @@ def test_an_emergency_stop_while_loading_ends_in_stopped_and_not_in_ready() -> N
     assert life.move(Move.LOADED) is Stage.STOPPED
     with pytest.raises(MoveRefused):
         life.move(Move.START)
-
-
-def test_an_error_keeps_its_text_through_an_emergency_stop_and_its_reset() -> None:
-    life = at(Stage.RUNNING)
-    life.move(Move.FAILED, "policy raised")
-    life.move(Move.EMERGENCY_STOP, "button")
-    life.move(Move.RESET)
-    assert (life.stage, life.reason) == (Stage.ERROR, "policy raised")
 
 
 def test_every_stage_is_reachable_and_every_move_is_used() -> None:
