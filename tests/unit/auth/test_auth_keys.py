@@ -102,18 +102,19 @@ def test_a_file_that_others_may_change_is_refused_with_what_to_do(file, mode, is
             file.read_keys()
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "large"])
-def test_what_is_no_file_of_keys_is_refused_without_waiting_for_it(file, kind):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: os.mkfifo(path, 0o600),
+        lambda path: path.mkdir(mode=0o700),
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: (path.touch(0o600), os.truncate(path, 6 << 30)),  # of which nothing is on the disk
+    ],
+    ids=["pipe", "folder", "device", "large"],
+)
+def test_what_is_no_file_of_keys_is_refused_without_waiting_for_it(file, make):
     file.path.parent.mkdir()
-    if kind == "pipe":
-        os.mkfifo(file.path, 0o600)
-    elif kind == "folder":
-        file.path.mkdir(mode=0o700)
-    elif kind == "device":
-        file.path.symlink_to("/dev/zero")
-    else:
-        file.path.touch(0o600)
-        os.truncate(file.path, 6 << 30)  # of which nothing is on the disk
+    make(file.path)
     with pytest.raises(FileUnusable, match=r"keys\.json"):
         file.read_keys()
 

@@ -69,19 +69,16 @@ async def test_a_session_and_its_robot_work_with_keys_and_its_rooms_are_its_owne
         async with connect_robot(server.url, rooms, on_command=lambda v, at: None, key=server.keys["alice"]) as robot:
             assert robot.send_joints({"Rotation": 0.0})
         base = f"/robotics/workspaces/{rooms.workspace_id}/rooms"
-        out, front = (
-            f"{base}/{rooms.joint_output}",
-            f"/video/workspaces/{rooms.workspace_id}/rooms/{rooms.cameras['front']}",
-        )
+        out = f"{base}/{rooms.joint_output}"
+        front = f"/video/workspaces/{rooms.workspace_id}/rooms/{rooms.cameras['front']}"
         for name in ("bob", "eve"):
             assert (await server.call("GET", base, name))[1]["total"] == 0
             for path in (out, front, f"{out}/state"):
                 assert (await server.call("GET", path, name))[0] == 404
             assert await join(server, out, name) == "error"
         assert (await server.call("DELETE", out, "bob"))[0] == 404
-        assert (await server.call("POST", f"{out}/command", "bob", json={"joints": [{"name": "a", "value": 1}]}))[
-            0
-        ] == 404
+        command = {"joints": [{"name": "a", "value": 1}]}
+        assert (await server.call("POST", f"{out}/command", "bob", json=command))[0] == 404
         assert (await server.call("POST", base, "bob", json={"room_id": rooms.joint_output}))[0] == 409
         signal = {"client_id": "anybody", "message": {"type": "offer", "sdp": "x", "target_consumer": "y"}}
         assert (await server.call("POST", f"{front}/webrtc/signal", "bob", json=signal))[0] == 400

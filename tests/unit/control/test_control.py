@@ -125,14 +125,12 @@ def test_a_session_that_sees_and_feels_sends_one_action_per_tick() -> None:
     times = [at for at, _ in world.sent]
     assert np.diff(times) == pytest.approx(0.05)
     assert len(times) == 60  # 61 ticks, the first of which only asks
-    assert world.control.starvations == 0
-    assert world.control.hold is None
+    assert (world.control.starvations, world.control.hold) == (0, None)
 
 
 def test_nothing_moves_before_every_camera_and_all_joints_were_seen() -> None:
     world = World(sees=False).begin().run(1.0)
-    assert world.sent == []
-    assert world.asked == []
+    assert (world.sent, world.asked) == ([], [])
     assert world.control.hold.text == "camera 'front': no frame yet"
     world.sees = True
     world.run(0.2)
@@ -180,9 +178,8 @@ REST = {
 @pytest.mark.parametrize("latency", [0.01, 0.7])
 @pytest.mark.parametrize("on_hold", ["hold", "ramp"])
 def test_the_first_command_after_a_rest_is_action_0(rest: str, latency: float, on_hold: Any) -> None:
-    pace = replace(
-        PACE, safety=SafetySettings(on_hold=on_hold, frozen="warn"), control=ControlSettings(failures_allowed=9)
-    )
+    safety, control = SafetySettings(on_hold=on_hold, frozen="warn"), ControlSettings(failures_allowed=9)
+    pace = replace(PACE, safety=safety, control=control)
     world = World(latency=latency, pace=pace).begin().run(2.0)
     assert len(world.sent) > 20
     REST[rest](world)
@@ -204,9 +201,8 @@ def test_at_every_rate_and_overlap_the_plan_is_timed_from_its_first_tick(rate, e
     world = World(latency=0.7, pace=pace).begin().run(0.72)
     world.run(0.4, late=late)
     world.run(0.4)
-    assert [command[0] - POSE["Rotation"] for _, command in world.sent[: 1 if late > 0.1 else 4]] == pytest.approx(
-        expected[: 1 if late > 0.1 else 4]
-    )
+    count = 1 if late > 0.1 else 4
+    assert [sent[0] - POSE["Rotation"] for _, sent in world.sent[:count]] == pytest.approx(expected[:count])
     assert world.control.queue.late == 0 or late > 0.1
 
 
@@ -247,8 +243,7 @@ def test_a_policy_slower_than_its_chunk_executes_one_chunk_after_each_rest() -> 
 
 def test_a_policy_slower_than_an_inference_may_be_never_moves() -> None:
     world = World(latency=2.5).begin().run(6.0)
-    assert world.sent == []
-    assert world.control.holds["inference_slow"] == 2
+    assert (world.sent, world.control.holds["inference_slow"]) == ([], 2)
 
 
 def test_a_pause_with_an_answer_in_flight_is_one_hold() -> None:
@@ -285,8 +280,7 @@ def test_an_answer_to_frames_from_before_a_hold_is_thrown_away() -> None:
     world.run(0.6)
     back, world.sees = world.now, True
     world.run(0.5)
-    assert world.control.scheduler.discarded == 1
-    assert world.commands() == []
+    assert (world.control.scheduler.discarded, world.commands()) == (1, [])
     assert world.asked[-1] > back
 
 
@@ -340,8 +334,7 @@ def test_a_policy_that_gets_stuck_in_the_middle_of_a_motion_is_a_hold() -> None:
     world = World().begin().run(3.0)
     world.latency = 4.0
     world.run(3.0)
-    assert world.control.starvations == 1
-    assert world.control.hold.code == "inference_slow"
+    assert (world.control.starvations, world.control.hold.code) == (1, "inference_slow")
     assert world.control.holds["starved"] == 1
     assert world.commands()[-4:] == 4 * [world.held(world.control.hold.since)]
 
@@ -385,8 +378,7 @@ def test_an_answer_that_comes_after_a_stop_moves_nothing() -> None:
     world.do(world.control.halt(world.now))
     world.run(0.5)
     world.begin().run(0.2)
-    assert world.sent == []
-    assert world.control.scheduler.discarded == 1
+    assert (world.sent, world.control.scheduler.discarded) == ([], 1)
 
 
 def test_a_late_wake_up_skips_missed_ticks_and_keeps_the_phase() -> None:
@@ -486,11 +478,8 @@ def test_an_arm_outside_its_range_is_held_there_and_led_back(outside: float, on_
         return plan(snapshot)
 
     world = World(policy=note)
-    world.control = Controller(
-        world.buffer,
-        replace(PACE, safety=SafetySettings(on_hold=on_hold)),
-        create_motion_limits(world.buffer.joints, requested=1.0),
-    )
+    limits = create_motion_limits(world.buffer.joints, requested=1.0)
+    world.control = Controller(world.buffer, replace(PACE, safety=SafetySettings(on_hold=on_hold)), limits)
     world.buffer.put_joints({"Rotation": outside}, world.now)
     world.do(world.control.halt(world.now, always_hold=True))
     assert world.sent[-1][1][0] == outside, "a hold does not move the arm"

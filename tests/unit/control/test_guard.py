@@ -107,11 +107,9 @@ def test_a_refused_chunk_names_a_joint_and_its_values(reason: str) -> None:
         said = {"velocity": 1e6}
     judging = guard(limits("refuse", **said))
     judged = judging.judge(plan.astype(np.float32), REST)
-    assert judged.actions is None
-    assert judged.reason == reason
+    assert (judged.actions, judged.reason) == (None, reason)
     assert words in judged.text
-    assert judging.refused[reason] == 1
-    assert judging.clamped.total == 0
+    assert (judging.refused[reason], judging.clamped.total) == (1, 0)
 
 
 def test_refuse_mode_clamps_small_excess_and_starts_from_rest() -> None:

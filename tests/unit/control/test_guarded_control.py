@@ -107,8 +107,7 @@ async def test_a_session_shows_its_limits_and_refuses_unknown_joints(rigged) -> 
         await until(lambda: rig.stats["safety"]["clamped"].get("seam", 0) > 0)
         safety = rig.stats["safety"]
         json.dumps(safety, allow_nan=False)
-        assert safety["mode"] == "clamp"
-        assert safety["unlimited"] == []
+        assert (safety["mode"], safety["unlimited"]) == ("clamp", [])
         assert (safety["limits"]["Jaw"]["step"], safety["limits"]["Jaw"]["origin"]) == (0.05, "request, joint table")
         assert safety["limits"]["Elbow"]["step"] == 9
         assert set(safety["clamped_joints"]) == {"Jaw"}
@@ -143,8 +142,7 @@ def test_large_steps_are_clamped_and_reported_as_requested() -> None:
     arm = Arm(towards(4.0), limits(requested=1.5)).tick(30)
     assert arm.steps.max() == pytest.approx(1.5, abs=1e-4)
     assert arm.control.guard.clamped["step"] > 0
-    assert arm.control.hold is None
-    assert arm.control.starvations == 0
+    assert (arm.control.hold, arm.control.starvations) == (None, 0)
     assert 3.999 < arm.control.largest_step[0] < 8.001, "at a seam it is also ahead of where the arm was let go"
     calm = Arm(towards(1.0), limits(requested=2.5)).tick(30)
     assert calm.control.largest_step[0] == pytest.approx(1.0, abs=1e-4)

@@ -209,8 +209,7 @@ def test_the_server_does_not_start_with_a_file_that_makes_no_sense(tmp_path: Pat
 def test_the_examples_of_the_guide_are_read(tmp_path: Path) -> None:
     so101, aloha = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     limits = create_motion_limits(TABLE, file=read_limits(write(tmp_path, so101)))
-    assert of(limits, "Rotation")["acceleration"] == 600
-    assert of(limits, "Jaw")["step"] == 8
+    assert (of(limits, "Rotation")["acceleration"], of(limits, "Jaw")["step"]) == (600, 8)
     assert limits.unmatched == ()
     urdf = URDF.replace('"waist"', '"left_waist"').replace('"finger"', '"left_finger"')
     write(tmp_path, urdf, "aloha.urdf")

@@ -178,9 +178,8 @@ class Front:
 
     async def load(self, folder: Path, like: Policy | None = None) -> LoadedPolicy:
         load = RemoteLoader(self.cluster)
-        return await self._stack.enter_async_context(
-            self.engine.policy_cache.open_policy(load, str(folder), None, lambda word: None, like=like)
-        )
+        opening = self.engine.policy_cache.open_policy(load, str(folder), None, lambda word: None, like=like)
+        return await self._stack.enter_async_context(opening)
 
     @property
     def trouble(self) -> str:

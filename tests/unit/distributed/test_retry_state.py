@@ -24,8 +24,7 @@ def test_each_engine_is_due_once_for_all_that_it_lacks() -> None:
     retries = RetryState()
     for engine, handle in (("b", HANDLE), ("b", "other"), ("a", HANDLE)):
         retries.record_failure(engine, handle, "out of memory", 0.0)
-    assert retries.due(FIRST_RETRY - 0.1) == []
-    assert retries.due(FIRST_RETRY) == ["a", "b"]
+    assert (retries.due(FIRST_RETRY - 0.1), retries.due(FIRST_RETRY)) == ([], ["a", "b"])
 
 
 def test_it_is_said_which_engine_lacks_what_why_and_when_it_is_tried_again() -> None:

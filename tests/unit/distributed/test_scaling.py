@@ -33,8 +33,7 @@ def after(scaling: Scaling, seconds: float, there: list[EngineFacts], coming: in
 
 def test_there_are_never_fewer_or_more_than_the_bounds_say() -> None:
     scaling = Scaling(Bounds(least=2, most=4))
-    assert scaling.decide(0.0, []) == 2
-    assert scaling.why == "there are 0, wanted are 2 to 4"
+    assert (scaling.decide(0.0, []), scaling.why) == (2, "there are 0, wanted are 2 to 4")
     assert scaling.decide(0.0, engines(1, 0.0)) == 2
     assert scaling.decide(0.0, engines(6, 1.0)) == 4
     assert scaling.decide(0.0, engines(4, 0.5), coming=2) == 4

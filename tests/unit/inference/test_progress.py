@@ -35,8 +35,7 @@ def test_without_measurements_only_a_download_has_an_estimate(clock: Clock) -> N
     assert progress.percent() == 0
     clock.now += 10
     progress.report(Downloading(250, 1000))
-    assert progress.stage == "downloading"
-    assert progress.percent() == 25
+    assert (progress.stage, progress.percent()) == ("downloading", 25)
     assert progress.estimate_remaining() == pytest.approx(30)
     progress.report("reading")
     assert progress.percent() is None

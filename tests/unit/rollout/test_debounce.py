@@ -14,11 +14,9 @@ def test_four_commits_are_one_hint_when_they_are_over() -> None:
     for number, at in enumerate((0.0, 5.0, 12.0, 30.0)):
         debounce.add(webhook(MAIN, str(number)), at)
         assert debounce.due(at) == []
-    assert debounce.next_at() == 50.0
-    assert debounce.due(49.9) == []
+    assert (debounce.next_at(), debounce.due(49.9)) == (50.0, [])
     assert debounce.due(50.0) == [webhook(MAIN, "0", "1", "2", "3")]
-    assert debounce.next_at() is None
-    assert debounce.due(1000.0) == []
+    assert (debounce.next_at(), debounce.due(1000.0)) == (None, [])
 
 
 def test_pushes_that_never_end_are_not_waited_for_longer_than_the_longest() -> None:

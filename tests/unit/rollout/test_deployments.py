@@ -32,8 +32,7 @@ async def test_same_size_corruption_is_refused_while_the_old_policy_runs_on(worl
     bad = await world.arrive(policy(1))
     record = world.ended(("rejected", "checksum"))
     assert "model.safetensors" in record.text
-    assert world.robots.steps == []
-    assert world.robots["a"].sha == running
+    assert (world.robots.steps, world.robots["a"].sha) == ([], running)
     assert corrupt.met == SETTINGS.transfers
     assert [one.sha for one in world.deployments.quarantine.list()] == [bad]
     assert world.events[-1][0] == "policy.rejected"
@@ -198,8 +197,7 @@ async def test_rollback_just_before_a_swap_wins(world: World) -> None:
     assert (await world.deployments.rollback("a")).result == "rolled_back"
     hanging.released.set()
     await world.idle()
-    assert world.robots["a"].sha == first
-    assert world.deployments.list()[1].reason == "rollback"
+    assert (world.robots["a"].sha, world.deployments.list()[1].reason) == (first, "rollback")
 
 
 async def test_a_rollback_ends_what_was_asked_for_before_it(world: World) -> None:
@@ -236,8 +234,7 @@ async def test_request_is_not_replaced_by_a_waiting_trigger(world: World) -> Non
 async def test_a_staged_commit_waits_and_is_swapped_at_once_when_it_is_asked_for(world: World) -> None:
     world.robots["a"].mode = "stage"
     sha = await world.arrive(policy(1))
-    assert world.results == ["staged"]
-    assert world.events[-1][0] == "policy.staged"
+    assert (world.results, world.events[-1][0]) == (["staged"], "policy.staged")
     assert world.robots["a"].prepared == sha
     await world.deployments.reconcile()
     await world.told(sha)
@@ -360,8 +357,7 @@ async def test_rollback_needs_no_hub(world: World, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(world.robots, "probation", probation)
     bad = await world.arrive(policy(1))
-    assert world.results == ["rolled_back"]
-    assert world.robots["a"].sha == first
+    assert (world.results, world.robots["a"].sha) == (["rolled_back"], first)
     assert away[0].met == 0
     assert world.deployments.quarantine.get(REPO, bad) is not None
     # Somebody pushes while nobody can ask what it is.
@@ -373,8 +369,7 @@ async def test_rollback_needs_no_hub(world: World, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(world.robots, "probation", fail)
     world.robots["a"].verdicts.clear()
     good = await world.arrive(policy(3))
-    assert world.results[-1] == "swapped"
-    assert world.robots["a"].sha == good
+    assert (world.results[-1], world.robots["a"].sha) == ("swapped", good)
     assert world.deployments.quarantine.get(REPO, missed) is None
 
 
@@ -444,10 +439,8 @@ async def test_a_repo_that_is_gone_is_an_alert_and_serving_goes_on(world: World)
     reading = world.deployments.handle_delivery(gone, "1")
     assert reading.alert is not None
     await until(lambda: world.events)  # which comes after the record
-    assert world.results == ["alert"]
-    assert world.deployments.list()[0].reason == "repo_deleted"
-    assert world.events[-1][0] == "policy.alert"
-    assert world.robots.steps == []
+    assert (world.results, world.deployments.list()[0].reason) == (["alert"], "repo_deleted")
+    assert (world.events[-1][0], world.robots.steps) == ("policy.alert", [])
 
 
 async def test_a_listener_that_fails_harms_no_deployment(world: World) -> None:

@@ -26,8 +26,7 @@ def changed(step: int, joint: int, value: float) -> np.ndarray:
 
 def test_the_same_answers_pass_with_their_figures() -> None:
     verdict = judge_trial(trial(OLD), TABLE, GateLimits())
-    assert verdict.reason is None
-    assert verdict.figures["difference"] == 0
+    assert (verdict.reason, verdict.figures["difference"]) == (None, 0)
     assert verdict.figures["compared"] == 2
     json.dumps(dict(verdict.figures), allow_nan=False)
 

@@ -34,8 +34,7 @@ async def test_only_the_newest_records_survive_a_restart(journal: Callable[[], J
     assert records.list() == made[:1:-1]
     again = journal()
     assert again.list() == made[:1:-1]
-    assert again.list()[0].stages[1].name == "downloading"
-    assert again.get(made[0].id) is None
+    assert (again.list()[0].stages[1].name, again.get(made[0].id)) == ("downloading", None)
 
 
 async def test_deployment_of_a_killed_process_has_failed(journal: Callable[[], Journal]) -> None:

@@ -178,13 +178,8 @@ def test_an_exception_goes_with_its_line(is_written_in_the_end):
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     background = BackgroundHandler(handler)
-    try:
-        raise RuntimeError("token=hunter2")
-    except RuntimeError as error:
-        record = logging.LogRecord(
-            "a.b", logging.ERROR, "f", 1, "failed", None, (type(error), error, error.__traceback__)
-        )
-    background.emit(record)
+    error = RuntimeError("token=hunter2")
+    background.emit(logging.LogRecord("a.b", logging.ERROR, "f", 1, "failed", None, (RuntimeError, error, None)))
     background.close()
     line = json.loads(stream.getvalue())
     assert "RuntimeError" in line["exception"]

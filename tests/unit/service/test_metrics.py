@@ -65,8 +65,7 @@ def test_percentiles_are_of_the_newest_samples_and_counts_of_all() -> None:
         recent.add(value)
     assert recent.count == 6
     assert recent.percentile(50) == np.percentile([1, 2, 3, 4], 50)
-    assert recent.percentiles_ms(0, 99.9)["p0"] == 1000.0
-    assert recent.newest_ms == 4000.0
+    assert (recent.percentiles_ms(0, 99.9)["p0"], recent.newest_ms) == (1000.0, 4000.0)
     figures = Recent(2)
     for seconds in (0.0, BOUNDS[0], BOUNDS[0] * 1.01, 1e9):
         figures.add(seconds)
@@ -78,9 +77,7 @@ def test_a_rate_is_of_the_newest_events_and_ends_when_they_do() -> None:
     assert rate.per_second(0.0) == 0.0
     for number in range(100):
         rate.add(number / 25)
-    assert rate.per_second(4.0) == 25.0
-    assert rate.per_second(10.0) == 0.0
-    assert rate.count == 100
+    assert (rate.per_second(4.0), rate.per_second(10.0), rate.count) == (25.0, 0.0, 100)
     at_once = Rate()
     at_once.add(1.0)
     at_once.add(1.0)
@@ -92,5 +89,4 @@ def test_a_tally_counts_by_reason() -> None:
     tally.add("b")
     tally.add("a", 2)
     assert tally.by_reason() == {"a": 2, "b": 1}
-    assert tally.total == 3
-    assert tally["never"] == 0
+    assert (tally.total, tally["never"]) == (3, 0)

@@ -93,8 +93,7 @@ async def test_acknowledged_sessions_are_listed_and_not_loaded(server: Server) -
         assert after.reason("other") == "the server ended while it was ready"
         status = after.sessions.get("arm").status()
         assert status.rooms["joint_output_room_id"] == "arm-joint-output"
-        assert after.sessions.get("arm").new == NEW
-        assert after.load.loads == []
+        assert (after.sessions.get("arm").new, after.load.loads) == (NEW, [])
         assert after.transport.links == []
         with pytest.raises(MoveRefused, match="interrupted and cannot start; allowed now: restart, reset"):
             await after.sessions.start("arm")
@@ -130,8 +129,7 @@ async def test_a_restart_loads_rejoins_the_rooms_and_waits_for_a_start(server: S
         session = await after.sessions.restart("arm")
         assert str(session.stage) == "ready"
         assert session.status().rooms == rooms
-        assert after.load.loads == ["policy"]
-        assert after.transport.link.sent == []
+        assert (after.load.loads, after.transport.link.sent) == (["policy"], [])
         await after.sessions.start("arm")
         assert after.stages() == {"arm": "running"}
         await after.sessions.delete("arm")

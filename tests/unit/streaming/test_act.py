@@ -42,17 +42,15 @@ async def test_a_chunk_comes_back_for_an_observation(server):
 
 
 async def test_json_has_pictures_in_base64_and_joints_by_any_of_their_names(server):
-    state = dict(
-        zip(("shoulder_pan", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "gripper"), server.pose, strict=True)
-    )
+    names = ("shoulder_pan", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "gripper")
+    state = dict(zip(names, server.pose, strict=True))
     for form in ("JPEG", "PNG"):
         body = {"images": {"front": base64.b64encode(jpeg(form=form)).decode()}, "state": state}
         status, told = await server.call("POST", "/sessions/arm/act", json=body)
         assert status == 200, told
         assert np.allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-4)
-        status, told = await server.act(
-            server.seen(images={"front": jpeg(form=form)}), headers={"accept": "application/json"}
-        )
+        seen = server.seen(images={"front": jpeg(form=form)})
+        status, told = await server.act(seen, headers={"accept": "application/json"})
         assert (status, len(told["actions"])) == (200, 20)
 
 
@@ -257,12 +255,9 @@ async def test_a_chunk_that_cannot_be_done_is_never_told(server):
 
 async def test_everything_that_is_wrong_is_said_at_once(server):
     status, told = await server.act({"images": {"side": b""}, "prompt": 3})
-    text = told["detail"][0]["msg"]
     assert status == 422
-    assert all(
-        part in text
-        for part in ("camera 'side' is unknown", "no picture of camera 'front'", "state is missing", "prompt")
-    )
+    for part in ("camera 'side' is unknown", "no picture of camera 'front'", "state is missing", "prompt"):
+        assert part in told["detail"][0]["msg"]
 
 
 @pytest.mark.parametrize(

@@ -182,10 +182,7 @@ async def test_the_end_of_the_session_ends_its_streams(server):
 
 async def test_keys_roles_owners_tickets_and_origins_count(serve, tmp_path):
     file = KeyFile(tmp_path / "keys.json")
-    keys = {
-        name: file.create(name, role, name, time.time())
-        for name, role in (("alice", Role.OPERATOR), ("bob", Role.OPERATOR))
-    }
+    keys = {name: file.create(name, Role.OPERATOR, name, time.time()) for name in ("alice", "bob")}
     eve = file.create("eve", Role.VIEWER, "alice", time.time())
     async with serve(key=keys["alice"], keys_file=str(tmp_path / "keys.json")) as server:
 

@@ -37,8 +37,7 @@ def test_one_id_may_be_producer_and_consumer_of_one_room(table):
     table.join("a", ARM, Join("me", PRODUCER), 0.0)
     table.join("b", ARM, Join("me", CONSUMER), 0.0)
     table.leave("a")
-    assert table.get(ARM).producer is None
-    assert table.get(ARM).consumers == ["me"]
+    assert (table.get(ARM).producer, table.get(ARM).consumers) == (None, ["me"])
     stop = websocket.receive_message(table, "b", protocol.EmergencyStop(), 0.0)
     assert told(stop) == [("b", "emergency_stop")]
 
