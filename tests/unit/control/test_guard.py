@@ -60,7 +60,6 @@ def test_what_leaves_the_limits_is_brought_inside_and_counted_by_reason(plan, sa
     judged = judging.judge(plan, REST)
     assert set(judged.clamped) == reasons
     assert judging.clamped.by_reason() == dict.fromkeys(sorted(reasons), 1)
-    assert judged.actions is not None
     again = judging.judge(judged.actions, REST)
     assert set(again.clamped) <= {"jerk"}, "what it makes of a chunk is inside"
     assert judging.stats()["clamped"]
@@ -71,7 +70,6 @@ def test_only_the_joints_that_are_outside_are_changed() -> None:
     plan = line(1.0)
     plan[:, 2] = 99
     judged = judging.judge(plan, REST)
-    assert judged.actions is not None
     assert np.array_equal(np.delete(judged.actions, 2, axis=1), np.delete(plan, 2, axis=1))
     assert judging.joints.by_reason() == {"Elbow": 1}
     assert np.diff(judged.actions[:, 2], prepend=0)[:4] == pytest.approx([25, 25, 25, 24])
@@ -131,7 +129,6 @@ def test_a_pose_outside_the_range_refuses_no_chunk_that_begins_there(velocity: f
     plan = np.repeat(outside[None], STEPS, axis=0)
     plan[:, 0] += np.arange(1, STEPS + 1) * 0.5
     at_rest = judging.judge(plan, Motion(outside, np.zeros(6), np.zeros(6)))
-    assert at_rest.actions is not None
     step = velocity / 20
     assert at_rest.actions[:3, 0] == pytest.approx([min(-115 + n * step, -100) for n in (1, 2, 3)])
     for commanded in (-113, -100):  # on the way back, ahead of the measured pose
@@ -311,7 +308,6 @@ def test_the_quick_look_at_a_chunk_says_what_the_close_one_says() -> None:
 
 def test_a_float32_is_believed_where_it_would_be_as_a_float64() -> None:
     judging = guard()
-    assert judging.limits.believable is not None
     believed = []
     for end in judging.limits.believable.flat:
         near = np.float32(end)

@@ -107,7 +107,6 @@ async def test_requests_during_an_inference_share_the_next_batch() -> None:
         chunks = await together(engine, served, policy, [0, 1, 2, 3])
         assert policy.calls == [1, 4]
         for place, chunk in enumerate(chunks):
-            assert isinstance(chunk, np.ndarray)
             assert chunk.shape == (1, 20, 6)
             assert chunk[0, 0, 0] == pytest.approx(place + 0.1)
         # Alone again: nobody waits for anybody.
@@ -275,7 +274,6 @@ async def test_batches_are_measured_briefly_while_a_robot_runs() -> None:
 def test_what_is_left_in_a_batch_is_never_refused() -> None:
     stacks = StackingBuffers()
     shape = read_layout(seen()).shapes
-    assert shape is not None
     stacks.stack(shape, [seen(0), seen(np.nan)], 4)
     stacked = stacks.stack(shape, [seen(1), seen(2), seen(3)], 4)
     assert stacked["observation.state"][:, 0].tolist() == [1, 2, 3, 1]

@@ -42,7 +42,6 @@ async def test_a_real_policy_follows_its_instruction(folder: Path) -> None:
     async with sessions_of(lambda *path, **more: jaxmodels.load_policy(folder)) as (sessions, transport):
         session = await sessions.create(replace(NEW, language_instruction=RED, max_relative_target=1.0))
         robot_io = session.robot_io
-        assert robot_io is not None
         transport.link.deliver_joints(POSE)
         await sessions.start("s")
 

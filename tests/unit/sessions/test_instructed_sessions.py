@@ -63,7 +63,6 @@ async def test_a_new_instruction_ends_the_old_plan_long_before_its_end(overlap: 
         rig.policy = policy = Obeying(needs)
         await rig.running(replace(NEW, language_instruction=RED, overlap=overlap))
         session, robot_io = rig.session, rig.session.robot_io
-        assert robot_io is not None
         asked = len(policy.told)
         for more in ({"language_instruction": RED}, {"action_steps": 390}):
             await rig.sessions.adjust("s", more)

@@ -43,9 +43,7 @@ async def servers() -> AsyncIterator[Servers]:
 async def record_of_a_session(servers: Servers) -> SessionRecord:
     """Create a session on the first server and return its record."""
     await servers.here.create(NEW)
-    record = servers.here.get_record("arm")
-    assert record is not None
-    return record
+    return servers.here.get_record("arm")
 
 
 async def test_only_a_created_session_has_a_record_and_its_id_is_taken_once(servers: Servers) -> None:
@@ -91,7 +89,6 @@ async def test_the_latch_of_an_emergency_stop_comes_along(servers: Servers) -> N
     await servers.here.create(NEW)
     await servers.here.emergency_stop("a hand")
     record = servers.here.get_record("arm")
-    assert record is not None
     await servers.here.hand_over("arm")
     session = await servers.there.adopt(record, "a hand")
     assert session.latch == "a hand"

@@ -69,6 +69,12 @@ class Server(rig.Server):
             is_packed = answer.content_type == "application/msgpack"
             return answer.status, codec.unpack(told) if is_packed else codec.unpack_json(told)
 
+    async def acted(self, message: Any, **more: Any) -> Any:
+        """The answer to an act that is accepted."""
+        status, told = await self.act(message, **more)
+        assert status == 200, told
+        return told
+
     def stream(self, path: str = "/sessions/arm/stream", **more: Any) -> Any:
         """A client of a library that is not ours."""
         return websockets.connect(self.url.replace("http", "ws") + path, max_size=None, **more)

@@ -32,8 +32,7 @@ async def test_a_direct_session_has_no_rooms(serve):
 
 
 async def test_a_chunk_comes_back_for_an_observation(server):
-    status, told = await server.act(server.seen(number=7))
-    assert status == 200
+    told = await server.acted(server.seen(number=7))
     assert (told["number"], told["actions"].shape, told["action_steps"], told["clamped"]) == (7, (20, 6), 20, [])
     np.testing.assert_allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
     assert set(told["timings_ms"]) == {"decode", "queue", "to_device", "compute", "to_host", "total"}
@@ -65,8 +64,7 @@ async def test_a_state_has_joints_by_any_of_their_names(server):
         {f"main_{name}": value for name, value in named.items()},
         named | {f"{name}.pos": value for name, value in named.items()},
     ):
-        status, told = await server.act(server.seen(state=state, reset=True))
-        assert status == 200, told
+        told = await server.acted(server.seen(state=state, reset=True))
         np.testing.assert_allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
 
 
@@ -97,8 +95,7 @@ async def test_an_error_about_a_state_names_exactly_what_is_wrong(server):
 
 async def test_extra_names_are_ignored_where_the_client_says_so(server):
     state = dict(zip(LEROBOT, server.pose, strict=True)) | MORE
-    status, told = await server.act(server.seen(state=state, extra="ignore"))
-    assert status == 200, told
+    told = await server.acted(server.seen(state=state, extra="ignore"))
     np.testing.assert_allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
     del state["gripper"]
     assert "state lacks Jaw" in str(await server.act(server.seen(state=state, extra="ignore")))
@@ -162,7 +159,7 @@ async def test_a_policy_with_a_wider_state_has_no_rooms_and_no_step_limit(serve)
 async def test_single_actions_come_from_one_chunk_until_it_is_used_up(serve):
     needs = replace(SO100_REQUIREMENTS, chunk=4, action_steps=2)
     async with serve(policy=ScriptedPolicy(needs)) as server:
-        left = [(await server.act(server.seen(want="action")))[1]["left"] for _ in range(4)]
+        left = [(await server.acted(server.seen(want="action")))["left"] for _ in range(4)]
         assert left == [1, 0, 1, 0]
         assert server.policy.acted == 2
         told = (await server.act(server.seen(want="action", reset=True)))[1]
@@ -229,8 +226,7 @@ async def test_a_policy_gets_joints_outside_their_range_as_measured(serve):
     named = dict(zip(("Rotation", "shoulder_lift", "Elbow", "Wrist_Pitch", "Wrist_Roll", "gripper"), pose, strict=True))
     async with serve(policy=Noting()) as server:
         for state in (pose, named):
-            status, told = await server.act(server.seen(state=state))
-            assert status == 200, told
+            told = await server.acted(server.seen(state=state))
             assert "warnings" not in told
             np.testing.assert_allclose(told["actions"][0], [-100, 100, 0.1, 0.1, 0.1, 0], atol=1e-5)
         async with server.stream("/sessions/arm/openpi") as socket:
@@ -457,8 +453,7 @@ async def test_a_client_whose_units_are_accepted_gets_actions(serve):
 
 async def test_a_state_that_may_be_in_radians_is_answered_with_a_warning(serve):
     async with serve(policy=ScriptedPolicy(LEARNED)) as server:
-        status, answer = await server.act(server.seen(state=np.zeros(6, np.float32)))
-        assert status == 200
+        answer = await server.acted(server.seen(state=np.zeros(6, np.float32)))
         [warning] = answer["warnings"]
         assert "as in radians: joint 'Wrist_Pitch' is at 0, the checkpoint's statistics are min 59, max 100" in warning
         status, answer = await server.act(server.seen(state=np.array([0, -40, 40, 80, 0, 20], np.float32)))

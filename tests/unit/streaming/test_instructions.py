@@ -31,8 +31,7 @@ def instruction_of(server) -> str | None:
 
 async def test_an_act_says_what_is_to_be_done_and_the_next_one_need_not(reading):
     for message in ({}, {"prompt": "lift"}, {"language_instruction": "turn"}, {"task": "wave"}, {}, {"prompt": " "}):
-        status, told = await reading.act(reading.seen(**message))
-        assert status == 200, told
+        await reading.acted(reading.seen(**message))
     assert reading.policy.told == [("wait",), ("lift",), ("turn",), ("wave",), ("wave",), ("wave",)]
     assert instruction_of(reading) == "wave"
 
@@ -54,8 +53,7 @@ async def test_a_long_instruction_is_reported_in_answers_and_the_status(serve, c
     async with serve(policy=policy, create=False) as server:
         await server.create(language_instruction=LONG, **({} if cut == "task" else {"prompt_cut": cut}))
         assert CUTS[cut] in (await stats_of(server))["warnings"]["instruction_cut"]
-        status, answer = await server.act(server.seen())
-        assert status == 200
+        answer = await server.acted(server.seen())
         assert any(CUTS[cut] in warning for warning in answer["warnings"])
         async with server.client() as client:
             await client.say("act", **server.seen())
@@ -117,8 +115,7 @@ async def test_a_new_instruction_ends_the_plan_of_single_actions(serve, steps):
         await server.create(language_instruction="wait")
 
         async def act(**more) -> tuple[float, int]:
-            status, told = await server.act(server.seen(want="action", **more))
-            assert status == 200, told
+            told = await server.acted(server.seen(want="action", **more))
             return round(float(told["action"][0]), 2), told["left"]
 
         assert [await act(), await act(prompt="wait"), await act(task="wait")] == [(0.1, 19), (0.2, 18), (0.3, 17)]
