@@ -32,13 +32,10 @@ def test_a_snapshot_names_every_missing_camera_and_joint() -> None:
     )
 
 
-def test_a_stale_frame_is_named_with_its_age_and_the_limit() -> None:
+def test_an_old_frame_is_stale_and_old_joints_are_not() -> None:
     seen = seen_at(1.0)
     assert seen.not_ready(1.299) is None
     assert seen.not_ready(1.412) == NotReady("camera_stale", "camera 'front': frame is 412 ms old, limit 300 ms")
-
-
-def test_a_silent_robot_is_not_a_stale_one() -> None:
     seen = buffer()
     seen.put_joints(POSE, 0.0)
     seen.put_frame("front", FRAME, 3600.0)
@@ -155,12 +152,9 @@ def test_a_policy_of_several_observations_gets_those_of_its_own_rate(steps, peri
     assert pictures[..., 0, 0, 0].reshape(-1).tolist() == wanted
 
 
-def test_what_was_seen_before_a_hold_is_no_past_of_what_is_seen_after_it() -> None:
+def test_the_past_ends_at_a_hold_a_new_picture_size_and_a_start() -> None:
     observation = look_back(2, 0.1, 50, 1.0, gap=(0.5, 0.96)).observation()
     assert np.round(observation["observation.state"][0, :, 0]).tolist() == [100, 100]
-
-
-def test_the_past_ends_at_a_new_picture_size_and_at_a_start() -> None:
     seen = ObservationBuffer(("front",), JointTable(SO100), history=ObservationHistory(2, 0.1))
     for now, size in ((0.0, 4), (0.1, 8)):
         seen.put_frame("front", np.zeros((size, size, 3), np.uint8), now)

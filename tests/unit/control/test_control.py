@@ -239,9 +239,6 @@ def test_a_policy_slower_than_its_chunk_executes_one_chunk_after_each_rest() -> 
     since = world.now
     world.run(2.0)
     assert [command[0] - POSE["Rotation"] for command in world.commands(since)][:3] == [1, 2, 3]
-
-
-def test_a_policy_slower_than_an_inference_may_be_never_moves() -> None:
     world = World(latency=2.5).begin().run(6.0)
     assert (world.sent, world.control.holds["inference_slow"]) == ([], 2)
 

@@ -57,9 +57,7 @@ def test_nothing_is_said_any_more_when_it_has_it_or_it_is_not_wanted() -> None:
 
 def test_what_was_tried_again_without_a_word_is_not_wanted() -> None:
     retries = RetryState()
-    retries.record_failure("a", HANDLE, "out of memory", 0.0)
-    retries.record_failure("b", HANDLE, "out of memory", 0.0)
-    retries.record_failure("b", "other", "out of memory", 10.0)
+    for engine, handle, at in (("a", HANDLE, 0.0), ("b", HANDLE, 0.0), ("b", "other", 10.0)):
+        retries.record_failure(engine, handle, "out of memory", at)
     retries.drop_failures("b", 10.0)
-    assert retries.describe(10.0).count("b is missing") == 1
-    assert retries.describe(10.0).count("a is missing") == 1
+    assert [retries.describe(10.0).count(f"{engine} is missing") for engine in "ab"] == [1, 1]

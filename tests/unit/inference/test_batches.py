@@ -271,16 +271,13 @@ async def test_batches_are_measured_briefly_while_a_robot_runs() -> None:
         await engine.close()
 
 
-def test_what_is_left_in_a_batch_is_never_refused() -> None:
+def test_only_whole_observations_with_a_batch_axis_are_stacked() -> None:
     stacks = StackingBuffers()
     shape = read_layout(seen()).shapes
     stacks.stack(shape, [seen(0), seen(np.nan)], 4)
     stacked = stacks.stack(shape, [seen(1), seen(2), seen(3)], 4)
     assert stacked["observation.state"][:, 0].tolist() == [1, 2, 3, 1]
     assert all(array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous for array in stacked.values())
-
-
-def test_what_has_no_batch_axis_of_one_is_not_stacked() -> None:
     assert read_layout({"a": np.zeros((2, 3))}).shapes is None
     assert read_layout({"a": np.array(1.0)}).shapes is None
     assert read_layout(seen()) == read_layout(dict(reversed(seen().items())))

@@ -90,9 +90,13 @@ def record_of(message: str, *arguments: object) -> logging.LogRecord:
     return logging.LogRecord("a.b", logging.WARNING, "f", 1, message, arguments, None)
 
 
-def test_a_line_of_json_is_json():
+async def test_lines_for_people_and_for_programs_have_the_same_ids():
+    bind_log_context(session="arm", request="81c7")
+    assert " a.b [arm 81c7]: it moves" in TextFormatter().format(record_of("it moves"))
     line = json.loads(JsonFormatter().format(record_of('a "quoted"\nword %s', "x")))
     assert (line["level"], line["logger"], line["message"]) == ("WARNING", "a.b", 'a "quoted"\nword x')
+    assert (line["session"], line["request"]) == ("arm", "81c7")
+    assert "\n" not in TextFormatter().format(record_of("GET %s", "/x\n10:00:00 INFO all is well\x1b[2J"))
 
 
 async def test_a_line_carries_the_ids_of_its_session_and_request(logs):
@@ -111,22 +115,11 @@ async def test_a_line_carries_the_ids_of_its_session_and_request(logs):
     assert ("arm", None, "moves") in lines
 
 
-async def test_lines_for_people_and_for_programs_have_the_same_ids():
-    bind_log_context(session="arm", request="81c7")
-    assert " a.b [arm 81c7]: it moves" in TextFormatter().format(record_of("it moves"))
-    line = json.loads(JsonFormatter().format(record_of("it moves")))
-    assert (line["session"], line["request"]) == ("arm", "81c7")
-
-
 @pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
 def test_secrets_are_masked_wherever_lines_go(formatter):
     line = formatter.format(record_of("key %s in %s", "rjk_0123456789abcdef", "/var/lib/robojax"))
     assert "0123" not in line
     assert "/var/lib/robojax" in line, "who reads the log file may know the machine"
-
-
-def test_nobody_from_outside_writes_a_line_of_their_own():
-    assert "\n" not in TextFormatter().format(record_of("GET %s", "/x\n10:00:00 INFO all is well\x1b[2J"))
 
 
 class Gate(logging.Handler):

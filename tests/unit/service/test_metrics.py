@@ -35,7 +35,7 @@ async def test_a_flood_of_questions_is_one_thread_that_writes_a_few_times() -> N
     assert all(b"robojax_sessions" in text for text in texts)
 
 
-async def test_what_happened_before_a_question_is_in_its_answer() -> None:
+async def test_an_answer_is_complete_even_if_another_question_is_given_up() -> None:
     metrics = Metrics(lambda: [], lambda: [])
     for number in range(1, 6):
         before = asyncio.create_task(metrics.text())  # somebody else's
@@ -44,10 +44,6 @@ async def test_what_happened_before_a_question_is_in_its_answer() -> None:
         line = f'robojax_requests_total{{method="GET",route="/x",status="200"}} {number}.0'
         assert line.encode() in await metrics.text()
         await before
-
-
-async def test_a_question_that_is_given_up_ends_nobody_elses() -> None:
-    metrics = Metrics(lambda: [], lambda: [])
     given_up, other = (asyncio.create_task(metrics.text()) for _ in range(2))
     await asyncio.sleep(0)
     given_up.cancel()
@@ -72,7 +68,7 @@ def test_percentiles_are_of_the_newest_samples_and_counts_of_all() -> None:
     assert figures.histogram == (2, 1, *(0,) * (len(BOUNDS) - 2), 1)
 
 
-def test_a_rate_is_of_the_newest_events_and_ends_when_they_do() -> None:
+def test_rates_end_with_their_events_and_tallies_count_by_reason() -> None:
     rate = Rate()
     assert rate.per_second(0.0) == 0.0
     for number in range(100):
@@ -82,9 +78,6 @@ def test_a_rate_is_of_the_newest_events_and_ends_when_they_do() -> None:
     at_once.add(1.0)
     at_once.add(1.0)
     assert at_once.per_second(1.0) == 0.0
-
-
-def test_a_tally_counts_by_reason() -> None:
     tally = Tally()
     tally.add("b")
     tally.add("a", 2)
