@@ -39,12 +39,19 @@ def test_a_chunk_goes_on_with_the_first_action_after_a_moment(tick_period, momen
     assert (first, share) == (found[0], pytest.approx(found[1], abs=1e-6))
 
 
-def test_each_tick_gives_the_action_that_is_due() -> None:
+def test_each_tick_gives_the_due_action_of_the_newest_chunk() -> None:
     queue = ActionQueue(PERIOD)
     queue.push(numbered(4), observed_at=10.0, now=10.0)
     ticks = [10.0 + number * PERIOD for number in range(5)]
     assert [first_of(queue.take(tick, tick)) for tick in ticks] == [0, 1, 2, 3, None]
     assert (queue.late, queue.consumed, queue.left) == (0, 4, 0)
+    queue = ActionQueue(PERIOD)
+    queue.push(numbered(10), observed_at=0.0, now=0.0)
+    queue.take(0.0, 0.0)
+    queue.take(0.05, 0.05)
+    queue.push(numbered(10, first=100), observed_at=0.05, now=0.08)
+    assert first_of(queue.take(0.1, 0.1)) == 101
+    assert queue.consumed == 1
 
 
 @pytest.mark.parametrize(
@@ -65,16 +72,6 @@ def test_ticks_give_the_actions_of_their_time_and_drop_late_ones(periods, chunk,
     assert queue.push(numbered(length), observed_at, now) == usable
     assert [first_of(queue.take(tick, tick)) for tick in ticks] == pytest.approx(taken)
     assert queue.late == late
-
-
-def test_a_new_chunk_replaces_what_is_left_in_step_with_time() -> None:
-    queue = ActionQueue(PERIOD)
-    queue.push(numbered(10), observed_at=0.0, now=0.0)
-    queue.take(0.0, 0.0)
-    queue.take(0.05, 0.05)
-    queue.push(numbered(10, first=100), observed_at=0.05, now=0.08)
-    assert first_of(queue.take(0.1, 0.1)) == 101
-    assert queue.consumed == 1
 
 
 @pytest.mark.parametrize("tick_period", [None, 0.02, 0.12])

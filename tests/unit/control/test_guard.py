@@ -110,7 +110,7 @@ def test_a_refused_chunk_names_a_joint_and_its_values(reason: str) -> None:
     assert (judging.refused[reason], judging.clamped.total) == (1, 0)
 
 
-def test_refuse_mode_clamps_small_excess_and_starts_from_rest() -> None:
+def test_refuse_mode_clamps_small_excess_and_judges_the_past() -> None:
     judging = guard(limits("refuse"))
     near = line(0.0)
     near[:, 0] = 104
@@ -120,6 +120,10 @@ def test_refuse_mode_clamps_small_excess_and_starts_from_rest() -> None:
     assert judged.actions[0, 0] == 25, "it stood at 0"
     moving = replace(REST, is_at_rest=False)
     assert judging.judge(near, moving).reason == "seam"
+    plan = line(0.0)
+    plan[1, 0] = 90
+    assert guard(limits("refuse")).judge(plan, REST, 5).reason == "velocity"
+    assert guard().judge(plan, REST, 5).actions is plan, "it is never done"
 
 
 @pytest.mark.parametrize("velocity", [500.0, 40.0])
@@ -139,13 +143,6 @@ def test_a_pose_outside_the_range_refuses_no_chunk_that_begins_there(velocity: f
         assert led.actions[:, 0].max() <= -100
         assert np.abs(np.diff(led.actions[:, 0], prepend=commanded)).max() <= step + 1e-4
     assert judging.judge(plan - 11, Motion(outside, np.zeros(6), np.zeros(6))).reason == "position"
-
-
-def test_refusing_judges_what_is_over_too() -> None:
-    plan = line(0.0)
-    plan[1, 0] = 90
-    assert guard(limits("refuse")).judge(plan, REST, 5).reason == "velocity"
-    assert guard().judge(plan, REST, 5).actions is plan, "it is never done"
 
 
 def ending(joint: int, value: float) -> np.ndarray:

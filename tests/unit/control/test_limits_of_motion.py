@@ -114,7 +114,7 @@ def test_a_file_narrows_the_tables_range_and_cannot_widen_it(tmp_path: Path) -> 
         create_motion_limits(TABLE, file=read_limits(twice))
 
 
-def test_a_urdf_gives_range_and_velocity_of_joints_of_the_same_name(tmp_path: Path) -> None:
+def test_a_urdf_limits_joints_of_the_same_name_unless_in_other_units(tmp_path: Path) -> None:
     file = read_limits(write(tmp_path, URDF, "two.urdf"))
     limits = create_motion_limits(UNKNOWN, file=file)
     unlimited = dict.fromkeys(("step", "acceleration", "jerk"))
@@ -122,6 +122,9 @@ def test_a_urdf_gives_range_and_velocity_of_joints_of_the_same_name(tmp_path: Pa
     assert limits.unlimited == ["elbow"]
     assert limits.unmatched == ("wheel",)
     assert file["wheel"].velocity == 7
+    file = read_limits(write(tmp_path, URDF.replace('"waist"', '"shoulder_pan"'), "so.urdf"))
+    with pytest.raises(InvalidRequest, match=r"'so.urdf', joint 'Rotation': a URDF counts in radians.*scale"):
+        create_motion_limits(TABLE, file=file)
 
 
 def test_a_toml_file_scales_what_a_urdf_says_and_says_more(tmp_path: Path) -> None:
@@ -136,12 +139,6 @@ def test_a_toml_file_scales_what_a_urdf_says_and_says_more(tmp_path: Path) -> No
     assert file["Jaw"] == FileLimits(0, 100, velocity=60, origin="limits.toml")
     assert "finger" not in file
     assert of(create_motion_limits(TABLE, file=file), "Jaw")["velocity"] == 60
-
-
-def test_radians_of_a_urdf_are_never_taken_for_the_units_of_an_so100(tmp_path: Path) -> None:
-    file = read_limits(write(tmp_path, URDF.replace('"waist"', '"shoulder_pan"'), "so.urdf"))
-    with pytest.raises(InvalidRequest, match=r"'so.urdf', joint 'Rotation': a URDF counts in radians.*scale"):
-        create_motion_limits(TABLE, file=file)
 
 
 WRONG = {

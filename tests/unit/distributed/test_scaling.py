@@ -49,11 +49,16 @@ def test_one_more_when_devices_are_busy_or_requests_late_for_a_while(load: float
     assert scaling.why.startswith(f"devices are {load:.0%} busy")
 
 
-def test_a_burst_is_no_reason() -> None:
+def test_neither_a_burst_nor_an_engine_that_is_coming_adds_another() -> None:
     scaling = Scaling(BOUNDS)
     for begin in range(0, 100, 10):
         assert after(scaling, GROW_AFTER - 0.5, engines(2, 1.0, 1.0), begin=begin) == 2
         assert scaling.decide(begin + GROW_AFTER, engines(2, 0.5)) == 2
+    scaling = Scaling(BOUNDS)
+    assert after(scaling, 100, engines(2, 1.0, 1.0), coming=1) == 3
+    # From then on it takes as long again to see that it was not enough.
+    assert after(scaling, GROW_AFTER - 0.5, engines(3, 1.0, 1.0), begin=101) == 3
+    assert scaling.decide(101 + GROW_AFTER, engines(3, 1.0, 1.0)) == 4
 
 
 @pytest.mark.parametrize(
@@ -61,14 +66,6 @@ def test_a_burst_is_no_reason() -> None:
 )
 def test_the_number_stays_when_another_would_not_help(there: int, load: float, queue: float) -> None:
     assert after(Scaling(BOUNDS), 100, engines(there, load, queue)) == there
-
-
-def test_nothing_more_is_decided_while_one_is_coming() -> None:
-    scaling = Scaling(BOUNDS)
-    assert after(scaling, 100, engines(2, 1.0, 1.0), coming=1) == 3
-    # From then on it takes as long again to see that it was not enough.
-    assert after(scaling, GROW_AFTER - 0.5, engines(3, 1.0, 1.0), begin=101) == 3
-    assert scaling.decide(101 + GROW_AFTER, engines(3, 1.0, 1.0)) == 4
 
 
 def test_one_fewer_when_those_that_stay_have_little_to_do_for_long() -> None:

@@ -227,7 +227,7 @@ async def test_turns_are_given_in_order_without_cancelled_ones():
     assert answered == [number for number in range(40) if number != 20]
 
 
-def test_whoever_connects_ever_anew_has_no_new_budget_each_time():
+def test_surplus_connections_have_no_budget_until_they_have_waited():
     loop = Loop()
     flows = [loop.queue.create_new_flows("here", lambda: (0.0, False))[0] for _ in range(500)]
     assert Counter(flow.is_greedy for flow in flows) == {False: NEWCOMERS_AT_ONCE, True: 500 - NEWCOMERS_AT_ONCE}
@@ -237,9 +237,6 @@ def test_whoever_connects_ever_anew_has_no_new_budget_each_time():
     loop.now += 0.5  # nobody is connected any more, and is known all the same
     flows = [loop.queue.create_new_flows("here", lambda: (0.0, False))[0] for _ in range(500)]
     assert sum(not flow.is_greedy for flow in flows) == NEWCOMERS / 2
-
-
-def test_a_surplus_connection_earns_a_budget_by_waiting():
     loop = Loop()
     for _ in range(100):
         loop.queue.create_new_flows("here", lambda: (0.0, False))

@@ -22,16 +22,13 @@ async def server(big=0, **settings):
         yield server.app, server.http, server.address
 
 
-def test_an_address_has_its_connections_and_frees_them_one_by_one():
+def test_an_address_has_its_connections_and_this_machine_the_total():
     doors = Connections(ConnectionLimits(per_address=2))
     assert [doors.enter("10.0.0.1") for _ in range(3)] == [True, True, False]
     assert doors.enter("10.0.0.2")
     doors.leave("10.0.0.1")
     assert doors.enter("10.0.0.1")
     assert len(doors) == 3
-
-
-def test_this_machine_is_only_held_to_what_everybody_has_together():
     doors = Connections(ConnectionLimits(per_address=1, total=3))
     assert [doors.enter("127.0.0.1") for _ in range(4)] == [True, True, True, False]
     assert not Connections(ConnectionLimits(per_address=0, is_local_limited=True)).enter("::1")

@@ -51,15 +51,12 @@ def test_what_the_next_batch_should_take_follows_the_newest_of_any_size() -> Non
     assert known.measured(8).median == known.measured(8).p90 == 0.020, "what was measured is told as it was"
 
 
-def test_of_two_sizes_that_take_turns_the_one_that_got_slower_is_found_out() -> None:
+def test_a_slower_size_changes_the_pace_and_outliers_do_not() -> None:
     known = costs(b1=0.010, b8=0.020)
     for _ in range(2 * WINDOW):
         known.record(1, 0.010)
         known.record(8, 0.040)
     assert known.predict(8).median / known.predict(1).median == pytest.approx(4, rel=0.05)
-
-
-def test_one_outlier_and_times_of_zero_do_not_change_the_pace() -> None:
     known = costs(b1=0.010, b8=0.020)
     known.record(8, 9.0)
     assert known.predict(1).median == 0.010
