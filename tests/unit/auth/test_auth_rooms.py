@@ -24,14 +24,9 @@ from service.transport.server.app import serve_transport
 class Deaf:
     """An inbox that keeps nothing."""
 
-    def on_frame(self, camera, image, observed_at):
-        pass
+    def on_frame(self, *arguments): ...
 
-    def on_joints(self, values, observed_at):
-        pass
-
-    def on_event(self, event):
-        pass
+    on_joints = on_event = on_frame
 
 
 @asynccontextmanager

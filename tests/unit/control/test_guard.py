@@ -88,7 +88,11 @@ def test_the_seam_is_measured_from_the_motion_before() -> None:
 
 
 REFUSED = {
-    "position": (line(2.0, joint=5) + 25, {}, "position of joint 'Rotation' (and"),
+    "position": (
+        np.where(np.arange(STEPS)[:, None] == 7, [120, 120, *HOME[2:]], HOME),
+        {"velocity": 1e6},
+        "position of joint 'Rotation' (and",
+    ),
     "velocity": (line(26.0, chunk=3), {}, "velocity of joint 'Rotation': changes by 26, the limit is 25 per action"),
     "step": (line(3.0), {"step": 2.0}, "step of joint"),
     "acceleration": (line(3.0) * np.where(np.arange(STEPS) % 2, 1, 1.1)[:, None], {"acceleration": 900.0}, "accel"),
@@ -99,10 +103,6 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_refused_chunk_names_a_joint_and_its_values(reason: str) -> None:
     plan, said, words = REFUSED[reason]
-    if reason == "position":
-        plan = np.repeat(HOME[None], STEPS, axis=0)
-        plan[7, :2] = 120
-        said = {"velocity": 1e6}
     judging = guard(limits("refuse", **said))
     judged = judging.judge(plan.astype(np.float32), REST)
     assert (judged.actions, judged.reason) == (None, reason)

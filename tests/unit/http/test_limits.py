@@ -22,6 +22,15 @@ async def server(big=0, **settings):
         yield server.app, server.http, server.address
 
 
+async def ask(address, what):
+    """The status of a request over a connection of its own."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(f"{what} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 0\r\n\r\n".encode())
+    status = int((await asyncio.wait_for(reader.readline(), 30)).split()[1])
+    writer.close()
+    return status
+
+
 def test_an_address_has_its_connections_and_this_machine_the_total():
     doors = Connections(ConnectionLimits(per_address=2))
     assert [doors.enter("10.0.0.1") for _ in range(3)] == [True, True, False]
@@ -105,22 +114,14 @@ async def test_a_surplus_connection_is_429_until_another_one_closes():
         for _, writer in pairs:
             writer.close()
         await until(lambda: not len(app.config.CONNECTIONS), within=30)
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
-        assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 200")
-        writer.close()
+        assert await ask(address, "GET /health") == 200
 
 
 async def test_however_many_connections_idle_a_stop_still_gets_through():
     async with server(max_connections=1, limit_local=True) as (app, _, address):
         idle = [await asyncio.open_connection(*address) for _ in range(40)]
-        statuses = []
-        for path in ("/debug/emergency_stop", "/api/debug/emergency_stop", "/tickets", "/nothing"):
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 0\r\n\r\n".encode())
-            statuses.append(int((await asyncio.wait_for(reader.readline(), 30)).split()[1]))
-            writer.close()
-        assert statuses == [200, 200, 429, 404]
+        paths = ("/debug/emergency_stop", "/api/debug/emergency_stop", "/tickets", "/nothing")
+        assert [await ask(address, f"POST {path}") for path in paths] == [200, 200, 429, 404]
         assert len(app.config.CONNECTIONS) <= 1 + 16
         for _, writer in idle:
             writer.close()

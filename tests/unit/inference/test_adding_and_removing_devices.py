@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +21,7 @@ pytestmark = pytest.mark.timed
 
 
 class ScriptedWorker:
-    """A `DeviceWorker` without a thread.
-
-    Attributes:
-        failures: what the next asks raise instead of an answer, or wait for.
-        acted: how many were answered.
-    """
+    """A `DeviceWorker` without a thread; the next requests raise its `failures`, or wait for them."""
 
     abandoned = waiting = 0
     is_late = False
@@ -39,15 +35,7 @@ class ScriptedWorker:
     def load(self, now: float) -> float:
         return 0.0
 
-    async def submit(
-        self,
-        replica: Replica,
-        observation: Mapping[str, np.ndarray],
-        due: float | None,
-        *,
-        is_alone: bool = False,
-        may_move: bool = False,
-    ) -> InferenceResult:
+    async def submit(self, replica: Replica, observation: Any, due: float | None, **options: bool) -> InferenceResult:
         if self.is_closed:
             raise WorkerClosed("the server is ending")
         self.pending += 1
@@ -68,12 +56,7 @@ class ScriptedWorker:
 
 
 class Somewhere(ScriptedPolicy):
-    """One that is copied to where the house's devices are.
-
-    Attributes:
-        failures_of: what copying to a device raises, or waits for.
-        copied: where it was copied to, in this order.
-    """
+    """A policy that notes the devices it is copied to; a copy raises the device's failure, or waits for it."""
 
     failures_of: dict[str, Exception | threading.Event]
     copied: list[str]

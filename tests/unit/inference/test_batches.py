@@ -30,13 +30,7 @@ def seen(place: float = 0.0, size: int = 4) -> dict[str, np.ndarray]:
 
 @dataclass
 class Held(ScriptedPolicy):
-    """Begins to work when the test lets it, so that requests come together; odd about some of them.
-
-    Attributes:
-        begun: how often it was called.
-        calls: batch sizes that it was called with, once it was let.
-        never: what it waits for when it sees a joint at 666.
-    """
+    """Works when its gate is open, so that requests come together; hangs at joints of 666 and raises at 13."""
 
     gate: threading.Event = field(default_factory=threading.Event)
     begun: int = 0

@@ -30,11 +30,7 @@ PROGRAMS: list[tuple[int, Sizes]] = [(1, TRAINED), (2, TRAINED), (1, LARGE), (2,
 
 @dataclass
 class Shipped(ScriptedPolicy):
-    """Says what was asked of it. Cameras that it does not have are an error, as they are for a compiled one.
-
-    Attributes:
-        tried, profiled: programs that it ran once, and for the time they take.
-    """
+    """Notes the programs that it ran once, and those that it profiled; other cameras are an error."""
 
     tried: list[tuple[int, Sizes]] = field(default_factory=list)
     profiled: list[tuple[int, Sizes]] = field(default_factory=list)

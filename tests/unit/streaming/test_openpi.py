@@ -116,18 +116,18 @@ async def test_an_observation_is_found_under_the_names_that_openpis_clients_use(
 
 WIDE, TALL = np.full((48, 64, 3), 9, np.uint8), np.full((3, 64, 64), 8, np.uint8)
 JOINTS = np.linspace(0.1, 0.7, 7)
+DROID = {
+    "observation/exterior_image_1_left": WIDE,
+    "observation/wrist_image_left": WIDE,
+    "observation/joint_position": JOINTS,
+}
 # Cameras of the policy, widths of its state and actions, whether these are targets of joints, what openpi's examples
 # send, and the state that this is.
 ROBOTS = {
     "droid": (
         ("exterior_image_1_left", "wrist_image_left"),
         (8, 8, False),
-        {
-            "observation/exterior_image_1_left": WIDE,
-            "observation/wrist_image_left": WIDE,
-            "observation/joint_position": JOINTS,
-            "observation/gripper_position": np.array([0.25]),
-        },
+        DROID | {"observation/gripper_position": np.array([0.25])},
         [*JOINTS, 0.25],
     ),
     "aloha": (
@@ -145,12 +145,7 @@ ROBOTS = {
     "droid by openpi's own names": (
         ("base_0_rgb", "left_wrist_0_rgb"),
         (8, 8, True),
-        {
-            "observation/exterior_image_1_left": WIDE,
-            "observation/wrist_image_left": WIDE,
-            "observation/joint_position": JOINTS,
-            "observation/gripper_position": np.float64(0.25),
-        },
+        DROID | {"observation/gripper_position": np.float64(0.25)},
         [*JOINTS, 0.25],
     ),
 }
