@@ -122,8 +122,6 @@ def test_a_secret_that_is_short_or_that_others_read_is_refused(tmp_path, content
         SecretFile(path).tokens()
 
 
-# Tickets.
-
 ANN = Caller("ann", Role.VIEWER, "lab")
 
 

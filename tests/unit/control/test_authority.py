@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from jaxmodels import Requirements
 from service.control.lease import Leases, find_robot
 from service.control.observers import Tick
 from service.errors import PolicyError, RobotTaken
@@ -40,10 +39,6 @@ class Onlooker:
         self.ticks.append(tick)
         if self._failure is not None:
             raise self._failure
-
-
-def requirements(**changes: object) -> Requirements:
-    return Requirements(**{**vars(SO100_REQUIREMENTS), **changes})
 
 
 async def test_a_tap_looks_on_from_before_the_rooms_until_it_is_taken_off(rig) -> None:
@@ -99,8 +94,10 @@ async def test_a_dry_run_does_everything_but_send(rig) -> None:
 
 async def shadowed(rig, steps: int = 1, shadow_steps: int = 1) -> dict:
     """Figures of a shadow whose policies look at this many observations."""
-    rig.policies["policy"] = ScriptedPolicy(requirements(observation_steps=steps))
-    rig.policies["shadow"] = ScriptedPolicy(requirements(observation_steps=shadow_steps), step=0.3, commit="c0ffee")
+    rig.policies["policy"] = ScriptedPolicy(replace(SO100_REQUIREMENTS, observation_steps=steps))
+    rig.policies["shadow"] = ScriptedPolicy(
+        replace(SO100_REQUIREMENTS, observation_steps=shadow_steps), step=0.3, commit="c0ffee"
+    )
     await rig.running(shadow_policy_path="shadow")
     await until(lambda: rig.stats["shadow"]["compared"] >= 2)
     return rig.stats["shadow"]
@@ -167,7 +164,7 @@ async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) 
     ],
 )
 async def test_a_shadow_that_does_not_fit_is_said_and_not_asked(rig, changes: dict, word: str) -> None:
-    rig.policies["shadow"] = ScriptedPolicy(requirements(**changes))
+    rig.policies["shadow"] = ScriptedPolicy(replace(SO100_REQUIREMENTS, **changes))
     await rig.running(shadow_policy_path="shadow")
     await until(lambda: rig.stats["inference_count"] > 1)
     shadow = rig.stats["shadow"]

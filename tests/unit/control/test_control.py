@@ -419,10 +419,7 @@ CLOSED = 5.0
 
 @pytest.fixture
 def gripping() -> World:
-    """An arm with something between its jaws: told to close, the jaw stays where it is measured.
-
-    A jaw that is told to be there goes a part of the way back at each tick: 2 units, of 10.
-    """
+    """An arm with something between its jaws: the jaw stays where it is measured, and moves 2 units of 10 per tick."""
 
     def closed(snapshot: Snapshot) -> np.ndarray:
         chunk = plan(snapshot)

@@ -39,15 +39,8 @@ def test_wire_names_go_out_with_their_index_and_within_range() -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (math.nan, "not_finite"),
-        (math.inf, "not_finite"),
-        (-math.inf, "not_finite"),
-        (1e300, "not_finite"),
-        (10**400, "not_finite"),
-        ("1", "not_a_number"),
-        (None, "not_a_number"),
-        (True, "not_a_number"),
-        ([1], "not_a_number"),
+        *((value, "not_finite") for value in (math.nan, math.inf, -math.inf, 1e300, 10**400)),
+        *((value, "not_a_number") for value in ("1", None, True, [1])),
     ],
 )
 def test_what_is_no_finite_number_is_dropped_and_counted(value: object, reason: str) -> None:

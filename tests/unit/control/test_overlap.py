@@ -112,9 +112,6 @@ def test_what_cannot_be_says_what_can(name: str, coefficient: float | None, said
     assert "'rtc'," not in str(error.value), "it is not offered to a policy without a prefix"
 
 
-# In control.
-
-
 def line_at(moment: float) -> float:
     return POSE["Rotation"] + (moment - 100)
 
@@ -176,9 +173,6 @@ def test_only_what_a_control_can_change_while_it_runs_is_adjusted() -> None:
     world = World().begin()
     with pytest.raises(ValueError, match="only overlap, ask_ahead, action_steps"):
         world.control.adjust(replace(PACE, rate=30))
-
-
-# Real-time chunking.
 
 
 def continuing(snapshot: Snapshot) -> np.ndarray:

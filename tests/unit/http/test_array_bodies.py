@@ -126,9 +126,6 @@ def test_json_has_no_nan_to_answer_with():
         array_formats.encode_json({"sample": np.array([np.nan], np.float32)}, {})
 
 
-# JSON
-
-
 def test_plain_numbers_and_lists_get_the_dtype_that_the_model_takes():
     body = b'{"inputs": {"x": [[1, 2], [3, 4]], "t": 7, "m": [true, false], "other": [1, 2.5]}, "unknown": 1}'
     found = array_formats.decode_json(body, LIMITS, {"x": "float32", "t": "int32", "m": "float32"})
@@ -173,9 +170,6 @@ def test_names_that_are_not_plain_are_not_repeated():
         with pytest.raises(InvalidRequest) as caught:
             array_formats.decode_json(json.dumps({"inputs": {name: "y"}}).encode(), LIMITS, {})
         assert name == "" or name not in str(caught.value)
-
-
-# npz
 
 
 def test_both_orders_of_axes_and_bytes_and_packed_files_are_read():
@@ -289,9 +283,6 @@ def test_a_directory_that_points_elsewhere_is_refused():
         damaged[place : place + len(found)] = found
         with pytest.raises(InvalidRequest, match=r"numpy\.savez"):
             array_formats.decode_npz(bytes(damaged), LIMITS, {})
-
-
-# content types
 
 
 def test_the_form_of_a_body_is_named_by_its_content_type():

@@ -122,9 +122,7 @@ class Watched:
         (False, 0.0, (0, 1)),  # the process stands still
     ],
 )
-def test_a_blocked_loop_is_told_from_a_process_that_stood_still(
-    runs: bool, computes: float, counts: tuple[int, int], thread_is_first: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_blocked_loop_is_told_from_a_paused_process(runs, computes, counts, thread_is_first, caplog) -> None:
     watched = Watched()
     watched.goes_by(1.0)
     assert watched.counts == (0, 0)

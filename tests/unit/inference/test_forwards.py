@@ -265,10 +265,7 @@ async def test_a_pass_that_takes_too_long_is_abandoned(rig_of):
 
 @pytest.mark.parametrize(
     ("limits", "starts", "text"),
-    [
-        ({"forward_beside_robots": 0.1}, True, "a robot is running"),
-        ({"answer_deadline": 0.2}, False, "not done in"),
-    ],
+    [({"forward_beside_robots": 0.1}, True, "a robot is running"), ({"answer_deadline": 0.2}, False, "not done in")],
     ids=["a robot starts", "robots take too long"],
 )
 async def test_a_long_pass_that_waits_for_robots_may_never_run(rig_of, limits, starts, text):

@@ -50,9 +50,6 @@ async def test_an_answer_is_complete_even_if_another_question_is_given_up() -> N
     assert b"robojax_sessions" in await other
 
 
-# Counts, rates and percentiles.
-
-
 def test_percentiles_are_of_the_newest_samples_and_counts_of_all() -> None:
     recent = Recent(4)
     assert recent.percentile(50) is None

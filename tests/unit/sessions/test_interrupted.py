@@ -81,9 +81,6 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
         yield made
 
 
-# What is there after a kill.
-
-
 async def test_acknowledged_sessions_are_listed_and_not_loaded(server: Server) -> None:
     await server.sessions.create(NEW)
     await server.sessions.create(replace(NEW, session_id="other"))
@@ -118,9 +115,6 @@ async def test_a_server_that_ends_in_order_says_so(tmp_path: Path) -> None:
         assert second.reason() == "the server was shut down while it was running"
     async with serving(tmp_path) as third:
         assert third.reason() == "the server was shut down while it was running"
-
-
-# What may be done with it.
 
 
 async def test_a_restart_loads_rejoins_the_rooms_and_waits_for_a_start(server: Server) -> None:
@@ -199,9 +193,6 @@ async def test_what_a_newer_version_asked_for_is_kept_and_not_guessed(server: Se
             assert third.sessions.get("arm").record.wishes == {"max_torque": 3}  # type: ignore[union-attr]
 
 
-# Emergency stops.
-
-
 async def test_a_latch_outlives_the_server_and_the_session_until_its_reset(server: Server) -> None:
     await server.sessions.create(NEW)
     await server.sessions.emergency_stop("smoke")
@@ -263,9 +254,6 @@ async def test_without_records_a_latch_outlives_its_session_all_the_same() -> No
         sessions.get("arm")
     assert str((await sessions.create(NEW)).stage) == "stopped"
     await sessions.close()
-
-
-# Rooms.
 
 
 async def test_an_interrupted_session_keeps_its_room_ids(tmp_path: Path) -> None:

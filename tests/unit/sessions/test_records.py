@@ -184,9 +184,6 @@ async def test_latches_are_not_kept_without_end(tmp_path: Path, monkeypatch, cap
     await records.close()
 
 
-# Over HTTP.
-
-
 async def test_the_api_lists_restarts_and_forgets_what_a_server_before_left(tmp_path: Path) -> None:
     async with started(state=str(tmp_path)) as first:
         for name in ("arm", "leg"):

@@ -65,9 +65,6 @@ def held(link: MemoryLink, since: int) -> list[dict[str, float]]:
     return [sent.values for sent in link.sent[since:]]
 
 
-# The way of a session that goes well.
-
-
 async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
     link = await rig.running()
     session = rig.sessions.get_live("s")
@@ -132,9 +129,6 @@ async def test_sessions_share_one_policy_and_are_driven_each_on_its_own(rig: Rig
     sent = [len(link.sent) for link in links]
     await until(lambda: len(links[0].sent) > sent[0] + 10 and len(links[2].sent) > sent[2] + 10)
     assert len(links[1].sent) <= sent[1] + 4
-
-
-# Creating.
 
 
 @pytest.mark.parametrize(
@@ -291,9 +285,6 @@ async def test_a_policy_without_state_gets_none(rig: Rig) -> None:
     rig.policy.requirements = replace(SO100_REQUIREMENTS, state=None)
     assert await rig.running()
     assert rig.sessions.get("s").status().stats["errors"] == 0
-
-
-# Faults.
 
 
 @pytest.mark.parametrize("room", [None, "s-joint-input", "s-joint-output", "s-front"])
@@ -468,9 +459,6 @@ async def test_a_link_that_breaks_its_word_fails_its_session_only(rig: Rig) -> N
     await until(lambda: len(other.sent) > sent + 5)
 
 
-# Emergency stops.
-
-
 async def test_an_emergency_stop_latches_until_reset_and_start(rig: Rig) -> None:
     link = await rig.running()
     session = rig.sessions.get("s")
@@ -518,9 +506,6 @@ async def test_an_emergency_stop_clears_the_plan_during_an_inference(rig: Rig) -
     await until(lambda: control.is_idle and not control.scheduler.in_flight)
     assert held(link, sent) == [POSE] * 4
     assert rig.sessions.get("s").queue()["queue_length"] == 0
-
-
-# Leaving.
 
 
 async def test_closing_holds_every_robot_at_once_and_leaves_all_rooms(pauses: Pauses) -> None:

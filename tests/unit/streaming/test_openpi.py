@@ -325,8 +325,6 @@ async def test_the_end_of_the_openpi_port_holds_all_robots_first():
                 await ending
 
 
-# Names of pictures, state and prompt.
-
 WANTED = ObservationSpec(("front",), JointTable([Joint("shoulder", 0, -1.0, 1.0)]), 1 << 20)
 
 

@@ -128,14 +128,8 @@ async def test_the_rate_is_a_limit():
 
 
 @pytest.mark.parametrize(
-    "image",
-    [
-        np.zeros((4, 4, 3), np.float32),
-        np.zeros((4, 4), np.uint8),
-        np.zeros((4, 4, 4), np.uint8),
-        np.zeros((0, 4, 3), np.uint8),
-    ],
+    ("shape", "dtype"), [((4, 4, 3), np.float32), ((4, 4), np.uint8), ((4, 4, 4), np.uint8), ((0, 4, 3), np.uint8)]
 )
-def test_a_picture_of_another_form_is_refused(image):
+def test_a_picture_of_another_form_is_refused(shape, dtype):
     with pytest.raises(ValueError, match=r"uint8 \(h, w, 3\)"):
-        Camera(rate=30).show(image)
+        Camera(rate=30).show(np.zeros(shape, dtype))
