@@ -1,12 +1,13 @@
 """The last check of what leaves for a robot: whose it is, and what it is; no sockets."""
 
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.control.joints import SO100, JointTable
@@ -196,6 +197,7 @@ steps = st.one_of(
 
 
 @given(st.lists(steps, max_size=40))
+@example([("rest", {"Rotation": math.inf}, OWN)])
 def test_no_order_of_events_sends_an_unsafe_command(script: list[Any]) -> None:
     arena = Arena(Double(Stage.READY))
     session = arena.session
@@ -226,9 +228,9 @@ def test_no_order_of_events_sends_an_unsafe_command(script: list[Any]) -> None:
                 try:
                     arena.table.delete(ARM, claim)
                     assert claim == OWN
+                    arena.table.create(ARM, 0.0, claim=claim)
                 except CommandRefused:
                     assert claim != OWN
-                arena.table.create(ARM, 0.0, claim=claim)
             case ("robot joins",):
                 arena.table.leave("robot")
                 arena.perform(arena.table.join("robot", ARM, Join("robot", Role.CONSUMER), 0.0))
