@@ -137,7 +137,7 @@ class SessionCommander:
             return False
         wanted = [(places[joint["name"]], joint["value"]) for joint in joints]
         return any(
-            all(abs(value - float(pose[place])) <= _SAME * max(1.0, abs(value)) for place, value in wanted)
+            all(abs(value - (at := float(pose[place]))) <= _SAME * max(1.0, abs(at)) for place, value in wanted)
             for pose in robot_io.buffer.poses(time.monotonic())
         )
 

@@ -165,8 +165,7 @@ async def test_refusals_say_how_and_are_limited_per_address_while_keys_go_on_wor
     caplog.set_level(logging.INFO)
     guess = "rjk_" + "g" * 43
     async with server.http.get("/sessions", headers={"x-api-key": guess}) as answer:
-        assert answer.status == 401
-        assert answer.headers["www-authenticate"] == "Bearer"
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert "robojax token new" in (await answer.json())["detail"]
     for _ in range(REFUSALS[1] - 1):
         assert (await server.call("GET", "/sessions", headers={"x-api-key": guess}))[0] == 401

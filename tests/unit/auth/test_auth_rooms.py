@@ -24,14 +24,9 @@ from service.transport.server.app import serve_transport
 class Deaf:
     """An inbox that keeps nothing."""
 
-    def on_frame(self, camera, image, observed_at):
-        pass
+    def on_frame(self, *arguments): ...
 
-    def on_joints(self, values, observed_at):
-        pass
-
-    def on_event(self, event):
-        pass
+    on_joints = on_event = on_frame
 
 
 @asynccontextmanager
@@ -69,19 +64,16 @@ async def test_a_session_and_its_robot_work_with_keys_and_its_rooms_are_its_owne
         async with connect_robot(server.url, rooms, on_command=lambda v, at: None, key=server.keys["alice"]) as robot:
             assert robot.send_joints({"Rotation": 0.0})
         base = f"/robotics/workspaces/{rooms.workspace_id}/rooms"
-        out, front = (
-            f"{base}/{rooms.joint_output}",
-            f"/video/workspaces/{rooms.workspace_id}/rooms/{rooms.cameras['front']}",
-        )
+        out = f"{base}/{rooms.joint_output}"
+        front = f"/video/workspaces/{rooms.workspace_id}/rooms/{rooms.cameras['front']}"
         for name in ("bob", "eve"):
             assert (await server.call("GET", base, name))[1]["total"] == 0
             for path in (out, front, f"{out}/state"):
                 assert (await server.call("GET", path, name))[0] == 404
             assert await join(server, out, name) == "error"
         assert (await server.call("DELETE", out, "bob"))[0] == 404
-        assert (await server.call("POST", f"{out}/command", "bob", json={"joints": [{"name": "a", "value": 1}]}))[
-            0
-        ] == 404
+        command = {"joints": [{"name": "a", "value": 1}]}
+        assert (await server.call("POST", f"{out}/command", "bob", json=command))[0] == 404
         assert (await server.call("POST", base, "bob", json={"room_id": rooms.joint_output}))[0] == 409
         signal = {"client_id": "anybody", "message": {"type": "offer", "sdp": "x", "target_consumer": "y"}}
         assert (await server.call("POST", f"{front}/webrtc/signal", "bob", json=signal))[0] == 400
@@ -129,7 +121,6 @@ async def test_the_socket_of_a_revoked_key_is_closed(server, monkeypatch):
     monkeypatch.setattr(websocket, "KEY_CHECK_INTERVAL", 0.01)
     await server.call("POST", "/robotics/workspaces/w/rooms", "alice", json={"room_id": "r"})
     async with joined(server, "/robotics/workspaces/w/rooms/r", "alice") as (_, socket):
-        assert socket is not None
         await socket.receive(30)
         server.file.revoke("alice")
         frame = await socket.receive(30)

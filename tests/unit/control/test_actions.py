@@ -34,44 +34,17 @@ def first_of(action: np.ndarray | None) -> float | None:
         (0.05, 9.8, (0, 1.0)),
     ],
 )
-def test_a_chunk_goes_on_with_the_first_action_after_a_moment(
-    tick_period: float | None, moment: float, found: tuple[int, float]
-) -> None:
+def test_a_chunk_goes_on_with_the_first_action_after_a_moment(tick_period, moment, found) -> None:
     first, share = ActionQueue(0.1, tick_period).first_after(moment + 1e-9, 10.0)
     assert (first, share) == (found[0], pytest.approx(found[1], abs=1e-6))
 
 
-def test_each_tick_gives_the_action_that_is_due() -> None:
+def test_each_tick_gives_the_due_action_of_the_newest_chunk() -> None:
     queue = ActionQueue(PERIOD)
     queue.push(numbered(4), observed_at=10.0, now=10.0)
     ticks = [10.0 + number * PERIOD for number in range(5)]
     assert [first_of(queue.take(tick, tick)) for tick in ticks] == [0, 1, 2, 3, None]
     assert (queue.late, queue.consumed, queue.left) == (0, 4, 0)
-
-
-def test_late_actions_are_dropped_and_counted() -> None:
-    queue = ActionQueue(PERIOD)
-    usable = queue.push(numbered(10), observed_at=10.0, now=10.18)
-    assert (usable, queue.late) == (6, 4)
-    assert first_of(queue.take(10.2, 10.2)) == 4
-
-
-def test_a_chunk_that_is_wholly_late_gives_nothing() -> None:
-    queue = ActionQueue(PERIOD)
-    assert queue.push(numbered(10), observed_at=10.0, now=11.0) == 0
-    assert queue.late == 10
-    assert queue.take(11.0, 11.0) is None
-
-
-def test_expired_actions_are_dropped_after_a_pause() -> None:
-    queue = ActionQueue(PERIOD)
-    queue.push(numbered(100), observed_at=0.0, now=0.0)
-    assert first_of(queue.take(0.0, 0.0)) == 0
-    assert first_of(queue.take(2.0, 2.0)) == 40
-    assert queue.late == 39
-
-
-def test_a_new_chunk_replaces_what_is_left_in_step_with_time() -> None:
     queue = ActionQueue(PERIOD)
     queue.push(numbered(10), observed_at=0.0, now=0.0)
     queue.take(0.0, 0.0)
@@ -79,6 +52,26 @@ def test_a_new_chunk_replaces_what_is_left_in_step_with_time() -> None:
     queue.push(numbered(10, first=100), observed_at=0.05, now=0.08)
     assert first_of(queue.take(0.1, 0.1)) == 101
     assert queue.consumed == 1
+
+
+@pytest.mark.parametrize(
+    ("periods", "chunk", "usable", "ticks", "taken", "late"),
+    [
+        ((PERIOD,), (10, 10.0, 10.18), 6, [10.2], [4], 4),
+        ((PERIOD,), (10, 10.0, 11.0), 0, [11.0], [None], 10),
+        ((PERIOD,), (100, 0.0, 0.0), 100, [0.0, 2.0], [0, 40], 39),
+        ((0.02, 0.04), (10, 0.0, 0.0), 10, [0.0, 0.04, 0.08, 0.12, 0.16], [0, 2, 4, 6, 8], 0),
+        # The last action is held for its own period.
+        ((0.04, 0.01), (2, 0.0, 0.0), 2, np.array([*range(8), 9]) * 0.01, [0, 0.25, 0.5, 0.75, *[1] * 4, None], 0),
+    ],
+    ids=["late", "wholly late", "after a pause", "slower ticks", "faster ticks"],
+)
+def test_ticks_give_the_actions_of_their_time_and_drop_late_ones(periods, chunk, usable, ticks, taken, late) -> None:
+    queue = ActionQueue(*periods)
+    length, observed_at, now = chunk
+    assert queue.push(numbered(length), observed_at, now) == usable
+    assert [first_of(queue.take(tick, tick)) for tick in ticks] == pytest.approx(taken)
+    assert queue.late == late
 
 
 @pytest.mark.parametrize("tick_period", [None, 0.02, 0.12])
@@ -118,8 +111,7 @@ def test_due_times_say_what_is_left() -> None:
     queue.push(numbered(3), observed_at=1.0, now=1.04)
     assert queue.due_times() == pytest.approx([1.05, 1.10])
     queue.clear()
-    assert queue.due_times() == []
-    assert queue.take(1.1, 1.1) is None
+    assert (queue.due_times(), queue.take(1.1, 1.1)) == ([], None)
 
 
 def test_the_phase_between_frames_and_ticks_never_costs_an_action() -> None:
@@ -159,23 +151,6 @@ def test_no_action_is_given_out_a_period_after_its_due_time(
             assert float(action[0]) - now <= 0.501 * period + 1e-6
 
 
-def test_faster_ticks_move_between_actions_at_the_speed_that_was_trained() -> None:
-    queue = ActionQueue(0.04, 0.01)
-    queue.push(numbered(3), observed_at=0.0, now=0.0)
-    taken = [first_of(queue.take(tick * 0.01, tick * 0.01)) for tick in range(12)]
-    assert taken[:9] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2])
-    # The last action is held for its own period.
-    assert taken[9:] == [2, 2, 2]
-    assert queue.take(0.13, 0.13) is None
-    assert queue.late == 0
-
-
-def test_slower_ticks_skip_actions_at_the_speed_that_was_trained() -> None:
-    queue = ActionQueue(0.02, 0.04)
-    queue.push(numbered(10), observed_at=0.0, now=0.0)
-    assert [first_of(queue.take(tick * 0.04, tick * 0.04)) for tick in range(5)] == [0, 2, 4, 6, 8]
-
-
 @pytest.mark.parametrize("coefficient", [0.01, 0.0, -0.05, 0.5])
 def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -> None:
     random = np.random.default_rng(1)
@@ -187,47 +162,35 @@ def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -
         join(ours, chunk, observed_at=now, now=now)
         expected = theirs.update(chunk[None])[0]
         actual = ours.take(now, now)
-        assert actual is not None
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_ensembling_aligns_predictions_by_the_moment_they_are_for() -> None:
+def test_ensembling_aligns_predictions_by_their_time_until_it_is_cleared() -> None:
     queue = ActionQueue(PERIOD, aggregation=EnsembleAggregation(0.0))
     queue.push(numbered(10), observed_at=0.0, now=0.0)
     queue.take(0.0, 0.0)
-    # The same plan seen three ticks later, and answered two ticks after that, changes nothing.
+    # The same plan, observed three ticks later and answered after two more ticks, changes nothing.
     join(queue, numbered(10, first=3), observed_at=3 * PERIOD, now=5 * PERIOD)
     assert first_of(queue.take(5 * PERIOD, 5 * PERIOD)) == 5
     join(queue, numbered(10, first=16), observed_at=6 * PERIOD, now=6 * PERIOD)
     assert first_of(queue.take(6 * PERIOD, 6 * PERIOD)) == pytest.approx((6 + 6 + 16) / 3)
-
-
-def test_clearing_forgets_the_predictions_of_an_ensemble() -> None:
-    queue = ActionQueue(PERIOD, aggregation=EnsembleAggregation(0.0))
-    queue.push(numbered(10), observed_at=0.0, now=0.0)
     queue.clear()
-    join(queue, numbered(10, first=50), observed_at=0.0, now=0.0)
-    assert first_of(queue.take(0.0, 0.0)) == 50
+    join(queue, numbered(10, first=50), observed_at=6 * PERIOD, now=6 * PERIOD)
+    assert first_of(queue.take(6 * PERIOD, 6 * PERIOD)) == 50
 
 
-def test_a_chunk_of_another_policy_leads_over_from_the_old_one() -> None:
+def test_a_chunk_of_another_policy_is_faded_in_where_a_plan_is_left() -> None:
     queue = ActionQueue(0.1)
-    queue.push(np.zeros((10, 2), np.float32), 0.0, 0.0)
     other = np.full((10, 2), 4, np.float32)
-    # Seen at the old chunk's action 2, answered at its action 4: actions 2 to 4 of the new chunk are led over.
+    assert queue.crossfade(other, 0.0, 0.0, 3) is other
+    queue.push(np.zeros((10, 2), np.float32), 0.0, 0.0)
+    # Observed at the old chunk's action 2, answered at its action 4: actions 2 to 4 of the new chunk are faded in.
     faded = queue.crossfade(other, 0.2, 0.4, 3)
     assert faded[:, 0].tolist() == [0, 0, 1, 2, 3, 4, 4, 4, 4, 4]
-    assert other.min() == 4, "the chunk itself is left as it is"
-    # Fewer actions are left of the old one than asked for.
+    assert other.min() == 4, "the chunk itself does not change"
+    # Fewer actions of the old chunk are left than requested.
     assert queue.crossfade(other, 0.7, 0.7, 9)[:5, 1].tolist() == [1, 2, 3, 4, 4]
-
-
-def test_with_nothing_left_to_lead_over_from_a_chunk_stays_as_it_is() -> None:
-    queue = ActionQueue(0.1)
-    other = np.full((4, 2), 4, np.float32)
-    assert queue.crossfade(other, 0.0, 0.0, 3) is other
-    queue.push(np.zeros((3, 2), np.float32), 0.0, 0.0)
-    assert queue.crossfade(other, 0.3, 0.3, 3) is other
+    assert queue.crossfade(other, 1.0, 1.0, 3) is other
     assert queue.crossfade(other, 0.1, 0.1, 0) is other
     queue.clear()
     assert queue.crossfade(other, 0.1, 0.1, 3) is other

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from jaxmodels import Requirements
 from service.control.lease import Leases, find_robot
 from service.control.observers import Tick
 from service.errors import PolicyError, RobotTaken
@@ -40,10 +39,6 @@ class Onlooker:
         self.ticks.append(tick)
         if self._failure is not None:
             raise self._failure
-
-
-def requirements(**changes: object) -> Requirements:
-    return Requirements(**{**vars(SO100_REQUIREMENTS), **changes})
 
 
 async def test_a_tap_looks_on_from_before_the_rooms_until_it_is_taken_off(rig) -> None:
@@ -97,28 +92,31 @@ async def test_a_dry_run_does_everything_but_send(rig) -> None:
     assert stats["inference_count"] > 0
 
 
-async def test_a_shadow_computes_on_what_the_first_one_saw_and_moves_nothing(rig) -> None:
-    rig.policies["shadow"] = ScriptedPolicy(step=0.3, commit="c0ffee")
-    session = await rig.running(shadow_policy_path="shadow")
+async def shadowed(rig, steps: int = 1, shadow_steps: int = 1) -> dict:
+    """Figures of a shadow whose policies look at this many observations."""
+    rig.policies["policy"] = ScriptedPolicy(replace(SO100_REQUIREMENTS, observation_steps=steps))
+    rig.policies["shadow"] = ScriptedPolicy(
+        replace(SO100_REQUIREMENTS, observation_steps=shadow_steps), step=0.3, commit="c0ffee"
+    )
+    await rig.running(shadow_policy_path="shadow")
     await until(lambda: rig.stats["shadow"]["compared"] >= 2)
-    shadow = rig.stats["shadow"]
-    assert (shadow["policy_path"], shadow["commit"], shadow["errors"]) == ("shadow", "c0ffee", 0)
-    # 0.2 per action apart, over 20 actions: 2.1 in the mean, 4 at the end.
-    assert shadow["difference"]["Jaw"] == {"mean": pytest.approx(2.1, abs=0.01), "max": pytest.approx(4.0, abs=0.01)}
+    return rig.stats["shadow"]
+
+
+async def test_a_shadow_computes_on_what_the_first_one_saw_and_moves_nothing(rig) -> None:
+    shadow = await shadowed(rig)
+    assert (shadow["policy_path"], shadow["commit"]) == ("shadow", "c0ffee")
+    assert shadow["difference"]["Jaw"]["max"] == pytest.approx(4.0, abs=0.01), "0.2 per action apart, 20 actions"
     assert shadow["inference_ms"]["p50"] >= 0
     assert "device" not in rig.policies["shadow"].threads
     assert rig.policies["policy"].threads == {"device"}
     assert max(one.values["Rotation"] for one in rig.link.sent) < 1 + 20 * 0.15, "only the first policy moved it"
-    assert asdict(session.status())["policy_path"] == "policy"
+    assert asdict(rig.session.status())["policy_path"] == "policy"
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-async def test_a_shadow_with_fewer_observations_gets_the_newest(rig, steps: int) -> None:
-    rig.policies["policy"] = ScriptedPolicy(requirements(observation_steps=3))
-    rig.policies["shadow"] = ScriptedPolicy(requirements(observation_steps=steps), step=0.3)
-    await rig.running(shadow_policy_path="shadow")
-    await until(lambda: rig.stats["shadow"]["compared"] >= 2)
-    shadow = rig.stats["shadow"]
+@pytest.mark.parametrize(("steps", "shadow_steps"), [(1, 1), (3, 1), (3, 2)])
+async def test_a_shadow_with_fewer_observations_gets_the_newest(rig, steps: int, shadow_steps: int) -> None:
+    shadow = await shadowed(rig, steps, shadow_steps)
     assert (shadow["errors"], shadow["last_error"]) == (0, None)
     # 0.2 per action apart, so both began at the same pose: the newest.
     assert shadow["difference"]["Jaw"]["mean"] == pytest.approx(2.1, abs=0.01)
@@ -166,7 +164,7 @@ async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) 
     ],
 )
 async def test_a_shadow_that_does_not_fit_is_said_and_not_asked(rig, changes: dict, word: str) -> None:
-    rig.policies["shadow"] = ScriptedPolicy(requirements(**changes))
+    rig.policies["shadow"] = ScriptedPolicy(replace(SO100_REQUIREMENTS, **changes))
     await rig.running(shadow_policy_path="shadow")
     await until(lambda: rig.stats["inference_count"] > 1)
     shadow = rig.stats["shadow"]

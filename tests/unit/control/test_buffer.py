@@ -14,6 +14,14 @@ def buffer(*cameras: str) -> ObservationBuffer:
     return ObservationBuffer(cameras or ("front",), JointTable(SO100))
 
 
+def seen_at(moment: float) -> ObservationBuffer:
+    """A buffer with one frame and all joints of this time."""
+    seen = buffer()
+    seen.put_frame("front", FRAME, moment)
+    seen.put_joints(POSE, moment)
+    return seen
+
+
 def test_a_snapshot_names_every_missing_camera_and_joint() -> None:
     seen = buffer("front", "top")
     seen.put_frame("top", FRAME, 1.0)
@@ -24,21 +32,14 @@ def test_a_snapshot_names_every_missing_camera_and_joint() -> None:
     )
 
 
-def test_a_stale_frame_is_named_with_its_age_and_the_limit() -> None:
-    seen = buffer()
-    seen.put_frame("front", FRAME, 1.0)
-    seen.put_joints(POSE, 1.0)
+def test_an_old_frame_is_stale_and_old_joints_are_not() -> None:
+    seen = seen_at(1.0)
     assert seen.not_ready(1.299) is None
     assert seen.not_ready(1.412) == NotReady("camera_stale", "camera 'front': frame is 412 ms old, limit 300 ms")
-
-
-def test_a_silent_robot_is_not_a_stale_one() -> None:
     seen = buffer()
     seen.put_joints(POSE, 0.0)
     seen.put_frame("front", FRAME, 3600.0)
-    snapshot = seen.snapshot(3600.1)
-    assert isinstance(snapshot, Snapshot)
-    assert snapshot.joints.tolist() == [0, 1, 2, 3, 4, 5]
+    assert seen.snapshot(3600.1).joints.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_snapshot_is_as_old_as_its_oldest_frame() -> None:
@@ -47,7 +48,6 @@ def test_a_snapshot_is_as_old_as_its_oldest_frame() -> None:
     seen.put_frame("top", np.ones((24, 32, 3), np.uint8), 1.2)
     seen.put_joints(POSE, 0.5)
     snapshot = seen.snapshot(1.25)
-    assert isinstance(snapshot, Snapshot)
     assert snapshot.observed_at == 1.0
     assert snapshot.sizes == {"front": (48, 64), "top": (24, 32)}
     observation = snapshot.observation()
@@ -58,22 +58,15 @@ def test_a_snapshot_is_as_old_as_its_oldest_frame() -> None:
     }
 
 
-def test_partial_updates_merge_by_name_and_the_others_hold() -> None:
-    seen = buffer()
-    seen.put_joints(POSE, 1.0)
-    seen.put_joints({"elbow_flex": 42.0, "Jaw": float("nan"), "tail": 1.0}, 2.0)
-    assert seen.pose is not None
-    assert seen.pose.tolist() == [0, 1, 42, 3, 4, 5]
-    assert seen.dropped.by_reason() == {"not_finite": 1, "unknown_joint": 1}
-
-
-def test_an_update_without_anything_usable_is_no_input() -> None:
+def test_usable_parts_of_updates_are_merged_by_name() -> None:
     seen = buffer()
     seen.put_joints({}, 1.0)
     seen.put_joints({"tail": 1.0}, 1.0)
-    assert seen.joint_updates.count == 0
-    assert seen.last_input_at is None
-    assert seen.pose is None
+    assert (seen.joint_updates.count, seen.last_input_at, seen.pose) == (0, None, None)
+    seen.put_joints(POSE, 1.0)
+    seen.put_joints({"elbow_flex": 42.0, "Jaw": float("nan"), "tail": 1.0}, 2.0)
+    assert seen.pose.tolist() == [0, 1, 42, 3, 4, 5]
+    assert seen.dropped.by_reason() == {"not_finite": 1, "unknown_joint": 2}
 
 
 @pytest.mark.parametrize(
@@ -103,43 +96,31 @@ def test_an_older_frame_never_replaces_a_newer_one() -> None:
 
 
 def test_motion_needs_all_joints_after_the_joint_room_was_lost() -> None:
-    seen = buffer()
-    seen.put_joints(POSE, 1.0)
-    seen.put_frame("front", FRAME, 1.0)
+    seen = seen_at(1.0)
     seen.distrust_joints()
-    lack = seen.not_ready(1.0)
-    assert lack is not None
-    assert lack.code == "joints_missing"
+    assert seen.not_ready(1.0).code == "joints_missing"
     assert seen.pose is not None
     seen.put_joints(POSE, 1.1)
     assert seen.not_ready(1.1) is None
 
 
 def test_a_snapshot_does_not_change_when_joints_do() -> None:
-    seen = buffer()
-    seen.put_joints(POSE, 1.0)
-    seen.put_frame("front", FRAME, 1.0)
+    seen = seen_at(1.0)
     snapshot = seen.snapshot(1.0)
     seen.put_joints({"Elbow": 99.0}, 1.0)
-    assert isinstance(snapshot, Snapshot)
     assert snapshot.joints[2] == 2
 
 
 def observe(seen: ObservationBuffer, now: float) -> Snapshot:
     """The snapshot of a tick with its past."""
     snapshot = seen.snapshot(now)
-    assert isinstance(snapshot, Snapshot)
     seen.history.add(now, snapshot)
     return replace(snapshot, past=seen.history.before(now, snapshot))
 
 
 def look_back(steps: int, period: float, rate: float, until: float, gap: tuple[float, float] = (9, 9)) -> Snapshot:
-    """What a policy of so many observations is asked with, after ticks at this rate; joint 0 and the picture tell when.
-
-    Nothing came in during the gap.
-    """
+    """The last snapshot after ticks at this rate; joint 0 and the picture hold its time. The gap has no input."""
     seen = ObservationBuffer(("front",), JointTable(SO100), history=ObservationHistory(steps, period))
-    snapshot = None
     for tick in range(round(until * rate) + 1):
         now = tick / rate
         if gap[0] <= now < gap[1]:
@@ -147,7 +128,6 @@ def look_back(steps: int, period: float, rate: float, until: float, gap: tuple[f
         seen.put_frame("front", np.full((4, 4, 3), round(now * 100), np.uint8), now)
         seen.put_joints(POSE | {"Rotation": now * 100}, now)
         snapshot = observe(seen, now)
-    assert snapshot is not None
     return snapshot
 
 
@@ -172,12 +152,9 @@ def test_a_policy_of_several_observations_gets_those_of_its_own_rate(steps, peri
     assert pictures[..., 0, 0, 0].reshape(-1).tolist() == wanted
 
 
-def test_what_was_seen_before_a_hold_is_no_past_of_what_is_seen_after_it() -> None:
+def test_the_past_ends_at_a_hold_a_new_picture_size_and_a_start() -> None:
     observation = look_back(2, 0.1, 50, 1.0, gap=(0.5, 0.96)).observation()
     assert np.round(observation["observation.state"][0, :, 0]).tolist() == [100, 100]
-
-
-def test_the_past_ends_at_a_new_picture_size_and_at_a_start() -> None:
     seen = ObservationBuffer(("front",), JointTable(SO100), history=ObservationHistory(2, 0.1))
     for now, size in ((0.0, 4), (0.1, 8)):
         seen.put_frame("front", np.zeros((size, size, 3), np.uint8), now)

@@ -44,32 +44,27 @@ def of(limits: MotionLimits, joint: str) -> dict[str, object]:
     return limits.as_json()[joint]
 
 
-def test_without_any_word_the_joint_table_limits_position_and_speed() -> None:
+def test_without_any_setting_the_joint_table_limits_known_joints() -> None:
     limits = create_motion_limits(TABLE)
-    assert limits.mode == "clamp"
-    assert limits.unlimited == []
+    assert (limits.mode, limits.unlimited) == ("clamp", [])
     found = of(limits, "Jaw")
     assert (found["low"], found["high"], found["velocity"], found["step"]) == (0, 100, 400, None)
     assert found["origin"] == "joint table"
     json.dumps(limits.as_json(), allow_nan=False)
-
-
-def test_a_joint_that_nobody_knows_is_said_to_be_unlimited() -> None:
-    limits = create_motion_limits(UNKNOWN)
-    assert limits.unlimited == ["waist", "elbow", "finger"]
-    assert of(limits, "waist")["origin"] == "none"
-    stepped = create_motion_limits(UNKNOWN, requested=0.1)
-    assert stepped.unlimited == ["waist", "elbow", "finger"], "its position is not limited still"
-    assert of(stepped, "waist")["origin"] == "request"
+    # A step limits the motion of an unknown joint, and not its position.
+    for requested, origin in ((None, "none"), (0.1, "request")):
+        limits = create_motion_limits(UNKNOWN, requested=requested)
+        assert limits.unlimited == ["waist", "elbow", "finger"]
+        assert of(limits, "waist")["origin"] == origin
 
 
 def test_the_range_of_a_checkpoint_is_the_last_resort() -> None:
     data = ((-1.0, 0.0, 0.5), (1.0, 0.0, 0.6))
     limits = create_motion_limits(UNKNOWN, action_range=data)
-    assert (of(limits, "waist")["low"], of(limits, "waist")["high"]) == (-1.5, 1.5)
-    assert of(limits, "waist")["origin"] == "checkpoint"
     # A joint that hardly moved, or not at all, may move a little.
-    assert (of(limits, "elbow")["low"], of(limits, "elbow")["high"]) == (-0.1, 0.1)
+    for joint, low, high in (("waist", -1.5, 1.5), ("elbow", -0.1, 0.1)):
+        assert (of(limits, joint)["low"], of(limits, joint)["high"]) == (low, high)
+    assert of(limits, "waist")["origin"] == "checkpoint"
     assert limits.unlimited == []
     known = create_motion_limits(TABLE, action_range=((-1.0,) * 6, (1.0,) * 6))
     assert np.array_equal(known.high, create_motion_limits(TABLE).high)
@@ -119,21 +114,17 @@ def test_a_file_narrows_the_tables_range_and_cannot_widen_it(tmp_path: Path) -> 
         create_motion_limits(TABLE, file=read_limits(twice))
 
 
-def test_a_urdf_gives_range_and_velocity_of_joints_of_the_same_name(tmp_path: Path) -> None:
+def test_a_urdf_limits_joints_of_the_same_name_unless_in_other_units(tmp_path: Path) -> None:
     file = read_limits(write(tmp_path, URDF, "two.urdf"))
     limits = create_motion_limits(UNKNOWN, file=file)
-    assert of(limits, "waist") == {
-        "low": -3.1,
-        "high": 3.1,
-        "step": None,
-        "velocity": 2.0,
-        "acceleration": None,
-        "jerk": None,
-        "origin": "two.urdf",
-    }
+    unlimited = dict.fromkeys(("step", "acceleration", "jerk"))
+    assert of(limits, "waist") == unlimited | {"low": -3.1, "high": 3.1, "velocity": 2.0, "origin": "two.urdf"}
     assert limits.unlimited == ["elbow"]
     assert limits.unmatched == ("wheel",)
     assert file["wheel"].velocity == 7
+    file = read_limits(write(tmp_path, URDF.replace('"waist"', '"shoulder_pan"'), "so.urdf"))
+    with pytest.raises(InvalidRequest, match=r"'so.urdf', joint 'Rotation': a URDF counts in radians.*scale"):
+        create_motion_limits(TABLE, file=file)
 
 
 def test_a_toml_file_scales_what_a_urdf_says_and_says_more(tmp_path: Path) -> None:
@@ -148,12 +139,6 @@ def test_a_toml_file_scales_what_a_urdf_says_and_says_more(tmp_path: Path) -> No
     assert file["Jaw"] == FileLimits(0, 100, velocity=60, origin="limits.toml")
     assert "finger" not in file
     assert of(create_motion_limits(TABLE, file=file), "Jaw")["velocity"] == 60
-
-
-def test_radians_of_a_urdf_are_never_taken_for_the_units_of_an_so100(tmp_path: Path) -> None:
-    file = read_limits(write(tmp_path, URDF.replace('"waist"', '"shoulder_pan"'), "so.urdf"))
-    with pytest.raises(InvalidRequest, match=r"'so.urdf', joint 'Rotation': a URDF counts in radians.*scale"):
-        create_motion_limits(TABLE, file=file)
 
 
 WRONG = {
@@ -221,8 +206,7 @@ def test_the_server_does_not_start_with_a_file_that_makes_no_sense(tmp_path: Pat
 def test_the_examples_of_the_guide_are_read(tmp_path: Path) -> None:
     so101, aloha = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     limits = create_motion_limits(TABLE, file=read_limits(write(tmp_path, so101)))
-    assert of(limits, "Rotation")["acceleration"] == 600
-    assert of(limits, "Jaw")["step"] == 8
+    assert (of(limits, "Rotation")["acceleration"], of(limits, "Jaw")["step"]) == (600, 8)
     assert limits.unmatched == ()
     urdf = URDF.replace('"waist"', '"left_waist"').replace('"finger"', '"left_finger"')
     write(tmp_path, urdf, "aloha.urdf")

@@ -38,29 +38,25 @@ def test_lerobots_functions_weigh_every_moment_that_both_chunks_have(name: str) 
     joined = queue.aggregate(constant(2), observed_at=0.4)
     assert joined[:6, 0] == pytest.approx([LEROBOT[name]] * 6), "four actions of the old chunk are over"
     assert joined[6:, 0].tolist() == [2, 2, 2, 2], "beyond the old chunk there is only the new one"
+    queue.push(constant(1), observed_at=0.3, now=0.3)
+    before = queue.aggregate(constant(2), observed_at=0.1)[:4, 0]
+    assert before == pytest.approx([2, 2, *[LEROBOT[name]] * 2]), "nor is there anything before the plan"
+    queue.push(constant(1), observed_at=0.0, now=5.0)
+    new = constant(2)
+    assert queue.aggregate(new, 0.5) is new, "the plan is over"
 
 
-def test_lerobots_functions_take_what_was_joined_before_for_the_old_one() -> None:
+def test_the_old_plan_is_the_joined_one_interpolated_in_time() -> None:
     queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     for number, value in enumerate((0, 4, 8)):
         observed_at = 0.1 * number
         queue.push(queue.aggregate(constant(value), observed_at), observed_at, observed_at)
     assert queue.aggregate(constant(8), 0.2)[0, 0] == pytest.approx(6.5)
-
-
-def test_chunks_between_two_actions_are_interpolated() -> None:
-    queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     ramp = np.arange(10, dtype=np.float32)[:, None]
     queue.push(ramp, observed_at=0.0, now=0.0)
     # The same motion, seen two and a half actions later: nothing of it changes.
     joined = queue.aggregate(ramp + 2.5, observed_at=0.25)
     assert joined[:, 0] == pytest.approx(ramp[:, 0] + 2.5)
-
-
-def test_a_chunk_is_weighed_only_where_the_plan_has_actions() -> None:
-    queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
-    queue.push(constant(1), observed_at=0.3, now=0.3)
-    assert queue.aggregate(constant(2), observed_at=0.1)[:4, 0].tolist() == [2, 2, 1.5, 1.5]
 
 
 def test_a_crossfade_begins_near_the_plan_and_ends_in_the_new_chunk() -> None:
@@ -71,13 +67,6 @@ def test_a_crossfade_begins_near_the_plan_and_ends_in_the_new_chunk() -> None:
     # Two actions are left of the plan.
     assert queue.aggregate(constant(3), 0.7, 1)[:, 0].tolist() == pytest.approx([0, 1, 2, 3, 3, 3, 3, 3, 3, 3])
     assert queue.aggregate(constant(3), 0.9, 5)[:, 0].tolist() == [0] + [3] * 9, "and none of those that can be done"
-
-
-def test_a_plan_that_is_over_is_not_joined_with() -> None:
-    queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
-    queue.push(constant(1), observed_at=0.0, now=5.0)
-    new = constant(2)
-    assert queue.aggregate(new, 0.5) is new
 
 
 @pytest.mark.parametrize("coefficient", [0.01, 0.0, -3.0, 10.0, -10.0])
@@ -104,9 +93,7 @@ def test_the_overlap_is_the_requested_the_own_or_the_default() -> None:
     assert choose_aggregation(ACT, "ensemble") == EnsembleAggregation(0.01)
     assert choose_aggregation(ACT, "ensemble", -0.5) == EnsembleAggregation(-0.5)
     assert choose_aggregation(replace(ACT, takes_prefix=True), "rtc").sends_plan
-    assert choose_aggregation(ACT, "crossfade", action_rate=50) == CrossfadeAggregation(12), (
-        "it lasts a time, not so many actions"
-    )
+    assert choose_aggregation(ACT, "crossfade", action_rate=50) == CrossfadeAggregation(12)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +110,6 @@ def test_what_cannot_be_says_what_can(name: str, coefficient: float | None, said
     with pytest.raises(ValueError, match=said) as error:
         choose_aggregation(ACT, name, coefficient)
     assert "'rtc'," not in str(error.value), "it is not offered to a policy without a prefix"
-
-
-# In control.
 
 
 def line_at(moment: float) -> float:
@@ -191,9 +175,6 @@ def test_only_what_a_control_can_change_while_it_runs_is_adjusted() -> None:
         world.control.adjust(replace(PACE, rate=30))
 
 
-# Real-time chunking.
-
-
 def continuing(snapshot: Snapshot) -> np.ndarray:
     """Begins with what will have been done, as a policy does that takes a prefix, and then jumps on by 0.3."""
     actions, [delay], [length] = (snapshot.prefix[name] for name in (PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH))
@@ -210,11 +191,8 @@ def test_a_real_time_chunk_begins_with_the_executed_actions() -> None:
         chunks.append((snapshot.observed_at, continuing(snapshot), snapshot))
         return chunks[-1][1]
 
-    world = (
-        World(pace=replace(PACE, overlap=AGGREGATIONS["rtc"], action_steps=8), policy=policy, latency=0.17)
-        .begin()
-        .run(5.0)
-    )
+    pace = replace(PACE, overlap=AGGREGATIONS["rtc"], action_steps=8)
+    world = World(pace=pace, policy=policy, latency=0.17).begin().run(5.0)
     sent = {round((at - 100) / 0.05): command for at, command in world.sent}
     assert len(chunks) > 8
     for observed_at, chunk, snapshot in chunks[2:-1]:
@@ -246,7 +224,7 @@ def test_what_follows_the_given_actions_is_led_over_to() -> None:
     assert largest_step(AGGREGATIONS["rtc"]) == pytest.approx(0.05 + 0.3 / 7, abs=1e-3)
 
 
-def test_only_real_time_chunking_sends_a_plan() -> None:
+def test_only_real_time_chunking_sends_the_plan_that_is_left() -> None:
     world = World(pace=replace(PACE, overlap=AGGREGATIONS["rtc"]), latency=1.0).begin().run(0.1)
     [(_, request)] = world.answers
     snapshot = request.snapshot
@@ -254,9 +232,6 @@ def test_only_real_time_chunking_sends_a_plan() -> None:
     assert set(snapshot.prefix) == {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
     other = World(pace=replace(PACE, overlap=AGGREGATIONS["average"]), latency=1.0).begin().run(0.1)
     assert other.answers[0][1].snapshot.prefix == {}
-
-
-def test_no_more_of_a_plan_is_said_to_be_over_than_there_is() -> None:
     prefix = plan_prefix(np.ones((3, 6), np.float32), 7, PACE)
     assert prefix[PREFIX_DELAY].tolist() == prefix[PREFIX_LENGTH].tolist() == [3]
     assert prefix[PREFIX_DELAY].dtype == np.int32

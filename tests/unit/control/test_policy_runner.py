@@ -1,4 +1,7 @@
-"""A policy that takes over: whose chunks lead over from the plan of the one before, and whose failures are whose."""
+"""A policy that takes over from another: its chunks, and which policy its failures count against."""
+
+from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,34 +22,38 @@ def request() -> PolicyRequest:
     return PolicyRequest(Snapshot(frames, np.zeros(6, np.float32), 0.0, {"front": SIZE}), 0.0)
 
 
-def loaded(policy: ScriptedPolicy) -> LoadedPolicy:
+def loaded(**options: Any) -> LoadedPolicy:
+    policy = ScriptedPolicy(**options)
     policy.compile(1, {"front": SIZE})
     return LoadedPolicy(policy)
 
 
-async def test_every_answer_leads_over_from_the_old_plan_until_one_is_accepted() -> None:
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
     engine = Engine(switch_interval=None)
-    runner = PolicyRunner(loaded(ScriptedPolicy()), engine=engine)
+    yield engine
+    await engine.close()
+
+
+async def test_every_answer_fades_from_the_old_plan_until_one_is_accepted(engine: Engine) -> None:
+    runner = PolicyRunner(loaded(), engine=engine)
     assert (await runner.ask(request())).fade is None
-    assert runner.take_over(loaded(ScriptedPolicy()), 3, at_once=True).done()
+    assert runner.take_over(loaded(), 3, at_once=True).done()
     dropped = await runner.ask(request())
     runner.follow_up(dropped, TickResult())  # of an earlier motion
     again = await runner.ask(request())
     runner.follow_up(again, TickResult(is_accepted=True))
     after = await runner.ask(request())
     assert (dropped.fade, again.fade, after.fade) == (3, 3, None)
-    await engine.close()
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-async def test_a_failure_is_held_against_the_policy_that_was_asked(is_replaced: bool) -> None:
-    engine = Engine(switch_interval=None)
-    runner = PolicyRunner(loaded(ScriptedPolicy(failures=[ValueError("x")])), engine=engine)
+async def test_a_failure_is_held_against_the_policy_that_was_asked(engine: Engine, is_replaced: bool) -> None:
+    runner = PolicyRunner(loaded(failures=[ValueError("x")]), engine=engine)
     answer = await runner.ask(request())
     if is_replaced:
-        runner.take_over(loaded(ScriptedPolicy()), at_once=True)
+        runner.take_over(loaded(), at_once=True)
     trouble = runner.begin_probation()
     runner.follow_up(answer, TickResult(failure=answer.error))
     assert trouble.done() is not is_replaced
     runner.end_probation()
-    await engine.close()

@@ -178,9 +178,8 @@ class Front:
 
     async def load(self, folder: Path, like: Policy | None = None) -> LoadedPolicy:
         load = RemoteLoader(self.cluster)
-        return await self._stack.enter_async_context(
-            self.engine.policy_cache.open_policy(load, str(folder), None, lambda word: None, like=like)
-        )
+        opening = self.engine.policy_cache.open_policy(load, str(folder), None, lambda word: None, like=like)
+        return await self._stack.enter_async_context(opening)
 
     @property
     def trouble(self) -> str:
@@ -308,9 +307,7 @@ async def test_a_pool_that_does_not_answer_is_said_and_engines_go_on(begin: Any,
     ("error", "why"),
     [(ActorDiedError(), "its process ended"), (ActorUnavailableError("lost", None), "it cannot be reached")],
 )
-async def test_reason_of_a_lost_engine(
-    begin: Any, error: Exception, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_reason_of_a_lost_engine(begin, error, why, caplog) -> None:
     house = House(2)
     front = await begin(house)
     house.names.remove("robojax-2")
@@ -363,9 +360,7 @@ async def test_what_listens_and_refuses_may_want_another_token(monkeypatch: pyte
         Connection("auto").open()
 
 
-async def test_lost_cluster_is_joined_again_with_its_policies(
-    begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_lost_cluster_is_joined_again_with_its_policies(begin, folder, update, monkeypatch, caplog) -> None:
     monkeypatch.setattr(cluster_module, "REJOIN_AFTER", 0.05)
     house = House(2)
     front = await begin(house)
@@ -393,9 +388,7 @@ async def test_lost_cluster_is_joined_again_with_its_policies(
     assert caplog.text.count("cannot be joined again yet") == 1
 
 
-async def test_silent_engine_of_a_silent_pool_is_left(
-    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_engine_of_a_silent_pool_is_left(begin, folder, monkeypatch) -> None:
     now = 100.0
     monkeypatch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(cluster_module, "ANSWER_TIMEOUT", 60.0)

@@ -50,9 +50,7 @@ def test_resources_are_read_from_a_flag() -> None:
         ("ray", {"engine": "ray-local"}, r"engine: ray-local needs Ray .*pip install -e '\.\[ray\]'"),
     ],
 )
-def test_missing_driver_is_named(
-    driver: str, settings: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_driver_is_named(driver, settings, says, monkeypatch) -> None:
     # What imports a driver, and is imported only by servers that need one, is imported anew, and put back afterwards.
     for parent, module in ((service, "distributed"), (service.api, "redirects")):
         if module in vars(parent):

@@ -33,8 +33,7 @@ def after(scaling: Scaling, seconds: float, there: list[EngineFacts], coming: in
 
 def test_there_are_never_fewer_or_more_than_the_bounds_say() -> None:
     scaling = Scaling(Bounds(least=2, most=4))
-    assert scaling.decide(0.0, []) == 2
-    assert scaling.why == "there are 0, wanted are 2 to 4"
+    assert (scaling.decide(0.0, []), scaling.why) == (2, "there are 0, wanted are 2 to 4")
     assert scaling.decide(0.0, engines(1, 0.0)) == 2
     assert scaling.decide(0.0, engines(6, 1.0)) == 4
     assert scaling.decide(0.0, engines(4, 0.5), coming=2) == 4
@@ -50,18 +49,11 @@ def test_one_more_when_devices_are_busy_or_requests_late_for_a_while(load: float
     assert scaling.why.startswith(f"devices are {load:.0%} busy")
 
 
-def test_a_burst_is_no_reason() -> None:
+def test_neither_a_burst_nor_an_engine_that_is_coming_adds_another() -> None:
     scaling = Scaling(BOUNDS)
     for begin in range(0, 100, 10):
         assert after(scaling, GROW_AFTER - 0.5, engines(2, 1.0, 1.0), begin=begin) == 2
         assert scaling.decide(begin + GROW_AFTER, engines(2, 0.5)) == 2
-
-
-def test_waiting_without_work_is_nothing_that_another_engine_would_mend() -> None:
-    assert after(Scaling(BOUNDS), 100, engines(2, 0.1, 5.0)) == 2
-
-
-def test_nothing_more_is_decided_while_one_is_coming() -> None:
     scaling = Scaling(BOUNDS)
     assert after(scaling, 100, engines(2, 1.0, 1.0), coming=1) == 3
     # From then on it takes as long again to see that it was not enough.
@@ -69,16 +61,18 @@ def test_nothing_more_is_decided_while_one_is_coming() -> None:
     assert scaling.decide(101 + GROW_AFTER, engines(3, 1.0, 1.0)) == 4
 
 
+@pytest.mark.parametrize(
+    ("there", "load", "queue"), [(2, 0.1, 5.0), (3, 0.2, 0.1), (2, 0.3, 0.0)], ids=["no work", "late", "others busy"]
+)
+def test_the_number_stays_when_another_would_not_help(there: int, load: float, queue: float) -> None:
+    assert after(Scaling(BOUNDS), 100, engines(there, load, queue)) == there
+
+
 def test_one_fewer_when_those_that_stay_have_little_to_do_for_long() -> None:
     scaling = Scaling(BOUNDS)
     assert after(scaling, SHRINK_AFTER - 0.5, engines(3, 0.2)) == 3
     assert scaling.decide(SHRINK_AFTER, engines(3, 0.2)) == 2
     assert scaling.why == "devices are 20% busy, and one less would be 30%"
-
-
-def test_none_goes_while_requests_are_late_or_the_others_would_be_busy() -> None:
-    assert after(Scaling(BOUNDS), 100, engines(3, 0.2, 0.1)) == 3
-    assert after(Scaling(BOUNDS), 100, engines(2, 0.3)) == 2
 
 
 @pytest.mark.parametrize("work", [0.1, 0.3, 0.41, 0.76, 0.9, 1.3, 1.7, 2.4, 3.1, 5.0])
@@ -117,10 +111,6 @@ def why(
     )
 
 
-def test_slow_start_is_no_shortage() -> None:
-    assert why(0) == ""
-
-
 @pytest.mark.parametrize(("there", "running", "waiting"), [(0, 0, 1), (2, 0, 3), (2, 2, 1)])
 def test_where_there_is_too_little_it_is_said_soon(there: float, running: int, waiting: int) -> None:
     assert why(0, there=there, running=running, waiting=waiting) == (
@@ -132,12 +122,11 @@ def test_where_there_is_too_little_it_is_said_soon(there: float, running: int, w
 
 def test_one_resource_that_is_missing_is_enough() -> None:
     wanted, there = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 8.0}
-    assert explain_shortage(wanted, there, there, running=0, waiting=1, seconds=PLACEMENT_TIMEOUT + 1).endswith(
-        "8 of 8 CPU, 0 of 0 GPU"
-    )
+    text = explain_shortage(wanted, there, there, running=0, waiting=1, seconds=PLACEMENT_TIMEOUT + 1)
+    assert text.endswith("8 of 8 CPU, 0 of 0 GPU")
 
 
 @pytest.mark.parametrize(("free", "reason"), [(0, "which others may have"), (2, "though not all on one node")])
 def test_where_nobody_knows_it_is_said_late(free: float, reason: str) -> None:
-    assert why(free, seconds=START_TIMEOUT - 1) == ""
+    assert why(free) == why(free, seconds=START_TIMEOUT - 1) == "", "a slow start is no shortage"
     assert reason in why(free, seconds=START_TIMEOUT + 1)

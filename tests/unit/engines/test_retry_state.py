@@ -24,8 +24,7 @@ def test_each_engine_is_due_once_for_all_that_it_lacks() -> None:
     retries = RetryState()
     for engine, handle in (("b", HANDLE), ("b", "other"), ("a", HANDLE)):
         retries.record_failure(engine, handle, "out of memory", 0.0)
-    assert retries.due(FIRST_RETRY - 0.1) == []
-    assert retries.due(FIRST_RETRY) == ["a", "b"]
+    assert (retries.due(FIRST_RETRY - 0.1), retries.due(FIRST_RETRY)) == ([], ["a", "b"])
 
 
 def test_it_is_said_which_engine_lacks_what_why_and_when_it_is_tried_again() -> None:
@@ -58,9 +57,7 @@ def test_nothing_is_said_any_more_when_it_has_it_or_it_is_not_wanted() -> None:
 
 def test_what_was_tried_again_without_a_word_is_not_wanted() -> None:
     retries = RetryState()
-    retries.record_failure("a", HANDLE, "out of memory", 0.0)
-    retries.record_failure("b", HANDLE, "out of memory", 0.0)
-    retries.record_failure("b", "other", "out of memory", 10.0)
+    for engine, handle, at in (("a", HANDLE, 0.0), ("b", HANDLE, 0.0), ("b", "other", 10.0)):
+        retries.record_failure(engine, handle, "out of memory", at)
     retries.drop_failures("b", 10.0)
-    assert retries.describe(10.0).count("b is missing") == 1
-    assert retries.describe(10.0).count("a is missing") == 1
+    assert [retries.describe(10.0).count(f"{engine} is missing") for engine in "ab"] == [1, 1]

@@ -22,7 +22,7 @@ class Port:
 
     def __init__(self, limits=None, patience=30.0, listener=None):
         self.listener = listener or listen("127.0.0.1", 0)
-        self.doors, self.made, self.heard, self.turns = Connections(limits), [], [], []
+        self.doors, self.made, self.heard, self.turns, self.sockets = Connections(limits), [], [], [], []
         self.acceptor = Acceptor(self.listener, self.doors, lambda: cast(Any, Noting(self)), patience)
         self.acceptor.start(1024)
 
@@ -35,7 +35,12 @@ class Port:
             if words:
                 one.send(words)
             made.append(one)
+        self.sockets += made
         return made
+
+    def hang_up(self):
+        for one in self.sockets:
+            one.close()
 
     async def until(self, claim):
         async with asyncio.timeout(20):
@@ -45,6 +50,7 @@ class Port:
                 self.turns.append(len(self.made) - before)
 
     def close(self):
+        self.hang_up()
         self.acceptor.close()
         self.listener.close()
 
@@ -75,13 +81,12 @@ class Noting(asyncio.Protocol):
 
 async def test_a_stop_passes_hundreds_of_waiting_connections():
     port = Port()
-    sockets = await port.call(*[GET] * 300, STOP)
+    await port.call(*[GET] * 300, STOP)
     await port.until(lambda: len(port.heard) == 301)
     assert port.heard.index(STOP) < 100
     assert max(port.turns) <= CONNECTIONS_PER_TURN
     assert {protocol.address for protocol in port.made} == {"127.0.0.1"}
-    for one in sockets:
-        one.close()
+    port.hang_up()
     await port.until(lambda: not len(port.doors))
     port.close()
 
@@ -97,14 +102,12 @@ async def test_who_says_nothing_costs_no_connection_is_counted_and_is_let_go(mon
     await port.until(lambda: port.heard == [GET])
     await port.until(lambda: len(port.doors) == 1)
     assert await asyncio.get_running_loop().sock_recv(silent, 1) == b""
-    late.close()
-    silent.close()
     port.close()
 
 
 async def test_a_surplus_connection_is_429_or_may_only_stop_robots():
     port = Port(ConnectionLimits(total=2, spare=1))
-    held = await port.call(b"", b"")
+    await port.call(b"", b"")
     await port.until(lambda: len(port.doors) == 2)
     first, newest = await port.call(b"", b"")
     loop = asyncio.get_running_loop()
@@ -113,14 +116,11 @@ async def test_a_surplus_connection_is_429_or_may_only_stop_robots():
     newest.send(STOP)
     await port.until(lambda: port.heard == [STOP])
     assert port.made[0].is_spare
-    for one in (*held, first, newest):
-        one.close()
     port.close()
 
     port = Port(ConnectionLimits(total=0))
     [refused] = await port.call(b"")
     assert (await loop.sock_recv(refused, 100)).startswith(b"HTTP/1.1 429")
-    refused.close()
     port.close()
 
 
@@ -133,13 +133,10 @@ async def test_of_one_caller_so_many_wait_and_its_stops_are_not_among_them(monke
     assert STOP in port.heard
     answers = [await asyncio.get_running_loop().sock_recv(one, 12) for one in sockets[20:60]]
     assert answers == [b"HTTP/1.1 429"] * 40
-    for one in sockets:
-        one.close()
+    port.hang_up()
     await port.until(lambda: not len(port.doors))
-    sockets = await port.call(*[GET] * 20)  # none is counted any more
+    await port.call(*[GET] * 20)  # none is counted any more
     await port.until(lambda: len(port.heard) == 41)
-    for one in sockets:
-        one.close()
     port.close()
 
 
@@ -160,11 +157,10 @@ async def test_without_descriptors_it_tries_again_and_does_not_spin(monkeypatch,
     monkeypatch.setattr(server, "RETRY_DELAY", 0.1)
     listener = Exhausted(listen("127.0.0.1", 0))
     port = Port(listener=listener)
-    [one] = await port.call(GET)
+    await port.call(GET)
     await asyncio.sleep(0.25)
     assert 1 <= listener.tries <= 4
     assert "no connection can be accepted" in caplog.text
     listener.is_out = False
     await port.until(lambda: port.heard == [GET])
-    one.close()
     port.close()

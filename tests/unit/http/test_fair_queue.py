@@ -86,6 +86,14 @@ class Sender:
         self.loop.queue.enter(self.flow)
 
 
+def flood(loop, count=60, caller="here"):
+    """Connections with more to be read than a test takes time for."""
+    flooding = [Sender(loop, caller, pieces=10**6) for _ in range(count)]
+    for sender in flooding:
+        loop.queue.enter(sender.flow)
+    return flooding
+
+
 def test_what_comes_when_nobody_waits_is_read_at_once():
     loop = Loop()
     sender = Sender(loop)
@@ -96,9 +104,7 @@ def test_what_comes_when_nobody_waits_is_read_at_once():
 
 def test_a_flood_has_a_limit_per_turn_and_equal_shares():
     loop = Loop()
-    flooding = [Sender(loop, pieces=10**6) for _ in range(60)]
-    for sender in flooding:
-        loop.queue.enter(sender.flow)
+    flooding = flood(loop)
     loop.until(3.0)
     assert max(loop.turns) <= TURN_SECONDS + COST + 1e-9
     busy = sum(loop.turns)
@@ -110,9 +116,7 @@ def test_a_flood_has_a_limit_per_turn_and_equal_shares():
 
 def test_a_client_within_its_budget_does_not_wait_for_floods():
     loop = Loop()
-    flooding = [Sender(loop, pieces=10**6) for _ in range(60)]
-    for sender in flooding:
-        loop.queue.enter(sender.flow)
+    flood(loop)
     loop.until(2.0)
     robot, waits = Sender(loop), []
     for _ in range(100):
@@ -128,9 +132,9 @@ def test_a_client_within_its_budget_does_not_wait_for_floods():
 
 def test_what_is_not_read_of_a_flood_earns_it_no_budget_and_silence_does():
     loop = Loop()
-    sender, other = Sender(loop), Sender(loop, pieces=10**6)
+    sender = Sender(loop)
     sender.send(10**3)
-    loop.queue.enter(other.flow)
+    flood(loop, 1)
     loop.until(1.0)
     assert sender.flow.is_greedy
     sender.pieces = 0
@@ -143,8 +147,7 @@ def test_what_is_not_read_of_a_flood_earns_it_no_budget_and_silence_does():
 def test_a_client_that_was_late_once_regains_its_budget():
     """It has a message to be read whenever somebody looks, as the queue is slow; a flood has thousands."""
     loop = Loop()
-    for _ in range(60):
-        loop.queue.enter(Sender(loop, pieces=10**6).flow)
+    _flooding = flood(loop)
     loop.until(2.0)
     robot = Sender(loop)
     robot.flow.unread = lambda: 350.0 * robot.pieces
@@ -161,8 +164,7 @@ def test_a_client_that_was_late_once_regains_its_budget():
 
 def test_what_the_server_says_to_itself_waits_for_nobody_and_has_no_budget():
     loop = Loop()
-    for _ in range(60):
-        loop.queue.enter(Sender(loop, pieces=10**6).flow)  # all within their budgets yet
+    _flooding = flood(loop)  # all within their budgets yet
     session, waits = Sender(loop), []
     session.flow.is_own = True
     for _ in range(200):
@@ -178,10 +180,7 @@ def test_what_the_server_says_to_itself_waits_for_nobody_and_has_no_budget():
 
 def test_callers_share_the_time_however_many_connections_they_have():
     loop = Loop()
-    senders = {"many": [Sender(loop, "10.0.0.1", 10**6) for _ in range(30)]}
-    senders["one"] = [Sender(loop, "10.0.0.2", 10**6)]
-    for sender in [*senders["many"], *senders["one"]]:
-        loop.queue.enter(sender.flow)
+    senders = {"many": flood(loop, 30, "10.0.0.1"), "one": flood(loop, 1, "10.0.0.2")}
     loop.until(1.0)
     before = {who: sum(len(sender.read) for sender in those) for who, those in senders.items()}
     loop.until(3.0)
@@ -191,8 +190,7 @@ def test_callers_share_the_time_however_many_connections_they_have():
 
 def test_a_loop_that_has_no_time_gives_none_to_those_beyond_their_budgets():
     loop = Loop()
-    sender = Sender(loop, pieces=10**6)
-    loop.queue.enter(sender.flow)
+    [sender] = flood(loop, 1)
     loop.until(1.0)
     before = len(sender.read)
     for _ in range(50):
@@ -229,7 +227,7 @@ async def test_turns_are_given_in_order_without_cancelled_ones():
     assert answered == [number for number in range(40) if number != 20]
 
 
-def test_whoever_connects_ever_anew_has_no_new_budget_each_time():
+def test_surplus_connections_have_no_budget_until_they_have_waited():
     loop = Loop()
     flows = [loop.queue.create_new_flows("here", lambda: (0.0, False))[0] for _ in range(500)]
     assert Counter(flow.is_greedy for flow in flows) == {False: NEWCOMERS_AT_ONCE, True: 500 - NEWCOMERS_AT_ONCE}
@@ -239,9 +237,6 @@ def test_whoever_connects_ever_anew_has_no_new_budget_each_time():
     loop.now += 0.5  # nobody is connected any more, and is known all the same
     flows = [loop.queue.create_new_flows("here", lambda: (0.0, False))[0] for _ in range(500)]
     assert sum(not flow.is_greedy for flow in flows) == NEWCOMERS / 2
-
-
-def test_a_surplus_connection_earns_a_budget_by_waiting():
     loop = Loop()
     for _ in range(100):
         loop.queue.create_new_flows("here", lambda: (0.0, False))

@@ -25,9 +25,6 @@ def test_port_0_is_a_free_port_and_the_url_names_it():
     with listen("127.0.0.1", 0) as first, listen("127.0.0.1", 0) as second:
         assert url_of(first) != url_of(second)
         assert url_of(first) == f"http://127.0.0.1:{first.getsockname()[1]}"
-
-
-def test_everywhere_is_reached_by_loopback():
     with listen("0.0.0.0", 0) as listener:
         assert url_of(listener).startswith("http://127.0.0.1:")
 
@@ -125,9 +122,7 @@ class Watched:
         (False, 0.0, (0, 1)),  # the process stands still
     ],
 )
-def test_a_blocked_loop_is_told_from_a_process_that_stood_still(
-    runs: bool, computes: float, counts: tuple[int, int], thread_is_first: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_blocked_loop_is_told_from_a_paused_process(runs, computes, counts, thread_is_first, caplog) -> None:
     watched = Watched()
     watched.goes_by(1.0)
     assert watched.counts == (0, 0)

@@ -1,10 +1,19 @@
-"""For engines that run compiled policies."""
+"""Observations for engines, and quick compilation."""
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from tests.testing.compiling import compiling_quickly
+
+
+def observe(height: int = 48, width: int = 64, place: float = 0.0) -> dict[str, np.ndarray]:
+    """An observation of a robot whose joints are all at one place, with a picture of this size."""
+    return {
+        "observation.images.front": np.zeros((1, height, width, 3), np.uint8),
+        "observation.state": np.full((1, 6), place, np.float32),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +21,7 @@ pytestmark = pytest.mark.timed
 
 
 class ScriptedWorker:
-    """A `DeviceWorker` without a thread.
-
-    Attributes:
-        failures: what the next asks raise instead of an answer, or wait for.
-        acted: how many were answered.
-    """
+    """A `DeviceWorker` without a thread; the next requests raise its `failures`, or wait for them."""
 
     abandoned = waiting = 0
     is_late = False
@@ -39,15 +35,7 @@ class ScriptedWorker:
     def load(self, now: float) -> float:
         return 0.0
 
-    async def submit(
-        self,
-        replica: Replica,
-        observation: Mapping[str, np.ndarray],
-        due: float | None,
-        *,
-        is_alone: bool = False,
-        may_move: bool = False,
-    ) -> InferenceResult:
+    async def submit(self, replica: Replica, observation: Any, due: float | None, **options: bool) -> InferenceResult:
         if self.is_closed:
             raise WorkerClosed("the server is ending")
         self.pending += 1
@@ -68,12 +56,7 @@ class ScriptedWorker:
 
 
 class Somewhere(ScriptedPolicy):
-    """One that is copied to where the house's devices are.
-
-    Attributes:
-        failures_of: what copying to a device raises, or waits for.
-        copied: where it was copied to, in this order.
-    """
+    """A policy that notes the devices it is copied to; a copy raises the device's failure, or waits for it."""
 
     failures_of: dict[str, Exception | threading.Event]
     copied: list[str]
@@ -86,7 +69,6 @@ class Somewhere(ScriptedPolicy):
         if failure is not None:
             failure.wait(30)
         other = super().on(device)
-        assert isinstance(other, Somewhere)
         other.failures_of, other.copied = self.failures_of, self.copied
         return other
 
@@ -102,9 +84,9 @@ class House:
         self.loader = ScriptedLoader(self._make)
         self._stack = stack
 
-    def _make(self) -> ScriptedPolicy:
+    def _make(self, failures_of: dict[str, Exception | threading.Event] | None = None) -> ScriptedPolicy:
         policy = Somewhere(device="loaded")
-        policy.failures_of, policy.copied = self.failures_of, self.copied
+        policy.failures_of, policy.copied = self.failures_of if failures_of is None else failures_of, self.copied
         return policy
 
     def join(self, *devices: str) -> None:
@@ -117,13 +99,15 @@ class House:
         return await self.load()
 
     async def load(self, path: str = "p") -> LoadedPolicy:
-        return await self._stack.enter_async_context(
-            self.engine.policy_cache.open_policy(self.loader, path, None, lambda word: None)
-        )
+        opening = self.engine.policy_cache.open_policy(self.loader, path, None, lambda word: None)
+        return await self._stack.enter_async_context(opening)
 
-    async def ask(self, served: LoadedPolicy, times: int = 1) -> None:
-        for _ in range(times):
-            assert (await self.engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
+    async def remove(self, device: str) -> None:
+        self.engine.replica_manager.retire_device(device, "it ended")
+        await self.engine.replica_manager.remove_device(device)
+
+    async def ask(self, served: LoadedPolicy) -> None:
+        assert (await self.engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
 
     def acted(self) -> dict[str, int]:
         return {device: worker.acted for device, worker in self.workers.items()}
@@ -176,11 +160,14 @@ async def test_one_that_joins_while_a_policy_is_loaded_gets_it_too(house: House)
     assert sorted(where(served)) == ["a", "b"]
 
 
-async def test_a_policy_cannot_be_loaded_while_no_device_is_there(house: House) -> None:
+async def test_policies_need_a_device_and_devices_an_open_engine(house: House) -> None:
     with pytest.raises(PolicyError, match="cannot be loaded"):
         await house.load()
     house.join("a")
     assert where(await house.load()) == ["a"]
+    await house.engine.close()
+    house.engine.replica_manager.add_device("b", ScriptedWorker())
+    assert len(house.engine.get_stats()["devices"]) == 1  # type: ignore[arg-type]
 
 
 async def test_a_device_that_leaves_during_a_copy_gets_no_policy(house: House) -> None:
@@ -188,8 +175,7 @@ async def test_a_device_that_leaves_during_a_copy_gets_no_policy(house: House) -
     gate = house.failures_of["b"] = threading.Event()
     house.join("b")
     await until(lambda: "b" in house.copied)
-    house.engine.replica_manager.retire_device("b", "it ended")
-    await house.engine.replica_manager.remove_device("b")
+    await house.remove("b")
     gate.set()
     await house.settled()
     assert where(served) == ["a"]
@@ -268,9 +254,8 @@ async def test_a_late_answer_is_taken_when_no_other_device_answers(house: House,
         served.replicas = tuple(served.replicas[:1])
     else:
         never = asyncio.Event()
-        house.workers["b"].failures = [
-            {"waits": never, "is stuck": InferenceStuck("did not return"), "is gone": DeviceGone("b ended")}[what]
-        ]
+        failures = {"waits": never, "is stuck": InferenceStuck("did not return"), "is gone": DeviceGone("b ended")}
+        house.workers["b"].failures = [failures[what]]
     asking = asyncio.create_task(house.engine.infer(served, OBSERVATION))
     for _ in range(50):  # no thread has a part in it
         await asyncio.sleep(0)
@@ -307,8 +292,7 @@ async def test_devices_that_leave_during_a_wait_are_not_asked(house: House) -> N
 
     class Slow(ScriptedWorker):
         async def submit(self, *args: object, **more: object) -> InferenceResult:
-            house.engine.replica_manager.retire_device("b", "it ended")
-            await house.engine.replica_manager.remove_device("b")
+            await house.remove("b")
             raise Overdue("a is slow")
 
     number = served.replicas[0].worker_id
@@ -320,8 +304,7 @@ async def test_devices_that_leave_during_a_wait_are_not_asked(house: House) -> N
 async def test_requests_wait_until_a_device_joins(house: House) -> None:
     house.join("a")
     served, other = await house.load(), await house.load("other")
-    house.engine.replica_manager.retire_device("a", "it ended")
-    await house.engine.replica_manager.remove_device("a")
+    await house.remove("a")
     robots = [asyncio.create_task(house.ask(one)) for one in (served, other, served)]
     await asyncio.sleep(0.01)
     assert not any(robot.done() for robot in robots)
@@ -335,19 +318,7 @@ async def test_requests_wait_until_a_device_joins(house: House) -> None:
 async def test_a_robot_goes_on_before_the_policies_of_others_are_copied(house: House) -> None:
     served = await house.load_on("a")
     gate = threading.Event()
-
-    class Slow(Somewhere):
-        def on(self, device: str) -> ScriptedPolicy:
-            if device == "b":
-                gate.wait(30)
-            return super().on(device)
-
-    def make() -> ScriptedPolicy:
-        policy = Slow(device="loaded")
-        policy.failures_of, policy.copied = {}, []
-        return policy
-
-    house.loader.make = make
+    house.loader.make = lambda: house._make({"b": gate})
     await house.load("slow")
     house.engine.replica_manager.retire_device("a", "it ended")
     robot = asyncio.create_task(house.ask(served))
@@ -391,18 +362,9 @@ async def test_a_waiting_request_ends_with_the_server(house: House) -> None:
             await robot
 
 
-async def test_nothing_joins_an_engine_that_is_closed(house: House) -> None:
-    house.join("a")
-    await house.engine.close()
-    house.engine.replica_manager.add_device("b", ScriptedWorker())
-    assert len(house.engine.get_stats()["devices"]) == 1  # type: ignore[arg-type]
-
-
 async def test_compiling_goes_on_without_one_that_is_gone(house: House) -> None:
     served = await house.load_on("a", "b")
-    gone = served.replicas[1].policy
-    assert isinstance(gone, ScriptedPolicy)
-    gone.compile_failure = DeviceGone("b ended")
+    served.replicas[1].policy.compile_failure = DeviceGone("b ended")  # type: ignore[attr-defined]
     await house.engine.compile(served, {"front": (8, 8)})
     house.engine.replica_manager.retire_device("b", "it ended")
     assert served.is_compiled({"front": (8, 8)})
@@ -414,8 +376,7 @@ async def test_devices_that_come_and_go_leave_nothing_behind(house: House) -> No
     for number in range(50):
         house.join(f"device {number}")
         await house.settled()
-        house.engine.replica_manager.retire_device(before, "it ended")
-        await house.engine.replica_manager.remove_device(before)
+        await house.remove(before)
         before = f"device {number}"
     await house.ask(served)
     facts = house.engine.get_stats()

@@ -40,24 +40,28 @@ def test_what_batches_take_decides_how_many_robots_fit() -> None:
     assert "asks for 10.0 inferences per second and there is time for 5.0" in too_many.text
 
 
-def test_a_single_robot_has_batches_of_one() -> None:
-    policy = served(b1=0.010, b4=0.020)
-    assert compute_admission(policy, 80, [], 0, limit=0.9).fits
-    assert not compute_admission(policy, 95, [], 0, limit=0.9).fits
-    assert not compute_admission(policy, 110, [], 0, limit=9.0).fits
-    assert compute_admission(policy, 110, [], 0, limit=9.0).per_second == pytest.approx(100)
+BOTH = {"b1": 0.010, "b4": 0.020}
 
 
-def test_a_batch_too_slow_for_the_fastest_robot_is_not_counted() -> None:
-    policy = served(b1=0.010, b4=0.020)
-    assert compute_admission(policy, 1, [20] * 3, 0, limit=0.9).load == pytest.approx(0.005)
-    assert compute_admission(policy, 1, [40] * 2 + [1], 0, limit=0.9).load == pytest.approx(0.010)
-
-
-def test_other_policies_and_more_devices_count() -> None:
-    assert not compute_admission(served(b1=0.010), 50, [], 0.5, limit=0.9).fits
-    assert compute_admission(served(b1=0.010, replicas=2), 50, [80, 30], 0, limit=0.9).fits
-    assert compute_admission(served(), 1000, [], 0, limit=0.9).fits, "nothing is known of it"
+@pytest.mark.parametrize(
+    ("costs", "rate", "others", "busy", "limit", "found"),
+    [
+        (BOTH, 80, [], 0, 0.9, {"fits": True}),
+        (BOTH, 95, [], 0, 0.9, {"fits": False}),
+        (BOTH, 110, [], 0, 9.0, {"fits": False, "per_second": pytest.approx(100)}),
+        # A batch that is too slow for the fastest robot does not count.
+        (BOTH, 1, [20] * 3, 0, 0.9, {"load": pytest.approx(0.005)}),
+        (BOTH, 1, [40, 40, 1], 0, 0.9, {"load": pytest.approx(0.010)}),
+        # Other policies and more devices count.
+        ({"b1": 0.010}, 50, [], 0.5, 0.9, {"fits": False}),
+        ({"b1": 0.010, "replicas": 2}, 50, [80, 30], 0, 0.9, {"fits": True}),
+        # Nothing is known of the costs.
+        ({}, 1000, [], 0, 0.9, {"fits": True}),
+    ],
+)
+def test_admission_counts_batches_others_and_devices(costs, rate, others, busy, limit, found) -> None:
+    admission = compute_admission(served(**costs), rate, others, busy, limit=limit)
+    assert {name: getattr(admission, name) for name in found} == found
 
 
 LARGE = {"front": (480, 640)}
@@ -110,27 +114,28 @@ def test_what_is_promised_follows_the_pictures_that_come() -> None:
     claims.move("robot", other := asked_with_both())
     assert claims.load == pytest.approx(0.4), "its robot has the same camera as before"
     assert not claims.check_admission(other, 15, read_sizes=lambda: LARGE).fits
-    assert claims.check_admission(other, 15, read_sizes=lambda: LARGE, holder="robot").fits, (
-        "what it has counts no more"
-    )
+    assert claims.check_admission(other, 15, read_sizes=lambda: LARGE, holder="robot").fits
     claims.release("robot")
     assert claims.load == 0
 
 
 def test_unknown_pictures_are_expected_to_cost_the_most() -> None:
     policy, claims, shown = asked_with_both(), Reservations(0.9), {"front": (48, 64)}
+
+    def unknown(served: LoadedPolicy = policy) -> float:
+        return claims.check_admission(served, 10, read_sizes=lambda: None).load
+
+    claims.reserve("gone", asked_with_both(), 10, lambda: None)
+    assert (claims.load, claims.per_second) == (0, 10), "no time of a policy that is gone"
     claims.reserve("robot", policy, 10, lambda: shown)
-    assert claims.check_admission(policy, 10, read_sizes=lambda: None).load == pytest.approx(0.1)
+    assert unknown() == pytest.approx(0.1)
     shown |= LARGE
-    assert claims.check_admission(policy, 10, read_sizes=lambda: None).load == pytest.approx(0.4)
+    assert unknown() == pytest.approx(0.4)
     claims.reserve("hidden", policy, 10, lambda: None)
     assert claims.load == pytest.approx(0.8)
-    other = served(b1=0.010)
-    assert claims.check_admission(other, 5, read_sizes=lambda: None).load == pytest.approx(0.05), (
-        "of another policy it says nothing"
-    )
+    assert unknown(served(b1=0.010)) == pytest.approx(0.1), "it says nothing of another policy"
     shown["front"] = (48, 64)
-    assert claims.load == pytest.approx(0.2), "nobody shows such pictures any more"
+    assert claims.load == pytest.approx(0.2), "no robot shows such pictures any more"
 
 
 def test_unmeasured_pictures_are_expected_to_cost_the_most() -> None:
@@ -142,12 +147,6 @@ def test_unmeasured_pictures_are_expected_to_cost_the_most() -> None:
     assert claims.load == pytest.approx(11 * 0.04)
     policy.replicas[0].latencies[frozenset(shown.items())].record(1, 0.050)
     assert claims.load == pytest.approx(0.5 + 0.04)
-
-
-def test_a_policy_that_is_gone_takes_no_time() -> None:
-    claims = Reservations(0.9)
-    claims.reserve("robot", asked_with_both(), 10, lambda: None)
-    assert (claims.load, claims.per_second) == (0, 10)
 
 
 def a_house() -> Sessions:

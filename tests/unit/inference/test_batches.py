@@ -17,6 +17,7 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, LoadedPolicy
 from tests.testing.doubles import ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.waiting import until
+from tests.unit.inference.conftest import observe
 
 pytestmark = pytest.mark.timed
 
@@ -24,22 +25,12 @@ Ask = tuple[dict[str, np.ndarray], object]
 
 
 def seen(place: float = 0.0, size: int = 4) -> dict[str, np.ndarray]:
-    """What a robot sees whose joints are all there."""
-    return {
-        "observation.images.front": np.zeros((1, size, 6, 3), np.uint8),
-        "observation.state": np.full((1, 6), place, np.float32),
-    }
+    return observe(size, 6, place)
 
 
 @dataclass
 class Held(ScriptedPolicy):
-    """Begins to work when the test lets it, so that requests come together; odd about some of them.
-
-    Attributes:
-        begun: how often it was called.
-        calls: batch sizes that it was called with, once it was let.
-        never: what it waits for when it sees a joint at 666.
-    """
+    """Works when its gate is open, so that requests come together; hangs at joints of 666 and raises at 13."""
 
     gate: threading.Event = field(default_factory=threading.Event)
     begun: int = 0
@@ -110,7 +101,6 @@ async def test_requests_during_an_inference_share_the_next_batch() -> None:
         chunks = await together(engine, served, policy, [0, 1, 2, 3])
         assert policy.calls == [1, 4]
         for place, chunk in enumerate(chunks):
-            assert isinstance(chunk, np.ndarray)
             assert chunk.shape == (1, 20, 6)
             assert chunk[0, 0, 0] == pytest.approx(place + 0.1)
         # Alone again: nobody waits for anybody.
@@ -140,9 +130,7 @@ async def test_an_answer_that_is_not_finite_is_only_that_members() -> None:
         assert policy.calls == [1, 4]
 
 
-async def test_only_the_cause_of_a_hung_batch_is_stuck(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_only_the_cause_of_a_hung_batch_is_stuck(monkeypatch) -> None:
     # That a machine stood still for a tenth of `stuck_after` is noticed; less than that makes nobody overdue.
     monkeypatch.setattr("service.inference.device_worker.MIN_OVERDUE", 0.3)
     policy = Held()
@@ -189,9 +177,7 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
     await engine.close()
 
 
-async def test_a_compile_waits_for_clients_without_a_control_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_compile_waits_for_clients_without_a_control_loop(monkeypatch) -> None:
     monkeypatch.setattr("service.inference.engine.QUIET_SECONDS", 0.2)
     monkeypatch.setattr("service.inference.policy_cache.POLL_INTERVAL", 0.01)
     policy = ScriptedPolicy()
@@ -256,7 +242,7 @@ async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
     async with running(policy) as (engine, served):
         assert {batch for batch, _ in policy.batches} == {2}
         assert served.replicas[0].batch_sizes[frozenset({("front", (4, 6))})] == (1, 2)
-        assert await engine.infer(served, seen() | {"observation.images.front": np.zeros((1, 4, 6, 3), np.uint8)})
+        assert await engine.infer(served, seen())
 
 
 async def test_batches_are_measured_briefly_while_a_robot_runs() -> None:
@@ -279,17 +265,13 @@ async def test_batches_are_measured_briefly_while_a_robot_runs() -> None:
         await engine.close()
 
 
-def test_what_is_left_in_a_batch_is_never_refused() -> None:
+def test_only_whole_observations_with_a_batch_axis_are_stacked() -> None:
     stacks = StackingBuffers()
     shape = read_layout(seen()).shapes
-    assert shape is not None
     stacks.stack(shape, [seen(0), seen(np.nan)], 4)
     stacked = stacks.stack(shape, [seen(1), seen(2), seen(3)], 4)
     assert stacked["observation.state"][:, 0].tolist() == [1, 2, 3, 1]
     assert all(array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous for array in stacked.values())
-
-
-def test_what_has_no_batch_axis_of_one_is_not_stacked() -> None:
     assert read_layout({"a": np.zeros((2, 3))}).shapes is None
     assert read_layout({"a": np.array(1.0)}).shapes is None
     assert read_layout(seen()) == read_layout(dict(reversed(seen().items())))

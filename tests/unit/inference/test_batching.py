@@ -31,50 +31,43 @@ def line(*dues: float, known: LatencyModel = GENTLE) -> BatchScheduler[Asked]:
 
 
 def chosen(batching: BatchScheduler[Asked], now: float = 0.0) -> BatchPlan[Asked]:
-    found = batching.next_batch(now)
-    assert found is not None
-    return found
+    return batching.next_batch(now)  # type: ignore[return-value]
 
 
-def test_nobody_waits_and_nothing_runs() -> None:
-    assert BatchScheduler[Asked]().next_batch(0.0) is None
-
-
-def test_whoever_is_alone_goes_at_once() -> None:
-    found = chosen(line(9.0))
-    assert (len(found.members), found.size) == (1, 1)
-
-
-def test_who_waits_goes_together_when_nobody_is_late_by_it() -> None:
-    batching = line(*[0.1] * 8)
+@pytest.mark.parametrize(
+    ("dues", "known", "members", "size"),
+    [
+        ([9.0], GENTLE, 1, 1),
+        ([0.1] * 8, GENTLE, 8, 8),
+        ([0.1] * 7, GENTLE, 7, 8),
+        # 5 in a batch of 8 give 250 a second, 4 in a batch of 4 give 400.
+        ([1.0] * 5, costs(b1=0.005, b2=0.006, b4=0.010, b8=0.020), 4, 4),
+        ([1.0] * 8, LINEAR, 1, 1),
+        # A larger batch would make the first one late, unless it is late anyway.
+        ([0.013, 0.5, 0.5, 0.5], GENTLE, 2, 2),
+        ([0.011, 0.5, 0.5], GENTLE, 1, 1),
+        ([-1.0, 0.005, 0.5, 0.5], GENTLE, 4, 4),
+        # There is time for all, then just enough if the first goes alone, then 15 in time at the cost of one.
+        ([0.012, *[0.063] * 15], GENTLE, 2, 2),
+        ([0.012, *[0.061] * 15], GENTLE, 1, 1),
+        ([0.012, *[0.059] * 15], GENTLE, 8, 8),
+        # 8 by 0.020, then 8 by 0.040 would be too late for one of them; 4 by 0.035 are not, and the rest has time.
+        ([*[0.021] * 8, 0.046, *[0.2] * 9], GENTLE, 8, 8),
+        # Not all can be in time: 8 go, of whom one is late.
+        ([0.012, *[0.021] * 8, *[0.2] * 7], GENTLE, 8, 8),
+    ],
+)
+def test_a_batch_is_as_large_as_times_allow(dues: list[float], known: LatencyModel, members: int, size: int) -> None:
+    batching = line(*dues, known=known)
     found = chosen(batching)
-    assert (len(found.members), found.size, len(batching)) == (8, 8, 0)
+    assert (len(found.members), found.size, found.members[0].due) == (members, size, min(dues))
+    assert len(batching) == len(dues) - members
 
 
-def test_a_batch_is_padded_to_a_size_that_is_compiled() -> None:
-    found = chosen(line(*[0.1] * 7))
-    assert (len(found.members), found.size) == (7, 8)
-
-
-def test_padding_that_costs_more_than_it_gives_is_not_taken() -> None:
-    # 5 in a batch of 8 give 250 a second, 4 in a batch of 4 give 400.
-    known = costs(b1=0.005, b2=0.006, b4=0.010, b8=0.020)
-    found = chosen(line(*[1.0] * 5, known=known))
-    assert (len(found.members), found.size) == (4, 4)
-
-
-def test_nobody_joins_a_batch_that_would_make_the_first_one_late() -> None:
-    found = chosen(line(0.013, 0.5, 0.5, 0.5))
-    assert (len(found.members), found.size, found.members[0].due) == (2, 2, 0.013)
-    assert len(chosen(line(0.011, 0.5, 0.5)).members) == 1
-
-
-def test_who_is_late_anyway_keeps_nobody_from_joining() -> None:
-    assert len(chosen(line(-1.0, 0.005, 0.5, 0.5)).members) == 4
-
-
-def test_a_batch_that_gains_nothing_is_not_made() -> None:
-    assert len(chosen(line(*[1.0] * 8, known=LINEAR)).members) == 1
+def test_as_many_as_possible_are_in_time_in_later_batches_too() -> None:
+    # To be in time the first would go in a batch of 2, by 0.012; then 8 by 0.032 and the last 6 by 0.052.
+    batching = line(0.012, *[0.041] * 15)
+    assert [len(chosen(batching, now).members) for now in (0.0, 0.020)] == [8, 8]
 
 
 def test_soonest_due_first() -> None:
@@ -82,43 +75,21 @@ def test_soonest_due_first() -> None:
     assert [chosen(batching).members[0].due for _ in range(3)] == [0.1, 0.2, 0.3]
 
 
-def test_a_batch_makes_nobody_in_another_line_late() -> None:
-    batching = line(*[0.2] * 8)
-    batching.add("other", Asked(0.211), costs(b1=0.195), SIZES)  # has to begin at 0.016, before the others have to
-    first, second = chosen(batching), chosen(batching)
-    assert (first.key, second.key) == ("other", "line")
-    batching = line(*[0.1] * 8)
-    batching.add("other", Asked(0.117), costs(b1=0.001), SIZES)
-    assert len(chosen(batching, 0.095).members) == 8, "they are late already, and it is quick"
-    batching = line(*[0.029] * 4, *[0.06] * 4)
-    batching.add("other", Asked(0.0347), costs(b1=0.0146), SIZES)
-    assert chosen(batching).size == 8
-    batching = line(*[0.029] * 4, *[0.06] * 4)
-    batching.add("other", Asked(0.0345), costs(b1=0.0146), SIZES)
-    assert chosen(batching).size == 4
-
-
-def test_where_not_all_can_be_in_time_as_many_are_as_can() -> None:
-    # For the first one's sake 2 would go, by 0.012; then 8 by 0.032 and the last 6 by 0.052.
-    batching = line(0.012, *[0.041] * 15)
-    assert [len(chosen(batching, now).members) for now in (0.0, 0.020)] == [8, 8], "15 in time, at the cost of one"
-    assert len(chosen(line(0.012, *[0.063] * 15)).members) == 2, "there is time for all, and some to spare"
-    assert len(chosen(line(0.012, *[0.061] * 15)).members) == 1, "just enough, when the first goes alone"
-    assert len(chosen(line(0.012, *[0.059] * 15)).members) == 8
-
-
-def test_who_is_tight_among_those_who_wait_longer_is_seen() -> None:
-    # 8 by 0.020, then 8 by 0.040 would be too late for one of them; 4 by 0.035 are not, and the rest has time.
-    found = chosen(line(*[0.021] * 8, 0.046, *[0.2] * 9))
-    assert found.size == 8
-    # Not all can be in time: 8 go, of whom one is late.
-    assert chosen(line(0.012, *[0.021] * 8, *[0.2] * 7)).size == 8
-
-
-def test_one_of_another_line_is_late_rather_than_many_of_this() -> None:
-    batching = line(*[0.029] * 8)
-    batching.add("other", Asked(0.0345), costs(b1=0.0146), SIZES)  # late by 0.1 ms; otherwise four here by 1 ms
-    assert chosen(batching).size == 8
+@pytest.mark.parametrize(
+    ("dues", "other_due", "other_takes", "now", "size"),
+    [
+        ([0.2] * 8, 0.211, 0.195, 0.0, 1),  # it has to begin at 0.016, before the others have to
+        ([0.1] * 8, 0.117, 0.001, 0.095, 8),  # they are late already, and it is quick
+        ([*[0.029] * 4, *[0.06] * 4], 0.0347, 0.0146, 0.0, 8),
+        ([*[0.029] * 4, *[0.06] * 4], 0.0345, 0.0146, 0.0, 4),
+        ([0.029] * 8, 0.0345, 0.0146, 0.0, 8),  # late by 0.1 ms; otherwise four here are late by 1 ms
+    ],
+)
+def test_a_batch_makes_nobody_in_another_line_late(dues, other_due, other_takes, now, size) -> None:
+    batching = line(*dues)
+    batching.add("other", Asked(other_due), costs(b1=other_takes), SIZES)
+    found = chosen(batching, now)
+    assert (found.key, found.size) == ("other" if size == 1 else "line", size)
 
 
 def test_who_may_spoil_a_batch_runs_alone_and_the_others_together() -> None:
@@ -155,20 +126,18 @@ def measured_in_a_bad_moment() -> LatencyModel:
 
 def test_a_size_that_was_slow_long_ago_is_tried_again_and_believed_again() -> None:
     known = measured_in_a_bad_moment()
-    found = chosen(line(*[1.0] * 8, known=known))
-    assert found.size == 8
+    assert chosen(line(*[1.0] * 8, known=known)).size == 8
     known.record(8, 0.020)
-    assert known.measured(8).median == known.measured(8).p90 == 0.020, "what it took in the bad moment counts no more"
+    assert known.measured(8).median == known.measured(8).p90 == 0.020, "the figures of the bad moment do not count"
     assert chosen(line(*[1.0] * 8, known=known)).size == 8, "400 answers a second; batches of 2 give 167"
 
 
 def test_a_size_that_is_still_slow_is_left_alone_for_as_long_again() -> None:
     known = measured_in_a_bad_moment()
     known.record(8, 0.060)
-    for _ in range(STALE_AFTER - 1):
+    for _ in range(STALE_AFTER):
         assert chosen(line(*[1.0] * 8, known=known)).size == 2
         known.record(2, 0.012)
-    known.record(2, 0.012)
     assert chosen(line(*[1.0] * 8, known=known)).size == 8
 
 
@@ -212,9 +181,7 @@ def test_what_is_thought_of_a_size_is_put_right_by_the_others(wrong: dict[int, f
     for size, seconds in [*(TRUE | wrong).items()] * WINDOW:
         known.record(size, seconds)
     run(TRUE, known, 8 * STALE_AFTER)
-    assert run(TRUE, known, STALE_AFTER).count(8) >= STALE_AFTER - len(TRUE), (
-        "each of the others is tried once in so many batches"
-    )
+    assert run(TRUE, known, STALE_AFTER).count(8) >= STALE_AFTER - len(TRUE)
 
 
 def test_sizes_are_not_old_because_little_was_measured() -> None:

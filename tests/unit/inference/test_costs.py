@@ -18,32 +18,26 @@ def costs(**seconds: float) -> LatencyModel:
     return made
 
 
-def test_what_is_taken_over_is_fed_on_its_own_from_then_on() -> None:
+def test_copied_figures_are_updated_on_their_own_from_then_on() -> None:
     before, after = costs(b1=0.010, b8=0.020), LatencyModel()
     before.record(8, 0.030)
     assert after.copy_from(before, 8)
+    assert not after.copy_from(before, 4), "this size is not measured"
     assert after.get_stats() == {"8": {"p50": 25.0, "p90": 30.0}}
     for _ in range(WINDOW):
         after.record(8, 0.1)
-    assert (after.measured(8).median, before.measured(8).median) == (0.1, 0.025), (
-        "as many samples as ever, and none of another's"
-    )
+    assert (after.measured(8).median, before.measured(8).median) == (0.1, 0.025), "no sample of the other one is left"
 
 
-def test_copying_an_unmeasured_size_changes_nothing() -> None:
-    after = costs(b1=0.010)
-    assert not after.copy_from(costs(b8=0.020), 1)
-    assert after.get_stats() == {"1": {"p50": 10.0, "p90": 10.0}}
-
-
-def test_what_is_taken_over_counts_as_measured_now() -> None:
+def test_copied_figures_count_as_measured_now_at_the_pace_of_now() -> None:
     before, after = costs(b8=0.020), costs(b1=0.010)
-    for _ in range(STALE_AFTER):
-        before.record(1, 0.010)
+    for seconds in [0.010] * STALE_AFTER + [0.030] * PACE_WINDOW:
+        before.record(1, seconds)
         after.record(1, 0.010)
     assert before.is_stale(8)
     assert after.copy_from(before, 8)
     assert not after.is_stale(8)
+    assert after.predict(8).median == pytest.approx(0.060), "the device is slow, and that counts for a push, too"
 
 
 def test_what_the_next_batch_should_take_follows_the_newest_of_any_size() -> None:
@@ -57,18 +51,19 @@ def test_what_the_next_batch_should_take_follows_the_newest_of_any_size() -> Non
     assert known.measured(8).median == known.measured(8).p90 == 0.020, "what was measured is told as it was"
 
 
-def test_of_two_sizes_that_take_turns_the_one_that_got_slower_is_found_out() -> None:
+def test_a_slower_size_changes_the_pace_and_outliers_do_not() -> None:
     known = costs(b1=0.010, b8=0.020)
     for _ in range(2 * WINDOW):
         known.record(1, 0.010)
         known.record(8, 0.040)
     assert known.predict(8).median / known.predict(1).median == pytest.approx(4, rel=0.05)
-
-
-def test_one_batch_that_is_held_up_changes_nothing_that_is_expected() -> None:
     known = costs(b1=0.010, b8=0.020)
     known.record(8, 9.0)
     assert known.predict(1).median == 0.010
+    known = costs(b1=0.0, b8=0.020)
+    for _ in range(PACE_WINDOW):
+        known.record(1, 0.0001)
+    assert known.predict(8).median == 0.020
 
 
 def test_what_is_remembered_does_not_wander_off_from_what_was_measured() -> None:
@@ -83,13 +78,6 @@ def test_what_is_remembered_does_not_wander_off_from_what_was_measured() -> None
         assert seconds / 2 < known.predict(size).median < 2 * seconds
 
 
-def test_what_took_no_time_is_no_measure_of_the_pace() -> None:
-    known = costs(b1=0.0, b8=0.020)
-    for _ in range(PACE_WINDOW):
-        known.record(1, 0.0001)
-    assert known.predict(8).median == 0.020
-
-
 def test_profiling_makes_nothing_old() -> None:
     known = costs(b1=0.010)
     for _ in range(STALE_AFTER):
@@ -98,14 +86,6 @@ def test_profiling_makes_nothing_old() -> None:
     known.mark_fresh()
     assert not known.is_stale(1)
     assert known.measured(1).median == 0.010
-
-
-def test_what_is_taken_over_is_expected_at_the_pace_of_now() -> None:
-    before, after = costs(b8=0.020), costs(b1=0.010)
-    for seconds in [0.010] * WINDOW + [0.030] * PACE_WINDOW:
-        before.record(1, seconds)
-    after.copy_from(before, 8)
-    assert after.predict(8).median == pytest.approx(0.060), "the device is slow, and that counts for a push, too"
 
 
 def test_what_two_threads_learn_at_one_moment_is_learnt_both(monkeypatch: pytest.MonkeyPatch) -> None:

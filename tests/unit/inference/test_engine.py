@@ -13,7 +13,7 @@ from jaxmodels.errors import ConfigError, ObservationError
 from service.errors import PolicyError, PolicyFailed
 from service.inference.device_worker import InferenceWorker, WorkerClosed
 from service.inference.engine import Engine
-from service.inference.loaded_policy import InferenceStuck, describe_sizes
+from service.inference.loaded_policy import InferenceStuck, LoadedPolicy, describe_sizes
 from service.threads import Worker, call_in_thread
 from tests.testing.doubles import ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.rig import OBSERVATION, latency_model
@@ -84,7 +84,6 @@ async def test_two_sessions_that_wait_for_one_load_share_it_and_both_hear_of_it(
 
     tasks = [asyncio.create_task(use(number)) for number in range(2)]
     await asyncio.sleep(0.05)
-    assert loader.gate is not None
     loader.gate.set()
     first, second = await asyncio.gather(*tasks)
     assert first == second
@@ -93,9 +92,7 @@ async def test_two_sessions_that_wait_for_one_load_share_it_and_both_hear_of_it(
 
 
 @pytest.mark.parametrize("is_other_waiting", [True, False])
-async def test_a_load_with_a_departed_caller_serves_others_or_is_dropped(
-    engine: Engine, is_other_waiting: bool
-) -> None:
+async def test_a_load_with_a_departed_caller_serves_others_or_is_dropped(engine, is_other_waiting) -> None:
     loader = ScriptedLoader(gate=threading.Event())
 
     async def use() -> None:
@@ -108,7 +105,6 @@ async def test_a_load_with_a_departed_caller_serves_others_or_is_dropped(
     if others:
         with pytest.raises(asyncio.CancelledError):
             await impatient
-    assert loader.gate is not None
     loader.gate.set()
     await asyncio.gather(*others)
     dropped = {"policies_loaded": 0, "policies_loading": 0}  # one a moment before the other
@@ -150,6 +146,15 @@ async def test_other_frame_sizes_are_compiled_for_away_from_the_device_thread(en
         assert served.is_compiled(sizes)
 
 
+async def abandoned(engine: Engine, served: LoadedPolicy, policy: Compiling, sizes: dict[str, tuple[int, int]]) -> None:
+    """Wait for a compile until it has begun, and give up."""
+    asking = asyncio.create_task(engine.compile(served, sizes))
+    await until(policy.begun.is_set)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await asking
+
+
 async def test_a_compile_that_was_given_up_on_is_joined_later(engine: Engine) -> None:
     policy = Compiling()
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
@@ -157,11 +162,7 @@ async def test_a_compile_that_was_given_up_on_is_joined_later(engine: Engine) ->
         policy.gate = threading.Event()
         policy.begun.clear()
         for _ in range(3):
-            asking = asyncio.create_task(engine.compile(served, sizes))
-            await until(policy.begun.is_set)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await asking
+            await abandoned(engine, served, policy, sizes)
             assert engine.policy_cache.building.locked(), "nothing else is loaded meanwhile"
         policy.gate.set()
         await engine.compile(served, sizes)
@@ -173,11 +174,7 @@ async def test_an_abandoned_compile_that_fails_is_tried_again(engine: Engine) ->
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         policy.gate, policy.compile_failure = threading.Event(), RuntimeError("no")
         policy.begun.clear()
-        asking = asyncio.create_task(engine.compile(served, {"front": (4, 4)}))
-        await until(policy.begun.is_set)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await asking
+        await abandoned(engine, served, policy, {"front": (4, 4)})
         policy.gate.set()
         async with engine.policy_cache.building:  # it is over
             pass
@@ -205,6 +202,8 @@ async def test_an_exception_of_the_policy_is_told_by_its_kind_only(engine: Engin
             await engine.infer(served, OBSERVATION)
         assert not isinstance(caught.value, InferenceStuck)
         assert "secret" not in str(caught.value)
+        with pytest.raises(PolicyFailed, match="refused its input: observation has"):
+            await engine.infer(served, {})
         assert (await engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
 
 
@@ -259,12 +258,6 @@ async def test_an_error_that_is_kept_does_not_keep_the_policy(engine: Engine, ca
     gc.collect()
     assert made[0]() is None
     assert kept.value.__cause__ is OUT_OF_MEMORY
-
-
-async def test_a_refused_observation_is_told_with_its_text(engine: Engine) -> None:
-    async with engine.policy_cache.open_policy(ScriptedLoader(), "p", None, ignore) as served:
-        with pytest.raises(PolicyFailed, match="refused its input: observation has"):
-            await engine.infer(served, {})
 
 
 async def test_a_stuck_inference_gets_a_new_thread_for_others() -> None:
@@ -342,9 +335,7 @@ async def test_waiting_behind_a_slow_inference_is_not_being_stuck() -> None:
         gate.set()
         _, *slow_ones, quick_one = await asyncio.gather(*asking)
     assert slow_ones[-1].queue > 1.2
-    assert all(inference.queue > quick_one.queue for inference in slow_ones), (
-        "who is quick may begin before those who take long"
-    )
+    assert all(inference.queue > quick_one.queue for inference in slow_ones)
     assert engine.get_stats()["threads_replaced"] == 0
     await engine.close()
 
@@ -423,9 +414,7 @@ async def test_work_runs_at_a_lower_priority_than_the_loop() -> None:
     assert worker.close(30.0)
 
 
-async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(monkeypatch) -> None:
     never = threading.Event()
     engine = Engine(stuck_after=60, switch_interval=None)
     async with engine.policy_cache.open_policy(
@@ -433,11 +422,8 @@ async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
     ) as served:
         asking = asyncio.create_task(engine.infer(served, OBSERVATION))
         await asyncio.sleep(0.01)
-        given: list[float] = []
-        close = InferenceWorker.close
-        monkeypatch.setattr(
-            InferenceWorker, "close", lambda worker, within: given.append(within) or close(worker, within)
-        )
+        given, close = list[float](), InferenceWorker.close
+        monkeypatch.setattr(InferenceWorker, "close", lambda self, within: given.append(within) or close(self, within))
         async with asyncio.timeout(30):
             await engine.close()
         assert given == [1.0]

@@ -12,12 +12,13 @@ import pytest
 
 from jaxmodels import Requirements
 from service.inference.batching import LatencyModel, read_layout
-from service.inference.device_worker import Batch, InferenceWorker
+from service.inference.device_worker import Batch
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.rig import latency_model
 from tests.testing.waiting import until
+from tests.unit.inference.conftest import observe
 
 pytestmark = pytest.mark.timed
 
@@ -26,14 +27,7 @@ LARGE = {"front": (480, 640)}
 SMALL_FRAMES, LARGE_FRAMES = frozenset(SO100_REQUIREMENTS.cameras.items()), frozenset(LARGE.items())
 
 
-def seen(height: int, width: int) -> dict[str, np.ndarray]:
-    return {
-        "observation.images.front": np.zeros((1, height, width, 3), np.uint8),
-        "observation.state": np.zeros((1, 6), np.float32),
-    }
-
-
-SMALL_SEEN, LARGE_SEEN = seen(48, 64), seen(480, 640)
+SMALL_SEEN, LARGE_SEEN = observe(), observe(480, 640)
 
 
 @dataclass
@@ -66,6 +60,10 @@ def profiled_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LatencyModel, "record", learn_elsewhere)
 
 
+# Milliseconds of batches with pictures of the size that the policy was trained with.
+OWN = {"1": {"p50": 1.0, "p90": 1.0}, "4": {"p50": 2.0, "p90": 2.0}}
+
+
 def milliseconds(engine: Engine) -> Any:
     devices: Any = engine.get_stats()["devices"]
     return [device["batch_ms"] for device in devices]
@@ -73,10 +71,7 @@ def milliseconds(engine: Engine) -> Any:
 
 async def test_each_size_of_pictures_has_its_own_figures() -> None:
     async with asked_with_both(Sized(), (1, 4)) as (engine, served):
-        assert latency_model(served).get_stats() == {
-            "1": {"p50": 1.0, "p90": 1.0},
-            "4": {"p50": 2.0, "p90": 2.0},
-        }, "of what it was trained with"
+        assert latency_model(served).get_stats() == OWN
         for _ in range(5):
             await engine.infer(served, LARGE_SEEN)
         assert latency_model(served).measured(1).median == 0.001
@@ -89,16 +84,12 @@ async def test_devices_list_latencies_of_other_picture_sizes() -> None:
     engine = Engine(switch_interval=None, batch_sizes=(1, 4))
     async with engine.policy_cache.open_policy(ScriptedLoader(Sized), "p", None, ignore) as served:
         await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
-        own = {"1": {"p50": 1.0, "p90": 1.0}, "4": {"p50": 2.0, "p90": 2.0}}
-        assert milliseconds(engine) == [[own]], "as ever"
+        assert milliseconds(engine) == [[OWN]]
         await engine.compile(served, LARGE)
         await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
         ((found,),) = milliseconds(engine)
-        assert found == own | {
-            "1 of 480x640 frames": {"p50": 200.0, "p90": 200.0},
-            "4 of 480x640 frames": {"p50": 400.0, "p90": 400.0},
-        }
-        assert list(found)[:2] == ["1", "4"]
+        large = {f"{size} of 480x640 frames": {"p50": each, "p90": each} for size, each in ((1, 200.0), (4, 400.0))}
+        assert list(found.items()) == list((OWN | large).items())
     await engine.close()
 
 
@@ -106,21 +97,17 @@ async def test_devices_list_latencies_of_other_picture_sizes() -> None:
 @pytest.mark.parametrize(
     ("observation", "soon", "overdue"), [(SMALL_SEEN, 0.002, 0.1), (LARGE_SEEN, 0.4, 0.6)], ids=["small", "large"]
 )
-async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(
-    observation: dict[str, np.ndarray], soon: float, overdue: float
-) -> None:
+async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(observation, soon, overdue) -> None:
     gate, policy = threading.Event(), Sized()
     async with asked_with_both(policy) as (engine, served):
         policy.failures.append(gate)
         asking = asyncio.create_task(engine.infer(served, observation))
         (worker,) = engine.devices.workers.values()
-        assert isinstance(worker, InferenceWorker)
 
         def running() -> Batch | None:
             return next(iter([*worker._abandoned_batches, *filter(None, (worker._current,))]), None)
 
         batch = await until(running)
-        assert batch is not None
         assert batch.overdue == pytest.approx(overdue)
         assert batch.members[0].due - batch.members[0].submitted == pytest.approx(soon, abs=1e-6)
         gate.set()
@@ -152,7 +139,7 @@ async def test_of_two_equally_due_requests_the_larger_goes_first() -> None:
     assert order == [(480, 640), (480, 640), (48, 64)]
 
 
-async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
+async def test_lone_requests_are_measured_by_size_and_refused_ones_are_not() -> None:
     async with asked_with_both(Sized()) as (engine, served):
         counted = served.replicas[0].latencies[LARGE_FRAMES]._windows[1][0].numbers
         before = len(counted)
@@ -160,11 +147,6 @@ async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
         await worker.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
         assert len(counted) == before + 1
         assert latency_model(served).measured(1).median == 0.001
-
-
-async def test_a_refused_observation_is_not_measured() -> None:
-    async with asked_with_both(Sized()) as (engine, served):
-        (worker,) = engine.devices.workers.values()
         with pytest.raises(Exception, match="observation has"):
             await worker.submit(served.replicas[0], {"observation.images.front": [[[[1]]]]}, None)
         assert list(milliseconds(engine)[0][0]) == ["1", "1 of 480x640 frames"]

@@ -1,7 +1,7 @@
 """A session with a compiled policy that reads language, from a folder."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,9 @@ from jaxmodels.text import TextConfig
 from robojax.cli.check import make_observation
 from service.errors import InvalidRequest
 from service.inference.batching import StackingBuffers, read_layout
-from service.inference.engine import Engine
 from service.inference.loaded_policy import task_input
-from service.sessions.store import NewSession, Sessions
-from tests.testing.doubles import MemoryTransport
-from tests.unit.inference.test_real_policy import POSE, write_diffusion
+from service.sessions.store import NewSession
+from tests.unit.inference.test_real_policy import POSE, sessions_of, write_diffusion
 
 # Programs are compiled here, which takes a slow machine a minute each.
 pytestmark = [pytest.mark.models, pytest.mark.timeout(600), pytest.mark.usefixtures("compilation")]
@@ -40,27 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@asynccontextmanager
-async def sessions_of(folder: Path):
-    transport = MemoryTransport()
-
-    def load(path: str, revision: str | None = None, /, **more: object) -> jaxmodels.Policy:
-        return jaxmodels.load_policy(folder)
-
-    sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
-    try:
-        yield sessions, transport
-    finally:
-        await sessions.close()
-
-
 async def test_a_real_policy_follows_its_instruction(folder: Path) -> None:
-    async with sessions_of(folder) as (sessions, transport):
-        session = await sessions.create(
-            NewSession(**{**vars(NEW), "language_instruction": RED, "max_relative_target": 1.0})
-        )
+    async with sessions_of(lambda *path, **more: jaxmodels.load_policy(folder)) as (sessions, transport):
+        session = await sessions.create(replace(NEW, language_instruction=RED, max_relative_target=1.0))
         robot_io = session.robot_io
-        assert robot_io is not None
         transport.link.deliver_joints(POSE)
         await sessions.start("s")
 
@@ -85,9 +66,7 @@ def test_instructions_in_one_batch_get_their_own_answers(folder: Path) -> None:
     tasks = [RED, BLUE, "put it down", "wave", RED]
     seen = [make_observation(policy.requirements) | task_input(task) for task in tasks]
     shapes = {read_layout(one).shapes for one in seen}
-    assert len(shapes) == 1, "the engine would put them into lines of their own"
-    [shape] = shapes
-    assert shape is not None
+    [shape] = shapes  # otherwise the engine puts them into lines of their own
     together = policy.act(StackingBuffers().stack(shape, seen, 8))
     alone = [policy.act(one)[0] for one in seen]
     np.testing.assert_allclose(together[: len(tasks)], alone, atol=1e-4)

@@ -26,11 +26,19 @@ def prepare(clock: Clock, durations: LoadDurations, policy: str = "act", **secon
     return progress
 
 
-def test_nothing_is_guessed_before_anything_was_measured(clock: Clock) -> None:
+def test_without_measurements_only_a_download_has_an_estimate(clock: Clock) -> None:
     progress = Progress("act", LoadDurations(), clock)
     assert progress.estimate_remaining() is None
     progress.report("reading")
     assert (progress.stage, progress.estimate_remaining()) == ("reading", None)
+    progress.report(Downloading(0, 1000))
+    assert progress.percent() == 0
+    clock.now += 10
+    progress.report(Downloading(250, 1000))
+    assert (progress.stage, progress.percent()) == ("downloading", 25)
+    assert progress.estimate_remaining() == pytest.approx(30)
+    progress.report("reading")
+    assert progress.percent() is None
 
 
 def test_the_time_left_is_that_of_this_step_and_the_later_ones(clock: Clock) -> None:
@@ -48,34 +56,17 @@ def test_the_time_left_is_that_of_this_step_and_the_later_ones(clock: Clock) -> 
     assert progress.estimate_remaining() is None
 
 
-def test_the_same_policy_counts_more_than_others(clock: Clock) -> None:
+def test_the_guess_is_the_median_of_the_same_policy_before_others(clock: Clock) -> None:
     durations = LoadDurations()
     prepare(clock, durations, "small", compiling=1)
     prepare(clock, durations, "large", compiling=60)
     assert durations.estimate("small", "compiling") == 1
     assert durations.estimate("other", "compiling") == 30.5
     assert durations.estimate("small", "downloading") is None
-
-
-def test_one_slow_time_does_not_spoil_the_guess(clock: Clock) -> None:
-    durations = LoadDurations()
     for took in (100, 2, 2, 2, 2, 2):
         prepare(clock, durations, compiling=took)
     assert durations.estimate("act", "compiling") == 2
     assert len(durations._seconds["act"]["compiling"]) == MAX_SAMPLES
-
-
-def test_a_download_is_judged_by_its_own_speed(clock: Clock) -> None:
-    progress = Progress("act", LoadDurations(), clock)
-    progress.report(Downloading(0, 1000))
-    assert progress.percent() == 0
-    clock.now += 10
-    progress.report(Downloading(250, 1000))
-    assert progress.stage == "downloading"
-    assert progress.percent() == 25
-    assert progress.estimate_remaining() == pytest.approx(30)
-    progress.report("reading")
-    assert progress.percent() is None
 
 
 def test_what_was_measured_is_there_after_a_restart(clock: Clock, tmp_path) -> None:

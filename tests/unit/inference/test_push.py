@@ -4,10 +4,10 @@ import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxmodels.errors import ObservationError
@@ -18,26 +18,19 @@ from service.inference.policy_cache import PolicyCache
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy, ignore
 from tests.testing.rig import latency_model
 from tests.testing.waiting import until
+from tests.unit.inference.conftest import observe
 
 pytestmark = pytest.mark.timed
 
 Sizes = Mapping[str, tuple[int, int]]
 TRAINED, LARGE = dict(SO100_REQUIREMENTS.cameras), {"front": (480, 640)}
 TRAINED_FRAMES, LARGE_FRAMES = frozenset(TRAINED.items()), frozenset(LARGE.items())
-SEEN = {
-    "observation.images.front": np.zeros((1, 480, 640, 3), np.uint8),
-    "observation.state": np.zeros((1, 6), np.float32),
-}
 PROGRAMS: list[tuple[int, Sizes]] = [(1, TRAINED), (2, TRAINED), (1, LARGE), (2, LARGE)]
 
 
 @dataclass
 class Shipped(ScriptedPolicy):
-    """Says what was asked of it. Cameras that it does not have are an error, as they are for a compiled one.
-
-    Attributes:
-        tried, profiled: programs that it ran once, and for the time they take.
-    """
+    """Notes the programs that it ran once, and those that it profiled; other cameras are an error."""
 
     tried: list[tuple[int, Sizes]] = field(default_factory=list)
     profiled: list[tuple[int, Sizes]] = field(default_factory=list)
@@ -81,6 +74,9 @@ class Rig:
     policy: Shipped
     served: LoadedPolicy
 
+    def pushed(self, later: Shipped) -> AbstractAsyncContextManager[LoadedPolicy]:
+        return self.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=self.policy)
+
     async def until_grown(self) -> None:
         await until(lambda: not self.engine.get_stats()["batch_sizes_to_compile"])
 
@@ -103,24 +99,17 @@ async def rig() -> AsyncIterator[Rig]:
 
 async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(rig: Rig) -> None:
     later = rig.policy.pushed(latency=9.9)
-    async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+    async with rig.pushed(later) as served:
         assert later.profiled == []
         await rig.until_grown()
         assert len(served.replicas) == 2
         assert [costs_of(replica) for replica in served.replicas] == [costs_of(one) for one in rig.served.replicas]
         assert latency_model(served).measured(1).median == 0.001
-        assert [replica.latencies[LARGE_FRAMES].measured(2).median for replica in served.replicas] == [
-            0.004,
-            1.004,
-        ], "each its worker's"
+        assert [replica.latencies[LARGE_FRAMES].measured(2).median for replica in served.replicas] == [0.004, 1.004]
         for replica in served.replicas:
-            policy = replica.policy
-            assert isinstance(policy, Shipped)
-            assert sorted(policy.tried, key=PROGRAMS.index) == PROGRAMS
-            assert policy.profiled == []
-            assert (replica.batch_sizes[TRAINED_FRAMES], replica.batch_sizes[LARGE_FRAMES]) == ((1, 2), (1, 2)), (
-                "for robots at once"
-            )
+            assert sorted(replica.policy.tried, key=PROGRAMS.index) == PROGRAMS
+            assert replica.policy.profiled == []
+            assert replica.batch_sizes[TRAINED_FRAMES] == replica.batch_sizes[LARGE_FRAMES] == (1, 2)
         before = costs_of(rig.served.replicas[0])
         served.replicas[0].latencies[TRAINED_FRAMES].record(1, 1.0)
         assert costs_of(rig.served.replicas[0]) == before, "from now on each learns what its own take"
@@ -128,25 +117,35 @@ async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(r
 
 async def test_robots_with_pictures_of_another_size_are_answered_at_once(rig: Rig) -> None:
     later = rig.policy.pushed(latency=0.0)
-    async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+    async with rig.pushed(later) as served:
         assert served.is_compiled(LARGE)
-        assert (await rig.engine.infer(served, SEEN)).chunk.shape == (1, 20, 6)
+        assert (await rig.engine.infer(served, observe(480, 640))).chunk.shape == (1, 20, 6)
 
 
-async def test_a_push_of_another_architecture_takes_nothing_over(rig: Rig) -> None:
-    later = rig.policy.pushed(compiled=[], batches=[], latency=0.5)
-    async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+TOP, TWO = {"top": (48, 64)}, {"front": (48, 64), "wrist": (48, 64)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "cameras"),
+    [
+        ({"compiled": [], "batches": []}, TRAINED),  # another architecture
+        ({"requirements": replace(SO100_REQUIREMENTS, cameras=TOP)}, TOP),
+        ({"requirements": replace(SO100_REQUIREMENTS, cameras=TWO)}, TWO),
+    ],
+)
+async def test_a_push_with_other_programs_takes_nothing_over(changes: Any, cameras: Sizes, rig: Rig) -> None:
+    later = rig.policy.pushed(latency=0.5, **changes)
+    async with rig.pushed(later) as served:
         for replica in served.replicas:
-            assert replica.latencies[TRAINED_FRAMES].get_stats() == {"1": {"p50": 500.0, "p90": 500.0}}
-            assert isinstance(replica.policy, Shipped)
-            assert replica.policy.profiled == [(1, TRAINED)] * 3
-            assert replica.compiled_frames == (TRAINED_FRAMES,)
+            assert replica.latencies[frozenset(cameras.items())].get_stats() == {"1": {"p50": 500.0, "p90": 500.0}}
+            assert replica.policy.profiled == [(1, cameras)] * 3
+            assert replica.compiled_frames == (frozenset(cameras.items()),)
             assert not replica.latencies[LARGE_FRAMES].is_measured
 
 
 async def test_what_was_not_compiled_for_the_one_before_is_learnt(rig: Rig) -> None:
     later = rig.policy.pushed(latency=0.5)
-    async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+    async with rig.pushed(later) as served:
         await rig.until_grown()
         await rig.engine.compile(served, small := {"front": (4, 6)})
         assert later.profiled == [(1, small)] * 3
@@ -160,25 +159,13 @@ async def test_a_load_that_is_like_nothing_that_is_in_memory_learns_for_itself(r
             assert latency_model(served).measured(1).median == 0.5
 
 
-@pytest.mark.parametrize("cameras", [{"top": (48, 64)}, {"front": (48, 64), "wrist": (48, 64)}])
-async def test_a_push_with_other_cameras_is_loaded_and_takes_nothing_over(cameras: Sizes, rig: Rig) -> None:
-    """That it does not fit is said by whoever staged it."""
-    later = rig.policy.pushed(requirements=replace(SO100_REQUIREMENTS, cameras=cameras), latency=0.5)
-    async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
-        assert latency_model(served).measured(1).median == 0.5
-        assert later.profiled == [(1, cameras)] * 3
-
-
 async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() -> None:
     engine = Engine(switch_interval=None, devices=("a", "b"))
     first = Shipped(device="a", latency=0.010)
     async with engine.policy_cache.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
         async with engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=first) as served:
-            assert [replica.latencies[TRAINED_FRAMES].measured(1).median for replica in served.replicas] == [
-                0.010,
-                0.5,
-            ]
+            assert [replica.latencies[TRAINED_FRAMES].measured(1).median for replica in served.replicas] == [0.010, 0.5]
     await engine.close()
 
 

@@ -1,6 +1,8 @@
 """A session with a compiled policy instead of a scripted one."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,16 @@ def load(path: str, revision: str | None = None, /, **more: object) -> jaxmodels
     return jaxmodels.load_policy(path, revision)
 
 
+@asynccontextmanager
+async def sessions_of(load: Any) -> AsyncIterator[tuple[Sessions, MemoryTransport]]:
+    transport = MemoryTransport()
+    sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
+    try:
+        yield sessions, transport
+    finally:
+        await sessions.close()
+
+
 async def show(link: MemoryLink) -> None:
     """What a robot sends, until cancelled."""
     while True:
@@ -119,9 +131,7 @@ async def show(link: MemoryLink) -> None:
 
 
 async def test_a_compiled_policy_drives_the_robot_with_its_actions(policy_folder: Path) -> None:
-    transport = MemoryTransport()
-    sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
-    try:
+    async with sessions_of(load) as (sessions, transport):
         session = await sessions.create(NewSession("s", str(policy_folder), "memory://", overlap="replace"))
         link = transport.link
         robot_task = asyncio.create_task(show(link))
@@ -129,12 +139,9 @@ async def test_a_compiled_policy_drives_the_robot_with_its_actions(policy_folder
         await until(lambda: len(link.sent) > 30)
         status = session.status()
         assert status.stats["rate"] == 50
-        assert status.inference_stats is not None
         assert str(status.inference_stats["device"]).startswith(jaxmodels.load_policy(policy_folder).device[:3])
-        observation = {
-            "observation.images.front": FRAME[None],
-            "observation.state": np.array([list(POSE.values())], np.float32),
-        }
+        state = np.array([list(POSE.values())], np.float32)
+        observation = {"observation.images.front": FRAME[None], "observation.state": state}
         expected = jaxmodels.load_policy(policy_folder).act(observation)[0]
         low, high = np.array([-100] * 5 + [0]), np.full(6, 100)
         allowed = np.clip(expected, low, high)
@@ -142,8 +149,6 @@ async def test_a_compiled_policy_drives_the_robot_with_its_actions(policy_folder
             command = np.array([joint.value for joint in sent.joints])
             assert np.abs(allowed - command).max(axis=1).min() < 1e-3
         robot_task.cancel()
-    finally:
-        await sessions.close()
 
 
 async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_folder: Path) -> None:
@@ -160,12 +165,9 @@ async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_fol
         policy.act = listen  # type: ignore[method-assign]
         return policy
 
-    transport = MemoryTransport()
-    sessions = Sessions(transport=transport, load=load_and_listen, engine=Engine(switch_interval=None))
-    try:
-        session = await sessions.create(
-            NewSession("s", str(sampled_folder), "memory://", policy_type="diffusion2d", overlap="rtc")
-        )
+    new = NewSession("s", str(sampled_folder), "memory://", policy_type="diffusion2d", overlap="rtc")
+    async with sessions_of(load_and_listen) as (sessions, transport):
+        session = await sessions.create(new)
         link = transport.link
         robot_task = asyncio.create_task(show(link))
         await sessions.start("s")
@@ -173,8 +175,6 @@ async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_fol
         assert session.stage is Stage.RUNNING
         assert session.status().stats["overlap"] == "rtc"
         robot_task.cancel()
-    finally:
-        await sessions.close()
     for seen, chunk in answered:
         if PREFIX_LENGTH in seen:
             executed = int(seen[PREFIX_DELAY][0])

@@ -23,7 +23,7 @@ def dataset(record, tmp_path):
     return tmp_path / "dataset"
 
 
-def test_the_folder_has_the_files_of_version_3(dataset):
+def test_files_and_info_are_those_of_version_3(dataset):
     files = {str(path.relative_to(dataset)) for path in dataset.rglob("*") if path.is_file()}
     assert files == {
         "meta/info.json",
@@ -34,9 +34,6 @@ def test_the_folder_has_the_files_of_version_3(dataset):
         "videos/observation.images.front/chunk-000/file-000.mp4",
         "videos/observation.images.top/chunk-000/file-000.mp4",
     }
-
-
-def test_info_says_what_there_is(dataset):
     info = json.loads((dataset / "meta/info.json").read_text())
     assert info["codebase_version"] == "v3.0"
     assert (info["robot_type"], info["fps"]) == ("so100_follower", 20)
@@ -62,7 +59,7 @@ def test_each_episode_has_the_task_that_it_was_recorded_with(record, tmp_path):
     assert {(step.episode, step.task) for step in read.steps()} == {(0, "wave"), (1, "unnamed")}
 
 
-def test_rows_count_frames_episodes_and_time(dataset):
+def test_rows_count_frames_episodes_and_time_and_tasks_are_indexed(dataset):
     table = parquet.read_table(dataset / "data/chunk-000/file-000.parquet")
     kinds = {field.name: str(field.type) for field in table.schema}
     assert kinds["action"] == kinds["observation.state"] == "fixed_size_list<element: float>[6]"
@@ -73,6 +70,9 @@ def test_rows_count_frames_episodes_and_time(dataset):
     assert [row["episode_index"] for row in rows] == [0] * 12 + [1] * 12
     assert rows[15]["timestamp"] == pytest.approx(3 / 20)
     assert rows[4]["action"] == rows[3]["action"]
+    table = parquet.read_table(dataset / "meta/tasks.parquet")
+    assert table.to_pylist() == [{"task_index": 0, "__index_level_0__": "pick up the cube"}]
+    assert json.loads(table.schema.metadata[b"pandas"])["index_columns"] == ["__index_level_0__"]
 
 
 def test_episodes_say_where_their_rows_and_frames_are(dataset):
@@ -97,12 +97,6 @@ def test_statistics_are_those_of_the_rows_and_of_the_frames(dataset):
     front = stats["observation.images.front"]
     assert front["min"][0][0][0] == pytest.approx(level(0) / 255, abs=0.01)
     assert front["max"][2][0][0] == pytest.approx(level(11) / 255, abs=0.01)
-
-
-def test_the_task_is_the_index_of_a_pandas_frame(dataset):
-    table = parquet.read_table(dataset / "meta/tasks.parquet")
-    assert table.to_pylist() == [{"task_index": 0, "__index_level_0__": "pick up the cube"}]
-    assert json.loads(table.schema.metadata[b"pandas"])["index_columns"] == ["__index_level_0__"]
 
 
 @pytest.mark.parametrize(("rate", "size"), [(20.0, (48, 64)), (12.5, (49, 65))])

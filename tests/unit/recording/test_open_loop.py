@@ -26,30 +26,24 @@ def test_the_error_is_what_the_policy_is_off_at_every_tick(record):
         assert joint.mean_percent == pytest.approx(0.5 if joint.name == "Jaw" else 0.25)
 
 
-def test_it_is_asked_as_often_as_told(record):
+def test_it_is_asked_as_often_as_told_and_judged_where_chunks_reach(record):
     report = replay_recording(open_source(record(episodes=1, ticks=10)), ScriptedPolicy(NEEDS, step=0.0), every=1)
     assert report.episodes[0].queried == list(range(10))
     # A policy that stays where it is would be half a unit behind at every tick.
     assert {round(joint.largest, 3) for joint in report.joint_errors()} == {0.5}
-
-
-def test_ticks_that_a_chunk_does_not_reach_are_not_judged(record):
-    report = replay_recording(open_source(record(episodes=1, ticks=12)), ScriptedPolicy(NEEDS), every=10)
+    report = replay_recording(open_source(record("long", episodes=1, ticks=12)), ScriptedPolicy(NEEDS), every=10)
     assert report.steps == 8 + 2
     assert np.isnan(report.episodes[0].predicted[8:10]).all()
 
 
-def test_everything_that_does_not_fit_is_said_at_once(record):
+def test_all_misfits_and_joints_in_another_order_are_refused(record):
     needs = Requirements(policy_type="act", cameras={"wrist": (48, 64)}, state=7, action=7, chunk=8, action_steps=4)
     with pytest.raises(PolicyMismatch) as refused:
         replay_recording(open_source(record(episodes=1)), ScriptedPolicy(needs))
     assert "7 values" in str(refused.value)
     assert "wrist" in str(refused.value)
     assert "front, top" in str(refused.value)
-
-
-def test_a_policy_with_joints_in_another_order_is_refused(record):
-    source = open_source(record(episodes=1))
+    source = open_source(record("again", episodes=1))
     names = tuple(f"{name}.pos" for name in SO100_REQUIREMENTS.joint_names or ())
     replay_recording(source, ScriptedPolicy(replace(NEEDS, joint_names=names)))
     with pytest.raises(PolicyMismatch, match=r"its joints are \['gripper.pos', .* the recording's \['Rotation', "):

@@ -18,10 +18,8 @@ def run(monkeypatch, tmp_path):
     import typer
 
     def load(path, revision=None, **more):
-        return ScriptedPolicy(
-            Requirements(policy_type="act", cameras={path: (48, 64)}, state=6, action=6, chunk=8, action_steps=1),
-            step=0.0,
-        )
+        needs = Requirements("act", {path: (48, 64)}, state=6, action=6, chunk=8, action_steps=1)
+        return ScriptedPolicy(needs, step=0.0)
 
     monkeypatch.setattr(jaxmodels, "load_policy", load)
     command = typer.Typer(add_completion=False)
@@ -34,9 +32,8 @@ def test_the_table_has_every_joint_and_the_mean_of_all(run, record):
     assert found.exit_code == 0, found.output
     assert "Wrist_Roll" in found.output
     # Half of 200 units for five joints, of 100 for the jaw.
-    assert "6 steps of 1 episodes at 20 Hz, asked 6 times; mean error 0.29 % of the range" in " ".join(
-        found.output.split()
-    )
+    summary = "6 steps of 1 episodes at 20 Hz, asked 6 times; mean error 0.29 % of the range"
+    assert summary in " ".join(found.output.split())
 
 
 @pytest.mark.parametrize(("limit", "code"), [("0.3", 0), ("0.28", 1)])

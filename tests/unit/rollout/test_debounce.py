@@ -1,3 +1,5 @@
+import pytest
+
 from service.rollout.triggers import MAX_DELIVERY_IDS, Debounce, Retries, Target, Trigger
 
 MAIN, DEV = Target("a/b", "main"), Target("a/b", "dev")
@@ -12,11 +14,9 @@ def test_four_commits_are_one_hint_when_they_are_over() -> None:
     for number, at in enumerate((0.0, 5.0, 12.0, 30.0)):
         debounce.add(webhook(MAIN, str(number)), at)
         assert debounce.due(at) == []
-    assert debounce.next_at() == 50.0
-    assert debounce.due(49.9) == []
+    assert (debounce.next_at(), debounce.due(49.9)) == (50.0, [])
     assert debounce.due(50.0) == [webhook(MAIN, "0", "1", "2", "3")]
-    assert debounce.next_at() is None
-    assert debounce.due(1000.0) == []
+    assert (debounce.next_at(), debounce.due(1000.0)) == (None, [])
 
 
 def test_pushes_that_never_end_are_not_waited_for_longer_than_the_longest() -> None:
@@ -27,19 +27,24 @@ def test_pushes_that_never_end_are_not_waited_for_longer_than_the_longest() -> N
     assert len(debounce.due(300.0)) == 1
 
 
-def test_the_same_delivery_again_does_not_make_the_wait_longer() -> None:
-    debounce = Debounce(20, 300)
-    debounce.add(webhook(MAIN, "0"), 0.0)
-    debounce.add(webhook(MAIN, "0"), 19.0)
-    assert debounce.due(20.0) == [webhook(MAIN, "0")]
+POLL = Trigger(MAIN, "poll")
 
 
-def test_a_poll_that_sees_what_was_delivered_is_part_of_it() -> None:
+@pytest.mark.parametrize(
+    ("added", "due_at", "next_at"),
+    [
+        ({0.0: webhook(MAIN, "0"), 19.0: webhook(MAIN, "0")}, 20.0, None),
+        ({0.0: POLL, 5.0: webhook(MAIN, "0"), 15.0: POLL}, 25.0, None),
+        ({0.0: webhook(MAIN, "0"), 10.0: webhook(DEV, "1")}, 20.0, 30.0),
+    ],
+    ids=["delivered again", "polled too", "another ref"],
+)
+def test_deliveries_of_one_push_are_one_hint(added: dict[float, Trigger], due_at: float, next_at: float | None) -> None:
     debounce = Debounce(20, 300)
-    debounce.add(Trigger(MAIN, "poll"), 0.0)
-    debounce.add(webhook(MAIN, "0"), 5.0)
-    debounce.add(Trigger(MAIN, "poll"), 15.0)
-    assert debounce.due(25.0) == [webhook(MAIN, "0")]
+    for at, trigger in added.items():
+        debounce.add(trigger, at)
+    assert debounce.due(due_at) == [webhook(MAIN, "0")]
+    assert debounce.next_at() == next_at
 
 
 def test_of_any_number_of_deliveries_the_newest_are_known_by_their_ids() -> None:
@@ -55,14 +60,6 @@ def test_of_any_number_of_deliveries_the_newest_are_known_by_their_ids() -> None
     for at in range(30, 400, 10):
         debounce.add(webhook(MAIN, ids[0], str(at)), at)
     assert debounce.next_at() == 330.0
-
-
-def test_refs_are_held_apart() -> None:
-    debounce = Debounce(20, 300)
-    debounce.add(webhook(MAIN, "0"), 0.0)
-    debounce.add(webhook(DEV, "1"), 10.0)
-    assert debounce.due(20.0) == [webhook(MAIN, "0")]
-    assert debounce.next_at() == 30.0
 
 
 def test_waits_after_failures_double_up_to_the_longest() -> None:

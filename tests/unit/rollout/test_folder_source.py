@@ -52,9 +52,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("jump", [-3600, 3600])
-async def test_files_are_hashed_once_after_a_clock_jump(
-    folder: Path, source: FolderSource, hashed: list[str], monkeypatch: pytest.MonkeyPatch, jump: int
-) -> None:
+async def test_files_are_hashed_once_after_a_clock_jump(folder, source, hashed, monkeypatch, jump) -> None:
     wall = time.time
     monkeypatch.setattr(time, "time", lambda: wall() + jump)
     for _ in range(3):
@@ -141,9 +139,7 @@ async def test_unknown_folder_code(folder: Path, source: FolderSource, name: str
     assert raised.value.code == code
 
 
-async def test_unchanged_files_are_hashed_once(
-    folder: Path, source: FolderSource, hashed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unchanged_files_are_hashed_once(folder, source, hashed, monkeypatch) -> None:
     monkeypatch.setattr(sources, "SETTLE_SECONDS", -1.0)
     os.utime(folder / "config.json", (1, 1))  # the file system's clock may not tick during this test
     for _ in range(3):

@@ -1,6 +1,7 @@
 """Which policies are let in, and what is said of those that are not."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,48 +24,45 @@ def changed(step: int, joint: int, value: float) -> np.ndarray:
     return chunk
 
 
-def test_the_same_answers_pass_with_their_figures() -> None:
+def test_figures_are_finite_even_for_the_largest_numbers() -> None:
     verdict = judge_trial(trial(OLD), TABLE, GateLimits())
-    assert verdict.reason is None
-    assert verdict.figures["difference"] == 0
+    assert (verdict.reason, verdict.figures["difference"]) == (None, 0)
     assert verdict.figures["compared"] == 2
+    json.dumps(dict(verdict.figures), allow_nan=False)
+    table = JointTable([Joint("lift", 0)])
+    old, wild = np.full((20, 1), -3e38, np.float32), np.full((20, 1), 3e38, np.float32)
+    verdict = judge_trial(trial(wild, chunks=[wild], references=[old]), table, GateLimits())
+    assert verdict.reason == "differs"
     json.dumps(dict(verdict.figures), allow_nan=False)
 
 
+ALONE = {"references": [None, None]}
+
+
 @pytest.mark.parametrize(
-    ("chunk", "reason", "words"),
+    ("chunk", "changes", "reason", "words"),
     [
-        (changed(19, 2, np.nan), "not_finite", "1 of 240 values"),
-        (changed(0, 0, -np.inf), "not_finite", "not finite"),
-        (changed(3, 1, 121), "out_of_range", "'Pitch'"),
-        (changed(3, 5, -11), "out_of_range", "'Jaw'"),
-        (changed(9, 0, 61), "differs", "'Rotation'"),
+        (changed(19, 2, np.nan), {}, "not_finite", "1 of 240 values"),
+        (changed(0, 0, -np.inf), {}, "not_finite", "not finite"),
+        (changed(3, 1, 121), {}, "out_of_range", "'Pitch'"),
+        (changed(3, 5, -11), {}, "out_of_range", "'Jaw'"),
+        (changed(9, 0, 61), {}, "differs", "'Rotation'"),
+        (changed(10, 0, 1000), {}, None, ""),  # it is never executed
+        # A slow policy is refused, unless the running one is as slow.
+        (OLD, {"seconds": 0.24}, None, ""),
+        (OLD, {"seconds": 0.26}, "slow", ""),
+        (OLD, {"seconds": 0.26, "usual": 0.25}, None, ""),
+        (OLD, {"seconds": 0.31, "usual": 0.25}, "slow", ""),
+        # Without anything to compare with the other gates still close.
+        (changed(0, 0, 100), ALONE, None, "not compared"),
+        (changed(0, 0, np.nan), ALONE, "not_finite", ""),
+        (changed(0, 0, 130), ALONE, "out_of_range", ""),
     ],
 )
-def test_what_is_wrong_is_named_with_its_joint(chunk: np.ndarray, reason: str, words: str) -> None:
-    verdict = judge_trial(trial(chunk), TABLE, GateLimits())
+def test_what_is_wrong_is_named_with_its_joint(chunk: np.ndarray, changes: Any, reason: str | None, words: str) -> None:
+    verdict = judge_trial(trial(chunk, **changes), TABLE, GateLimits())
     assert verdict.reason == reason
     assert words in verdict.text
-
-
-def test_actions_that_are_never_executed_are_not_judged_by_where_they_are() -> None:
-    assert judge_trial(trial(changed(10, 0, 1000)), TABLE, GateLimits()).reason is None
-
-
-def test_a_slow_one_is_refused_unless_the_running_one_is_as_slow() -> None:
-    assert judge_trial(trial(OLD, seconds=0.24), TABLE, GateLimits()).reason is None
-    assert judge_trial(trial(OLD, seconds=0.26), TABLE, GateLimits()).reason == "slow"
-    assert judge_trial(trial(OLD, seconds=0.26, usual=0.25), TABLE, GateLimits()).reason is None
-    assert judge_trial(trial(OLD, seconds=0.31, usual=0.25), TABLE, GateLimits()).reason == "slow"
-
-
-def test_without_anything_to_compare_with_the_other_gates_still_close() -> None:
-    alone = {"references": [None, None]}
-    passed = judge_trial(trial(changed(0, 0, 100), **alone), TABLE, GateLimits())
-    assert passed.reason is None
-    assert "not compared" in passed.text
-    assert judge_trial(trial(changed(0, 0, np.nan), **alone), TABLE, GateLimits()).reason == "not_finite"
-    assert judge_trial(trial(changed(0, 0, 130), **alone), TABLE, GateLimits()).reason == "out_of_range"
 
 
 MOVING = np.linspace(0, 2, 20, dtype=np.float32)[:, None]
@@ -77,11 +75,3 @@ def test_joint_without_range_is_judged_by_the_running_policy(old: np.ndarray, pa
     for offset, reason in ((passes, None), (fails, "differs")):
         tried = Trial(chunks=[old + offset], references=[old], seconds=[0.01], executed=20, budget=1.0)
         assert judge_trial(tried, table, GateLimits()).reason == reason
-
-
-def test_figures_of_an_action_that_is_as_large_as_numbers_go_can_be_told() -> None:
-    table = JointTable([Joint("lift", 0)])
-    old, wild = np.full((20, 1), -3e38, np.float32), np.full((20, 1), 3e38, np.float32)
-    verdict = judge_trial(trial(wild, chunks=[wild], references=[old]), table, GateLimits())
-    assert verdict.reason == "differs"
-    json.dumps(dict(verdict.figures), allow_nan=False)

@@ -17,16 +17,13 @@ def limited(hub: StubHub, cache: Path, **limits) -> HubSource:
     return HubSource(hub.url, cache=cache, limits=replace(HubLimits(min_free_bytes=0), **limits))
 
 
-async def test_heads_of_branches_tags_commits_and_patterns(hub: StubHub, hub_source: HubSource) -> None:
+async def test_heads_and_history_are_read_from_the_hub(hub: StubHub, hub_source: HubSource) -> None:
     made = [hub.push(REPO, policy(step), tag=f"deploy-{step}") for step in (9, 10, 2)]
     assert await hub_source.head(REPO, None) == made[2]
     assert await hub_source.head(REPO, "refs/heads/main") == made[2]
     assert await hub_source.head(REPO, "deploy-9") == made[0]
     assert await hub_source.head(REPO, made[1]) == made[1]
     assert await hub_source.head(REPO, "deploy-*") == made[1]
-
-
-async def test_older_is_what_lies_in_the_history(hub: StubHub, hub_source: HubSource) -> None:
     first, second = hub.push(REPO, policy(1)), hub.push(REPO, policy(2))
     assert await hub_source.is_older(REPO, first, second) is True
     assert await hub_source.is_older(REPO, second, first) is False
@@ -49,9 +46,7 @@ async def test_older_is_what_lies_in_the_history(hub: StubHub, hub_source: HubSo
         ("corrupt", {}, "bad_answer"),
     ],
 )
-async def test_each_hub_error_has_a_code(
-    hub: StubHub, tmp_path: Path, how: int | str, details: dict, code: str
-) -> None:
+async def test_each_hub_error_has_a_code(hub, tmp_path, how, details, code) -> None:
     hub.push(REPO, policy(1))
     hub.script("GET /api/models/", how, times=None, **details)
     with pytest.raises(SourceError, match=REPO) as raised:

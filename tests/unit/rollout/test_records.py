@@ -34,8 +34,7 @@ async def test_only_the_newest_records_survive_a_restart(journal: Callable[[], J
     assert records.list() == made[:1:-1]
     again = journal()
     assert again.list() == made[:1:-1]
-    assert again.list()[0].stages[1].name == "downloading"
-    assert again.get(made[0].id) is None
+    assert (again.list()[0].stages[1].name, again.get(made[0].id)) == ("downloading", None)
 
 
 async def test_deployment_of_a_killed_process_has_failed(journal: Callable[[], Journal]) -> None:
@@ -48,9 +47,7 @@ async def test_deployment_of_a_killed_process_has_failed(journal: Callable[[], J
 
 
 @pytest.mark.parametrize(("stage", "is_kept_away"), [("checking", False), ("swapping", True), ("probation", True)])
-async def test_commit_on_trial_at_a_kill_is_quarantined(
-    journal: Callable[[], Journal], stage: str, is_kept_away: bool
-) -> None:
+async def test_commit_on_trial_at_a_kill_is_quarantined(journal, stage, is_kept_away) -> None:
     record = Record(REPO, None, "webhook", sha="a" * 40, sessions=["arm"])
     record.begin_stage(stage)
     await journal().save(record)

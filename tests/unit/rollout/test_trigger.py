@@ -57,18 +57,13 @@ def test_sessions_of_one_ref_are_one_target() -> None:
     assert interpret_delivery(pushed(SHA), robots).targets == (MAIN,)
 
 
-def test_a_delivery_that_does_not_say_which_ref_moved_is_about_all() -> None:
-    assert interpret_delivery(pushed(SHA, updatedRefs=None), [Robot("a"), Robot("b", ref="v1")]).targets == (
-        MAIN,
-        Target(REPO, "v1"),
-    )
-
-
-def test_refs_that_cannot_be_read_are_about_all_refs() -> None:
-    for refs in ("refs/heads/main", [{"ref": "refs/heads/main", "newSha": 5}], [{"ref": None}], 3):
-        body = pushed(SHA).model_dump(mode="json", exclude_unset=True) | {"updatedRefs": refs}
-        payload = WebhookPayload.model_validate(body)
-        assert interpret_delivery(payload, [Robot("a"), Robot("b", ref="v1")]).targets == (MAIN, Target(REPO, "v1"))
+@pytest.mark.parametrize(
+    "refs", [None, "refs/heads/main", [{"ref": "refs/heads/main", "newSha": 5}], [{"ref": None}], 3]
+)
+def test_refs_that_are_missing_or_cannot_be_read_are_about_all_refs(refs: object) -> None:
+    body = pushed(SHA).model_dump(mode="json", exclude_unset=True) | {"updatedRefs": refs}
+    payload = WebhookPayload.model_validate(body)
+    assert interpret_delivery(payload, [Robot("a"), Robot("b", ref="v1")]).targets == (MAIN, Target(REPO, "v1"))
 
 
 @pytest.mark.parametrize(

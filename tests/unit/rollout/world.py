@@ -67,9 +67,7 @@ class Robots:
     def list_followers(self) -> Sequence[Robot]:
         return self.robots
 
-    async def prepare(
-        self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Callable[[str], None]
-    ) -> Verdict:
+    async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Any) -> Verdict:
         self.steps.append(("prepare", session_id, sha))
         self.folders.append(folder)
         on_progress("loading")

@@ -35,7 +35,7 @@ async def test_a_flood_of_questions_is_one_thread_that_writes_a_few_times() -> N
     assert all(b"robojax_sessions" in text for text in texts)
 
 
-async def test_what_happened_before_a_question_is_in_its_answer() -> None:
+async def test_an_answer_is_complete_even_if_another_question_is_given_up() -> None:
     metrics = Metrics(lambda: [], lambda: [])
     for number in range(1, 6):
         before = asyncio.create_task(metrics.text())  # somebody else's
@@ -44,20 +44,13 @@ async def test_what_happened_before_a_question_is_in_its_answer() -> None:
         line = f'robojax_requests_total{{method="GET",route="/x",status="200"}} {number}.0'
         assert line.encode() in await metrics.text()
         await before
-
-
-async def test_a_question_that_is_given_up_ends_nobody_elses() -> None:
-    metrics = Metrics(lambda: [], lambda: [])
     given_up, other = (asyncio.create_task(metrics.text()) for _ in range(2))
     await asyncio.sleep(0)
     given_up.cancel()
     assert b"robojax_sessions" in await other
 
 
-# Counts, rates and percentiles.
-
-
-def test_percentiles_are_of_the_newest_samples_and_the_count_of_all() -> None:
+def test_percentiles_are_of_the_newest_samples_and_counts_of_all() -> None:
     recent = Recent(4)
     assert recent.percentile(50) is None
     assert recent.percentiles_ms(50, 99) == {"p50": None, "p99": None}
@@ -65,35 +58,25 @@ def test_percentiles_are_of_the_newest_samples_and_the_count_of_all() -> None:
         recent.add(value)
     assert recent.count == 6
     assert recent.percentile(50) == np.percentile([1, 2, 3, 4], 50)
-    assert recent.percentiles_ms(0, 99.9)["p0"] == 1000.0
-    assert recent.newest_ms == 4000.0
-
-
-def test_a_rate_is_of_the_newest_events_and_ends_when_they_do() -> None:
-    rate = Rate()
-    assert rate.per_second(0.0) == 0.0
-    for number in range(100):
-        rate.add(number / 25)
-    assert rate.per_second(4.0) == 25.0
-    assert rate.per_second(10.0) == 0.0
-    assert rate.count == 100
-    at_once = Rate()
-    at_once.add(1.0)
-    at_once.add(1.0)
-    assert at_once.per_second(1.0) == 0.0
-
-
-def test_a_tally_counts_by_reason() -> None:
-    tally = Tally()
-    tally.add("b")
-    tally.add("a", 2)
-    assert tally.by_reason() == {"a": 2, "b": 1}
-    assert tally.total == 3
-    assert tally["never"] == 0
-
-
-def test_all_samples_are_spread_over_the_bounds_not_only_the_newest() -> None:
+    assert (recent.percentiles_ms(0, 99.9)["p0"], recent.newest_ms) == (1000.0, 4000.0)
     figures = Recent(2)
     for seconds in (0.0, BOUNDS[0], BOUNDS[0] * 1.01, 1e9):
         figures.add(seconds)
     assert figures.histogram == (2, 1, *(0,) * (len(BOUNDS) - 2), 1)
+
+
+def test_rates_end_with_their_events_and_tallies_count_by_reason() -> None:
+    rate = Rate()
+    assert rate.per_second(0.0) == 0.0
+    for number in range(100):
+        rate.add(number / 25)
+    assert (rate.per_second(4.0), rate.per_second(10.0), rate.count) == (25.0, 0.0, 100)
+    at_once = Rate()
+    at_once.add(1.0)
+    at_once.add(1.0)
+    assert at_once.per_second(1.0) == 0.0
+    tally = Tally()
+    tally.add("b")
+    tally.add("a", 2)
+    assert tally.by_reason() == {"a": 2, "b": 1}
+    assert (tally.total, tally["never"]) == (3, 0)

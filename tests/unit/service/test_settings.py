@@ -152,11 +152,17 @@ def test_variables_that_are_no_settings_are_told_but_are_no_errors(monkeypatch):
     assert unknown_variables() == ["ROBOJAX_PROT", "ROBOJAX_SERVICE_HOST"]
 
 
-def test_every_setting_is_in_one_group_and_described():
+def test_every_setting_has_a_group_a_description_and_hides_secrets():
     names = [name for group in GROUPS.values() for name in group.model_fields]
     assert len(names) == len(set(names))
     assert all(FIELDS[name].description for name in names)
     assert GROUPS.keys() == Settings.model_fields.keys()
+    values = Settings.from_values(state="/home/me", database="postgresql://me:pw@db/x", rate=25).public_values()
+    assert values["rate"] == 25
+    private = {name for name, field in FIELDS.items() if Mark.PRIVATE in field.metadata}
+    assert values.keys() == FIELDS.keys() - private
+    assert {"state", "database", "models", "keys_file"} <= private
+    assert {name for name in FIELDS if name.endswith("_file")} <= private
 
 
 # A group with one more field, in place of the one that the server has: nothing else is told of it.
@@ -200,12 +206,9 @@ def test_a_field_of_a_group_is_all_that_a_setting_needs(nowhere):
     assert "Seconds that only this test waits. Default: 1.5." in shown
 
 
-def test_the_page_of_the_settings_is_what_the_classes_say():
+def test_the_generated_pages_are_what_the_classes_say():
     page = ROOT / "docs" / "reference" / "settings.md"
     assert page.read_text() == settings_page(), "python -m tools.settings_page > docs/reference/settings.md"
-
-
-def test_the_page_of_session_fields_is_made_of_their_class():
     page = ROOT / "docs" / "reference" / "session_fields.md"
     command = "python -m tools.settings_page --session-fields > docs/reference/session_fields.md"
     assert page.read_text() == session_fields_page(), command
@@ -214,12 +217,3 @@ def test_the_page_of_session_fields_is_made_of_their_class():
     assert {row[0].strip("`") for row in rows if row[4] == "yes"} == set(ADJUSTABLE)
     (limit,) = (row for row in rows if row[0] == "`max_relative_target`")
     assert limit[1:4] == ["number or object of numbers by name", "above 0; each above 0", "`null`"]
-
-
-def test_what_shows_settings_leaves_paths_and_secrets_out():
-    values = Settings.from_values(state="/home/me", database="postgresql://me:pw@db/x", rate=25).public_values()
-    assert values["rate"] == 25
-    private = {name for name, field in FIELDS.items() if Mark.PRIVATE in field.metadata}
-    assert values.keys() == FIELDS.keys() - private
-    assert {"state", "database", "models", "keys_file"} <= private
-    assert {name for name in FIELDS if name.endswith("_file")} <= private

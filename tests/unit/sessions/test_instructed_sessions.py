@@ -63,7 +63,6 @@ async def test_a_new_instruction_ends_the_old_plan_long_before_its_end(overlap: 
         rig.policy = policy = Obeying(needs)
         await rig.running(replace(NEW, language_instruction=RED, overlap=overlap))
         session, robot_io = rig.session, rig.session.robot_io
-        assert robot_io is not None
         asked = len(policy.told)
         for more in ({"language_instruction": RED}, {"action_steps": 390}):
             await rig.sessions.adjust("s", more)
@@ -86,7 +85,6 @@ async def test_an_answer_to_the_old_instruction_is_dropped() -> None:
         rig.policy = policy = Obeying(replace(READS, chunk=400, action_steps=5))
         await rig.running(replace(NEW, language_instruction=RED))
         robot_io, gate = rig.session.robot_io, threading.Event()
-        assert robot_io is not None
         before = robot_io.controller.scheduler.discarded
         policy.failures.append(gate)
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -80,9 +81,6 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
         yield made
 
 
-# What is there after a kill.
-
-
 async def test_acknowledged_sessions_are_listed_and_not_loaded(server: Server) -> None:
     await server.sessions.create(NEW)
     await server.sessions.create(replace(NEW, session_id="other"))
@@ -93,8 +91,7 @@ async def test_acknowledged_sessions_are_listed_and_not_loaded(server: Server) -
         assert after.reason("other") == "the server ended while it was ready"
         status = after.sessions.get("arm").status()
         assert status.rooms["joint_output_room_id"] == "arm-joint-output"
-        assert after.sessions.get("arm").new == NEW
-        assert after.load.loads == []
+        assert (after.sessions.get("arm").new, after.load.loads) == (NEW, [])
         assert after.transport.links == []
         with pytest.raises(MoveRefused, match="interrupted and cannot start; allowed now: restart, reset"):
             await after.sessions.start("arm")
@@ -120,9 +117,6 @@ async def test_a_server_that_ends_in_order_says_so(tmp_path: Path) -> None:
         assert third.reason() == "the server was shut down while it was running"
 
 
-# What may be done with it.
-
-
 async def test_a_restart_loads_rejoins_the_rooms_and_waits_for_a_start(server: Server) -> None:
     await server.sessions.create(replace(NEW, workspace_id=None))
     rooms = server.sessions.get("arm").status().rooms
@@ -130,8 +124,7 @@ async def test_a_restart_loads_rejoins_the_rooms_and_waits_for_a_start(server: S
         session = await after.sessions.restart("arm")
         assert str(session.stage) == "ready"
         assert session.status().rooms == rooms
-        assert after.load.loads == ["policy"]
-        assert after.transport.link.sent == []
+        assert (after.load.loads, after.transport.link.sent) == (["policy"], [])
         await after.sessions.start("arm")
         assert after.stages() == {"arm": "running"}
         await after.sessions.delete("arm")
@@ -152,19 +145,15 @@ async def test_a_restart_that_fails_can_be_tried_again(server: Server) -> None:
         assert str((await after.sessions.restart("arm")).stage) == "ready"
 
 
-async def test_of_two_restarts_at_once_one_is_refused(server: Server) -> None:
+@pytest.mark.parametrize(("how", "count", "refusal"), [("restart", 5, "MoveRefused"), ("create", 50, "SessionExists")])
+async def test_one_of_many_requests_brings_an_interrupted_session_back(server, how, count, refusal) -> None:
     await server.sessions.create(NEW)
     async with after_a_kill(server) as after:
-        outcomes = await asyncio.gather(*(after.sessions.restart("arm") for _ in range(5)), return_exceptions=True)
-        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["MoveRefused"] * 4 + ["Session"]
-        assert after.stages() == {"arm": "ready"}
-
-
-async def test_one_of_fifty_creates_replaces_an_interrupted_session(server: Server) -> None:
-    await server.sessions.create(NEW)
-    async with after_a_kill(server) as after:
-        outcomes = await asyncio.gather(*(after.sessions.create(NEW) for _ in range(50)), return_exceptions=True)
-        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Session"] + ["SessionExists"] * 49
+        calls = [
+            after.sessions.restart("arm") if how == "restart" else after.sessions.create(NEW) for _ in range(count)
+        ]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert Counter(type(outcome).__name__ for outcome in outcomes) == {"Session": 1, refusal: count - 1}
         assert after.stages() == {"arm": "ready"}
         assert len(after.transport.links) == 1
 
@@ -202,9 +191,6 @@ async def test_what_a_newer_version_asked_for_is_kept_and_not_guessed(server: Se
             await after.sessions.restart("arm")
         async with after_a_kill(after) as third:
             assert third.sessions.get("arm").record.wishes == {"max_torque": 3}  # type: ignore[union-attr]
-
-
-# Emergency stops.
 
 
 async def test_a_latch_outlives_the_server_and_the_session_until_its_reset(server: Server) -> None:
@@ -268,9 +254,6 @@ async def test_without_records_a_latch_outlives_its_session_all_the_same() -> No
         sessions.get("arm")
     assert str((await sessions.create(NEW)).stage) == "stopped"
     await sessions.close()
-
-
-# Rooms.
 
 
 async def test_an_interrupted_session_keeps_its_room_ids(tmp_path: Path) -> None:

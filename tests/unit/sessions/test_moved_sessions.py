@@ -43,16 +43,17 @@ async def servers() -> AsyncIterator[Servers]:
 async def record_of_a_session(servers: Servers) -> SessionRecord:
     """Create a session on the first server and return its record."""
     await servers.here.create(NEW)
-    record = servers.here.get_record("arm")
-    assert record is not None
-    return record
+    return servers.here.get_record("arm")
 
 
-async def test_only_a_created_session_has_a_record(servers: Servers) -> None:
+async def test_only_a_created_session_has_a_record_and_its_id_is_taken_once(servers: Servers) -> None:
     assert servers.here.get_record("arm") is None
     record = await record_of_a_session(servers)
     assert record.is_ready
     assert from_json(record.as_json()) == record
+    await servers.there.create(replace(NEW, owner="bob"))
+    with pytest.raises(SessionExists):
+        await servers.there.adopt(record, None)
 
 
 async def test_one_that_is_given_up_is_held_and_its_rooms_stay(servers: Servers) -> None:
@@ -65,6 +66,10 @@ async def test_one_that_is_given_up_is_held_and_its_rooms_stay(servers: Servers)
     assert servers.transport.existing == rooms != set()
     assert servers.here.get_record("arm") is None
     await servers.here.hand_over("arm")
+    await servers.there.adopt(await record_of_a_session(servers), None)
+    await servers.there.hand_over("arm")
+    assert servers.there.list() == []
+    assert servers.transport.existing != set()
 
 
 async def test_an_adopted_session_is_interrupted_and_keeps_its_rooms(servers: Servers) -> None:
@@ -84,7 +89,6 @@ async def test_the_latch_of_an_emergency_stop_comes_along(servers: Servers) -> N
     await servers.here.create(NEW)
     await servers.here.emergency_stop("a hand")
     record = servers.here.get_record("arm")
-    assert record is not None
     await servers.here.hand_over("arm")
     session = await servers.there.adopt(record, "a hand")
     assert session.latch == "a hand"
@@ -96,17 +100,3 @@ async def test_the_latch_of_an_emergency_stop_comes_along(servers: Servers) -> N
     await servers.there.delete("arm")
     await servers.here.create(NEW)
     await servers.here.start("arm")
-
-
-async def test_one_whose_id_is_there_is_not_taken_in(servers: Servers) -> None:
-    record = await record_of_a_session(servers)
-    await servers.there.create(replace(NEW, owner="bob"))
-    with pytest.raises(SessionExists):
-        await servers.there.adopt(record, None)
-
-
-async def test_an_interrupted_one_can_be_given_up_too(servers: Servers) -> None:
-    await servers.there.adopt(await record_of_a_session(servers), None)
-    await servers.there.hand_over("arm")
-    assert servers.there.list() == []
-    assert servers.transport.existing != set()

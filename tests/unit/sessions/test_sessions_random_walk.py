@@ -131,53 +131,41 @@ class Walk(RuleBasedStateMachine):
     def going(self, id: str) -> str:
         return "reconnecting" if id in self.down else "running"
 
+    def ask(self, id: str, call, is_allowed: bool) -> bool:
+        """Run a call; returns whether it is allowed for this id, and checks that it is refused otherwise."""
+        if id in self.stages and is_allowed:
+            self.runner.run(call)
+            return True
+        self.refused(call, MoveRefused if id in self.stages else UnknownSession)
+        return False
+
     @rule(id=IDS)
     def start(self, id: str) -> None:
-        call = self.sessions.start(id)
-        if id not in self.stages:
-            self.refused(call, UnknownSession)
-        elif self.stages[id] in ("ready", "stopped") and id not in self.latched:
-            self.runner.run(call)
+        is_allowed = self.stages.get(id) in ("ready", "stopped") and id not in self.latched
+        if self.ask(id, self.sessions.start(id), is_allowed):
             self.stages[id] = self.going(id)
-        else:
-            self.refused(call)
 
     @rule(id=IDS)
     def restart(self, id: str) -> None:
-        call = self.sessions.restart(id)
-        if id not in self.stages:
-            self.refused(call, UnknownSession)
-        elif self.stages[id] == "interrupted" and id not in self.latched:
-            self.runner.run(call)
-            self.joined(id)
-        elif self.stages[id] not in GONE and id not in self.latched:
-            self.runner.run(call)
-            self.stages[id] = self.going(id)
-        else:
-            self.refused(call)
+        stage = self.stages.get(id)
+        if self.ask(id, self.sessions.restart(id), stage != "failed" and id not in self.latched):
+            if stage == "interrupted":
+                self.joined(id)
+            else:
+                self.stages[id] = self.going(id)
 
     @rule(id=IDS)
     def stop(self, id: str) -> None:
-        call = self.sessions.stop(id)
-        if id not in self.stages:
-            self.refused(call, UnknownSession)
-        elif self.stages[id] in (*GONE, "error"):
-            self.refused(call)
-        else:
-            self.runner.run(call)
+        if self.ask(id, self.sessions.stop(id), self.stages.get(id) not in (*GONE, "error")):
             self.stages[id] = "stopped"
 
     @rule(id=IDS)
     def delete(self, id: str) -> None:
-        call = self.sessions.delete(id)
-        if id not in self.stages:
-            self.refused(call, UnknownSession)
-            return
-        self.runner.run(call)
-        del self.stages[id]
-        self.in_rooms.discard(id)
-        self.down.discard(id)
-        self.links.pop(id, None)
+        if self.ask(id, self.sessions.delete(id), True):
+            del self.stages[id]
+            self.in_rooms.discard(id)
+            self.down.discard(id)
+            self.links.pop(id, None)
 
     @rule(id=st.none() | IDS, from_room=st.booleans())
     def emergency_stop(self, id: str | None, from_room: bool) -> None:
@@ -195,13 +183,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(id=IDS)
     def reset(self, id: str) -> None:
-        call = self.sessions.reset(id)
-        if id not in self.stages:
-            self.refused(call, UnknownSession)
-        elif self.stages[id] in GOING:
-            self.refused(call)
-        else:
-            self.runner.run(call)
+        if self.ask(id, self.sessions.reset(id), self.stages.get(id) not in GOING):
             self.latched.discard(id)
 
     @precondition(lambda self: self.links)
@@ -235,7 +217,6 @@ class Walk(RuleBasedStateMachine):
     def the_policy_fails_until_all_running_sessions_are_errors(self) -> None:
         running = [id for id, stage in self.stages.items() if stage == "running"]
         robot_io = self.sessions.get(running[0]).robot_io
-        assert robot_io is not None
         policy = robot_io.runner.loaded.policy
         assert isinstance(policy, ScriptedPolicy)
         policy.failures = [ValueError("x")] * 1000

@@ -62,7 +62,7 @@ def test_a_refusal_names_the_request_that_helps(stage: Stage, is_loaded: bool, m
         at(stage, is_loaded=is_loaded).move(move)
 
 
-def test_only_reset_and_then_start_leave_an_emergency_stop() -> None:
+def test_only_reset_and_start_leave_a_stop_even_while_loading() -> None:
     life = at(Stage.RUNNING)
     life.move(Move.EMERGENCY_STOP, "button (from room)")
     for move in (Move.START, Move.RESTART):
@@ -73,16 +73,6 @@ def test_only_reset_and_then_start_leave_an_emergency_stop() -> None:
     life.move(Move.RESET)
     assert life.stage is Stage.STOPPED
     assert life.move(Move.START) is Stage.RUNNING
-
-
-def test_the_first_reason_of_an_emergency_stop_stays() -> None:
-    life = at(Stage.RUNNING)
-    life.move(Move.EMERGENCY_STOP, "first")
-    life.move(Move.EMERGENCY_STOP, "second")
-    assert life.latch == "first"
-
-
-def test_an_emergency_stop_while_loading_ends_in_stopped_and_not_in_ready() -> None:
     life = Lifecycle("s")
     life.move(Move.EMERGENCY_STOP, "early")
     assert life.stage is Stage.INITIALIZING
@@ -92,7 +82,11 @@ def test_an_emergency_stop_while_loading_ends_in_stopped_and_not_in_ready() -> N
         life.move(Move.START)
 
 
-def test_an_error_keeps_its_text_through_an_emergency_stop_and_its_reset() -> None:
+def test_the_first_reason_of_a_stop_and_of_an_error_stay() -> None:
+    life = at(Stage.RUNNING)
+    life.move(Move.EMERGENCY_STOP, "first")
+    life.move(Move.EMERGENCY_STOP, "second")
+    assert life.latch == "first"
     life = at(Stage.RUNNING)
     life.move(Move.FAILED, "policy raised")
     life.move(Move.EMERGENCY_STOP, "button")

@@ -19,6 +19,25 @@ from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
 
+class Client:
+    """One end of a stream."""
+
+    def __init__(self, socket):
+        self.socket = socket
+
+    async def say(self, kind: str, **fields) -> None:
+        await self.socket.send(codec.pack({"kind": kind} | fields))
+
+    async def hear(self, kind: str):
+        """The next message of this kind."""
+        async with asyncio.timeout(30):
+            while True:
+                raw = await self.socket.recv()
+                told = codec.unpack_json(raw) if isinstance(raw, str) else codec.unpack(raw)
+                if told["kind"] == kind:
+                    return told
+
+
 @dataclass
 class Server(rig.Server):
     """A server with its openpi port beside it, and its one policy."""
@@ -50,9 +69,21 @@ class Server(rig.Server):
             is_packed = answer.content_type == "application/msgpack"
             return answer.status, codec.unpack(told) if is_packed else codec.unpack_json(told)
 
+    async def acted(self, message: Any, **more: Any) -> Any:
+        """The answer to an act that is accepted."""
+        status, told = await self.act(message, **more)
+        assert status == 200, told
+        return told
+
     def stream(self, path: str = "/sessions/arm/stream", **more: Any) -> Any:
         """A client of a library that is not ours."""
         return websockets.connect(self.url.replace("http", "ws") + path, max_size=None, **more)
+
+    @asynccontextmanager
+    async def client(self, path: str = "/sessions/arm/stream", **more: Any) -> AsyncIterator[Client]:
+        """One end of a stream of the session."""
+        async with self.stream(path, **more) as socket:
+            yield Client(socket)
 
     @asynccontextmanager
     async def loading(self, policy_path: str = "policies/act") -> AsyncIterator[asyncio.Task[tuple[int, Any]]]:
@@ -74,7 +105,8 @@ Serve = Callable[..., AbstractAsyncContextManager[Server]]
 @pytest.fixture
 def serve() -> Serve:
     @asynccontextmanager
-    async def start(key: str | None = None, policy: ScriptedPolicy | None = None, **settings: Any):
+    async def start(key: str | None = None, policy: ScriptedPolicy | None = None, create: bool = True, **settings: Any):
+        """A server, with the session "arm" unless ``create`` is false."""
         policy = policy or ScriptedPolicy()
         load, headers = ScriptedLoader(lambda: policy), {} if key is None else {"x-api-key": key}
         settings = {"policy_owners": ("policies",)} | settings
@@ -83,6 +115,8 @@ def serve() -> Serve:
             serve_app(create_openpi_app(server.app), listen("127.0.0.1", 0)) as beside,
         ):
             server.openpi = beside.replace("http", "ws")
+            if create:
+                await server.create()
             yield server
 
     return start
@@ -91,5 +125,4 @@ def serve() -> Serve:
 @pytest.fixture
 async def server(serve: Serve) -> AsyncIterator[Server]:
     async with serve() as server:
-        await server.create()
         yield server

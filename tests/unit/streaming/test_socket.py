@@ -108,10 +108,9 @@ async def test_the_reason_of_a_close_can_be_read(server, caplog, sent, code):
 
 
 async def test_a_message_that_takes_long_is_cut_off(server, caplog):
-    settings = server.app.ctx.stream_clients.settings
-    server.app.ctx.stream_clients.settings = replace(
-        settings, socket=replace(settings.socket, heartbeat=0.3, message=0.0)
-    )
+    clients = server.app.ctx.stream_clients
+    limits = replace(clients.settings.socket, heartbeat=0.3, message=0.0)
+    clients.settings = replace(clients.settings, socket=limits)
     async with connection(server) as (reader, writer):
         writer.write(frame(2, b"a", is_final=False))
         async with asyncio.timeout(30):

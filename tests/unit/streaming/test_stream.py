@@ -19,30 +19,11 @@ from service.auth.keys import KeyFile
 from service.streaming import codec, observation
 from service.transport.link import JointValue
 from tests.testing.waiting import until
-
-
-class Client:
-    """One end of a stream."""
-
-    def __init__(self, socket):
-        self.socket = socket
-
-    async def say(self, kind: str, **fields) -> None:
-        await self.socket.send(codec.pack({"kind": kind} | fields))
-
-    async def hear(self, kind: str):
-        """The next message of this kind."""
-        async with asyncio.timeout(30):
-            while True:
-                raw = await self.socket.recv()
-                told = codec.unpack_json(raw) if isinstance(raw, str) else codec.unpack(raw)
-                if told["kind"] == kind:
-                    return told
+from tests.unit.streaming.conftest import Client
 
 
 async def test_the_control_loop_drives_whoever_is_connected(server):
-    async with server.stream() as socket:
-        client = Client(socket)
+    async with server.client() as client:
         welcome = await client.hear("welcome")
         assert welcome["cameras"] == {"front": [48, 64]}
         assert (welcome["chunk"], welcome["silence_s"], welcome["joint_ranges"]["Jaw"]) == (20, 2.0, [0, 100])
@@ -124,7 +105,6 @@ async def test_one_client_drives_until_it_is_silent(server):
         assert (await Client(second).hear("error"))["code"] == "robot_taken"
         with pytest.raises(websockets.ConnectionClosed) as closed:
             await second.recv()
-        assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 4409
         # As if two seconds had gone by.
         link = server.app.ctx.stream_clients.direct.links["arm"]
@@ -140,8 +120,7 @@ async def test_one_client_drives_until_it_is_silent(server):
 async def test_acts_are_answered_one_at_a_time_and_the_newest_wins(server):
     gate = threading.Event()
     server.policy.failures.append(gate)
-    async with server.stream() as socket:
-        client = Client(socket)
+    async with server.client() as client:
         for number in (1, 2, 3):
             await client.say("act", **server.seen(number=number))
         superseded = await client.hear("error")
@@ -153,15 +132,11 @@ async def test_acts_are_answered_one_at_a_time_and_the_newest_wins(server):
 
 
 async def test_a_stream_may_be_text(server):
-    async with server.stream() as socket:
-        await socket.send(json.dumps({"kind": "ping", "number": 4}))
-        assert (await Client(socket).hear("pong"))["number"] == 4
-        assert isinstance(await socket_text(socket), str)
-
-
-async def socket_text(socket):
-    await socket.send(json.dumps({"kind": "dance"}))
-    return await socket.recv()
+    async with server.client() as client:
+        await client.socket.send(json.dumps({"kind": "ping", "number": 4}))
+        assert (await client.hear("pong"))["number"] == 4
+        await client.socket.send(json.dumps({"kind": "dance"}))
+        assert isinstance(await client.socket.recv(), str)
 
 
 async def test_nonsense_is_answered_and_too_much_of_it_ends_the_socket(server):
@@ -207,13 +182,9 @@ async def test_the_end_of_the_session_ends_its_streams(server):
 
 async def test_keys_roles_owners_tickets_and_origins_count(serve, tmp_path):
     file = KeyFile(tmp_path / "keys.json")
-    keys = {
-        name: file.create(name, role, name, time.time())
-        for name, role in (("alice", Role.OPERATOR), ("bob", Role.OPERATOR))
-    }
+    keys = {name: file.create(name, Role.OPERATOR, name, time.time()) for name in ("alice", "bob")}
     eve = file.create("eve", Role.VIEWER, "alice", time.time())
     async with serve(key=keys["alice"], keys_file=str(tmp_path / "keys.json")) as server:
-        await server.create()
 
         async def refused(status: int, path: str = "/sessions/arm/stream", **headers: str) -> None:
             with pytest.raises(websockets.InvalidStatus) as found:
@@ -241,9 +212,8 @@ async def test_keys_roles_owners_tickets_and_origins_count(serve, tmp_path):
 
 
 async def test_a_client_that_connects_while_the_policy_loads_waits(serve):
-    async with serve() as server, server.loading() as making, server.stream() as socket:
-        client = Client(socket)
-        first = codec.unpack(await socket.recv())
+    async with serve(create=False) as server, server.loading() as making, server.client() as client:
+        first = codec.unpack(await client.socket.recv())
         assert (first["kind"], first["status"], first["reason"]) == ("status", "initializing", "reading")
         for number in range(25):  # more than a client may send that makes no sense
             await client.say("observation", **server.seen(number=number))
@@ -263,7 +233,7 @@ async def test_a_client_that_connects_while_the_policy_loads_waits(serve):
 
 
 async def test_an_act_over_http_while_the_policy_loads_is_503_with_retry_after(serve):
-    async with serve() as server, server.loading():
+    async with serve(create=False) as server, server.loading():
         body = {"images": {}, "state": []}
         async with server.http.post("/sessions/arm/act", json=body) as answer:
             assert answer.status == 503
@@ -276,39 +246,32 @@ async def test_an_act_over_http_while_the_policy_loads_is_503_with_retry_after(s
         assert (await server.act(server.seen()))[0] == 200
 
 
-async def test_a_waiting_client_is_closed_with_the_reason_of_a_failed_load(serve):
-    async with serve() as server:
-        server.load.failure = JaxModelsError("the weights are torn")
-        async with server.loading(), server.stream() as socket:
-            client = Client(socket)
+@pytest.mark.parametrize(
+    ("how", "code", "text", "close_code"),
+    [("failed", "policy", "the weights are torn", 1011), ("deleted", "unknown_session", "deleted", 1001)],
+)
+async def test_a_waiting_client_is_closed_with_the_reason(serve, how, code, text, close_code):
+    async with serve(create=False) as server:
+        server.load.failure = JaxModelsError("the weights are torn") if how == "failed" else None
+        async with server.loading(), server.client() as client:
             await client.hear("status")
-            server.load.gate.set()
+            if how == "failed":
+                server.load.gate.set()
+            else:
+                assert (await server.call("DELETE", "/sessions/arm"))[0] == 200
             told = await client.hear("error")
-            assert (told["code"], "the weights are torn" in told["detail"]) == ("policy", True)
+            assert (told["code"], text in told["detail"]) == (code, True)
             with pytest.raises(websockets.ConnectionClosed) as closed:
                 await client.hear("welcome")
-            assert closed.value.rcvd.code == 1011
-            assert "the weights are torn" in closed.value.rcvd.reason
-        # A client that comes later is told why, too.
-        status, told = await server.act(server.seen())
-        assert (status, told["code"]) == (409, "move_refused")
-        assert re.search("the weights are torn.*delete it and create it again", told["detail"])
-
-
-async def test_a_waiting_client_is_closed_when_the_session_is_deleted(serve):
-    async with serve() as server, server.loading(), server.stream() as socket:
-        client = Client(socket)
-        await client.hear("status")
-        assert (await server.call("DELETE", "/sessions/arm"))[0] == 200
-        assert (await client.hear("error"))["code"] == "unknown_session"
-        with pytest.raises(websockets.ConnectionClosed) as closed:
-            await client.hear("welcome")
-        assert (closed.value.rcvd.code, "deleted" in closed.value.rcvd.reason) == (1001, True)
+            assert (closed.value.rcvd.code, text in closed.value.rcvd.reason) == (close_code, True)
+        if how == "failed":  # the reason is also the answer to a later client
+            status, told = await server.act(server.seen())
+            assert (status, told["code"]) == (409, "move_refused")
+            assert re.search("the weights are torn.*delete it and create it again", told["detail"])
 
 
 async def test_a_stop_while_the_policy_loads_is_latched_and_shown(serve):
-    async with serve() as server, server.loading(), server.stream() as socket:
-        client = Client(socket)
+    async with serve(create=False) as server, server.loading(), server.client() as client:
         await client.say("stop", reason="enough")
         while (await client.hear("status"))["reason"] != "enough":
             pass
@@ -320,7 +283,7 @@ async def test_a_stop_while_the_policy_loads_is_latched_and_shown(serve):
 
 
 async def test_robojaxs_own_client_waits_for_the_policy(serve):
-    async with serve() as server, server.loading(), AsyncClient(server.url) as client:
+    async with serve(create=False) as server, server.loading(), AsyncClient(server.url) as client:
         opening = asyncio.create_task(_open_and_close(client.session("arm").stream()))
 
         def open_in_thread() -> str:
@@ -344,8 +307,7 @@ async def test_a_slowly_decoded_picture_does_not_restore_older_joints(server, mo
     gate = threading.Event()
     decode = observation.decode_image
     monkeypatch.setattr(observation, "decode_image", lambda *told: gate.wait(30) and decode(*told))
-    async with server.stream() as socket:
-        client = Client(socket)
+    async with server.client() as client:
         held = io.BytesIO()
         Image.fromarray(server.seen()["images"]["front"]).save(held, "PNG")
         await client.say("observation", **server.seen(images={"front": held.getvalue()}))
@@ -360,8 +322,7 @@ async def test_a_slowly_decoded_picture_does_not_restore_older_joints(server, mo
 
 
 async def test_commands_do_not_pile_up_before_a_client_that_does_not_read(server, monkeypatch):
-    async with server.stream() as socket:
-        client = Client(socket)
+    async with server.client() as client:
         await client.say("observation", **server.seen())
         await client.say("ping")
         await client.hear("pong")
@@ -374,8 +335,7 @@ async def test_commands_do_not_pile_up_before_a_client_that_does_not_read(server
 
 
 async def test_a_robot_that_replaces_another_gets_nothing_of_its_motion(server):
-    async with server.stream() as socket:
-        client = Client(socket)
+    async with server.client() as client:
         await server.call("POST", "/sessions/arm/start")
         await client.say("observation", **server.seen())
         await client.hear("command")

@@ -53,7 +53,6 @@ def window(*moments: int, **more: object) -> dict[str, object]:
 @pytest.fixture
 async def looking(serve):
     async with serve(policy=Looking()) as server:
-        await server.create()
         yield server
 
 
@@ -75,10 +74,9 @@ async def test_a_reset_another_instruction_and_another_client_begin_anew(looking
 
     assert await act(1, 0.0) == both(1, 1, 1)
     assert await act(2, 0.1) == both(1, 1, 2)
-    async with looking.stream() as socket:
-        await socket.send(codec.pack({"kind": "act"} | seen(9, timestamp=0.1)))
-        while codec.unpack(await socket.recv())["kind"] != "chunk":
-            pass
+    async with looking.client() as client:
+        await client.say("act", **seen(9, timestamp=0.1))
+        await client.hear("chunk")
         assert looking.policy.shown[-1] == both(9, 9, 9), "another client's past is none of this one's"
     assert await act(3, 0.2) == both(1, 2, 3)
     assert await act(4, 0.3, prompt="fold the towel") == both(4, 4, 4)
@@ -127,26 +125,14 @@ async def test_a_window_of_another_shape_is_refused_with_what_is_wanted(looking,
 async def test_on_the_stream_what_is_not_asked_about_is_a_past_too(looking) -> None:
     gate = threading.Event()
     looking.policy.failures.append(gate)
-    async with looking.stream() as socket:
-
-        async def say(kind: str, moment: int) -> None:
-            at = 0.1 * moment
-            await socket.send(codec.pack({"kind": kind} | seen(moment, timestamp=at, number=moment)))
-
-        async def hear(kind: str) -> Mapping[str, object]:
-            async with asyncio.timeout(30):
-                while (told := codec.unpack(await socket.recv()))["kind"] != kind:
-                    pass
-            return told
-
-        for moment in (1, 2):
-            await say("observation", moment)
-        for moment in (3, 4, 5):  # the first is computed until the gate opens, the second gives way to the third
-            await say("act", moment)
-        assert (await hear("error"))["code"] == "superseded"
+    async with looking.client() as client:
+        # The act of 3 is computed until the gate opens, that of 4 gives way to that of 5.
+        for moment, kind in enumerate(("observation", "observation", "act", "act", "act"), 1):
+            await client.say(kind, **seen(moment, timestamp=0.1 * moment, number=moment))
+        assert (await client.hear("error"))["code"] == "superseded"
         gate.set()
         for _ in range(2):
-            await hear("chunk")
+            await client.hear("chunk")
     assert looking.policy.shown == [both(1, 2, 3), both(3, 4, 5)]
 
 
@@ -168,12 +154,12 @@ async def test_a_recording_of_a_direct_session_holds_what_its_policy_was_shown(s
     """The recording, replayed, shows the policy the windows that it was shown live."""
     policy, folder = Looking(), tmp_path / "kept"
     settings = {"recordings": str(folder), "recording_free": 0, "recording_datasets": False}
-    async with serve(policy=policy, **settings) as server:
+    async with serve(policy=policy, **settings, create=False) as server:
         await server.create(record=True, action_steps=1)
-        async with server.stream() as socket:
+        async with server.client() as client:
             await server.call("POST", "/sessions/arm/start")
             for moment in range(1, 91):  # ten a second are looked at
-                await socket.send(codec.pack({"kind": "observation"} | seen(moment)))
+                await client.say("observation", **seen(moment))
                 await asyncio.sleep(0.025)
             await server.call("POST", "/sessions/arm/stop")
         await server.call("DELETE", "/sessions/arm")

@@ -15,20 +15,11 @@ from service.transport.webrtc.peer import Peer
 @pytest.mark.parametrize(
     ("host", "port"),
     [
-        ("169.254.169.254", 50000),
-        ("::ffff:169.254.169.254", 50000),
-        ("fd00:ec2::254", 50000),
-        ("100.100.100.200", 50000),
-        ("224.0.0.251", 5353),
-        ("ff02::1", 50000),
-        ("255.255.255.255", 50000),
-        ("0.0.0.0", 50000),
-        ("::", 50000),
-        ("127.0.0.1", 53),
-        ("192.168.1.7", 0),
-        ("192.168.1.7", 70000),
-        ("metadata.google.internal", 50000),
-        ("2130706433", 50000),
+        # Metadata services of clouds, groups, everybody, and no address of a machine.
+        *((host, 50000) for host in ("169.254.169.254", "::ffff:169.254.169.254", "fd00:ec2::254", "100.100.100.200")),
+        *((host, 50000) for host in ("ff02::1", "255.255.255.255", "0.0.0.0", "::")),
+        *((host, 50000) for host in ("metadata.google.internal", "2130706433")),
+        *(("224.0.0.251", 5353), ("127.0.0.1", 53), ("192.168.1.7", 0), ("192.168.1.7", 70000)),
     ],
 )
 def test_what_is_no_robots_address_is_not_tried(host: str, port: int) -> None:
@@ -57,9 +48,7 @@ async def test_a_trickled_candidate_is_held_to_the_same() -> None:
 
 
 @pytest.mark.parametrize(("address", "is_used"), [("169.254.169.254", False), ("10.255.255.7", True)])
-async def test_what_a_name_is_resolved_to_is_held_to_the_same(
-    address: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_name_is_resolved_to_is_held_to_the_same(address, is_used, monkeypatch) -> None:
     """Anybody on the network may answer for a name of mDNS."""
 
     async def resolve(name: str) -> str:

@@ -63,10 +63,25 @@ def test_a_picture_is_given_out_with_its_last_packet():
     assert stream.given == [KEY + b"rest"]
 
 
-def test_a_picture_without_a_marker_is_given_out_when_the_next_begins():
+def sized(width: int, height: int) -> bytes:
+    """The first bytes of a keyframe that declares this size."""
+    return KEY[:6] + width.to_bytes(2, "little") + height.to_bytes(2, "little")
+
+
+@pytest.mark.parametrize(
+    ("packets", "given", "oversize"),
+    [
+        ([(KEY, 1, False), (INTER, 2, False)], [KEY], 0),
+        ([(KEY, 1, True), (b"", 1, False), (INTER, 2, True), (b"", 3, True)], [KEY, INTER], 0),
+        ([(sized(16_383, 16_383), 1, True), (INTER, 2, True), (sized(10, 100), 3, True)], [sized(10, 100)], 1),
+    ],
+    ids=["no marker", "padding", "huge"],
+)
+def test_only_whole_pictures_of_fitting_sizes_are_given_out(packets, given, oversize):
     stream = Stream()
-    stream.arrive(*stream.packets(KEY, stamp=1, marker=False), *stream.packets(INTER, stamp=2, marker=False))
-    assert stream.given == [KEY]
+    for payload, stamp, marker in packets:
+        stream.arrive(*stream.packets(payload, stamp=stamp, marker=marker))
+    assert (stream.given, stream.buffer.oversize) == (given, oversize)
 
 
 def test_a_late_packet_releases_everything_that_waited_for_it_in_order():
@@ -136,22 +151,6 @@ def test_half_a_picture_is_never_given_out():
     assert stream.given == [KEY]
 
 
-def test_padding_is_no_picture():
-    stream = Stream()
-    stream.arrive(*stream.packets(KEY, stamp=1), *stream.packets(b"", stamp=1, marker=False))
-    stream.arrive(*stream.packets(INTER, stamp=2), *stream.packets(b"", stamp=3))
-    assert stream.given == [KEY, INTER]
-
-
-def test_a_keyframe_that_declares_a_huge_picture_never_reaches_the_decoder():
-    stream = Stream()
-    sides = [side.to_bytes(2, "little") for side in (16_383, 16_383, 10, 100)]
-    huge, fitting = KEY[:6] + sides[0] + sides[1], KEY[:6] + sides[2] + sides[3]
-    stream.arrive(*stream.packets(huge, stamp=1), *stream.packets(INTER, stamp=2), *stream.packets(fitting, stamp=3))
-    assert stream.given == [fitting]
-    assert stream.buffer.oversize == 1
-
-
 @pytest.mark.parametrize("start", [0, 65_530])
 @given(data=st.data())
 def test_in_any_order_within_patience_all_pictures_come_once_in_order(start, data):
@@ -202,8 +201,6 @@ def test_a_keyframe_is_known_by_its_bytes(data, is_key):
 @pytest.mark.parametrize(("height", "width"), [(48, 64), (480, 640), (1080, 1920), (1200, 1920), (4096, 4096)])
 def test_the_size_that_h264_declares_is_read(height, width):
     frame = av.VideoFrame(width, height, "yuv420p")
-    codec = av.CodecContext.create("libx264", "w")
-    codec.width, codec.height, codec.pix_fmt, codec.time_base = width, height, "yuv420p", Fraction(1, 30)
     for profile in ("baseline", "high"):
         codec = av.CodecContext.create("libx264", "w")
         codec.width, codec.height, codec.pix_fmt, codec.time_base = width, height, "yuv420p", Fraction(1, 30)
@@ -213,16 +210,21 @@ def test_the_size_that_h264_declares_is_read(height, width):
     assert (h264_pixels(data) > MAX_DECLARED) == (height > 1080)
 
 
-@pytest.mark.parametrize("data", [b"\0\0\1\x67", b"\0\0\1\x67" + b"\0" * 40, b"\0\0\1\x67\x42\0\x1f" + b"\0" * 9])
-def test_a_size_that_cannot_be_read_is_too_large(data):
-    assert h264_pixels(data) == UNREADABLE_SIZE
-
-
-def test_a_picture_of_descriptions_alone_is_not_decoded():
-    assert h264_pixels(b"\0\0\1\x67\x42\0\x1e\xda\x02\x80" * 17) == UNREADABLE_SIZE
-    assert h264_pixels(b"\0\0\1\x09" * 1025) == UNREADABLE_SIZE
-    assert h264_pixels(b"\0\0\1\x09" * 1024) == 0
-
-
-def test_what_declares_no_size_has_none():
-    assert h264_pixels(b"") == h264_pixels(b"\x10\0\0\x9d\1\x2a") == h264_pixels(b"\0\0\1\x65abc") == 0
+@pytest.mark.parametrize(
+    ("data", "pixels"),
+    [
+        (b"\0\0\1\x67", UNREADABLE_SIZE),
+        (b"\0\0\1\x67" + b"\0" * 40, UNREADABLE_SIZE),
+        (b"\0\0\1\x67\x42\0\x1f" + b"\0" * 9, UNREADABLE_SIZE),
+        # A picture of descriptions alone is not decoded.
+        (b"\0\0\1\x67\x42\0\x1e\xda\x02\x80" * 17, UNREADABLE_SIZE),
+        (b"\0\0\1\x09" * 1025, UNREADABLE_SIZE),
+        # Without a declared size there are no pixels.
+        (b"\0\0\1\x09" * 1024, 0),
+        (b"", 0),
+        (b"\x10\0\0\x9d\1\x2a", 0),
+        (b"\0\0\1\x65abc", 0),
+    ],
+)
+def test_a_size_that_cannot_be_read_is_too_large(data, pixels):
+    assert h264_pixels(data) == pixels

@@ -29,9 +29,8 @@ async def cancelled(work: Coroutine[Any, Any, Any], turns: int) -> None:
 async def connected() -> tuple[Peer, Peer]:
     screen = FrameDecoder(lambda image, observed_at: None, lambda error: None)
     producer, consumer = Peer([]), Peer([])
-    await producer.accept_answer(
-        await consumer.answer_offer(await producer.create_offer(CameraTrack(Camera(25))), screen)
-    )
+    offer = await producer.create_offer(CameraTrack(Camera(25)))
+    await producer.accept_answer(await consumer.answer_offer(offer, screen))
     for peer in (producer, consumer):
         while not peer.connected_at:
             peer.changed.clear()

@@ -37,8 +37,7 @@ def test_one_id_may_be_producer_and_consumer_of_one_room(table):
     table.join("a", ARM, Join("me", PRODUCER), 0.0)
     table.join("b", ARM, Join("me", CONSUMER), 0.0)
     table.leave("a")
-    assert table.get(ARM).producer is None
-    assert table.get(ARM).consumers == ["me"]
+    assert (table.get(ARM).producer, table.get(ARM).consumers) == (None, ["me"])
     stop = websocket.receive_message(table, "b", protocol.EmergencyStop(), 0.0)
     assert told(stop) == [("b", "emergency_stop")]
 
@@ -52,7 +51,7 @@ def test_a_broadcast_is_one_effect_however_many_listen(table):
     assert [who for who, _ in told(effects)] == [0, 1, 2, 3, 4]
 
 
-def test_a_room_takes_no_more_joint_names_than_its_limit():
+def test_rooms_participants_and_joint_names_have_limits():
     table = RoomTable(RoomLimits(joints=3))
     table.create(ARM, 0.0)
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
@@ -61,9 +60,6 @@ def test_a_room_takes_no_more_joint_names_than_its_limit():
     assert table.get(ARM).joints == {}
     with pytest.raises(WireError, match="4 joint names in one room; the limit is 3"):
         websocket.publish_command(table, ARM, many.data, 0.0)
-
-
-def test_the_table_takes_no_more_rooms_and_participants_than_its_limits():
     table = RoomTable(RoomLimits(rooms=1, participants=1))
     table.create(ARM, 0.0)
     table.create(ARM, 0.0)
@@ -138,10 +134,8 @@ def test_a_signal_stays_in_its_room(table):
     table.join("c", other, Join("c", CONSUMER), 0.0)
     _, effects = websocket.relay_signal(table, CAMERA, "p", {"type": "offer", "sdp": "v=0", "target_consumer": "c"})
     assert effects == []
-    reply, effects = websocket.relay_signal(
-        table, CAMERA, "c", {"type": "answer", "sdp": "v=0", "target_producer": "p"}
-    )
-    assert (reply, effects) == (None, [])
+    answer = {"type": "answer", "sdp": "v=0", "target_producer": "p"}
+    assert websocket.relay_signal(table, CAMERA, "c", answer) == (None, [])
 
 
 def test_an_unknown_room_is_named():

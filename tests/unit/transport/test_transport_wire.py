@@ -69,12 +69,10 @@ def test_what_is_built_parses_to_the_same_message(message):
 
 @patient
 @given(st.builds(Join, participant_id=names, role=st.sampled_from(Role)))
-def test_a_join_survives_the_wire(join):
-    assert protocol.parse_join(protocol.build_message(join)) == join
-
-
-def test_a_join_has_no_type():
-    assert json.loads(protocol.build_message(Join("me", Role.CONSUMER))) == {"participant_id": "me", "role": "consumer"}
+def test_a_join_survives_the_wire_without_a_type(join):
+    built = protocol.build_message(join)
+    assert protocol.parse_join(built) == join
+    assert json.loads(built).keys() == {"participant_id", "role"}
 
 
 @patient
@@ -88,13 +86,14 @@ def test_only_a_missing_timestamp_is_filled_in(message):
         assert "timestamp" not in found
 
 
-def test_values_are_floats_by_name_and_the_last_of_a_name_wins():
-    update = protocol.parse_message(
-        '{"type":"joint_update","data":[{"name":"Jaw","value":1},{"name":"Jaw","value":2}]}'
-    )
-    assert isinstance(update, JointUpdate)
+def test_values_are_floats_by_name_and_relayed_as_they_came():
+    twice = '{"type":"joint_update","data":[{"name":"Jaw","value":1},{"name":"Jaw","value":2}]}'
+    update = protocol.parse_message(twice)
     assert update.values == {"Jaw": 2.0}
     assert isinstance(update.values["Jaw"], float)
+    joint = '{"index":2,"value":1,"speed":null,"name":"Jaw"}'
+    update = protocol.parse_message('{"type":"joint_update","data":[JOINT]}'.replace("JOINT", joint))
+    assert joint in protocol.build_message(update)
 
 
 anything = st.one_of(
@@ -121,14 +120,9 @@ def test_anything_else_raises_wire_error_and_nothing_else(raw):
 @pytest.mark.parametrize(
     "raw",
     [
-        "",
-        "{",
-        "[]",
-        "1",
-        "null",
+        *("", "{", "[]", "1", "null", b"\xff\xfe\xfd"),
         "[" * 200_000,
         '{"a":' * 100_000,
-        b"\xff\xfe\xfd",
         '{"type":"heartbeat"}' + " " * (1 << 20),
         "9" * 9999,
         '{"type":"heartbeat","a":' + "9" * 641 + "}",
@@ -145,21 +139,11 @@ def test_a_frame_that_is_no_object_is_a_wire_error_without_type(raw):
 @pytest.mark.parametrize(
     "data",
     [
-        '[{"name":"Jaw","value":NaN}]',
-        '[{"name":"Jaw","value":1e999}]',
-        '[{"name":"Jaw","value":-Infinity}]',
+        *(f'[{{"name":"Jaw","value":{value}}}]' for value in ("NaN", "1e999", "-Infinity", '"1"', "true", "null")),
         '[{"name":"Jaw","value":1,"speed":NaN}]',
         '[{"name":"Jaw","value":1,"deep":{"er":[1e400]}}]',
-        '[{"name":"Jaw","value":"1"}]',
-        '[{"name":"Jaw","value":true}]',
-        '[{"name":"Jaw","value":null}]',
-        '[{"name":"Jaw"}]',
-        '[{"value":1}]',
-        '[{"name":"","value":1}]',
-        '[{"name":7,"value":1}]',
-        '["Jaw"]',
-        '{"Jaw":1}',
-        '"Jaw"',
+        *('[{"name":"Jaw"}]', '[{"value":1}]', '[{"name":"","value":1}]', '[{"name":7,"value":1}]'),
+        *('["Jaw"]', '{"Jaw":1}', '"Jaw"'),
         "[" + ",".join(['{"name":"Jaw","value":1}'] * 257) + "]",
         '[{"name":"' + "J" * 101 + '","value":1}]',
     ],
@@ -242,12 +226,6 @@ def test_half_a_surrogate_pair_is_refused_nowhere(raw, key):
     assert not isinstance(plain, Unknown)
     assert protocol.parse_message(raw.replace("KEY", key)) == plain
     assert protocol.parse_join('{"participant_id":"\\ud800","role":"producer",KEY}'.replace("KEY", key)).participant_id
-
-
-def test_joints_are_relayed_with_the_keys_as_they_came():
-    joint = '{"index":2,"value":1,"speed":null,"name":"Jaw"}'
-    update = protocol.parse_message('{"type":"joint_update","data":[JOINT]}'.replace("JOINT", joint))
-    assert joint in protocol.build_message(update)
 
 
 def test_an_error_of_the_wire_does_not_hold_what_was_sent():

@@ -33,15 +33,17 @@ def test_a_policy_fits_while_its_chunk_outlasts_the_next_answer(p99, rate, fit):
     assert verdict.covered == pytest.approx(20 / rate)
 
 
-def test_an_ensembled_policy_has_one_tick():
-    verdict = assess_speed(needs(temporal_ensemble_coeff=0.01), speed(0.1), 20)
-    assert (verdict.budget, verdict.fit) == (0.05, "fits, thinking less often")
-
-
-def test_a_policy_of_single_actions_has_one_tick():
-    single = needs(chunk=1, action_steps=1)
-    assert assess_speed(single, speed(0.04), 20).fit == "fits"
-    assert assess_speed(single, speed(0.06), 20).fit == "does not fit"
+@pytest.mark.parametrize(
+    ("changes", "p99", "fit"),
+    [
+        ({"temporal_ensemble_coeff": 0.01}, 0.1, "fits, thinking less often"),
+        ({"chunk": 1, "action_steps": 1}, 0.04, "fits"),
+        ({"chunk": 1, "action_steps": 1}, 0.06, "does not fit"),
+    ],
+)
+def test_an_ensembled_policy_and_one_of_single_actions_have_one_tick(changes, p99, fit):
+    verdict = assess_speed(needs(**changes), speed(p99), 20)
+    assert (verdict.budget, verdict.fit) == (0.05, fit)
 
 
 def test_an_observation_has_what_the_policy_reads():
@@ -60,8 +62,5 @@ def test_an_inference_is_timed_after_compiling_and_warming_up():
     assert (policy.acted, len(policy.compiled)) == (24, 1)
     assert (found.p50, found.p99, found.runs, found.compile) == (1.0, 1.0, 20, 1.0)
     assert set(found.stages) == {"to_device", "compute", "to_host"}
-
-
-def test_a_slow_policy_is_timed_at_least_five_times():
     ticks = itertools.count(step=10)
     assert measure_policy(ScriptedPolicy(), runs=100, seconds=1, clock=lambda: float(next(ticks))).runs == 5
