@@ -1,17 +1,17 @@
 """A policy in an engine elsewhere stands where one of this process stands."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from jaxmodels import PolicyFolder
 from jaxmodels.errors import CheckpointError, HubError, ObservationError
-from service.distributed import remote_engine
-from service.distributed.artifacts import PolicyArtifact
-from service.engines.messages import Loaded, Refusal
+from service.engines import remote_policy
+from service.engines.messages import Loaded, LocalFolder, Refusal
 from service.engines.remote_policy import RemoteLoader, RemotePolicy, check_answer
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
@@ -24,19 +24,16 @@ SIZES = {"front": (48, 64)}
 class Engines:
     """Of this process; each has what it was sent."""
 
-    connection = 1
-
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.likes: list[str | None] = []
-        self.artifacts: list[PolicyArtifact] = []
+        self.artifacts: list[LocalFolder] = []
         self.copies: list[str] = []
         self.not_ready: list[tuple[str, str, str]] = []
         self.answers: dict[str, Any] = {}
-        self.pieces: list[bytes] = []
         self.idle: Sequence[str] = ()
 
-    def pick_engines(self) -> tuple[str, Sequence[str]]:
+    def pick(self) -> tuple[str, Sequence[str]]:
         return "one", self.idle
 
     def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
@@ -67,9 +64,23 @@ class Engines:
     def record_failure(self, engine: str, handle: str, why: str) -> None:
         self.not_ready.append((engine, handle, why))
 
-    def put(self, piece: bytes) -> Any:
-        self.pieces.append(piece)
-        return len(self.pieces) - 1
+
+def make_loader(engines: Engines) -> RemoteLoader:
+    """Return a loader whose engines get the folder itself."""
+
+    def share(folder: PolicyFolder, commit: str | None) -> Callable[[], LocalFolder]:
+        files = LocalFolder.of(folder, commit)
+        return lambda: files
+
+    return RemoteLoader(cast(Any, engines), share)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return the folder of a policy that no engine loads."""
+    (tmp_path / "config.json").write_text('{"type": "act"}')
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return tmp_path
 
 
 @pytest.fixture
@@ -79,25 +90,24 @@ def engines() -> Engines:
 
 @pytest.fixture
 def policy(engines: Engines, folder: Path) -> RemotePolicy:
-    return RemoteLoader(engines)(str(folder))
+    return make_loader(engines)(str(folder))
 
 
 def test_its_files_go_where_it_is_loaded_and_a_like_policy_is_named(engines: Engines, folder: Path) -> None:
-    policy = RemoteLoader(engines)(str(folder))
+    policy = make_loader(engines)(str(folder))
     assert (policy.device, policy.requirements, policy.handle) == ("one", SO100_REQUIREMENTS, engines.artifacts[0].sha)
-    assert sorted(engines.pieces) == [b"weights", b'{"type": "act"}']
+    assert engines.artifacts[0].path == str(folder)
+    assert set(engines.artifacts[0].identities) == {"config.json", "model.safetensors"}
     assert engines.copies == ["one"]
-    RemoteLoader(engines)(str(folder), like=policy)
-    RemoteLoader(engines)(str(folder), like=object())
+    make_loader(engines)(str(folder), like=policy)
+    make_loader(engines)(str(folder), like=object())
     assert engines.likes == [None, policy.handle, None]
 
 
-def test_a_folder_that_is_none_is_refused_before_anything_is_sent(engines: Engines, tmp_path: Path) -> None:
+def test_missing_folder_is_refused_before_engines_load_it(engines: Engines, tmp_path: Path) -> None:
     with pytest.raises(HubError, match="neither a folder here nor a repo id"):
-        RemoteLoader(engines)(str(tmp_path / "none"))
-    with pytest.raises(CheckpointError):
-        RemoteLoader(engines)(str(tmp_path))
-    assert engines.calls == engines.pieces == []
+        make_loader(engines)(str(tmp_path / "none"))
+    assert engines.calls == []
 
 
 def test_a_copy_is_of_the_same_files(engines: Engines, policy: RemotePolicy) -> None:
@@ -110,11 +120,11 @@ def test_a_copy_is_of_the_same_files(engines: Engines, policy: RemotePolicy) -> 
 
 def test_idle_engines_load_at_once_and_update_in_turn(engines: Engines, folder: Path) -> None:
     engines.idle = ("two", "three")
-    policy = RemoteLoader(engines)(str(folder))
+    policy = make_loader(engines)(str(folder))
     assert engines.calls == [("one", "load"), ("two", "load"), ("three", "load")]
     assert [policy.on(engine).device for engine in ("two", "three")] == ["two", "three"]
     assert len(engines.calls) == 3, "what was begun is taken"
-    update = RemoteLoader(engines)(str(folder), like=policy)
+    update = make_loader(engines)(str(folder), like=policy)
     assert engines.calls[3:] == [("one", "load")]
     update.on("two")
     assert engines.calls[4:] == [("two", "load")]
@@ -126,7 +136,7 @@ def test_idle_engines_load_at_once_and_update_in_turn(engines: Engines, folder: 
 )
 def test_where_one_cannot_have_it_another_is_asked_in_its_place(engines: Engines, folder: Path, why: Any) -> None:
     engines.idle, engines.answers["one load"] = ("two",), why
-    policy = RemoteLoader(engines)(str(folder))
+    policy = make_loader(engines)(str(folder))
     assert policy.device == "two"
     text = why.text if isinstance(why, Refusal) else str(why)
     with pytest.raises(DeviceGone, match=f"one: {text}"):
@@ -145,7 +155,7 @@ def test_of_an_error_whose_text_may_hold_anything_only_its_kind_is_said(engines:
 
 
 def test_update_that_one_engine_cannot_load_is_refused(engines: Engines, policy: RemotePolicy, folder: Path) -> None:
-    update = RemoteLoader(engines)(str(folder), like=policy)
+    update = make_loader(engines)(str(folder), like=policy)
     engines.answers["two load"] = Refusal("policy", "out of memory")
     with pytest.raises(CheckpointError, match=r"^two: out of memory$"):
         update.on("two")
@@ -158,15 +168,15 @@ def test_where_none_can_have_it_the_reason_is_the_policys(engines: Engines, fold
     engines.idle = ("two", "three")
     engines.answers |= {"one load": DeviceGone("it ended"), "load": Refusal("policy", "config.json: no such type")}
     with pytest.raises(CheckpointError, match=r"^config.json: no such type$"):
-        RemoteLoader(engines)(str(folder))
+        make_loader(engines)(str(folder))
     engines.answers["load"] = DeviceGone("so did it")
     with pytest.raises(CheckpointError, match=r"no engine could load it \(one: it ended; two: so did it; three: "):
-        RemoteLoader(engines)(str(folder))
+        make_loader(engines)(str(folder))
     assert engines.not_ready == []
 
 
 def test_progress_is_of_the_slowest_engine(engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_engine, "POLL_PERIOD", 0.001)
+    monkeypatch.setattr(remote_policy, "POLL_PERIOD", 0.001)
     engines.idle, told = ("two",), []
     slow = {name: Future[Any]() for name in ("one", "two")}
     stages = iter([("reading", "reading"), ("compiling", "reading"), ("compiling", "compiling"), (None, "compiling")])
@@ -189,7 +199,7 @@ def test_progress_is_of_the_slowest_engine(engines: Engines, folder: Path, monke
                 one.set_result(Loaded(engines.artifacts[0].sha, SO100_REQUIREMENTS, [SIZES]))
 
     monkeypatch.setattr(engines, "ask", ask_slowly)
-    RemoteLoader(engines)(str(folder), on_progress=tell)
+    make_loader(engines)(str(folder), on_progress=tell)
     assert told == ["reading", "reading", "reading", "compiling", "compiling"]
 
 
