@@ -69,6 +69,7 @@ class EngineHost:
         self._begin_lock = asyncio.Lock()
         self._drop_task: asyncio.Task[None] | None = None
         self._robot_ran_at = -math.inf
+        self._devices: Sequence[str] = ()
 
     async def begin(self) -> Begun | Refusal:
         """Import JAX and open the devices; called again, it returns the same."""
@@ -87,7 +88,8 @@ class EngineHost:
                 )
                 self._engine.has_running_robot = lambda: time.monotonic() - self._robot_ran_at < ROBOT_MEMORY
                 self._drop_task = asyncio.create_task(self._drop_unused(), name="unused policies")
-        return Begun(version("robojax"), socket.gethostname(), os.getpid())
+                self._devices = devices
+        return Begun(version("robojax"), socket.gethostname(), os.getpid(), self._devices)
 
     async def load(self, files: LocalFolder, like: str | None = None) -> Loaded | Refusal:
         """Load a policy and compile it for batches of one; servers that want the same one share it.
@@ -265,10 +267,10 @@ def _refuse_unknown(name: str) -> Refusal:
 
 
 def _import_jax(options: EngineOptions) -> Sequence[str]:
-    """Import JAX and return the names of the devices; none for JAX's choice."""
+    """Import JAX and return the names of the devices; without any in the options, that of JAX's first choice."""
     with pause_garbage_collection():
         _ = jaxmodels.load_policy
-    return jaxmodels.name_devices(options.devices, together=options.together) if options.devices else ()
+    return jaxmodels.name_devices(options.devices or ("0",), together=options.together)
 
 
 def _get_latencies(replica: Replica) -> Mapping[FrameSizesKey, Mapping[int, float]]:

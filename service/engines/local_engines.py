@@ -53,7 +53,10 @@ _GPU = re.compile(r"(gpu|cuda):(\d+)")
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What one process runs: its name, the devices as JAX names them there, and variables of its environment."""
+    """What one process runs: its name, the devices as JAX names them there, and variables of its environment.
+
+    Without a name and devices it runs JAX's first choice, and has the name of that.
+    """
 
     name: str
     devices: Sequence[str] = ()
@@ -69,7 +72,7 @@ def plan_engines(devices: Sequence[str], *, together: bool = False) -> list[Engi
         together: whether a policy is spread over all of them.
     """
     if not devices or together:
-        return [EnginePlan("+".join(devices) or "device", tuple(devices), together)]
+        return [EnginePlan("+".join(devices), tuple(devices), together)]
     tpus = [name for name in devices if name.startswith("tpu")]
     plans = [EnginePlan("tpu", tuple(tpus))] if tpus else []
     counts, seen = Counter(devices), Counter[str]()
@@ -180,7 +183,7 @@ class EngineProcess:
                 await self._lost.wait()
             except EngineRefused as error:
                 if str(error) != self.trouble:
-                    logger.error("engine %s cannot be used: %s", self._plan.name, error)
+                    logger.error("engine %s cannot be used: %s", self._plan.name or "of JAX's choice", error)
                 self.trouble = str(error)
                 self.is_tried.set()
             finally:
@@ -200,7 +203,7 @@ class EngineProcess:
                 lambda: subprocess.Popen(
                     [sys.executable, "-m", "service.engines.process", *map(str, arguments)],
                     stdin=subprocess.DEVNULL,
-                    env=_make_environment(self._plan.variables),
+                    env=make_environment(self._plan.variables),
                     pass_fds=descriptors,
                     start_new_session=True,  # Ctrl-C is for the server, which ends its engines in order
                 )
@@ -223,7 +226,8 @@ class EngineProcess:
             raise EngineRefused(f"its process could not begin ({error})") from error
         if isinstance(begun, Refusal):
             raise EngineRefused(begun.text)
-        member = LocalMember(self._plan.name, begun, connection, self._options.stuck_after, self._kill)
+        name = self._plan.name or begun.devices[0]
+        member = LocalMember(name, begun, connection, self._options.stuck_after, self._kill)
         self._member = member
         self._engines.add(member, lambda: member.poll(self._engines))
 
@@ -248,7 +252,9 @@ class EngineProcess:
             self._process = None
             code = await asyncio.to_thread(_wait_or_kill, process)
             if code:
-                logger.warning("engine %s: its process ended with code %d", self._plan.name, code)
+                logger.warning(
+                    "the process of engine %s ended with code %d", self._plan.name or "of JAX's choice", code
+                )
         if (member := self._member) is not None:
             self._member = None
             self._engines.retire(member, "its process ended")
@@ -269,7 +275,7 @@ def _take_event(name: str, arguments: tuple[Any, ...]) -> None:
         logging.getLogger(logger_name).log(level, "%s", text)
 
 
-def _make_environment(variables: Mapping[str, str]) -> dict[str, str]:
+def make_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an engine: this one's without secrets, and with these variables."""
     own = {name: value for name, value in os.environ.items() if name in PASSED or not _SECRET.search(name)}
     return own | dict(variables)
@@ -284,7 +290,7 @@ def _name_devices(devices: Sequence[str]) -> tuple[str, ...]:
         [sys.executable, "-c", program, json.dumps(list(devices))],
         capture_output=True,
         text=True,
-        env=_make_environment({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+        env=make_environment({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
         timeout=BEGIN_TIMEOUT,
     )
     if done.returncode:

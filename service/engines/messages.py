@@ -54,11 +54,13 @@ class Begun:
         version: of robojax.
         node: name of its machine.
         process: its process id.
+        devices: names of its devices.
     """
 
     version: str
     node: str
     process: int
+    devices: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
