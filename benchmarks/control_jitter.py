@@ -6,7 +6,7 @@
 
 Two kinds of rounds take turns on one event loop:
 
-- sessions: real sessions with control loop, joints, queue, and the policy on the device thread. Every command is
+- sessions: real sessions with control loop, joints, queue, and the policy in the process of an engine. Every command is
   encoded as a joint_update and written to a loopback socket of its own.
 - bare: as many loops that sleep until a deadline, encode the same kind of joint_update and write it to such a socket.
 
@@ -25,7 +25,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,12 @@ from typing import Any
 import numpy as np
 import uvloop
 
-import jaxmodels
 from benchmarks.measured import QUIET_P99, RESULTS, SHIPPED, beat, machine, percentiles, write
 from service.control.config import SafetySettings
 from service.control.robot_io import RobotIO
-from service.inference.engine import Engine
+from service.engines.local_engines import LocalEngines
+from service.inference.config import PolicySettings
+from service.inference.progress import LoadDurations
 from service.sessions.store import AnySession, NewSession, Sessions, SessionSettings
 from service.stats import Recent
 from service.transport.link import CreatedRooms, Inbox, JointValue, LinkUp, Rooms
@@ -188,11 +189,11 @@ def counts_of(robot_io: RobotIO) -> dict[str, int]:
 async def main(options: argparse.Namespace) -> dict[str, object]:
     server = await asyncio.start_server(sink, "127.0.0.1", 0)
     transport = SocketTransport(server.sockets[0].getsockname()[1])
-    devices = jaxmodels.name_devices(options.devices) if options.devices else ()
-    engine = Engine(devices=devices)
+    engines = AsyncExitStack()
+    engine, load = await engines.enter_async_context(open_engines(options.devices))
     sessions = Sessions(
         transport=transport,
-        load=loader_of(engine),
+        load=load,
         engine=engine,
         # The robots show and report the same all the time.
         settings=SessionSettings(samples=SAMPLES, safety=SafetySettings(frozen="warn")),
@@ -224,6 +225,7 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
     for task in tasks:
         task.cancel()
     await sessions.close()
+    await engines.aclose()
     server.close()
     pooled_ms = {kind: percentiles(np.concatenate(samples)) for kind, samples in pooled.items()}
     typical = {
@@ -251,15 +253,13 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def loader_of(engine: Engine) -> Any:
-    """Loads policies where this engine has its devices."""
-
-    def load(
-        path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None
-    ) -> jaxmodels.Policy:
-        return jaxmodels.load_policy(path, revision, None, engine.devices.first, like=like, on_progress=on_progress)
-
-    return load
+@asynccontextmanager
+async def open_engines(devices: Sequence[str] = (), batch_sizes: Sequence[int] = (1,)) -> AsyncIterator[Any]:
+    """Start engines in processes of their own; yields the engine and the loader of policies that a server has."""
+    settings = PolicySettings(devices=tuple(devices), engine_batch_sizes=tuple(batch_sizes))
+    source = LocalEngines(settings, 60.0)
+    async with source.open(LoadDurations()) as engine:
+        yield engine, source.load
 
 
 if __name__ == "__main__":

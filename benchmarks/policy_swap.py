@@ -24,10 +24,9 @@ import numpy as np
 import uvloop
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.control_jitter import SocketTransport, loader_of, robot, sink
+from benchmarks.control_jitter import SocketTransport, open_engines, robot, sink
 from benchmarks.measured import RESULTS, SHIPPED, machine, percentiles, write
 from service.control.config import SafetySettings
-from service.inference.engine import Engine
 from service.rollout.gates import ProbationSettings
 from service.rollout.rollout import Rollout, RolloutSettings
 from service.sessions.store import NewSession, Sessions, SessionSettings
@@ -82,10 +81,11 @@ async def swap_all(sessions: Sessions, rollout: Rollout, folder: Path, sha: str)
 async def main(options: argparse.Namespace) -> dict[str, Any]:
     server = await asyncio.start_server(sink, "127.0.0.1", 0)
     transport = SocketTransport(server.sockets[0].getsockname()[1])
-    engine = Engine()
+    engines = AsyncExitStack()
+    engine, load = await engines.enter_async_context(open_engines())
     sessions = Sessions(
         transport=transport,
-        load=loader_of(engine),
+        load=load,
         engine=engine,
         # The robots show and report the same all the time.
         settings=SessionSettings(samples=SAMPLES, safety=SafetySettings(frozen="warn")),
@@ -121,6 +121,7 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
     for task in tasks:
         task.cancel()
     await sessions.close()
+    await engines.aclose()
     server.close()
     typical = {
         kind: {

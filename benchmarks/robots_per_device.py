@@ -3,7 +3,7 @@
     python -m benchmarks.robots_per_device [--policy PATH] [--device gpu:0] [--two-lanes] [--frame 480x640]
     python -m benchmarks.robots_per_device --quick
 
-Engines in this process, and robots that each ask once in a period and need the answer before they ask again: at every
+Engines in processes of their own, and robots that each ask once in a period and need the answer before they ask again: at every
 tick, or before the actions of a chunk that they execute are done. The figure is the largest number of robots without a
 miss, found by doubling and halving, as the median of several searches. Sides take turns, so other load on the machine
 meets all of them alike. Also measured: answers to robots that ask at the same moment, and processor time per answer.
@@ -31,10 +31,10 @@ from typing import Any
 
 import numpy as np
 
-import jaxmodels
+from benchmarks.control_jitter import open_engines
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
 from service.errors import ServiceError
-from service.inference.batching import LatencyModel
+from service.inference.batching import FrameSizesKey, LatencyModel
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
 
@@ -86,40 +86,40 @@ class Side:
     def __init__(
         self, policy: str, batch_sizes: Sequence[int], devices: Sequence[str], frame: tuple[int, int] | None = None
     ):
-        self.engine = Engine(batch_sizes=batch_sizes, devices=devices)
-        self._policy = policy
-        self._devices = devices
-        self._frame = frame
+        self._engines = open_engines(devices, batch_sizes)
+        self._policy, self._batch_sizes, self._frame = policy, set(batch_sizes), frame
         self._stack = AsyncExitStack()
+        self.engine: Engine
         self.served: LoadedPolicy
 
     async def __aenter__(self) -> "Side":
+        self.engine, load = await self._stack.enter_async_context(self._engines)
         self.served = await self._stack.enter_async_context(
-            self.engine.policy_cache.open_policy(self._load, self._policy, None, lambda word: None)
+            self.engine.policy_cache.open_policy(load, self._policy, None, lambda word: None)
         )
         if self._frame is not None:
             await self.engine.compile(self.served, dict.fromkeys(self.served.requirements.cameras, self._frame))
         async with asyncio.timeout(COMPILED_WITHIN):
-            while self.engine.get_stats()["batch_sizes_to_compile"]:  # noqa: ASYNC110 - of a thread
+            while any(  # noqa: ASYNC110 - other processes compile
+                set(replica.batch_sizes.get(self._frames, ())) < self._batch_sizes for replica in self.served.replicas
+            ):
                 await asyncio.sleep(0.1)
         return self
 
-    def _load(
-        self, path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None
-    ) -> Any:
-        return jaxmodels.load_policy(path, revision, device=next(iter(self._devices), None))
+    @property
+    def _frames(self) -> FrameSizesKey:
+        sizes = {name: self._frame or size for name, size in self.served.requirements.cameras.items()}
+        return frozenset(sizes.items())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
-        await self.engine.close()
 
     @property
     def costs(self) -> LatencyModel:
         """Measured latencies of batches."""
-        sizes = {name: self._frame or size for name, size in self.served.requirements.cameras.items()}
-        return self.served.replicas[0].latencies[frozenset(sizes.items())]
+        return self.served.replicas[0].latencies[self._frames]
 
     def observations(self, count: int) -> list[dict[str, np.ndarray]]:
         """Return observations of ``count`` robots; beyond 16, robots share them."""
