@@ -16,6 +16,7 @@ import json
 import shutil
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from itertools import cycle
 from pathlib import Path
 from typing import Any
