@@ -62,8 +62,9 @@ class Redirects:
             return None
         entry, owning = found
         is_alive = owning is not None and owning.is_alive
-        # A server without a heartbeat may still be alive: a stop is tried all the same.
-        if owning is not None and getattr(route.ctx, "is_stop", False) and not owning.has_ended:
+        # Emergency stops are forwarded, also to a server without a heartbeat, which may still be alive.
+        is_emergency = getattr(route.ctx, "is_stop", False) and route.path.endswith("/emergency_stop")
+        if owning is not None and is_emergency and not owning.has_ended:
             return await self._stop(request, owning, session_id)
         if not request.body and request.stream is not None and request.stream.request_body:
             await discard_body(request, MAX_DISCARDED_BODY)
