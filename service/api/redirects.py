@@ -50,7 +50,17 @@ class Redirects:
         self._cache: dict[str, tuple[float, tuple[Entry, Peer | None]]] = {}
 
     async def redirect(self, request: Request) -> HTTPResponse | None:
-        """Return the redirect, or what is known here of the session; None: this server answers."""
+        """Return the answer to a request about a session of another server: a redirect, or the answer to a stop.
+
+        Returns:
+            None if this server answers the request itself.
+
+        Raises:
+            UnknownSession: the caller does not see the session.
+            MoveRefused: the server of the session has died.
+            NoDatabase: the database does not answer; for a stop, no server has stopped the session either.
+            PeerLost: the server of a session that is to be stopped does not answer.
+        """
         route: Any = request.route
         front = self.front
         if route is None or front is None or FORWARDED_HEADER in request.headers or getattr(route.ctx, "is_own", False):
@@ -125,7 +135,7 @@ class Redirects:
             NoDatabase: no server has stopped the session.
         """
         reason, answers = await read_reason(request), list[str]()
-        # All of them are asked to the end: an adopted session may still be on its former server.
+        # No request is cancelled after the first success: an adopted session may also be on its former server.
         stops = [self._stop(request, peer, session_id, reason) for peer in front.stoppable]
         for stop in asyncio.as_completed(stops):
             try:
@@ -137,8 +147,8 @@ class Redirects:
                 return json_response(body, status, {FORWARDED_HEADER: peer.name})
             answers.append(f"the front {peer.name} answers {status}")
         raise NoDatabase(
-            f"{peers.NO_DATABASE}, and no other front that is known here has stopped session {session_id!r} "
-            f"({'; '.join(answers) or 'none is known'}): its robot is not known to be stopped; stop it at the robot"
+            f"{peers.NO_DATABASE}, and no other front has stopped session {session_id!r} "
+            f"({'; '.join(answers) or 'there was no other front'}): its robot may still move; stop it at the robot"
         ) from error
 
     def _stop(self, request: Request, peer: Peer, session_id: str, reason: str) -> asyncio.Task[tuple[Peer, int, Any]]:
@@ -161,7 +171,7 @@ class Redirects:
         return self._start(peers.stop_all(self.front.stoppable, self._headers(request), reason))
 
     def _start(self, stopping: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Start a stop that goes on when the client disconnects."""
+        """Start a stop that continues when the client disconnects."""
         task = asyncio.create_task(stopping, name="stop others")
         self._stops.add(task)
         task.add_done_callback(self._stops.discard)

@@ -159,7 +159,7 @@ class Admissions:
         self._requires_key = True
         if str(error) != self._reported:
             self._reported = str(error)
-            log.error("%s; until then nobody gets in by it", error)
+            log.error("%s; until then its last known content admits only requests that stop robots", error)
 
 
 def _read_credential(request: "Request[Any, Any]") -> str | None:

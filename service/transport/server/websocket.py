@@ -446,7 +446,7 @@ async def _close_when_unauthorized(
         await asyncio.sleep(KEY_CHECK_INTERVAL)
     participant = table.get_participant(outbox)
     if participant is not None and participant.role is Role.PRODUCER:
-        # Without the latch of the stop, the robot would move by itself when the file of keys returns.
+        # Without a latched stop, the robot would move by itself when the file of keys returns.
         stop = protocol.EmergencyStop("its key is no longer accepted")
         perform_effects(receive_message(table, outbox, stop, time.monotonic()))
     socket.fail_connection(1008, "the key does not count any more")
