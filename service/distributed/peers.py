@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, TypeVarTuple
+from urllib.parse import quote
 from uuid import uuid4
 
 import aiohttp
@@ -92,7 +93,7 @@ async def stop_session(
     """
     try:
         async with aiohttp.ClientSession() as client:
-            return await _post(client, f"{front.url}/sessions/{session_id}/{move}", headers, reason)
+            return await _post(client, f"{front.url}/sessions/{quote(session_id, safe='')}/{move}", headers, reason)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise PeerLost(
             f"the front {front.name}, on which this session is, does not answer ({type(error).__name__}): its robot is "

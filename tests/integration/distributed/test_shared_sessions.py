@@ -560,6 +560,9 @@ async def test_a_stop_through_another_server_needs_no_database(
         monkeypatch.setattr(module, name, 0.1)
     await asyncio.to_thread(freeze, servers.database)
     try:
+        # An id is only an id: it does not lead to another route of the other server.
+        assert (await servers.b.call("POST", "/sessions/..%2Fdebug/emergency_stop", keys[1][by]))[0] == 503
+        assert servers.a.app.ctx.sessions.get("arm").latch is None
         began = time.monotonic()
         status, answer = await servers.b.call("POST", path, keys[1][by], json={"reason": "a hand"})
         assert pauses.running(began) < 2, "a query may take 30 s"

@@ -119,9 +119,9 @@ async def test_a_client_whose_key_vanished_leaves_its_robot_latched(serve, tmp_p
         async with server.stream(path, additional_headers={"x-api-key": key}) as socket:
             client = Client(socket)
             seen = server.seen()
+            sent = codec.pack_openpi({"observation/image": seen["images"]["front"], "state": seen["state"]})
             if way == "openpi":
                 await socket.recv()
-                sent = codec.pack_openpi({"observation/image": seen["images"]["front"], "state": seen["state"]})
                 await socket.send(sent)
                 await socket.recv()
             elif way == "acts":
