@@ -27,7 +27,7 @@ class ReloadingFile(Generic[Content]):
         forbidden: bits of the file's mode that make it unusable.
 
     Attributes:
-        last: the newest usable content; None before that, and when the file is removed.
+        last: the newest usable content, also while the file is missing or unusable; None before the first.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], Content], forbidden: int):
@@ -48,7 +48,7 @@ class ReloadingFile(Generic[Content]):
         try:
             status = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
-            self._mark = self._content = self.last = self._error = None
+            self._mark = self._content = self._error = None
             return None
         except OSError as error:
             self._mark = None

@@ -66,7 +66,7 @@ class Route:
         query: its query parameters.
         is_patient: whether it may take longer than other answers.
         is_streamed: whether it reads and limits its body itself.
-        is_stop: whether it stops robots, so that it is always admitted.
+        is_stop: whether it stops robots, so that every caller who can be authenticated at all is admitted.
         is_own: whether this server answers it, wherever in the cluster the session is.
         role: least role of a key that may call it, or None.
     """

@@ -1,5 +1,6 @@
 """Health, readiness, metrics, debug, tickets, emergency stop, cluster."""
 
+import asyncio
 import logging
 import os
 import platform
@@ -34,14 +35,15 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     """
     sessions = request.app.ctx.sessions
     reason = await read_reason(request)
+    others = request.app.ctx.other_servers
+    # The other servers do not wait for the disk and the database of this one.
+    elsewhere_stop = None if others is None else others.stop_all(request, reason)
     stopped = await sessions.emergency_stop(reason)
     own = {session.id for session in list_visible_sessions(request)}
     log.warning("emergency stop of %d sessions by %s", len(stopped), caller_of(request).name)
     seen = [one for one in stopped if one in own]
-    elsewhere: dict[str, Any] = {}
-    if request.app.ctx.other_servers is not None:
-        elsewhere = await request.app.ctx.other_servers.stop_all(request, reason)
-        seen += elsewhere.pop("stopped", [])
+    elsewhere: dict[str, Any] = {} if elsewhere_stop is None else await asyncio.shield(elsewhere_stop)
+    seen += elsewhere.pop("stopped", [])
     count = len(stopped) + elsewhere.pop("count", 0)
     told = {"message": f"Emergency stop of {count} sessions", "count": count}
     return json_response({**told, "stopped": seen, **elsewhere, **sessions.get_warning()})

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from sanic import HTTPResponse
 from yarl import URL
@@ -10,9 +11,9 @@ from yarl import URL
 from service.api.context import App, Request
 from service.auth.caller import caller_of
 from service.distributed import peers
-from service.distributed.peers import FORWARDED_HEADER, FRONT_NAME_HEADER, PeerSessions, make_status
+from service.distributed.peers import FORWARDED_HEADER, FRONT_NAME_HEADER, PeerLost, PeerSessions, make_status
 from service.distributed.session_table import Entry, Peer
-from service.errors import MoveRefused, UnknownSession
+from service.errors import MoveRefused, NoDatabase, UnknownSession
 from service.http.bodies import discard_body, json_response, read_reason, request_id
 from service.http.origins import Origins
 
@@ -21,10 +22,13 @@ CODE = "on_another_server"
 ADDRESS_HEADER = "x-robojax-front-address"
 # Seconds for which the address of a session is cached.
 CACHE_SECONDS = 0.5
+# Seconds that the database may take to find the server of a session that is to be stopped.
+STOP_LOOKUP_TIMEOUT = 0.1
 # Bytes of a body that is read and thrown away: some clients read the answer only after they have sent it all.
 MAX_DISCARDED_BODY = 64 << 20
 # Credentials of a caller that are passed on; a ticket is valid only at the server that gave it.
 _CREDENTIALS = ("authorization", "x-api-key")
+Result = TypeVar("Result")
 
 
 class Redirects:
@@ -46,7 +50,17 @@ class Redirects:
         self._cache: dict[str, tuple[float, tuple[Entry, Peer | None]]] = {}
 
     async def redirect(self, request: Request) -> HTTPResponse | None:
-        """Return the redirect, or what is known here of the session; None: this server answers."""
+        """Return the answer to a request about a session of another server: a redirect, or the answer to a stop.
+
+        Returns:
+            None if this server answers the request itself.
+
+        Raises:
+            UnknownSession: the caller does not see the session.
+            MoveRefused: the server of the session has died.
+            NoDatabase: the database does not answer; for a stop, no server has stopped the session either.
+            PeerLost: the server of a session that is to be stopped does not answer.
+        """
         route: Any = request.route
         front = self.front
         if route is None or front is None or FORWARDED_HEADER in request.headers or getattr(route.ctx, "is_own", False):
@@ -57,14 +71,22 @@ class Redirects:
             return None
         if any(session.id == session_id for session in request.app.ctx.sessions.list()):
             return None
-        found = await self._find(front, session_id)
+        is_stop = getattr(route.ctx, "is_stop", False)
+        try:
+            async with asyncio.timeout(STOP_LOOKUP_TIMEOUT if is_stop else None):
+                found = await self._find(front, session_id)
+        except (TimeoutError, NoDatabase) as error:
+            if not is_stop:
+                raise
+            return await self._stop_anywhere(request, front, session_id, error)
         if found is None:
             return None
         entry, owning = found
         is_alive = owning is not None and owning.is_alive
-        # A server without a heartbeat may still be alive: a stop is tried all the same.
-        if owning is not None and getattr(route.ctx, "is_stop", False) and not owning.has_ended:
-            return await self._stop(request, owning, session_id)
+        # Emergency stops are forwarded, also to a server without a heartbeat, which may still be alive.
+        if owning is not None and is_stop and _last_part(request) == "emergency_stop" and not owning.has_ended:
+            _, status, body = await asyncio.shield(self._stop(request, owning, session_id, await read_reason(request)))
+            return json_response(body, status, {FORWARDED_HEADER: owning.name})
         if not request.body and request.stream is not None and request.stream.request_body:
             await discard_body(request, MAX_DISCARDED_BODY)
         if not caller_of(request).sees(entry.owner):
@@ -91,7 +113,7 @@ class Redirects:
 
     async def _answer_for_dead_server(self, request: Request, front: PeerSessions, entry: Entry) -> HTTPResponse:
         """Answer about a session whose server died."""
-        last = request.path.rstrip("/").rsplit("/", 1)[-1]
+        last = _last_part(request)
         if not entry.status and request.method != "DELETE":
             raise UnknownSession(f"Session {entry.id} not found")  # its id was reserved, but it was never created
         if request.method in ("GET", "HEAD") and last == entry.id:
@@ -104,25 +126,58 @@ class Redirects:
             f"POST /sessions/{entry.id}/adopt takes it over here"
         )
 
-    async def _stop(self, request: Request, owning: Peer, session_id: str) -> HTTPResponse:
-        headers = self._headers(request)
-        stopping = peers.stop_session(owning, session_id, headers, await read_reason(request))
-        status, body = await self._run_shielded(stopping)
-        return json_response(body, status, {FORWARDED_HEADER: owning.name})
+    async def _stop_anywhere(
+        self, request: Request, front: PeerSessions, session_id: str, error: Exception
+    ) -> HTTPResponse:
+        """Ask all servers last known to stop a session while the database does not say which server has it.
 
-    async def stop_all(self, request: Request, reason: str) -> dict[str, Any]:
-        """Stop the robots of all other servers, heartbeat or not; returns the count and the servers not reached."""
+        Raises:
+            NoDatabase: no server has stopped the session.
+        """
+        reason, answers = await read_reason(request), list[str]()
+        # No request is cancelled after the first success: an adopted session may also be on its former server.
+        stops = [self._stop(request, peer, session_id, reason) for peer in front.stoppable]
+        for stop in asyncio.as_completed(stops):
+            try:
+                peer, status, body = await stop
+            except PeerLost as lost:
+                answers.append(str(lost))
+                continue
+            if status == 200:
+                return json_response(body, status, {FORWARDED_HEADER: peer.name})
+            answers.append(f"the front {peer.name} answers {status}")
+        raise NoDatabase(
+            f"{peers.NO_DATABASE}, and no other front has stopped session {session_id!r} "
+            f"({'; '.join(answers) or 'there was no other front'}): its robot may still move; stop it at the robot"
+        ) from error
+
+    def _stop(self, request: Request, peer: Peer, session_id: str, reason: str) -> asyncio.Task[tuple[Peer, int, Any]]:
+        """Begin to stop a session of another server; the task returns the server, and status and body of its answer."""
+        headers, move = self._headers(request), _last_part(request)
+
+        async def stop() -> tuple[Peer, int, Any]:
+            return peer, *await peers.stop_session(peer, session_id, move, headers, reason)
+
+        return self._start(stop())
+
+    def stop_all(self, request: Request, reason: str) -> asyncio.Task[dict[str, Any]] | None:
+        """Begin to stop the robots of all other servers, heartbeat or not.
+
+        Returns:
+            A task that returns the count and the servers not reached; None if another server forwarded the request.
+        """
         if FORWARDED_HEADER in request.headers or self.front is None:
-            return {}
-        others = [*self.front.others, *self.front.silent]
-        return await self._run_shielded(peers.stop_all(others, self._headers(request), reason))
+            return None
+        return self._start(peers.stop_all(self.front.stoppable, self._headers(request), reason))
 
-    async def _run_shielded(self, stopping: Any) -> Any:
-        # It goes on when the client disconnects.
+    def _start(self, stopping: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Start a stop that continues when the client disconnects."""
         task = asyncio.create_task(stopping, name="stop others")
         self._stops.add(task)
         task.add_done_callback(self._stops.discard)
-        return await asyncio.shield(task)
+        # The exception is retrieved here, because the client may be gone.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return task
 
     def _headers(self, request: Request) -> dict[str, str]:
         assert self.front is not None, "asked only once it is there"
@@ -144,6 +199,10 @@ class Redirects:
         async def name(request: Request, response: HTTPResponse) -> None:
             if self.front is not None:
                 response.headers[FRONT_NAME_HEADER] = self.front.name
+
+
+def _last_part(request: Request) -> str:
+    return request.path.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _host_and_port(url: str) -> str:

@@ -191,6 +191,7 @@ CONTROL_ROUTES = (
             "Control",
             is_specified=True,
             errors=(404, 409),
+            is_stop=move == "stop",
             role=Role.OPERATOR,
         )
         for move, handler in (("start", start_inference), ("stop", stop_inference))

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 from sanic import Blueprint, HTTPResponse, Sanic
 from sanic.response import text
@@ -26,7 +27,6 @@ def build_streams_blueprint(origins: Origins) -> Blueprint:
     blueprint = Blueprint("streams")
 
     async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
-        sessions, session = request.app.ctx.sessions, request.ctx.session
         settings = request.app.ctx.stream_clients.settings
 
         async def serve(socket: StreamSocket, inference: DirectInference) -> None:
@@ -37,7 +37,7 @@ def build_streams_blueprint(origins: Origins) -> Blueprint:
                 silence_timeout=settings.silence,
                 max_bytes=settings.socket.bytes,
                 is_still_authorized=request.ctx.is_still_authorized,
-                stop=lambda reason: sessions.emergency_stop(reason, session.id),
+                stop=_bind_stop(request),
             )
             await client.serve()
 
@@ -116,9 +116,14 @@ def _prepare(request: Request, session: AnySession) -> None:
     request.ctx.session = session
 
 
+def _bind_stop(request: Request) -> Callable[[str], Awaitable[list[str]]]:
+    """Return a function that makes an emergency stop of the request's session, for a reason."""
+    return partial(request.app.ctx.sessions.emergency_stop, session_id=request.ctx.session.id)
+
+
 async def _serve_openpi(request: Request, websocket: WebsocketImplProtocol) -> None:
     async def serve(socket: StreamSocket, inference: DirectInference) -> None:
-        await OpenpiProtocol(socket, inference, request.ctx.is_still_authorized).serve()
+        await OpenpiProtocol(socket, inference, request.ctx.is_still_authorized, _bind_stop(request)).serve()
 
     await _serve_client(request, websocket, serve)
 

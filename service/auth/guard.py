@@ -27,7 +27,7 @@ HOW_TO_AUTHENTICATE = (
 
 
 class KeyExpired(Unauthorized):
-    """The key or token has expired. It is no guess, so its holder is always told."""
+    """The key or token has expired. This is not a guess, so the limit of refusals does not hide the reason."""
 
 
 class Admissions:
@@ -59,24 +59,26 @@ class Admissions:
         return self._requires_key
 
     def check_files(self) -> bool:
-        """Read the files of keys and secrets; returns whether anybody can authenticate.
+        """Read the files of keys and secrets, and return whether they hold a key that has not expired, or a secret.
 
         Raises:
             FileUnusable: one of the files cannot be used.
         """
         keys = () if self._keys is None else self._keys.read_keys()
         has_tokens = self._secret is not None and self._secret.tokens() is not None
+        self._requires_key = self._requires_key or bool(keys) or has_tokens
         return has_tokens or any(not key.is_expired(time.time()) for key in keys)
 
     def authenticate(self, request: "Request[Any, Any]", *, is_room: bool = False, is_stop: bool = False) -> Admission:
-        """Find out who sent this request.
+        """Return the caller of a request, and whether the caller is still authorized later.
 
         Args:
-            is_room: whether this process's own key counts.
-            is_stop: whether a file that cannot be used counts as it last could: its keys stop robots all the same.
+            is_room: whether the key of this process is accepted.
+            is_stop: whether the request stops robots. Then the last known keys and secret are accepted while their
+                file is missing or unusable, and keys and tokens are accepted at any time of the clock.
 
         Raises:
-            Unauthorized: nobody that is known; the text says what is wrong, without anything that was sent.
+            Unauthorized: the request has no accepted key, token or ticket. The text contains nothing of the request.
         """
         sent = _read_credential(request)
         if sent is None:
@@ -113,10 +115,12 @@ class Admissions:
                 key = self._keys.find(sent)
             except FileUnusable as error:
                 self._report_unusable(error)
-                key = self._keys.find(sent, self._keys.last_keys()) if is_stop else None
+            if key is None and is_stop:
+                # The same keys as above, unless the file is missing or unusable.
+                key = self._keys.find(sent, self._keys.last_keys())
         if key is None:
             raise Unauthorized(f"this key is not known here (any more); {HOW_TO_AUTHENTICATE}")
-        if key.is_expired(time.time()):
+        if key.is_expired(time.time()) and not is_stop:
             raise KeyExpired("this key has expired; `robojax token new` makes another on the server's machine")
         return Admission(key.caller, lambda: self._is_current(key))
 
@@ -130,7 +134,7 @@ class Admissions:
                 tokens = self._secret.last_tokens()
             if tokens is None:
                 raise BadToken("this server takes no tokens; use a key")
-            bearer = tokens.verify(sent, time.time())
+            bearer = tokens.verify(sent, None if is_stop else time.time())
         except BadToken as error:
             kind = KeyExpired if isinstance(error, TokenExpired) else Unauthorized
             raise kind(f"the token does not count: {error}") from None
@@ -155,7 +159,7 @@ class Admissions:
         self._requires_key = True
         if str(error) != self._reported:
             self._reported = str(error)
-            log.error("%s; until then nobody gets in by it", error)
+            log.error("%s; until then its last known content admits only requests that stop robots", error)
 
 
 def _read_credential(request: "Request[Any, Any]") -> str | None:
@@ -215,6 +219,7 @@ class Guard:
         self._is_local = is_local
         self._rules = tuple(rules)
         self._refusals = Rates(*REFUSALS)
+        self._logged_stops = Rates(*REFUSALS)
 
     @property
     def requires_key(self) -> bool:
@@ -246,13 +251,20 @@ class Guard:
         return None
 
     def _authorize(self, request: "Request[Any, Any]", route: Any, role: Role | None) -> None:
+        """Set the caller of a request.
+
+        Raises:
+            Unauthorized: the request has no accepted key, token or ticket, and the route needs one.
+            TooManyRequests: too many requests of this address were refused before.
+            Forbidden: the role of the caller is too low.
+        """
+        is_room, is_stop = (getattr(route.ctx, name, False) for name in ("is_room", "is_stop"))
         try:
-            is_room, is_stop = (getattr(route.ctx, name, False) for name in ("is_room", "is_stop"))
             admission = self.admissions.authenticate(request, is_room=is_room, is_stop=is_stop)
         except Unauthorized as error:
             if role is None:
                 return
-            self._count_refusal(request, error)
+            self._count_refusal(request, error, is_stop)
             raise
         _set_admission(request, admission)
         if role is not None and admission.caller.role < role:
@@ -272,10 +284,15 @@ class Guard:
                 return role
         return Role.ADMIN
 
-    def _count_refusal(self, request: "Request[Any, Any]", error: Unauthorized) -> None:
-        wait = self._refusals.take(request.ip)
-        if wait > 0 and isinstance(error, KeyExpired):
-            return  # an operator who stops a robot must see why the stop is refused
+    def _count_refusal(self, request: "Request[Any, Any]", error: Unauthorized, is_stop: bool) -> None:
+        """Count and log a refused request; a refused stop is only logged, at a limited rate.
+
+        Raises:
+            TooManyRequests: too many requests of this address were refused before.
+        """
+        wait = (self._logged_stops if is_stop else self._refusals).take(request.ip)
+        if wait > 0 and (is_stop or isinstance(error, KeyExpired)):
+            return  # The caller must see why the key is refused.
         if wait > 0:
             raise TooManyRequests("too many attempts from this address were refused", wait)
         log.warning("%s %s from %s is refused: %s", request.method, request.path[:200], request.ip, error)

@@ -74,7 +74,7 @@ class KeyFile:
             raise FileUnusable(f"the file of keys {error}") from error
 
     def last_keys(self) -> tuple[Key, ...]:
-        """Return the keys of the last time that the file could be used."""
+        """Return the keys of the newest usable file, also while the file is missing or unusable."""
         return self._file.last or ()
 
     def find(self, sent: str, keys: tuple[Key, ...] | None = None) -> Key | None:

@@ -59,11 +59,15 @@ class Tokens:
         self.verify(token, now)
         return token
 
-    def verify(self, token: str, now: float) -> Bearer:
+    def verify(self, token: str, now: float | None) -> Bearer:
         """Return the holder of a valid token.
 
+        Args:
+            now: seconds since 1970; None accepts an expired token, and a token that is not valid yet.
+
         Raises:
-            BadToken: it is not signed with this secret and algorithm, lacks a claim, is over, or lives too long.
+            BadToken: the token has no signature of this secret and algorithm, lacks a claim, has expired, is not valid
+                yet, or lives too long.
         """
         if len(token) > MAX_TOKEN or not token.isascii():
             raise BadToken("it is no token")
@@ -83,16 +87,19 @@ class Tokens:
             raise BadToken(f"it is not accepted ({type(error).__name__})") from None
         return Bearer(_caller(claims), self._check_times(claims, now))
 
-    def _check_times(self, claims: dict[str, Any], now: float) -> float:
+    def _check_times(self, claims: dict[str, Any], now: float | None) -> float:
+        """Check the times of a token, and return when it expires; without ``now``, only types and lifetime."""
         times = {name: claims[name] for name in ("exp", "iat", "nbf") if name in claims}
         # bool is an int to Python, and 1e308 a number to JSON.
         if not all(type(value) is int and abs(value) < 1 << 53 for value in times.values()):
             raise BadToken(f"{', '.join(times)} have to be whole numbers")
-        if times["exp"] <= now:
-            raise TokenExpired("it has expired")
-        if max(times["iat"], times.get("nbf", times["iat"])) > now + LEEWAY:
-            raise BadToken("it is not valid yet")
-        longest = max(times["exp"] - times["iat"], times["exp"] - now)
+        longest = times["exp"] - times["iat"]
+        if now is not None:
+            if times["exp"] <= now:
+                raise TokenExpired("it has expired")
+            if max(times["iat"], times.get("nbf", times["iat"])) > now + LEEWAY:
+                raise BadToken("it is not valid yet")
+            longest = max(longest, times["exp"] - now)
         if longest > self.max_lifetime:
             raise BadToken(f"it lives for {longest:.0f} s; at most {self.max_lifetime:g} s are allowed")
         return times["exp"]
@@ -130,7 +137,7 @@ class SecretFile:
             raise FileUnusable(f"the file of the tokens' secret {error}") from error
 
     def last_tokens(self) -> Tokens | None:
-        """Return the tokens of the last time that the file could be used."""
+        """Return the tokens of the newest usable file, also while the file is missing or unusable."""
         return self._file.last
 
     def create(self) -> Tokens:

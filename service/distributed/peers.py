@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, TypeVarTuple
+from urllib.parse import quote
 from uuid import uuid4
 
 import aiohttp
@@ -76,18 +77,23 @@ async def probe_liveness(front: Peer, machine: str) -> Liveness:
         return "silent"
 
 
-async def stop_session(front: Peer, session_id: str, headers: Mapping[str, str], reason: str) -> tuple[int, Any]:
-    """Ask another server for an emergency stop of one of its sessions.
+async def stop_session(
+    front: Peer, session_id: str, move: str, headers: Mapping[str, str], reason: str
+) -> tuple[int, Any]:
+    """Ask another server for a stop of one of its sessions.
+
+    Args:
+        move: `emergency_stop` or `stop`.
 
     Returns:
-        Status and body of its answer.
+        Status and body of the answer.
 
     Raises:
-        PeerLost: it does not answer, so it is not known whether the robot was stopped.
+        PeerLost: the server does not answer, so that it is unknown whether the robot was stopped.
     """
     try:
         async with aiohttp.ClientSession() as client:
-            return await _post(client, f"{front.url}/sessions/{session_id}/emergency_stop", headers, reason)
+            return await _post(client, f"{front.url}/sessions/{quote(session_id, safe='')}/{move}", headers, reason)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise PeerLost(
             f"the front {front.name}, on which this session is, does not answer ({type(error).__name__}): its robot is "
@@ -254,6 +260,11 @@ class PeerSessions:
         return [front for front in self._last_answer.fronts if front.name != self.name and front.is_alive]
 
     @property
+    def stoppable(self) -> Sequence[Peer]:
+        """The other servers, as last known, whose robots may move."""
+        return [*self.others, *self.silent]
+
+    @property
     def silent(self) -> Sequence[Peer]:
         """Other servers without a heartbeat, whose robots may still move."""
         return [front for front in self._last_answer.silent if front.name != self.name]
@@ -265,19 +276,21 @@ class PeerSessions:
             await asyncio.sleep(BEAT_PERIOD)
             await self._try_beat()
 
-    async def publish(self) -> None:
+    async def publish(self, timeout: float | None = None) -> None:
         """See `SharedSessions.publish`: after this the other servers know of all changes, if the database answers."""
-        if self.trouble is None:
-            number = self._beats
-            await self._try_beat(number)
+        if self.trouble is not None:
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                await self._try_beat(self._beats)
+        except TimeoutError:
+            self._note_no_database(f"no answer for {timeout:g} s")
 
     async def _try_beat(self, after: int | None = None) -> None:
         try:
             await self._beat(after)
         except DatabaseUnavailable as error:
-            if self.trouble is None:
-                logger.warning("%s (%s); changes are published when it does", NO_DATABASE, error)
-            self.trouble = self.trouble or NO_DATABASE
+            self._note_no_database(str(error))
         except FrontNameTaken as error:
             self._give_up_all(str(error))
         except Exception:
@@ -287,6 +300,11 @@ class PeerSessions:
             if self.trouble is not None:
                 logger.warning("the database of all servers' sessions knows of all that happened here")
             self.trouble = None
+
+    def _note_no_database(self, why: str) -> None:
+        if self.trouble is None:
+            logger.warning("%s (%s); changes are published when it does", NO_DATABASE, why)
+        self.trouble = self.trouble or NO_DATABASE
 
     async def _beat(self, after: int | None = None) -> None:
         """Send a heartbeat with all changes.

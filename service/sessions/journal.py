@@ -105,8 +105,8 @@ class SharedSessions(Protocol):
 
     trouble: str | None
 
-    async def publish(self) -> None:
-        """Publish all changes, or fail without an error."""
+    async def publish(self, timeout: float | None = None) -> None:
+        """Publish all changes, or fail without an error, at the latest after ``timeout`` seconds."""
         ...
 
 
@@ -215,12 +215,16 @@ class SessionJournal:
             return {"warning": f"kept by this server, but other servers do not know of it yet: {self.shared.trouble}"}
         return {}
 
-    async def try_flush(self) -> None:
-        """Wait until all changes are on the disk and published; after a failure the next answer carries a warning."""
+    async def try_flush(self, publish_timeout: float | None = None) -> None:
+        """Wait until all changes are on the disk and published; after a failure the next answer carries a warning.
+
+        Args:
+            publish_timeout: seconds that the shared database may take to answer; None for its own limit.
+        """
         with suppress(NotKept):  # The records log it.
             await self._records.flush(CLOSE_TIMEOUT if self.is_closing else WRITE_TIMEOUT)
         if self.shared is not None and not self.is_closing:
-            await self.shared.publish()
+            await self.shared.publish(publish_timeout)
 
     def mark_shut_down(self) -> None:
         """Mark all sessions as ended in order."""

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 AnySession: TypeAlias = Session | InterruptedSession
 # Largest number of interrupted sessions, as a multiple of ``max_sessions``; the oldest are forgotten.
 MAX_INTERRUPTED = 4
+# Seconds that the answer to a stop waits for the shared database. The robot is stopped before.
+STOP_PUBLISH_TIMEOUT = 0.1
 
 
 class Sessions:
@@ -258,7 +260,7 @@ class Sessions:
         """Stop a session's robot."""
         session = self.get(session_id)
         session.stop()
-        return await self._write_record(session)
+        return await self._write_record(session, STOP_PUBLISH_TIMEOUT)
 
     async def restart(self, session_id: str) -> AnySession:
         """Restart a session. An interrupted session loads its policy, joins its rooms and waits for its start."""
@@ -357,7 +359,7 @@ class Sessions:
             session.emergency_stop(reason)
         for session in stopped:
             self._journal.update(session)
-        await self._journal.try_flush()
+        await self._journal.try_flush(STOP_PUBLISH_TIMEOUT)
         return [session.id for session in stopped if session.stage is not Stage.DELETED]
 
     # Writing down.
@@ -369,9 +371,9 @@ class Sessions:
             self._journal.update(session)
         self._publish(event, payload)
 
-    async def _write_record(self, session: AnySession) -> AnySession:
+    async def _write_record(self, session: AnySession, publish_timeout: float | None = None) -> AnySession:
         self._journal.update(session)
-        await self._journal.try_flush()
+        await self._journal.try_flush(publish_timeout)
         return session
 
     # The end.

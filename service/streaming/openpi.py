@@ -7,12 +7,13 @@ closes the connection. Source: Physical-Intelligence/openpi, src/openpi/serving/
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from service.errors import InvalidRequest, MoveRefused, ServiceError, SessionLoading
+from service.errors import InvalidRequest, MoveRefused, ServiceError, SessionLoading, UnknownSession
 from service.http.fair_queue import measure_steps
 from service.logging import sanitize_text
 from service.streaming import codec, observation
@@ -150,7 +151,15 @@ _KEY_CHECK_INTERVAL = 2.0  # seconds between checks of the client's key, which m
 class OpenpiProtocol:
     """openpi's protocol with one client."""
 
-    def __init__(self, socket: StreamSocket, inference: DirectInference, is_still_authorized: Callable[[], bool]):
+    def __init__(
+        self,
+        socket: StreamSocket,
+        inference: DirectInference,
+        is_still_authorized: Callable[[], bool],
+        stop: Callable[[str], Awaitable[object]],
+    ):
+        """Serve a client on a socket; ``stop`` makes an emergency stop of the session."""
+        self._stop = stop
         self._socket = socket
         self._inference = inference
         self._is_still_authorized = is_still_authorized
@@ -173,7 +182,7 @@ class OpenpiProtocol:
             while True:
                 raw = await self._socket.receive()
                 began = time.monotonic()
-                self._check_key(began)
+                await self._check_key(began)
                 answer = await self._answer(raw, began)
                 self._socket.send(codec.pack_openpi(answer))
                 self._previous_seconds = time.monotonic() - began
@@ -200,7 +209,7 @@ class OpenpiProtocol:
                 raise SocketClosed from error
             if self._socket.lost.done():
                 raise SocketClosed
-            self._check_key(time.monotonic())
+            await self._check_key(time.monotonic())
 
     async def _answer(self, raw: memoryview | str, began: float) -> dict[str, Any]:
         if isinstance(raw, str):
@@ -217,10 +226,14 @@ class OpenpiProtocol:
             "server_timing": timing,
         }
 
-    def _check_key(self, now: float) -> None:
+    async def _check_key(self, now: float) -> None:
+        """Close the socket if its key is no longer accepted, after an emergency stop if it has received actions."""
         if now - self._key_checked_at > _KEY_CHECK_INTERVAL:
             self._key_checked_at = now
             if not self._is_still_authorized():
+                if self._previous_seconds is not None:
+                    with suppress(UnknownSession):
+                        await self._stop("the key of the openpi client is no longer accepted")
                 self._socket.close(1008, "the key does not count any more")
                 raise SocketClosed
 

@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -284,6 +285,7 @@ class Stream:
             if time.monotonic() - key_checked_at > _KEY_CHECK_INTERVAL:
                 key_checked_at = time.monotonic()
                 if not self._is_still_authorized():
+                    await self._stop_unauthorized()
                     self._socket.close(1008, "the key does not count any more")
                     return
             try:
@@ -299,6 +301,13 @@ class Stream:
                 link.release_control(self, f"the client on the stream was silent for {self._silence_timeout:g} s")
             self._send_status()
             await asyncio.sleep(_CHECK_INTERVAL)
+
+    async def _stop_unauthorized(self) -> None:
+        """Latch the session of a client that drives its robot, which would move again when the file of keys returns."""
+        is_driver = self._link is not None and self._link.driver is self
+        if is_driver or self._act_task is not None:
+            with suppress(UnknownSession):
+                await self._stop("the key of the client on the stream is no longer accepted")
 
     async def _close_unloaded(self, refusal: MoveRefused) -> None:
         """Close a client that waited for a session that failed or was deleted, with the reason."""

@@ -393,14 +393,15 @@ async def serve_participant(
 ) -> None:
     """Serve one upgraded socket: the join, then each frame.
 
-    A first frame that is not a join, or a missing one after ``join_timeout`` seconds, closes the connection silently. A
-    revoked key closes it within ``KEY_CHECK_INTERVAL`` seconds. ``queue`` is shared by all sockets of the server.
+    A first frame that is not a join, or a missing one after ``join_timeout`` seconds, closes the connection silently.
+    When the key is no longer accepted, the socket is closed within ``KEY_CHECK_INTERVAL`` seconds, after an emergency
+    stop in its room if it is the producer. ``queue`` is shared by all sockets of the server.
     """
     caller, claim = caller_of(request), request.headers.get(CLAIM_HEADER)
     _disable_nagle(socket)
     outbox = Outbox(socket, limits, queue)
     writer = asyncio.create_task(outbox.run())
-    key_watch = asyncio.create_task(_close_when_unauthorized(socket, request.ctx.is_still_authorized))
+    key_watch = asyncio.create_task(_close_when_unauthorized(request.ctx.is_still_authorized, socket, outbox, table))
     try:
         first = await socket.recv(timeout=join_timeout)
         if first is None:
@@ -437,9 +438,17 @@ def _may_join(caller: Caller, room: Room, role: Role) -> bool:
     return caller.sees(room.owner) and (role is not Role.PRODUCER or caller.role >= KeyRole.OPERATOR)
 
 
-async def _close_when_unauthorized(socket: WebsocketImplProtocol, is_still_authorized: Callable[[], bool]) -> None:
+async def _close_when_unauthorized(
+    is_still_authorized: Callable[[], bool], socket: WebsocketImplProtocol, outbox: Outbox, table: RoomTable
+) -> None:
+    """Close a socket when its key is no longer accepted, after an emergency stop in its room if it is the producer."""
     while is_still_authorized():  # noqa: ASYNC110, files do not say when they change
         await asyncio.sleep(KEY_CHECK_INTERVAL)
+    participant = table.get_participant(outbox)
+    if participant is not None and participant.role is Role.PRODUCER:
+        # Without a latched stop, the robot would move by itself when the file of keys returns.
+        stop = protocol.EmergencyStop("its key is no longer accepted")
+        perform_effects(receive_message(table, outbox, stop, time.monotonic()))
     socket.fail_connection(1008, "the key does not count any more")
 
 

@@ -15,6 +15,7 @@ import pytest
 from benchmarks import database_kills
 from benchmarks.postgres import PostgresServer
 from robojax.client import AsyncClient, Client, Refused
+from service.api import redirects
 from service.api.redirects import ADDRESS_HEADER, CODE
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
@@ -22,11 +23,13 @@ from service.distributed import peers, session_table
 from service.distributed.peers import FORWARDED_HEADER, FRONT_NAME_HEADER, PeerSessions
 from service.distributed.postgres import DatabaseUnusable, Postgres
 from service.errors import FrontNameTaken, NoDatabase
+from service.sessions import store
 from service.sessions.request import DIRECT, NewSession
 from service.transport.address import Address
 from service.transport.client.rest import RoomsApi, http_session
 from service.transport.client.robot import LatchState, SessionLatch
 from tests.testing import rig
+from tests.testing.pauses import Pauses
 from tests.testing.rig import ROOMS, expect_ok, expect_refusal, started
 from tests.testing.waiting import until
 
@@ -110,7 +113,8 @@ def where(name: str) -> str:
 @pytest.fixture
 async def bare(database: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Servers]:
     monkeypatch.setattr(peers, "BEAT_PERIOD", 3600.0)  # they speak when the test says so
-    for module, name in ((peers, "QUERY_TIMEOUT"), (peers, "STOP_TIMEOUT"), (peers, "PROBE_TIMEOUT")):
+    names = ((peers, "QUERY_TIMEOUT"), (peers, "STOP_TIMEOUT"), (peers, "PROBE_TIMEOUT"))
+    for module, name in (*names, (redirects, "STOP_LOOKUP_TIMEOUT"), (store, "STOP_PUBLISH_TIMEOUT")):
         monkeypatch.setattr(module, name, 30.0)  # all of them are there; a busy machine only takes longer to answer
     async with AsyncExitStack() as stack:
         yield Servers(stack, database, tmp_path)
@@ -506,6 +510,56 @@ async def test_without_database_own_sessions_go_on_and_it_is_updated_later(
     assert [one[0] for one in servers.database.sql("SELECT id FROM robojax_latches")] == ["hand"]
     servers.a.front.trouble = None  # its next beat finds that
     assert (await servers.a.create("new"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "by", "latch"),
+    [
+        ("/sessions/arm/emergency_stop", "eve", "a hand"),
+        ("/api/sessions/arm/stop", "alice", None),
+        ("/debug/emergency_stop", "eve", "a hand"),
+    ],
+)
+async def test_a_stop_through_another_server_needs_no_database(
+    bare: Servers,
+    keys: tuple[str, dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    pauses: Pauses,
+    path: str,
+    by: str,
+    latch: str | None,
+) -> None:
+    servers = await bare.begin(keys[0])
+    await servers.a.create("arm", keys[1]["alice"])
+    await servers.a.call("POST", "/sessions/arm/start", keys[1]["alice"])
+    servers.forget_places(servers.b)
+    for module, name in ((redirects, "STOP_LOOKUP_TIMEOUT"), (store, "STOP_PUBLISH_TIMEOUT")):
+        monkeypatch.setattr(module, name, 0.1)
+    await asyncio.to_thread(freeze, servers.database)
+    try:
+        # An id is only an id: it does not lead to another route of the other server.
+        assert (await servers.b.call("POST", "/sessions/..%2Fdebug/emergency_stop", keys[1][by]))[0] == 503
+        assert servers.a.app.ctx.sessions.get("arm").latch is None
+        began = time.monotonic()
+        status, answer = await servers.b.call("POST", path, keys[1][by], json={"reason": "a hand"})
+        assert pauses.running(began) < 2, "a query may take 30 s"
+        assert status == 200, answer
+        assert "other servers do not know" in answer["warning"]
+        session = servers.a.app.ctx.sessions.get("arm")
+        assert (str(session.stage), session.latch) == ("stopped", latch)
+        # A session of no known server, and a key that may not stop this session.
+        for session_id, name in (("leg", by), ("arm", "bob")):
+            if path.endswith("/stop") or session_id == "leg":
+                place = f"/sessions/{session_id}/{path.rsplit('/', 1)[1]}"
+                status, answer = await servers.b.call("POST", place, keys[1][name])
+                assert (status, answer["code"]) == (503, "no_directory")
+                assert "the front a answers 404" in answer["detail"]
+        status, answer = await servers.b.call("POST", "/sessions/arm/emergency_stop", "rjk_" + "g" * 43)
+        assert (status, answer["code"]) == (401, "unauthorized")
+    finally:
+        await asyncio.to_thread(thaw, servers.database)
+    await servers.beat()
+    assert (await servers.b.listed(keys[1]["alice"]))["arm"] == "stopped"
 
 
 async def test_a_deletion_that_the_database_was_not_told_of_outlives_a_kill(

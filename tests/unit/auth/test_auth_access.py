@@ -4,8 +4,12 @@ import asyncio
 import logging
 import re
 import time
+from types import SimpleNamespace
+
+import pytest
 
 from service.api.blueprint import API_ROUTES, ROUTES
+from service.auth import guard
 from service.auth.caller import Role
 from service.auth.guard import REFUSALS
 from service.auth.tokens import SecretFile
@@ -22,7 +26,7 @@ def path_of(route, prefix=""):
 def test_what_is_open_is_listed_and_every_key_may_stop():
     assert {route.path for route in ROUTES if route.role is None} == OPEN
     assert {route.path for route in ROUTES if route.path in STOPS and route.role is Role.VIEWER} == STOPS
-    assert {route.path for route in ROUTES if route.is_stop} == STOPS
+    assert {route.path for route in ROUTES if route.is_stop} == {*STOPS, "/sessions/{session_id}/stop"}
     changing = [route for route in ROUTES if route.method != "GET" and route.role is Role.VIEWER]
     assert {route.path for route in changing} == STOPS | {"/tickets"}
     debug = [route for route in ROUTES if route.path.startswith("/debug") and route.path not in STOPS]
@@ -90,24 +94,81 @@ async def test_every_key_stops_every_robot_and_learns_only_of_its_own(server):
         assert (await server.call("POST", "/debug/sessions/arm/reset", name))[0] == expected
 
 
-async def test_keys_and_tokens_of_files_that_cannot_be_used_any_more_stop_robots_and_do_nothing_else(serve, tmp_path):
+STOP_PATHS = ("/debug/emergency_stop", "/api/sessions/arm/emergency_stop", "/sessions/arm/stop")
+# How the files of keys and of the secret become missing or unusable.
+FILE_FAULTS = {
+    "missing": lambda path: path.unlink(),
+    "writable by others": lambda path: path.chmod(0o666),
+    "a folder": lambda path: (path.unlink(), path.mkdir(0o700)),
+    "empty": lambda path: path.write_bytes(b""),
+    "malformed": lambda path: path.write_text("not a file"),
+    "half written": lambda path: path.write_bytes(path.read_bytes()[:30]),
+}
+
+
+@pytest.mark.parametrize("fault", FILE_FAULTS)
+async def test_last_known_keys_and_secret_only_stop_robots(serve, tmp_path, fault):
     secret = SecretFile(tmp_path / "state" / "jwt-secret")
-    token = secret.create().sign("tom", Role.VIEWER, 3600, time.time())
+    token = secret.create().sign("alice", Role.OPERATOR, 3600, time.time())
     async with serve() as server:
         await server.create("arm", "alice")
-        ways = ({"x-api-key": server.keys["eve"]}, {"authorization": f"Bearer {token}"})
+        gone = server.keys["root"]
+        server.file.revoke("root")
+        ways = ({"x-api-key": server.keys["alice"]}, {"authorization": f"Bearer {token}"})
         for headers in ways:
             assert (await server.call("GET", "/sessions", headers=headers))[0] == 200
-        server.file.path.chmod(0o666)
-        secret.path.write_text("short")
+        for path in (server.file.path, secret.path):
+            FILE_FAULTS[fault](path)
         for headers in ways:
-            assert (await server.call("GET", "/sessions", headers=headers))[0] == 401
-            for path in ("/debug/emergency_stop", "/api/sessions/arm/emergency_stop"):
-                assert (await server.call("POST", path, headers=headers))[0] == 200
-        guessed = {"x-api-key": "rjk_" + "g" * 43}
-        assert (await server.call("POST", "/debug/emergency_stop", headers=guessed))[0] == 401
-        server.file.path.unlink()
-        assert (await server.call("POST", "/debug/emergency_stop", headers=ways[0]))[0] == 401
+            # Twice as often as an address may be refused: this does not keep a stop out.
+            refused = [(await server.call("GET", "/sessions", headers=headers))[0] for _ in range(REFUSALS[1])]
+            assert {*refused} <= {401, 429}
+            for path in STOP_PATHS:
+                assert (await server.call("POST", path, headers=headers))[0] == 200, path
+        for refused in ({"x-api-key": "rjk_" + "g" * 43}, {"x-api-key": gone}, {}):
+            for path in STOP_PATHS:
+                assert (await server.call("POST", path, headers=refused))[0] == 401, path
+
+
+async def test_a_revoked_key_of_a_readable_file_stops_nothing(server):
+    await server.create("arm", "alice")
+    server.file.revoke("alice")
+    for path in STOP_PATHS:
+        assert (await server.call("POST", path, "alice"))[0] == 401, path
+    # The file is read again before it goes missing, so the revoked key is not among the last known keys.
+    server.file.path.unlink()
+    assert (await server.call("POST", STOP_PATHS[0], "alice"))[0] == 401
+    assert (await server.call("POST", STOP_PATHS[0], "eve"))[0] == 200
+
+
+async def test_refused_stops_are_not_counted_and_logged_at_a_limited_rate(server, caplog):
+    guess = {"x-api-key": "rjk_" + "g" * 43}
+    for _ in range(3 * REFUSALS[1]):
+        assert (await server.call("POST", STOP_PATHS[0], headers=guess))[0] == 401
+    assert sum("is refused" in record.getMessage() for record in caplog.records) == REFUSALS[1]
+    assert (await server.call("GET", "/sessions", headers=guess))[0] == 401, "the limit of refusals is not used up"
+
+
+@pytest.mark.parametrize("shift", [-86400, -60, 3600, 86400, 31 * 86400])
+async def test_the_clock_refuses_no_stop(serve, tmp_path, monkeypatch, shift):
+    now = time.time()
+    secret = SecretFile(tmp_path / "state" / "jwt-secret")
+    token = secret.create().sign("alice", Role.OPERATOR, 3000, now)
+    async with serve() as server:
+        await server.create("arm", "alice")
+        key = server.file.create("month", Role.OPERATOR, "alice", now, days=30)
+        monkeypatch.setattr(guard, "time", SimpleNamespace(time=lambda: now + shift, monotonic=time.monotonic))
+        ways = {"token": {"authorization": f"Bearer {token}"}, "key": {"x-api-key": key}}
+        for way, headers in ways.items():
+            for path in STOP_PATHS:
+                assert (await server.call("POST", path, headers=headers))[0] == 200, (way, path)
+        is_refused = {"token": True, "key": shift > 30 * 86400}
+        for way, headers in ways.items():
+            status, body = await server.call("POST", "/sessions/arm/start", headers=headers)
+            assert status == (401 if is_refused[way] else 409), (way, body)
+            assert way == "key" or ("expired" if shift > 0 else "not valid yet") in body["detail"]
+        forged = {"authorization": f"Bearer {token[:-4]}AAAA"}
+        assert (await server.call("POST", STOP_PATHS[0], headers=forged))[0] == 401
 
 
 async def test_strangers_learn_only_that_the_server_runs(server):
@@ -174,7 +235,7 @@ async def test_refusals_say_how_and_are_limited_per_address_while_keys_go_on_wor
         assert 1 <= int(answer.headers["retry-after"]) <= 6
     assert (await server.call("GET", "/sessions", "alice"))[0] == 200
     over = server.file.create("late", Role.VIEWER, "late", time.time() - 86400, days=0.5)
-    status, told = await server.call("POST", "/debug/emergency_stop", headers={"x-api-key": over})
+    status, told = await server.call("GET", "/sessions", headers={"x-api-key": over})
     assert (status, "has expired" in told["detail"]) == (401, True)
     refused = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
     assert len(refused) == REFUSALS[1]

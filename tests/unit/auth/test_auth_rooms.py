@@ -19,6 +19,8 @@ from service.transport.client.rooms_link import RoomsTransport
 from service.transport.link import Rooms
 from service.transport.server import websocket
 from service.transport.server.app import serve_transport
+from tests.testing.rig import POSE
+from tests.testing.waiting import until
 
 
 class Deaf:
@@ -125,6 +127,38 @@ async def test_the_socket_of_a_revoked_key_is_closed(server, monkeypatch):
         server.file.revoke("alice")
         frame = await socket.receive(30)
         assert (frame.type, socket.close_code) == (aiohttp.WSMsgType.CLOSE, 1008)
+
+
+async def test_a_robot_whose_key_vanished_stays_stopped(serve, monkeypatch):
+    monkeypatch.setattr(websocket, "KEY_CHECK_INTERVAL", 0.01)
+    async with serve(real_rooms=True) as server:
+        _, made = await server.create("arm", "alice", camera_names=["front"], transport_server_url=server.url)
+        rooms = Rooms(
+            made["workspace_id"], made["camera_room_ids"], made["joint_input_room_id"], made["joint_output_room_id"]
+        )
+
+        async def status():
+            return (await server.call("GET", "/sessions/arm", "alice"))[1]
+
+        async with connect_robot(server.url, rooms, on_command=lambda v, at: None, key=server.keys["alice"]) as robot:
+            robot.send_joints(POSE)
+            assert (await server.call("POST", "/sessions/arm/start", "alice"))[0] == 200
+            away = server.file.path.rename(server.file.path.with_name("away"))
+            await until(lambda: server.app.ctx.sessions.get("arm").is_latched)
+            away.rename(server.file.path)
+            assert (await server.call("POST", "/sessions/arm/start", "alice"))[0] == 409
+            found = await status()
+            assert (found["status"], "no longer accepted" in found["stats"]["emergency_stop"]) == ("stopped", True)
+        # A viewer, and an operator that only looks on, stop nothing when their keys vanish.
+        assert (await server.call("POST", "/debug/sessions/arm/reset", "alice"))[0] == 200
+        path = f"/robotics/workspaces/{rooms.workspace_id}/rooms/{rooms.joint_output}"
+        server.keys["watching"] = server.file.create("watching", Role.OPERATOR, "alice", time.time())
+        async with joined(server, path, "watching") as (_, socket):
+            assert socket is not None
+            server.file.revoke("watching")
+            while (await socket.receive(30)).type is not aiohttp.WSMsgType.CLOSE:
+                pass
+            assert (await status())["stats"]["emergency_stop"] is None
 
 
 async def test_the_rooms_server_alone_has_keys_too(tmp_path):

@@ -16,7 +16,7 @@ from robojax.client import AsyncClient
 from robojax.client import Client as SyncClient
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
-from service.streaming import codec, observation
+from service.streaming import codec, observation, openpi, stream
 from service.transport.link import JointValue
 from tests.testing.waiting import until
 from tests.unit.streaming.conftest import Client
@@ -86,6 +86,44 @@ async def test_a_robot_that_is_latched_by_itself_is_shown_as_held(server):
     async with server.stream() as socket:
         await Client(socket).hear("welcome")
         assert stats(await server.call("GET", "/sessions/arm"))[0] is None
+
+
+@pytest.mark.parametrize("way", ["commands", "acts", "openpi", "looks on"])
+async def test_a_client_whose_key_vanished_leaves_its_robot_latched(serve, tmp_path, monkeypatch, way):
+    for module in (stream, openpi):
+        monkeypatch.setattr(module, "_KEY_CHECK_INTERVAL", 0.0)
+    file = KeyFile(tmp_path / "keys.json")
+    key = file.create("alice", Role.OPERATOR, "alice", time.time())
+    async with serve(key, keys_file=str(file.path)) as server:
+        await server.create()
+        path = "/sessions/arm/openpi" if way == "openpi" else "/sessions/arm/stream"
+        async with server.stream(path, additional_headers={"x-api-key": key}) as socket:
+            client = Client(socket)
+            seen = server.seen()
+            sent = codec.pack_openpi({"observation/image": seen["images"]["front"], "state": seen["state"]})
+            if way == "openpi":
+                await socket.recv()
+                await socket.send(sent)
+                await socket.recv()
+            elif way == "acts":
+                await client.say("act", **seen, number=1)
+                await client.hear("chunk")
+            elif way == "commands":
+                await server.call("POST", "/sessions/arm/start")
+                await client.say("observation", **seen)
+                await client.hear("command")
+            else:
+                await client.hear("welcome")
+            away = file.path.rename(tmp_path / "away")
+            if way == "openpi":
+                await socket.send(sent)
+            async with asyncio.timeout(30):
+                await socket.wait_closed()
+            assert socket.close_code == 1008
+        away.rename(file.path)
+        latch = (await server.call("GET", "/sessions/arm"))[1]["stats"]["emergency_stop"]
+        assert latch is None if way == "looks on" else "no longer accepted" in latch
+        assert (await server.act(seen))[0] == (200 if way == "looks on" else 409)
 
 
 async def test_without_a_client_a_started_session_waits_for_one(server):
