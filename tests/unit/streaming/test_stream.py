@@ -95,7 +95,6 @@ async def test_a_client_whose_key_vanished_leaves_its_robot_latched(serve, tmp_p
     file = KeyFile(tmp_path / "keys.json")
     key = file.create("alice", Role.OPERATOR, "alice", time.time())
     async with serve(key, keys_file=str(file.path)) as server:
-        await server.create()
         path = "/sessions/arm/openpi" if way == "openpi" else "/sessions/arm/stream"
         async with server.stream(path, additional_headers={"x-api-key": key}) as socket:
             client = Client(socket)
