@@ -535,7 +535,7 @@ async def test_a_stop_through_another_server_needs_no_database(
     servers.forget_places(servers.b)
     for module, name in ((redirects, "STOP_LOOKUP_TIMEOUT"), (store, "STOP_PUBLISH_TIMEOUT")):
         monkeypatch.setattr(module, name, 0.1)
-    await asyncio.to_thread(freeze, servers.database)
+    await asyncio.to_thread(servers.database.signal_all, signal.SIGSTOP)
     try:
         # An id is only an id: it does not lead to another route of the other server.
         assert (await servers.b.call("POST", "/sessions/..%2Fdebug/emergency_stop", keys[1][by]))[0] == 503
@@ -557,7 +557,7 @@ async def test_a_stop_through_another_server_needs_no_database(
         status, answer = await servers.b.call("POST", "/sessions/arm/emergency_stop", "rjk_" + "g" * 43)
         assert (status, answer["code"]) == (401, "unauthorized")
     finally:
-        await asyncio.to_thread(thaw, servers.database)
+        await asyncio.to_thread(servers.database.signal_all, signal.SIGCONT)
     await servers.beat()
     assert (await servers.b.listed(keys[1]["alice"]))["arm"] == "stopped"
 
