@@ -17,7 +17,14 @@ from hooks.database import Database
 from hooks.errors import StoreError
 from hooks.registry.delivery import PinnedResolver, resolve_host
 from service.api import pages
-from service.api.blueprint import API_ROUTES, ROUTES, build_blueprint, build_config, install_middleware
+from service.api.blueprint import (
+    API_ROUTES,
+    ROUTES,
+    build_blueprint,
+    build_config,
+    install_middleware,
+    install_path_check,
+)
 from service.api.context import App, Context
 from service.api.metrics import Metrics
 from service.api.pages import build_live_blueprint, full_document, specified_document
@@ -135,6 +142,7 @@ def create_app(
     app: App = Sanic(name, config=build_config(settings.limits), ctx=context, configure_logging=False)
     install_middleware(app)
     context.guard.install(app)
+    install_path_check(app)
     # After the guard and before the doors: whatever session is not here is sent on.
     shared = SharedDatabase(app)
     source = create_engine_source(app, load)
