@@ -62,6 +62,7 @@ from service.shared_sessions import SharedDatabase
 from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
 from service.streaming.direct_transport import TransportByUrl
+from service.threads import Worker
 from service.transport.address import AddressRules, Destinations
 from service.transport.client.room_keys import RoomKeys
 from service.transport.client.rooms_link import RoomsTransport
@@ -263,6 +264,8 @@ def register_lifespan(
     async def open_all(app: App) -> None:
         opened.enter_context(capture_logs(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
+        app.ctx.list_worker = Worker("lists")
+        opened.callback(app.ctx.list_worker.close, 0.0)
         folder = state_folder(settings.webhooks.state)
         durations = None if folder is None else folder / "durations.json"
         engine = await opened.enter_async_context(

@@ -6,9 +6,11 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeAlias
 
 from service.recording.dataset import DatasetSource, write_dataset
 from service.recording.mcap_files import McapSource, read_header, read_outcome
@@ -17,6 +19,8 @@ from service.recording.steps import RecordingError, StepSource
 SUFFIX = ".mcap"
 # A LeRobotDataset has this file; that it is there says enough.
 DATASET_FILE = "meta/info.json"
+# Inode, bytes and time of the last change of a file.
+FileIdentity: TypeAlias = tuple[int, int, int]
 _NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,110}")
 
 
@@ -28,7 +32,6 @@ class RecordingEntry:
         session_id: None when the file cannot be read.
         at: when it began, seconds since 1970.
         state: final state of its ``Recorder``, ``interrupted`` (its server was killed), or ``unreadable``.
-        has_dataset: whether the folder of the same name is a finished dataset.
     """
 
     name: str
@@ -38,7 +41,6 @@ class RecordingEntry:
     seconds: float | None = None
     episodes: int | None = None
     state: str = "unreadable"
-    has_dataset: bool = False
     owner: str | None = None
 
 
@@ -47,6 +49,7 @@ class RecordingLibrary:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._entries: dict[str, tuple[FileIdentity, RecordingEntry]] = {}
 
     def new_path(self, session_id: str) -> Path:
         """Return the path of a new file."""
@@ -61,34 +64,32 @@ class RecordingLibrary:
         return path if path.is_file() and not path.is_symlink() else None
 
     def list_entries(self) -> list[RecordingEntry]:
-        """List all recordings, newest first. Reads the head and the end of each file: not on the event loop."""
-        paths = [path for path in self.folder.glob(f"*{SUFFIX}") if self.find_file(path.stem) is not None]
-        entries = [entry for path in paths if (entry := self.read_entry(path)) is not None]
+        """List all recordings, newest first. Only files that changed since the last call are read; for one thread."""
+        names = []
+        with suppress(FileNotFoundError), os.scandir(self.folder) as files:
+            for file in files:
+                name = file.name.removesuffix(SUFFIX)
+                if name != file.name and _NAME.fullmatch(name) and file.is_file(follow_symlinks=False):
+                    with suppress(FileNotFoundError):  # it was removed meanwhile
+                        status = file.stat(follow_symlinks=False)
+                        names.append(name)
+                        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+                        if name not in self._entries or self._entries[name][0] != identity:
+                            self._entries[name] = identity, _read_entry(Path(file.path), status.st_size)
+        self._entries = {name: self._entries[name] for name in names}
+        entries = [entry for _, entry in self._entries.values()]
         return sorted(entries, key=lambda entry: (entry.at or 0.0, entry.name), reverse=True)
 
     def read_entry(self, path: Path) -> RecordingEntry | None:
         """Describe one recording; None when it is gone."""
-        name = path.stem
-        has_dataset = (self.folder / name / DATASET_FILE).is_file()
         try:
-            size = path.stat().st_size
+            return _read_entry(path, path.stat().st_size)
         except OSError:
             return None
-        try:
-            subject, outcome = read_header(path), read_outcome(path)
-        except RecordingError:
-            return RecordingEntry(name, size, has_dataset=has_dataset)
-        return RecordingEntry(
-            name=name,
-            bytes=size,
-            session_id=subject.session_id,
-            at=subject.wall_ns / 1e9,
-            seconds=outcome.seconds,
-            episodes=outcome.episodes,
-            state=outcome.state,
-            has_dataset=has_dataset,
-            owner=subject.owner,
-        )
+
+    def has_dataset(self, name: str) -> bool:
+        """Whether the folder of the recording's name is a finished dataset."""
+        return (self.folder / name / DATASET_FILE).is_file()
 
     def remove(self, name: str) -> bool:
         """Remove a recording and the dataset made of it; False when there is none."""
@@ -103,6 +104,23 @@ class RecordingLibrary:
             if unfinished.is_dir() and not unfinished.is_symlink():
                 shutil.rmtree(unfinished)
         return True
+
+
+def _read_entry(path: Path, size: int) -> RecordingEntry:
+    try:
+        subject, outcome = read_header(path), read_outcome(path)
+    except RecordingError:
+        return RecordingEntry(path.stem, size)
+    return RecordingEntry(
+        name=path.stem,
+        bytes=size,
+        session_id=subject.session_id,
+        at=subject.wall_ns / 1e9,
+        seconds=outcome.seconds,
+        episodes=outcome.episodes,
+        state=outcome.state,
+        owner=subject.owner,
+    )
 
 
 def open_source(path: Path) -> StepSource:
