@@ -4,13 +4,13 @@ import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeAlias
 
 from service.recording.dataset import DatasetSource, write_dataset
 from service.recording.mcap_files import McapSource, read_header, read_outcome
@@ -19,8 +19,8 @@ from service.recording.steps import RecordingError, StepSource
 SUFFIX = ".mcap"
 # A LeRobotDataset has this file; that it is there says enough.
 DATASET_FILE = "meta/info.json"
-# Inode, bytes and time of the last change of a file.
-FileIdentity: TypeAlias = tuple[int, int, int]
+# Nanoseconds without a change, after which the list of files is kept until the folder changes.
+SETTLING_NS = 2_000_000_000
 _NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,110}")
 
 
@@ -49,7 +49,8 @@ class RecordingLibrary:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._entries: dict[str, tuple[FileIdentity, RecordingEntry]] = {}
+        self._known: dict[str, tuple[tuple[int, int, int], RecordingEntry]] = {}
+        self._listing: tuple[tuple[int, int], Sequence[RecordingEntry]] | None = None
 
     def new_path(self, session_id: str) -> Path:
         """Return the path of a new file."""
@@ -63,29 +64,43 @@ class RecordingLibrary:
         path = self.folder / f"{name}{SUFFIX}"
         return path if path.is_file() and not path.is_symlink() else None
 
-    def list_entries(self) -> list[RecordingEntry]:
-        """List all recordings, newest first. Only files that changed since the last call are read; for one thread."""
-        names = []
-        with suppress(FileNotFoundError), os.scandir(self.folder) as files:
-            for file in files:
-                name = file.name.removesuffix(SUFFIX)
-                if name != file.name and _NAME.fullmatch(name) and file.is_file(follow_symlinks=False):
-                    with suppress(FileNotFoundError):  # it was removed meanwhile
-                        status = file.stat(follow_symlinks=False)
-                        names.append(name)
-                        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-                        if name not in self._entries or self._entries[name][0] != identity:
-                            self._entries[name] = identity, _read_entry(Path(file.path), status.st_size)
-        self._entries = {name: self._entries[name] for name in names}
-        entries = [entry for _, entry in self._entries.values()]
-        return sorted(entries, key=lambda entry: (entry.at or 0.0, entry.name), reverse=True)
+    def list_entries(self) -> Sequence[RecordingEntry]:
+        """List all recordings, newest first; for one thread.
 
-    def read_entry(self, path: Path) -> RecordingEntry | None:
-        """Describe one recording; None when it is gone."""
+        Size and state of an entry may be older than its file: ``read_entry`` returns the present ones.
+        """
         try:
-            return _read_entry(path, path.stat().st_size)
+            status = self.folder.stat()
+            version = status.st_ino, status.st_mtime_ns
+            if self._listing is not None and self._listing[0] == version:
+                return self._listing[1]
+            now, files = time.time_ns(), os.listdir(self.folder)
+        except OSError:
+            return ()
+        names = (name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX))
+        entries = [entry for name in names if _NAME.fullmatch(name) and (entry := self.read_entry(name)) is not None]
+        entries.sort(key=lambda entry: (entry.at or 0.0, entry.name), reverse=True)
+        self._known = {entry.name: self._known[entry.name] for entry in entries}
+        # A second change within one tick of the file system's clock would not change the version, and a file without
+        # a header may be a recording that has just begun.
+        changes = [self._known[entry.name][0][2] for entry in entries if entry.at is None]
+        self._listing = (version, entries) if now - max([version[1], *changes]) > SETTLING_NS else None
+        return entries
+
+    def read_entry(self, name: str) -> RecordingEntry | None:
+        """Describe one recording; None when it is gone. The file is read only if it changed since the last call."""
+        path = f"{self.folder}/{name}{SUFFIX}"
+        try:
+            status = os.lstat(path)
         except OSError:
             return None
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        identity = status.st_ino, status.st_size, status.st_mtime_ns
+        known = self._known.get(name)
+        if known is None or known[0] != identity:
+            known = self._known[name] = identity, _read_file(Path(path), status.st_size)
+        return known[1]
 
     def has_dataset(self, name: str) -> bool:
         """Whether the folder of the recording's name is a finished dataset."""
@@ -106,7 +121,7 @@ class RecordingLibrary:
         return True
 
 
-def _read_entry(path: Path, size: int) -> RecordingEntry:
+def _read_file(path: Path, size: int) -> RecordingEntry:
     try:
         subject, outcome = read_header(path), read_outcome(path)
     except RecordingError:

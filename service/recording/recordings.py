@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
@@ -140,9 +139,9 @@ class Recordings:
 
         def describe(entry: "RecordingEntry") -> dict[str, object]:
             dataset = datasets.get(entry.name) or ("ready" if self._library.has_dataset(entry.name) else "none")
-            row = asdict(entry)
+            row: dict[str, object] = {**vars(self._library.read_entry(entry.name) or entry), "dataset": dataset}
             del row["owner"]
-            return {**row, **running.get(entry.name, {}), "dataset": dataset}
+            return row | running.get(entry.name, {})
 
         return describe
 
@@ -154,10 +153,9 @@ class Recordings:
             RecordingRefused: it is being written, or made into a dataset.
         """
         unknown = UnknownRecording("there is no recording of this name; GET /recordings lists them")
-        path = None if self._refusal is not None else self._library.find_file(name)
-        if path is None:
+        if self._refusal is not None or self._library.find_file(name) is None:
             raise unknown
-        entry = await asyncio.to_thread(self._library.read_entry, path)
+        entry = await asyncio.to_thread(self._library.read_entry, name)
         if entry is None or not can_see(entry.owner):
             raise unknown
         if any(one.name == name and one.is_writing for one in self._recorders.values()):

@@ -282,6 +282,8 @@ async def test_queries_are_checked_too(server):
         ("limit=", "limit"),
         ("level=", "level"),
         ("limit=x", "limit"),
+        ("limit=501", "limit"),
+        ("before=x", "before"),
         ("level=loud", "level"),
     ):
         status, told = await server.call("GET", f"/debug/logs?{query}")

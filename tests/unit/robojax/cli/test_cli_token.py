@@ -77,6 +77,11 @@ def test_keys_are_made_used_listed_and_revoked(run, serve, tmp_path):
         assert "no sessions" in run("sessions", "--server", url, ROBOJAX_KEY=key).stdout
         assert "no sessions" in run("sessions", "--server", url, "--key", signed).stdout
         assert "no recordings" in run("recordings", "list", "--server", url, "--key", key).stdout
+        (tmp_path / "kept" / "recordings").mkdir()
+        for number in range(sessions.PAGE + 1):
+            (tmp_path / "kept" / "recordings" / f"damaged-{number}.mcap").touch()
+        listed = run("recordings", "list", "--json", "--server", url, "--key", signed).stdout
+        assert len({one["name"] for one in json.loads(listed)}) == sessions.PAGE + 1, "all pages are read"
         for move in ("start", "restart", "reset", "delete"):
             assert "Session arm not found" in run(move, "arm", "--server", url, "--key", key).stderr
         refused = run("rollback", "arm", "--server", url, "--key", viewer)
