@@ -96,7 +96,7 @@ def build_blueprint(
         except ValueError as error:
             return json({"error": str(error)}, 422)
         events = await receiver.events(status=status, path=request.args.get("path"), limit=limit + 1, before=before)
-        query = {name: values[-1] for name, values in request.args.items()}
+        query = {name: values[0] for name, values in request.args.items() if name != "ticket"}
 
         def answer() -> HTTPResponse:
             if len(events) <= limit:

@@ -67,7 +67,8 @@ async def answer_page(request: Request, worker: Worker, build: BuildPage, field:
     Raises:
         InvalidRequest: a query parameter cannot be used.
     """
-    query = {name: str(values[-1]) for name, values in request.get_args(keep_blank_values=True).items()}
+    sent = request.get_args(keep_blank_values=True)
+    query = {name: str(values[0]) for name, values in sent.items() if name != "ticket"}  # a ticket is used up
     limit, before = _read_limit(query.get("limit", str(DEFAULT_LIMIT))), query.get("before")
 
     def build_text() -> tuple[str, str | None]:
