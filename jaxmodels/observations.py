@@ -13,6 +13,7 @@ from jaxmodels.program import Inputs
 from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.types import (
     CHANNELS,
+    FRAME_SIDE,
     IMAGES,
     PADDING_MASK,
     PREFIX_ACTIONS,
@@ -84,7 +85,6 @@ def _counts(name: str, value: np.ndarray, batch: int, maximum: int) -> np.ndarra
 
 
 BATCH = Range(1, 65_536)
-SIDE = Range(1, 16_384)  # pixels; of frames as they arrive
 
 
 class Reader:
@@ -237,7 +237,7 @@ class Reader:
         if wrong := [name for name, size in cameras.items() if not all(map(_is_side, size))]:
             sizes = shorten_value([cameras[name] for name in wrong])
             raise ObservationError(
-                f"frames of {', '.join(wrong)} are {sizes}; wanted sides of {SIDE.maximum:g} pixels at most"
+                f"frames of {', '.join(wrong)} are {sizes}; wanted sides of {FRAME_SIDE.maximum:g} pixels at most"
             )
         return self._inputs(batch, frames)
 
@@ -301,7 +301,7 @@ def _frames(name: str, array: np.ndarray, steps: int) -> np.ndarray:
 
 
 def _is_side(pixels: Any) -> bool:
-    return is_number(pixels, SIDE, integer=True)
+    return is_number(pixels, FRAME_SIDE, integer=True)
 
 
 def _format_axes(steps: int, *axes: int | str) -> str:

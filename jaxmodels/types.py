@@ -207,6 +207,7 @@ TYPES = ("STATE", "VISUAL", "ENV", "ACTION", "REWARD", "LANGUAGE")
 MODES = ("MEAN_STD", "MIN_MAX", "IDENTITY", "QUANTILES", "QUANTILE10")
 
 SIDE = Range(1, 8192)  # pixels; of the frames a policy was trained with
+FRAME_SIDE = Range(1, 16_384)  # pixels; of the frames of an observation
 AXIS = Range(1, WIDTH)  # of everything else but actions
 ACTIONS = Range(1, 1024)  # numbers of one action
 AXES = Range(1, 8)

@@ -17,7 +17,14 @@ from hooks.database import Database
 from hooks.errors import StoreError
 from hooks.registry.delivery import PinnedResolver, resolve_host
 from service.api import pages
-from service.api.blueprint import API_ROUTES, ROUTES, build_blueprint, build_config, install_middleware
+from service.api.blueprint import (
+    API_ROUTES,
+    ROUTES,
+    build_blueprint,
+    build_config,
+    install_middleware,
+    install_path_check,
+)
 from service.api.context import App, Context
 from service.api.metrics import Metrics
 from service.api.pages import build_live_blueprint, full_document, specified_document
@@ -55,6 +62,7 @@ from service.shared_sessions import SharedDatabase
 from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
 from service.streaming.direct_transport import TransportByUrl
+from service.threads import Worker
 from service.transport.address import AddressRules, Destinations
 from service.transport.client.room_keys import RoomKeys
 from service.transport.client.rooms_link import RoomsTransport
@@ -135,6 +143,7 @@ def create_app(
     app: App = Sanic(name, config=build_config(settings.limits), ctx=context, configure_logging=False)
     install_middleware(app)
     context.guard.install(app)
+    install_path_check(app)
     # After the guard and before the doors: whatever session is not here is sent on.
     shared = SharedDatabase(app)
     source = create_engine_source(app, load)
@@ -255,6 +264,8 @@ def register_lifespan(
     async def open_all(app: App) -> None:
         opened.enter_context(capture_logs(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
+        app.ctx.list_worker = Worker("lists")
+        opened.callback(app.ctx.list_worker.close, 0.0)
         folder = state_folder(settings.webhooks.state)
         durations = None if folder is None else folder / "durations.json"
         engine = await opened.enter_async_context(

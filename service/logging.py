@@ -1,6 +1,7 @@
 """Log lines with session and request ids, without secrets; the newest lines are kept for GET /debug/logs."""
 
 import copy
+import itertools
 import json
 import logging
 import queue
@@ -89,6 +90,7 @@ class RecentLogs(logging.Handler):
 
     def __init__(self, lines: int):
         super().__init__()
+        self._numbers = itertools.count(1)
         self._lines: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=lines)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -99,12 +101,14 @@ class RecentLogs(logging.Handler):
             message = str(record.msg)
         if record.exc_info and record.exc_info[0] is not None:
             message += f" ({record.exc_info[0].__name__})"
-        self._lines.append((record.levelno, _line(record, redact(_truncate(message)))))
+        line = {"number": next(self._numbers), **_line(record, redact(_truncate(message)))}
+        self._lines.append((record.levelno, line))
 
-    def newest(self, limit: int, level: int = logging.NOTSET) -> list[Mapping[str, Any]]:
-        """Return at most ``limit`` lines of at least ``level``, oldest first."""
-        lines = [line for number, line in list(self._lines) if number >= level]
-        return lines[-limit:] if limit else []
+    def newest(self, level: int = logging.NOTSET, before: int | None = None) -> Iterator[Mapping[str, Any]]:
+        """Yield lines of at least ``level``, newest first; with ``before`` only lines of a lower number."""
+        for severity, line in reversed(list(self._lines)):
+            if severity >= level and (before is None or line["number"] < before):
+                yield line
 
 
 class TextFormatter(logging.Formatter):

@@ -57,7 +57,10 @@ def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *a
 
 
 class Worker:
-    """Daemon thread that runs calls in order. A call that never returns does not keep the process from ending."""
+    """Daemon thread that runs calls in order, except calls that were cancelled before their turn.
+
+    A call that never returns does not keep the process from ending.
+    """
 
     def __init__(self, name: str, niceness: int = 0):
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
@@ -79,7 +82,8 @@ class Worker:
     def _run(self, niceness: int) -> None:
         lower_priority(niceness)
         while (item := self._calls.get()) is not None:
-            run_call(*item)
+            if not item[1].cancelled():
+                run_call(*item)
             del item  # It may hold a policy, whose weights would stay in memory until the next call.
 
 

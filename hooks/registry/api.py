@@ -3,6 +3,7 @@
 Sources: huggingface_hub 2.4 (hf_api.py, its errors in utils/_http.py), https://huggingface.co/docs/hub/webhooks
 """
 
+import asyncio
 import hmac
 import json
 from collections.abc import Callable, Coroutine, Iterable
@@ -86,7 +87,7 @@ def add_routes(blueprint: Blueprint, registry: "Registry", tokens: tuple[str, ..
         return {"status": (await registry.replay(webhook_id, delivery_id)).status}
 
     async def list_deliveries(request: Request, webhook_id: str) -> Any:
-        limit = request.args.get("limit", "50")
+        limit = request.args.get("limit", "100")
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED):
             raise InvalidWebhook(f"limit: {limit[:20]!r}, wanted 1 to {MAX_LISTED}")
         return {"deliveries": await registry.list_deliveries(webhook_id, int(limit), request.args.get("before"))}
@@ -127,7 +128,9 @@ def _guard(handler: Handler, tokens: tuple[str, ...]) -> Handler:
         if not is_valid_secret(token, tokens):
             return build_error(401, "Unauthorized", WRONG_TOKEN)
         try:
-            return in_json(await handler(request, **arguments))
+            body = await handler(request, **arguments)
+            # In a thread, because a list of deliveries takes milliseconds.
+            return await asyncio.to_thread(in_json, body)
         except (InvalidWebhook, UnsafeTarget) as error:
             return build_error(400, "BadRequest", str(error))
         except UnknownWebhook as error:

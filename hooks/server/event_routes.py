@@ -1,10 +1,12 @@
 """Routes that list and replay events, for visitors who may."""
 
+import asyncio
 import ipaddress
 import re
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 from sanic import Blueprint, HTTPResponse, Request
 from sanic.response import json
@@ -86,14 +88,26 @@ def build_blueprint(
 
     @made.get("/", name="list")
     async def list_events(request: Request) -> HTTPResponse:
+        """Events, newest first; the header Link has the address of the next page, and is not there on the last."""
         try:
-            limit = min(max(int(request.args.get("limit", "50")), 1), MAX_LISTED)
+            limit = min(max(int(request.args.get("limit", "100")), 1), MAX_LISTED)
             before = None if request.args.get("before") is None else min(max(int(request.args.get("before")), 0), LAST)
             status = None if request.args.get("status") is None else Status(request.args.get("status"))
         except ValueError as error:
             return json({"error": str(error)}, 422)
-        events = await receiver.events(status=status, path=request.args.get("path"), limit=limit, before=before)
-        return json([summarize_event(event) for event in events])
+        events = await receiver.events(status=status, path=request.args.get("path"), limit=limit + 1, before=before)
+        query = {name: values[0] for name, values in request.args.items() if name != "ticket"}
+
+        def answer() -> HTTPResponse:
+            if len(events) <= limit:
+                return json([summarize_event(event) for event in events])
+            following = urlencode({**query, "before": events[limit - 1].number})
+            return json(
+                [summarize_event(event) for event in events[:limit]], headers={"link": f'<?{following}>; rel="next"'}
+            )
+
+        # In a thread, because a page takes milliseconds that other requests do not have to wait for.
+        return await asyncio.to_thread(answer)
 
     @made.get("/<event_id:str>", name="get")
     async def get_event(request: Request, event_id: str) -> HTTPResponse:

@@ -330,6 +330,8 @@ def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, s
         if not isinstance(step, Mapping) or not isinstance(step.get("config", {}), Mapping):
             raise CheckpointError(f"{where}: a step is no object with a name and a config")
         step_kind, config = step.get("registry_name"), step.get("config", {})
+        if not isinstance(step_kind, str | None):
+            raise CheckpointError(f"{where}: a step's registry_name is {shorten_value(step_kind)}; wanted a string")
         _check_fields(f"{where}: step {step_kind}", step, ENTRY_FIELDS)
         if step_kind == kind and not normalizers:
             normalizers.append(_read_step(folder, where, step, config))

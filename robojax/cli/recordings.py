@@ -32,7 +32,8 @@ File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDat
 def list_recordings(*, at: ServerOptions) -> None:
     """List the recordings of a running server."""
     columns = ("recording", "session", "state", "seconds", "MB", "starts", "dataset")
-    at.show_list("/recordings", f"no recordings at {at.base}; POST /sessions/ID/record begins one", columns, _row)
+    empty = f"no recordings at {at.base}; POST /sessions/ID/record begins one"
+    at.show_list(at.call_pages("/recordings", "name"), empty, columns, _row)
 
 
 def _row(recording: Any) -> Sequence[str]:

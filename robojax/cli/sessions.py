@@ -26,6 +26,8 @@ Key = Annotated[
         help="Key or token for a server that wants one; default: ROBOJAX_KEY, which no list of processes shows."
     ),
 ]
+# Entries of one page of a list.
+PAGE = 100
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSON.")]
 
 
@@ -58,9 +60,18 @@ class ServerOptions:
         for text in [*answer.get("warnings", {}).values(), *filter(None, [answer.get("warning")])]:
             typer.secho(f"warning: {text}", err=True, fg="yellow")
 
-    def show_list(self, path: str, empty: str, columns: Sequence[str], row: Callable[[Any], Sequence[str]]) -> Any:
+    def call_pages(self, path: str, key: str) -> list[Any]:
+        """Return all entries of a list that the server answers in pages; ``key`` is the field that identifies one."""
+        page = listed = self.call("GET", f"{path}?limit={PAGE}")
+        while len(page) == PAGE:
+            page = self.call("GET", f"{path}?limit={PAGE}&before={quote(page[-1][key], safe='')}")
+            listed = [*listed, *page]
+        return listed
+
+    def show_list(
+        self, listed: list[Any], empty: str, columns: Sequence[str], row: Callable[[Any], Sequence[str]]
+    ) -> list[Any]:
         """Print a list of the server as a table or JSON; returns the list that a table was printed of."""
-        listed = self.call("GET", path)
         if self.as_json:
             typer.echo(json.dumps(listed, indent=2))
             return []
@@ -78,7 +89,7 @@ def sessions(*, at: ServerOptions) -> None:
     from rich.markup import escape
 
     columns = ("session", "status", "policy", "cameras", "rate", "commands")
-    listed = at.show_list("/sessions", f"no sessions at {at.base}", columns, _row)
+    listed = at.show_list(at.call("GET", "/sessions"), f"no sessions at {at.base}", columns, _row)
     console = Console(highlight=False)
     # Below the table, because a column of a table this wide has no room for a sentence.
     for session in listed:
@@ -374,7 +385,7 @@ def deployments(
     path = f"/deployments?limit={limit}" + (f"&session_id={quote(session_id, safe='')}" if session_id else "")
     whose = f" of session {session_id!r}" if session_id else ""
     columns = ("deployment", "policy", "commit", "set off by", "sessions", "stages", "result", "why")
-    at.show_list(path, f"no policy updates{whose} at {at.base}", columns, _deployment_row)
+    at.show_list(at.call("GET", path), f"no policy updates{whose} at {at.base}", columns, _deployment_row)
 
 
 def _deployment_row(deployment: Any) -> Sequence[str]:

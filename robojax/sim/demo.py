@@ -206,7 +206,7 @@ class Demo:
             async with asyncio.timeout(LOADING):
                 await self._client.session(SESSION).delete()
                 while True:
-                    newest = (await self._client.request("GET", "/recordings") or [{}])[0]
+                    newest = (await self._client.request("GET", "/recordings?limit=1") or [{}])[0]
                     if newest.get("state") != "on" and newest.get("dataset") in ("ready", "failed"):
                         return newest
                     await asyncio.sleep(0.2)

@@ -12,12 +12,13 @@ from sanic.config import Config
 
 from service.api import operations, pages, policies, sessions
 from service.api.context import App, Request, Route
+from service.errors import InvalidRequest
 from service.http.bodies import request_id
 from service.http.config import LimitSettings
 from service.http.limits import ConnectionLimits, Connections
 from service.http.origins import Origins, add_security_headers, answer_preflight
 from service.http.protocol import TOO_MANY_BODY, DeadlineProtocol
-from service.logging import bind_log_context
+from service.logging import bind_log_context, sanitize_text
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,17 @@ def install_middleware(app: App) -> None:
         # Changes are logged with their caller; reads are too many.
         level = logging.DEBUG if request.method in ("GET", "HEAD", "OPTIONS") else logging.INFO
         log.log(level, "%s %s: %d in %.1f ms", request.method, request.path, response.status, seconds * 1e3)
+
+
+def install_path_check(app: App) -> None:
+    """Answer 422 when a part of the path holds NUL: no id contains it, and PostgreSQL cannot store it."""
+
+    @app.on_request
+    async def check_path(request: Request) -> None:
+        for name, value in request.match_info.items():
+            if isinstance(value, str) and "\0" in value:
+                found = sanitize_text(value.replace("\0", "\\0"))
+                raise InvalidRequest(f"{name} is {found!r}; ids have no NUL character: remove it", ("path", name))
 
 
 def _path_template(path: str) -> str:

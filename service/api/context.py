@@ -18,7 +18,7 @@ from service.auth.caller import Role, caller_of
 from service.auth.guard import Guard
 from service.dashboard.live import Live
 from service.engines.engine_set import EngineSet
-from service.errors import InvalidRequest, UnknownSession
+from service.errors import UnknownSession
 from service.http.limits import CreateLimiter
 from service.inference.model_server import ModelServer
 from service.inference.policy_sources import PolicyReader, SourceRules
@@ -29,6 +29,7 @@ from service.rollout.deployments import Deployments
 from service.sessions.store import AnySession, Sessions
 from service.settings import Settings
 from service.streaming.clients import StreamClients
+from service.threads import Worker
 from service.transport.server.rooms import RoomTable
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Context:
         create_limiter: limits new sessions per caller.
         stream_clients: clients without rooms.
         loop_watchdog: counts the event loop's stalls.
-        sessions, models, updates, recordings: exist while the server runs.
+        sessions, models, updates, recordings, list_worker: exist while the server runs.
         source_rules: allowed sources of policies.
         policy_reader: reads the requirements of policies before they are loaded.
         live: viewers of the dashboard.
@@ -166,6 +167,7 @@ class Context:
     models: ModelServer = field(init=False)
     updates: Deployments = field(init=False)
     recordings: Recordings = field(init=False)
+    list_worker: Worker = field(init=False)
 
 
 App: TypeAlias = sanic.Sanic[Config, Context]
@@ -184,14 +186,3 @@ def get_visible_session(request: Request, session_id: str) -> AnySession:
     if not caller_of(request).sees(session.new.owner):
         raise UnknownSession(f"Session {session_id} not found")
     return session
-
-
-def read_limit(text: str, most: int) -> int:
-    """Return the number of entries that a caller asks for.
-
-    Raises:
-        InvalidRequest: not an integer from 1 to ``most``.
-    """
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
-        raise InvalidRequest(f"limit should be a whole number from 1 to {most}", ("query", "limit"))
-    return int(text)

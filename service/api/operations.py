@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 from sanic import HTTPResponse
 
-from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions, read_limit
+from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions
+from service.api.lists import Rows, answer_page, page_query, take_page
 from service.api.metrics import CONTENT_TYPE
 from service.api.schemas import AdoptRequest
 from service.auth.caller import STRANGER, Role, caller_of
@@ -104,13 +105,19 @@ async def get_system_info(request: Request) -> HTTPResponse:
 
 async def get_recent_logs(request: Request) -> HTTPResponse:
     """The newest lines of the log, oldest first, without secrets and folders of the machine."""
-    asked = request.get_args(keep_blank_values=True)
-    limit = read_limit(str(asked.get("limit", "100")), 100_000)
-    level = str(asked.get("level", "debug"))
+    level = str(request.get_args(keep_blank_values=True).get("level", "debug"))
     if level not in LEVELS:
         raise InvalidRequest(f"level should be one of {', '.join(LEVELS)}", ("query", "level"))
-    number = logging.getLevelNamesMapping()[level.upper()]
-    return json_response({"logs": [dict(line) for line in request.app.ctx.logs.newest(limit, number)]})
+    logs, severity = request.app.ctx.logs, logging.getLevelNamesMapping()[level.upper()]
+
+    def build(limit: int, before: str | None) -> tuple[Rows, str | None]:
+        if before is not None and not (before.isascii() and before.isdigit()):
+            raise InvalidRequest(f"before is {before[:20]!r}; wanted the number of a line", ("query", "before"))
+        lines = logs.newest(severity, None if before is None else int(before[:18]))
+        page, following = take_page(lines, lambda line: str(line["number"]), limit, None)
+        return page[::-1], following
+
+    return await answer_page(request, request.app.ctx.list_worker, build, "logs")
 
 
 DEBUG_ROUTES = (
@@ -131,7 +138,7 @@ DEBUG_ROUTES = (
         get_recent_logs,
         "Debug",
         query=(
-            Query("limit", {"type": "integer", "minimum": 1, "maximum": 100_000, "default": 100}, "How many lines."),
+            *page_query("number"),
             Query("level", {"type": "string", "enum": list(LEVELS), "default": "debug"}, "The least severe to show."),
         ),
     ),

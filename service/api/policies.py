@@ -1,7 +1,7 @@
 """Routes of policies and models: check, deploy, roll back, quarantine, and single inferences."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +12,8 @@ from sanic import HTTPResponse
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from jaxmodels.types import rename_cameras
-from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions, read_limit
+from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions
+from service.api.lists import Rows, answer_page, page_query, take_page
 from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, Quarantined
 from service.auth.caller import Role, caller_of
 from service.errors import Forbidden, InvalidRequest, PolicyError, ServiceError, UnknownDeployment
@@ -36,24 +37,22 @@ from service.sessions.request import NewSession, SessionSettings
 from service.setting_types import NAME
 from service.streaming import codec, direct_inference
 
-MAX_LIMIT = 500
-MAX_SEARCHED = 10_000
-
 
 async def list_deployments(request: Request) -> HTTPResponse:
     """Policy updates, newest first: what set each off, its commit, its stages with their times, what became of it."""
-    asked = request.get_args(keep_blank_values=True)
-    limit, session_id = read_limit(str(asked.get("limit", "50")), MAX_LIMIT), asked.get("session_id")
-    of = None if session_id is None else str(session_id)
-    if caller_of(request).sees_all:
-        return json_response([record.as_json() for record in request.app.ctx.updates.list(limit, of)])
-    found = (_select_visible(request, record) for record in request.app.ctx.updates.list(MAX_SEARCHED, of))
-    return json_response([update for update in found if update is not None][:limit])
+    session_id = request.get_args(keep_blank_values=True).get("session_id")
+    updates, select = request.app.ctx.updates, _make_filter(request)
+
+    def build(limit: int, before: str | None) -> tuple[Rows, str | None]:
+        rows = (row for record in updates.list(session_id) if (row := select(record)) is not None)
+        return take_page(rows, lambda row: row["id"], limit, before)
+
+    return await answer_page(request, request.app.ctx.list_worker, build)
 
 
 async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
     """One policy update."""
-    update = _select_visible(request, request.app.ctx.updates.get(deployment_id))
+    update = _make_filter(request)(request.app.ctx.updates.get(deployment_id))
     if update is None:
         raise UnknownDeployment(f"deployment {deployment_id[:80]!r} not found; GET /deployments lists them")
     return json_response(update)
@@ -95,18 +94,23 @@ async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse
     return json_response({"message": f"Commit {commit} released"})
 
 
-def _select_visible(request: Request, record: Record) -> Mapping[str, Any] | None:
-    """Return a deployment with only the caller's own present sessions; None if no session remains."""
-    update = record.as_json()
+def _make_filter(request: Request) -> Callable[[Record], Mapping[str, Any] | None]:
+    """Return a function that serializes a deployment with only the caller's own present sessions.
+
+    The function returns None when no session remains. It may be called in another thread.
+    """
     if caller_of(request).sees_all:
-        return update
-    now, age = time.monotonic(), time.time() - update["at"]
-    own = {session.id for session in list_visible_sessions(request) if age <= now - session.created_at + 1}
-    own.intersection_update(update["sessions"])
-    if not own:
-        return None
-    figures = {name: found for name, found in update["figures"].items() if name in own}
-    return {**update, "sessions": [name for name in update["sessions"] if name in own], "figures": figures}
+        return Record.as_json
+    own = {session.id: session.created_at for session in list_visible_sessions(request)}
+
+    def select(record: Record) -> Mapping[str, Any] | None:
+        update = record.as_json()
+        oldest = time.monotonic() - (time.time() - update["at"]) + 1
+        names = [name for name in update["sessions"] if name in own and own[name] <= oldest]
+        figures = {name: found for name, found in update["figures"].items() if name in names}
+        return {**update, "sessions": names, "figures": figures} if names else None
+
+    return select
 
 
 def _list_of(model: type[BaseModel]) -> dict[str, object]:
@@ -121,7 +125,7 @@ DEPLOYMENT_ROUTES = (
         "Policies",
         _list_of(Deployment),
         query=(
-            Query("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": 50}, "How many."),
+            *page_query("id"),
             Query("session_id", {"type": "string"}, "Only deployments of this session."),
         ),
         role=Role.VIEWER,

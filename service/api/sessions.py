@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from sanic import HTTPResponse
 
 from service.api.context import Request, Route, get_visible_session, list_visible_sessions
+from service.api.lists import Rows, answer_page, page_query, take_page
 from service.api.schemas import (
     AdjustRequest,
     CreateSessionRequest,
@@ -232,7 +233,14 @@ async def record_session(request: Request, session_id: str) -> HTTPResponse:
 
 async def list_recordings(request: Request) -> HTTPResponse:
     """Recordings of the caller's sessions, newest first."""
-    return json_response(await request.app.ctx.recordings.list(caller_of(request).sees))
+    recordings = request.app.ctx.recordings
+
+    def build(limit: int, before: str | None) -> tuple[Rows, str | None]:
+        entries, following = take_page(recordings.list_entries(sees), lambda entry: entry.name, limit, before)
+        return [describe(entry) for entry in entries], following
+
+    sees, describe = caller_of(request).sees, recordings.prepare_description()
+    return await answer_page(request, recordings.list_worker, build)
 
 
 async def delete_recording(request: Request, name: str) -> HTTPResponse:
@@ -252,7 +260,15 @@ RECORDING_ROUTES = (
         errors=(404, 409),
         role=Role.OPERATOR,
     ),
-    Route("GET", "/recordings", list_recordings, "Recordings", RECORDING_LIST, role=Role.VIEWER),
+    Route(
+        "GET",
+        "/recordings",
+        list_recordings,
+        "Recordings",
+        RECORDING_LIST,
+        query=page_query("name"),
+        role=Role.VIEWER,
+    ),
     Route("DELETE", "/recordings/{name}", delete_recording, "Recordings", errors=(404, 409), role=Role.OPERATOR),
 )
 

@@ -204,10 +204,14 @@ log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
+def encode_json(body: object) -> str:
+    """Encode a value as JSON. A number that JSON does not have is an error of this server and raises ValueError."""
+    return json.dumps(body, allow_nan=False, separators=(",", ":"))
+
+
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> HTTPResponse:
-    """Create a JSON answer. A number that JSON does not have is an error of ours and raises ValueError."""
-    text = json.dumps(body, allow_nan=False, separators=(",", ":"))
-    return HTTPResponse(text, status=status, headers=dict(headers or {}), content_type="application/json")
+    """Create a JSON answer."""
+    return HTTPResponse(encode_json(body), status=status, headers=dict(headers or {}), content_type="application/json")
 
 
 def request_id(request: Request[Any, Any]) -> str:

@@ -4,8 +4,10 @@ import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +19,8 @@ from service.recording.steps import RecordingError, StepSource
 SUFFIX = ".mcap"
 # A LeRobotDataset has this file; that it is there says enough.
 DATASET_FILE = "meta/info.json"
+# Nanoseconds without a change, after which the list of files is kept until the folder changes.
+SETTLING_NS = 2_000_000_000
 _NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,110}")
 
 
@@ -28,7 +32,6 @@ class RecordingEntry:
         session_id: None when the file cannot be read.
         at: when it began, seconds since 1970.
         state: final state of its ``Recorder``, ``interrupted`` (its server was killed), or ``unreadable``.
-        has_dataset: whether the folder of the same name is a finished dataset.
     """
 
     name: str
@@ -38,7 +41,6 @@ class RecordingEntry:
     seconds: float | None = None
     episodes: int | None = None
     state: str = "unreadable"
-    has_dataset: bool = False
     owner: str | None = None
 
 
@@ -47,6 +49,8 @@ class RecordingLibrary:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._known: dict[str, tuple[tuple[int, int, int], RecordingEntry]] = {}
+        self._listing: tuple[tuple[int, int], Sequence[RecordingEntry]] | None = None
 
     def new_path(self, session_id: str) -> Path:
         """Return the path of a new file."""
@@ -60,35 +64,47 @@ class RecordingLibrary:
         path = self.folder / f"{name}{SUFFIX}"
         return path if path.is_file() and not path.is_symlink() else None
 
-    def list_entries(self) -> list[RecordingEntry]:
-        """List all recordings, newest first. Reads the head and the end of each file: not on the event loop."""
-        paths = [path for path in self.folder.glob(f"*{SUFFIX}") if self.find_file(path.stem) is not None]
-        entries = [entry for path in paths if (entry := self.read_entry(path)) is not None]
-        return sorted(entries, key=lambda entry: (entry.at or 0.0, entry.name), reverse=True)
+    def list_entries(self) -> Sequence[RecordingEntry]:
+        """List all recordings, newest first; for one thread.
 
-    def read_entry(self, path: Path) -> RecordingEntry | None:
-        """Describe one recording; None when it is gone."""
-        name = path.stem
-        has_dataset = (self.folder / name / DATASET_FILE).is_file()
+        Size and state of an entry may be older than its file: ``read_entry`` returns the present ones.
+        """
         try:
-            size = path.stat().st_size
+            status = self.folder.stat()
+            version = status.st_ino, status.st_mtime_ns
+            if self._listing is not None and self._listing[0] == version:
+                return self._listing[1]
+            now, files = time.time_ns(), os.listdir(self.folder)
+        except OSError:
+            return ()
+        names = (name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX))
+        entries = [entry for name in names if _NAME.fullmatch(name) and (entry := self.read_entry(name)) is not None]
+        entries.sort(key=lambda entry: (entry.at or 0.0, entry.name), reverse=True)
+        self._known = {entry.name: self._known[entry.name] for entry in entries}
+        # A second change within one tick of the file system's clock would not change the version, and a file without
+        # a header may be a recording that has just begun.
+        changes = [self._known[entry.name][0][2] for entry in entries if entry.at is None]
+        self._listing = (version, entries) if now - max([version[1], *changes]) > SETTLING_NS else None
+        return entries
+
+    def read_entry(self, name: str) -> RecordingEntry | None:
+        """Describe one recording; None when it is gone. The file is read only if it changed since the last call."""
+        path = f"{self.folder}/{name}{SUFFIX}"
+        try:
+            status = os.lstat(path)
         except OSError:
             return None
-        try:
-            subject, outcome = read_header(path), read_outcome(path)
-        except RecordingError:
-            return RecordingEntry(name, size, has_dataset=has_dataset)
-        return RecordingEntry(
-            name=name,
-            bytes=size,
-            session_id=subject.session_id,
-            at=subject.wall_ns / 1e9,
-            seconds=outcome.seconds,
-            episodes=outcome.episodes,
-            state=outcome.state,
-            has_dataset=has_dataset,
-            owner=subject.owner,
-        )
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        identity = status.st_ino, status.st_size, status.st_mtime_ns
+        known = self._known.get(name)
+        if known is None or known[0] != identity:
+            known = self._known[name] = identity, _read_file(Path(path), status.st_size)
+        return known[1]
+
+    def has_dataset(self, name: str) -> bool:
+        """Whether the folder of the recording's name is a finished dataset."""
+        return (self.folder / name / DATASET_FILE).is_file()
 
     def remove(self, name: str) -> bool:
         """Remove a recording and the dataset made of it; False when there is none."""
@@ -103,6 +119,23 @@ class RecordingLibrary:
             if unfinished.is_dir() and not unfinished.is_symlink():
                 shutil.rmtree(unfinished)
         return True
+
+
+def _read_file(path: Path, size: int) -> RecordingEntry:
+    try:
+        subject, outcome = read_header(path), read_outcome(path)
+    except RecordingError:
+        return RecordingEntry(path.stem, size)
+    return RecordingEntry(
+        name=path.stem,
+        bytes=size,
+        session_id=subject.session_id,
+        at=subject.wall_ns / 1e9,
+        seconds=outcome.seconds,
+        episodes=outcome.episodes,
+        state=outcome.state,
+        owner=subject.owner,
+    )
 
 
 def open_source(path: Path) -> StepSource:

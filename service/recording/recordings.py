@@ -5,14 +5,14 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +25,10 @@ from service.sessions.session import Session
 from service.sessions.store import AnySession
 from service.stage import MOVING
 from service.state import state_folder
-from service.threads import call_in_thread
+from service.threads import Worker, call_in_thread
+
+if TYPE_CHECKING:
+    from service.recording.library import RecordingEntry
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,11 @@ CLOSE_TIMEOUT = 2.0
 
 
 class Recordings:
-    """Recordings of one server's sessions, started by events of ``wrap_notify``. The event loop waits for no disk."""
+    """Recordings of one server's sessions, started by events of ``wrap_notify``. The event loop waits for no disk.
+
+    Attributes:
+        list_worker: thread that lists recordings.
+    """
 
     def __init__(self, settings: RecordingSettings, state: str | None, get_session: Callable[[str], AnySession]):
         self._get_session = get_session
@@ -55,6 +62,7 @@ class Recordings:
         self._dataset_states: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_export = asyncio.Semaphore(1)
+        self.list_worker = Worker("recordings")
         self._is_closing = False
         if settings.recordings is not None:
             folder = Path(settings.recordings).expanduser()
@@ -117,23 +125,25 @@ class Recordings:
         # It waits for the first start.
         return {**NOT_RECORDING, "state": ON} if session_id in self._enabled else NOT_RECORDING
 
-    async def list(self, can_see: CanSee) -> "list[dict[str, object]]":
-        """List all recordings that the caller may see, newest first; JSON-ready."""
-        if self._refusal is not None:
-            return []
-        running = {recorder.name: recorder for recorder in self._recorders.values() if recorder.state == ON}
-        rows = []
-        for entry in await asyncio.to_thread(self._library.list_entries):
-            if not can_see(entry.owner):
-                continue
-            row = asdict(entry)
-            del row["owner"], row["has_dataset"]
-            if entry.name in running:
-                now = running[entry.name].get_stats()
-                row |= {"state": ON, "seconds": now["seconds"]}
-            row["dataset"] = self._dataset_states.get(entry.name) or ("ready" if entry.has_dataset else "none")
-            rows.append(row)
-        return rows
+    def list_entries(self, can_see: CanSee) -> "Iterator[RecordingEntry]":
+        """Yield the recordings that the caller may see, newest first; reads the disk, so it is for ``list_worker``."""
+        if self._refusal is None:
+            visible = cache(can_see)
+            yield from (entry for entry in self._library.list_entries() if visible(entry.owner))
+
+    def prepare_description(self) -> "Callable[[RecordingEntry], dict[str, object]]":
+        """Return a function that describes a recording, JSON-ready; it reads the disk, so it is for ``list_worker``."""
+        recorders = [recorder for recorder in self._recorders.values() if recorder.state == ON]
+        running = {recorder.name: {"state": ON, "seconds": recorder.get_stats()["seconds"]} for recorder in recorders}
+        datasets = dict(self._dataset_states)
+
+        def describe(entry: "RecordingEntry") -> dict[str, object]:
+            dataset = datasets.get(entry.name) or ("ready" if self._library.has_dataset(entry.name) else "none")
+            row: dict[str, object] = {**vars(self._library.read_entry(entry.name) or entry), "dataset": dataset}
+            del row["owner"]
+            return row | running.get(entry.name, {})
+
+        return describe
 
     async def remove(self, name: str, can_see: CanSee) -> None:
         """Remove a recording and its dataset.
@@ -143,10 +153,9 @@ class Recordings:
             RecordingRefused: it is being written, or made into a dataset.
         """
         unknown = UnknownRecording("there is no recording of this name; GET /recordings lists them")
-        path = None if self._refusal is not None else self._library.find_file(name)
-        if path is None:
+        if self._refusal is not None or self._library.find_file(name) is None:
             raise unknown
-        entry = await asyncio.to_thread(self._library.read_entry, path)
+        entry = await asyncio.to_thread(self._library.read_entry, name)
         if entry is None or not can_see(entry.owner):
             raise unknown
         if any(one.name == name and one.is_writing for one in self._recorders.values()):
@@ -284,6 +293,7 @@ class Recordings:
     async def close(self) -> None:
         """End all recordings; datasets that are not ready by now are left to ``robojax recordings export``."""
         self._is_closing = True
+        self.list_worker.close(0.0)
         for recorder in self._recorders.values():
             recorder.close("the server was shut down")
         for task in self._tasks:

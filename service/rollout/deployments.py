@@ -1,7 +1,6 @@
 """All deployments of a server, from triggers to outcomes, and what the API answers about them."""
 
 import asyncio
-import itertools
 import logging
 import random
 import time
@@ -80,10 +79,9 @@ class Deployments:
         """Close the database."""
         self._database.close()
 
-    def list(self, limit: int = 50, session_id: str | None = None) -> Sequence[Record]:
-        """Return the newest records first, of one session or of all."""
-        found = (record for record in self._journal.list() if session_id is None or session_id in record.sessions)
-        return [*itertools.islice(found, limit)]
+    def list(self, session_id: str | None = None) -> Sequence[Record]:
+        """Return the newest records first, of one session or of all; may be called in another thread."""
+        return [record for record in self._journal.list() if session_id is None or session_id in record.sessions]
 
     def get(self, id: str) -> Record:
         """Return one record, or raise UnknownDeployment if it does not exist or is no longer kept."""

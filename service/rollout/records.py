@@ -87,8 +87,12 @@ class Record:
             self.stages[-1].seconds = round(max(0.0, time.time() - self.stages[-1].at), 4)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields, JSON-ready; times are seconds."""
-        return asdict(self)
+        """Return all fields, JSON-ready; times are seconds. May be called in another thread."""
+        # Each copy is one call of the interpreter, which no change by another thread interrupts.
+        stages = [vars(stage).copy() for stage in self.stages.copy()]
+        figures = {session: found.copy() for session, found in self.figures.copy().items()}
+        lists = {"delivery_ids": self.delivery_ids.copy(), "sessions": self.sessions.copy()}
+        return {**vars(self), **lists, "stages": stages, "figures": figures}
 
     def describe(self) -> str:
         """Describe it in one line for the log."""

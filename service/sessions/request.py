@@ -17,7 +17,7 @@ from service.control.limits import LimitsFile
 from service.errors import InvalidRequest
 from service.http.config import LimitSettings
 from service.inference.policy_sources import SourceRules
-from service.setting_types import NAME, NAME_PATTERN
+from service.setting_types import CONTROL_CHARACTERS, NAME, NAME_PATTERN
 from service.transport.address import Destinations
 from service.transport.link import Rooms
 from service.transport.protocol import rooms_of
@@ -68,6 +68,14 @@ def _validate_url(value: str) -> str:
 def _validate_text(value: str) -> str:
     if not value.strip() or "\0" in value:
         raise PydanticCustomError("string_too_short", "String should have at least 1 visible character and no NUL")
+    return value
+
+
+def _validate_instruction(value: str) -> str:
+    if CONTROL_CHARACTERS.search(value):
+        raise PydanticCustomError(
+            "string_control_character", "String should have no control characters besides newline and tab"
+        )
     return value
 
 
@@ -126,7 +134,7 @@ class SessionRequest:
         Field(description="Type of the policy, which has to be the checkpoint's own; POST /policies/check tells it."),
     ] = "act"
     language_instruction: Annotated[
-        Text | None,
+        Annotated[Text, AfterValidator(_validate_instruction)] | None,
         Field(
             description="What the robot is to do, in words. Policies that read language (`language` in their "
             "requirements) require it; with other policies only recordings keep it."

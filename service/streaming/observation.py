@@ -4,7 +4,6 @@ import asyncio
 import base64
 import binascii
 import os
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +14,12 @@ import numpy as np
 
 from jaxmodels.data import decode_picture
 from jaxmodels.errors import PictureError
-from jaxmodels.types import describe_channels
+from jaxmodels.types import FRAME_SIDE, describe_channels
 from service.control.joints import OUT_OF_RANGE_SHARE, JointTable
-from service.errors import InvalidRequest, TooLarge
+from service.errors import InvalidRequest, ServiceError, TooLarge
 from service.http.bodies import describe_unknown_field
 from service.logging import sanitize_text
+from service.setting_types import CONTROL_CHARACTERS
 
 _MAX_PARTS = 256  # segments, chunks or scans
 _MIN_CHUNK = 1024  # bytes of a PNG's chunk of data, on average; libpng writes 8192
@@ -31,7 +31,7 @@ def check_image(camera: str, image: np.ndarray, max_pixels: int) -> np.ndarray:
     """Check a picture (h, w, 3) uint8.
 
     Raises:
-        InvalidRequest, TooLarge: another type or shape, or over ``max_pixels`` pixels.
+        InvalidRequest, TooLarge: another type or shape, or larger than allowed (``_check_size``).
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
         wanted = "uint8 [height, width, 3]"
@@ -53,7 +53,7 @@ def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -
     """Decode a JPEG or PNG file, or one in base64, to (h, w, 3) uint8 RGB; the lock is not held while it computes.
 
     Raises:
-        InvalidRequest: the file is malformed, or no colour picture (``jaxmodels.data.pictures``).
+        InvalidRequest: the file is malformed, no colour picture (``jaxmodels.data.pictures``), or has too long a side.
         TooLarge: it claims more than ``max_pixels`` pixels; none is decoded.
     """
     if isinstance(file, str):
@@ -61,7 +61,7 @@ def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -
     try:
         _check_parts(file)
         return decode_picture(file, lambda height, width: _check_size(camera, height, width, max_pixels))
-    except TooLarge:
+    except ServiceError:
         raise
     except PictureError as error:
         raise InvalidRequest(f"camera {camera!r}: {error}", ("body", "images", camera)) from None
@@ -133,8 +133,20 @@ def _walk_png(view: memoryview) -> None:
 
 
 def _check_size(camera: str, height: int, width: int, max_pixels: int) -> None:
+    """Check the size of a picture against the server's limit of pixels, and the policies' limit of a side.
+
+    Raises:
+        TooLarge: it has more than ``max_pixels`` pixels.
+        InvalidRequest: one of its sides is longer than a policy accepts.
+    """
     if height * width > max_pixels:
         raise TooLarge(f"camera {camera!r}: {width} x {height} is more than {max_pixels} pixels; send smaller pictures")
+    if max(height, width) > FRAME_SIDE.maximum:
+        raise InvalidRequest(
+            f"camera {camera!r}: {width} x {height} has a side of more than {FRAME_SIDE.maximum} pixels; "
+            "send smaller pictures",
+            ("body", "images", camera),
+        )
 
 
 # Leave one core to the ticks when a client floods the server with pictures. These threads have the event loop's
@@ -146,8 +158,6 @@ _LATEST_TIMESTAMP = 1e11  # seconds; beyond, a float64 has no milliseconds
 _PARTS = (list, Mapping, np.ndarray, str, memoryview)  # types of one moment's pictures and joints in a list
 # Accepted names of the instruction: openpi's, this service's, LeRobot's.
 _PROMPT_KEYS = ("prompt", "language_instruction", "task")
-# Control characters would act in records, logs and pages, and a lone surrogate cannot be encoded by any of them.
-_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 # Fields of an observation, in each of the messages that carry one.
@@ -323,9 +333,9 @@ def _read_timestamp(message: Mapping[str, Any], problems: list[str]) -> float | 
 def _read_prompt(message: Mapping[str, Any], problems: list[str]) -> str | None:
     prompts = {name: message[name] for name in _PROMPT_KEYS if message.get(name) is not None}
     for name, prompt in prompts.items():
-        if not isinstance(prompt, str) or len(prompt) > _MAX_PROMPT or _CONTROL_CHARACTERS.search(prompt):
+        if not isinstance(prompt, str) or len(prompt) > _MAX_PROMPT or CONTROL_CHARACTERS.search(prompt):
             found = f"has {len(prompt)} characters" if isinstance(prompt, str) else f"is {repr(prompt)[:40]}"
-            if isinstance(prompt, str) and (control := _CONTROL_CHARACTERS.search(prompt)):
+            if isinstance(prompt, str) and (control := CONTROL_CHARACTERS.search(prompt)):
                 found = f"has the control character {control[0]!a}"
             problems.append(
                 f"{name} {found}; wanted text of at most {_MAX_PROMPT} characters, without control characters"

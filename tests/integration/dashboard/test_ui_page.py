@@ -240,7 +240,7 @@ async def test_a_recording_is_switched_and_a_commit_is_released(browser, serve, 
         record.end("rejected", "load", "a NaN")
         updates = server.app.ctx.updates
         await updates.quarantine.add(record.repo, "c0ffee" * 7, "load", "a NaN", None)
-        monkeypatch.setattr(updates, "list", lambda limit, of: [record])
+        monkeypatch.setattr(updates, "list", lambda session_id: [record])
         await server.create()
         async with opened(browser, server, PHONE, has_touch=True, is_mobile=True) as page:
             await until_text(page, "#detail table", "rejected: load: a NaN")

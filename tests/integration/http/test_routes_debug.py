@@ -83,6 +83,9 @@ async def test_logs_are_kept_without_secrets(server):
     assert line["message"] == "loading .../act failed with Authorization: ***"
     _, told = await server.call("GET", "/debug/logs?limit=2")
     assert told["logs"][0]["message"] == "before"
+    assert told["logs"][1] == line
+    _, told = await server.call("GET", f"/debug/logs?limit=1&level=warning&before={line['number']}")
+    assert [line["message"] for line in told["logs"]] == ["before"]
 
 
 async def test_metrics_tell_sessions_requests_and_latencies(server):

@@ -125,6 +125,9 @@ async def test_a_changed_folder_is_swapped_in_unless_it_is_broken(tmp_path: Path
         assert (await rig.call("DELETE", f"/quarantine/{bad['sha']}"))[0] == 404
         assert (await rig.call("GET", f"/deployments/{refused['id']}"))[1] == refused
         assert (await rig.call("GET", "/deployments?session_id=other"))[1] == []
+        assert (await rig.call("GET", "/deployments?limit=1"))[1] == [refused]
+        assert (await rig.call("GET", f"/deployments?limit=1&before={refused['id']}"))[1] == [swapped]
+        assert (await rig.call("GET", f"/deployments?before={swapped['id']}"))[1] == []
 
 
 async def test_a_policy_is_asked_for_and_gone_back_on(tmp_path: Path) -> None:
@@ -168,8 +171,8 @@ async def test_unknown_deployments_and_invalid_limits_are_refused(tmp_path: Path
         assert (await rig.call("POST", "/sessions/nobody/policy", json={}))[0] == 404
         assert (await rig.call("POST", "/sessions/nobody/rollback"))[0] == 404
         assert (await rig.call("GET", "/deployments/nothing"))[0] == 404
-        for limit in ("0", "x"):
-            assert (await rig.call("GET", f"/deployments?limit={limit}"))[0] == 422
+        for query in ("limit=0", "limit=x", "limit=501", "before=nothing"):
+            assert (await rig.call("GET", f"/deployments?{query}"))[0] == 422
 
 
 async def test_wrong_bodies_and_revisions_are_explained(tmp_path: Path) -> None:

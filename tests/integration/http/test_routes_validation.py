@@ -76,7 +76,7 @@ async def test_a_long_body_or_one_of_many_values_is_refused_unread(server):
         [entry] = await refused(server, data=text, headers={"content-type": "application/json"})
         assert (entry["type"], entry["loc"]) == ("too_long", ["body"])
     # Commas in a text are none.
-    status, _ = await server.create("arm", language_instruction="," * 4096)
+    status, _ = await server.create("arm", language_instruction="\t,\n," * 1024)
     assert status == 200
 
 
@@ -150,6 +150,9 @@ async def test_json_under_its_other_names_is_read(server, kind):
         ("policy_type", 5, [], "string_type"),
         ("policy_type", None, [], "string_type"),
         ("language_instruction", ["x"], [], "string_type"),
+        ("language_instruction", "pick\0", [], "string_control_character"),
+        ("language_instruction", "pick\r\n", [], "string_control_character"),
+        ("language_instruction", "\x1b[2J", [], "string_control_character"),
         ("rate", "20", [], "float_type"),
         ("rate", True, [], "float_type"),
         ("rate", 0, [], "greater_than_equal"),
@@ -166,6 +169,15 @@ async def test_a_field_that_does_not_fit_is_told_by_its_place(server, field, val
     assert entry["loc"] == ["body", field, *place]
     assert entry["type"] == kind
     assert (await server.call("GET", "/sessions"))[1] == []
+
+
+@pytest.mark.parametrize("path", ["/sessions/a%00b", "/sessions/%00", "/deployments/a%00", "/recordings/arm%00"])
+async def test_a_nul_in_an_id_is_refused(server, path):
+    method = "DELETE" if path.startswith("/recordings") else "GET"
+    async with server.http.request(method, path) as answer:
+        [entry] = (await answer.json())["detail"]
+    assert (answer.status, entry["loc"][0], entry["type"]) == (422, "path", "invalid")
+    assert "\\0" in entry["msg"]
 
 
 @pytest.mark.parametrize(
@@ -270,6 +282,8 @@ async def test_queries_are_checked_too(server):
         ("limit=", "limit"),
         ("level=", "level"),
         ("limit=x", "limit"),
+        ("limit=501", "limit"),
+        ("before=x", "before"),
         ("level=loud", "level"),
     ):
         status, told = await server.call("GET", f"/debug/logs?{query}")

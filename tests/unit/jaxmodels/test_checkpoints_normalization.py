@@ -184,9 +184,11 @@ def test_unknown_fields_load_at_every_depth_when_they_are_off(folder: Path, dept
         ("normalizer_processor", "has two steps normalizer_processor; wanted one"),
         ("rename_observations_processor", "step rename_observations_processor comes after normalizer_processor"),
         ("delta_action_processor", "'delta_action_processor'.*not known here"),
+        ([1], r"registry_name is \[1\]; wanted a string"),
+        ({}, "registry_name is {}; wanted a string"),
     ],
 )
-def test_steps_that_do_not_belong_there_are_refused_with_the_reason(folder: Path, name: str, words: str) -> None:
+def test_steps_that_do_not_belong_there_are_refused_with_the_reason(folder: Path, name: object, words: str) -> None:
     edit_json(folder / PRE, lambda values: values["steps"].append({"registry_name": name, "config": {}}))
     with pytest.raises(CheckpointError, match=words):
         lerobot_folder.read_checkpoint(folder)

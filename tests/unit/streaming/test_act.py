@@ -266,6 +266,8 @@ async def test_everything_that_is_wrong_is_said_at_once(server):
         ({"images": {"front": np.zeros((48, 64), np.uint8)}}, "no axis of channels; a gray picture is np.stack"),
         ({"images": {"front": np.zeros((48, 64), np.uint8)}}, "uint8 [48, 64]; wanted uint8 [height, width, 3]"),
         ({"images": {"front": np.zeros((48, 64, 3), np.float32)}}, "float32 [48, 64, 3]; wanted uint8"),
+        ({"images": {"front": np.zeros((1, 16_385, 3), np.uint8)}}, "16385 x 1 has a side of more than 16384 pixels"),
+        ({"images": {"front": jpeg(32_768, 1)}}, "1 x 32768 has a side of more than 16384 pixels"),
         ({"state": np.zeros(5, np.float32)}, "float32 [5]; wanted 6 numbers"),
         ({"state": np.zeros((0, 6), np.float32)}, "float32 [0, 6]; wanted 6 numbers"),
     ],

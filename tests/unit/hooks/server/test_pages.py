@@ -60,6 +60,12 @@ def test_events_are_listed_shown_and_replayed(server):
     assert ask(f"{events}?status=odd", **given).status_code == 422
     assert ask(f"{events}?before={'9' * 30}", **given).json()[0]["id"] == found["id"]
     assert ask(f"{events}/none", **given).status_code == 404
+    assert "link" not in ask(f"{events}?limit=1", **given).headers
+    ask(f"{server.url}/webhooks/trigger", sample(repo="a/second"), x_webhook_secret=SECRET)
+    page = ask(f"{events}/?limit=1", **given)
+    assert [event["repo"] for event in page.json()] == ["a/second"]
+    assert page.headers["link"] == f'<?limit=1&before={page.json()[0]["number"]}>; rel="next"'
+    assert [event["id"] for event in ask(f"{events}/?limit=1&before=2", **given).json()] == [found["id"]]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import stat
 import httpx2
 import pytest
 
+from robojax.cli import sessions
 from tests.testing.http_answers import answering
 
 KEY = re.compile(r"rjk_[A-Za-z0-9_-]{43}")
@@ -49,6 +50,11 @@ def test_keys_are_made_used_listed_and_revoked(call, serve, tmp_path):
         assert "no sessions" in call("sessions", "--server", url, ROBOJAX_KEY=key).stdout
         assert "no sessions" in call("sessions", "--server", url, "--key", signed).stdout
         assert "no recordings" in call("recordings", "list", "--server", url, "--key", key).stdout
+        (tmp_path / "kept" / "recordings").mkdir()
+        for number in range(sessions.PAGE + 1):
+            (tmp_path / "kept" / "recordings" / f"damaged-{number}.mcap").touch()
+        listed = call("recordings", "list", "--json", "--server", url, "--key", signed).stdout
+        assert len({one["name"] for one in json.loads(listed)}) == sessions.PAGE + 1, "all pages are read"
         for move in ("start", "restart", "reset", "delete"):
             assert "Session arm not found" in call(move, "arm", "--server", url, "--key", key).stderr
         refused = call("rollback", "arm", "--server", url, "--key", viewer)
