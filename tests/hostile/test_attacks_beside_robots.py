@@ -1,0 +1,138 @@
+"""Policies that attack the process which reads them, while robots move at 50 Hz and STOP is pressed all the time."""
+
+import asyncio
+import itertools
+import json
+import shutil
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxmodels import load_policy
+from jaxmodels.checkpoints import orbax
+from tests.faults.fleet import PERIOD, SHIPPED, Fleet, moving_fleet
+from tests.faults.processes import Process, server
+from tests.testing.models import edit_json, golden_folder  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.fault
+
+ROBOTS = 8
+TOKENIZER = Path("vlm", "tokenizer.json")
+LANGUAGE = {"camera_names": ["front", "wrist"], "policy_type": "smolvla", "language_instruction": "pick the cube"}
+CHUNK_BYTES = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    place = tmp_path_factory.mktemp("attacked")
+    with server(place, "--frozen", "warn", "--creates-per-minute", "1000", scripted=False) as running:
+        yield running
+
+
+@pytest.fixture
+async def fleet(process: Process) -> AsyncIterator[Fleet]:
+    async with moving_fleet(process, ROBOTS) as moving:
+        yield moving
+
+
+@pytest.fixture
+def language(golden_folder: Callable[[str], Path], tmp_path: Path) -> Path:
+    """Return the folder of a policy that reads language."""
+    return Path(shutil.copytree(golden_folder("smolvla_two_cameras"), tmp_path / "language"))
+
+
+def double_letters(folder: Path) -> None:
+    """Make the tokenizer's normalizer double every letter 24 times."""
+    step = {"type": "Replace", "pattern": {"String": "c"}, "content": "cc"}
+    edit_json(folder / TOKENIZER, normalizer={"type": "Sequence", "normalizers": [step] * 24})
+
+
+def split_slowly(folder: Path) -> None:
+    """Make the tokenizer split text by an expression that takes exponential time."""
+    pattern = {"Regex": "(?:(?:a|b|c| )+)+(?:(?:a|b|c| )+)+(?=x)y"}
+    edit_json(
+        folder / TOKENIZER, pre_tokenizer={"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    )
+
+
+def grow(folder: Path) -> None:
+    """Give the tokenizer as many merges as Gemma's has."""
+    tokenizer = json.loads((folder / TOKENIZER).read_text())
+    model, letters = tokenizer["model"], [chr(code) for code in range(0x4E00, 0x4E00 + 512)]
+    last = max(model["vocab"].values())
+    model["vocab"] |= dict.fromkeys(letters, last)
+    for one, other in itertools.islice(itertools.product(letters, letters), 250_000):
+        model["vocab"][one + other] = last
+        model["merges"].append([one, other])
+    (folder / TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False))
+
+
+def write_tree(folder: Path) -> Path:
+    """Write the shipped policy with its weights as an Orbax tree of zarr arrays; returns the tree."""
+    shutil.copytree(SHIPPED, folder)
+    (folder / "model.safetensors").unlink()
+    weights = {name: jnp.asarray(value) for name, value in load_policy(SHIPPED).checkpoint.weights.items()}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(folder.absolute() / "orbax", orbax._flatten(weights))
+    return folder / "orbax"
+
+
+def inflate_metadata(tree: Path) -> None:
+    """Make the metadata of a tree so large that reading it holds the interpreter for seconds."""
+    with (tree / "_METADATA").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b', "x": [' + b"0," * (60 << 20) + b"0]}")
+
+
+def inflate_chunk(tree: Path) -> None:
+    """Make one chunk of an array a few kilobytes that inflate to a gigabyte."""
+    description = next(
+        path for path in sorted(tree.rglob(".zarray")) if len(json.loads(path.read_text())["shape"]) == 1
+    )
+    compressor = zlib.compressobj(9)
+    pieces = [compressor.compress(bytes(1 << 24)) for _ in range(CHUNK_BYTES >> 24)]
+    edit_json(description, chunks=[CHUNK_BYTES // 4], compressor={"id": "zlib", "level": 1})
+    (description.parent / "0").write_bytes(b"".join([*pieces, compressor.flush()]))
+
+
+async def attack(fleet: Fleet, name: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """Make a session with a policy while robots move; they must not notice."""
+    body = {"session_id": name, "transport_server_url": "direct", **body}
+    began = time.monotonic()
+    async with fleet.http.post(f"{fleet.process.url}/sessions", json=body) as answer:
+        status, found = answer.status, await answer.json()
+    await asyncio.sleep(0.2)
+    fleet.check_stops(began)
+    late = fleet.meter.worst(began, ways=2)
+    assert fleet.worst_gap(began) <= 2 * PERIOD + late, f"a command was late; the machine was {late:.3f} s late"
+    if status == 200:
+        await fleet.call("DELETE", f"/sessions/{name}")
+    return status, found
+
+
+@pytest.mark.parametrize("spoil", [double_letters, split_slowly])
+async def test_tokenizer_bomb_is_refused_by_name_beside_robots(fleet: Fleet, language: Path, spoil: Any) -> None:
+    spoil(language)
+    status, found = await attack(fleet, "bomb", {"policy_path": str(language), **LANGUAGE})
+    assert (status, found["code"]) == (422, "policy"), found
+    assert "tokenizer.json" in found["detail"]
+
+
+async def test_large_honest_tokenizer_is_loaded_beside_robots(fleet: Fleet, language: Path) -> None:
+    grow(language)
+    status, found = await attack(fleet, "large", {"policy_path": str(language), **LANGUAGE})
+    assert status == 200, found
+
+
+@pytest.mark.parametrize("spoil", [inflate_metadata, inflate_chunk])
+async def test_orbax_bomb_is_refused_by_name_beside_robots(fleet: Fleet, tmp_path: Path, spoil: Any) -> None:
+    spoil(write_tree(tmp_path / "bomb"))
+    status, found = await attack(fleet, "bomb", {"policy_path": str(tmp_path / "bomb"), "camera_names": ["front"]})
+    assert (status, found["code"]) == (422, "policy"), found
+    assert "orbax" in found["detail"]
