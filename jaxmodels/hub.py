@@ -34,7 +34,6 @@ from huggingface_hub import (
     hf_hub_download,
     set_client_factory,
     snapshot_download,
-    try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -49,6 +48,7 @@ from huggingface_hub.utils import (
     tqdm,
 )
 
+from jaxmodels.cache_dirs import hub_cache
 from jaxmodels.errors import ConfigError, HubError
 
 REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
@@ -333,8 +333,7 @@ def fetch(
         raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'{start}")
     if revision is not None and not _REVISION.fullmatch(revision):
         raise HubError(f"{repo_id!r}: {revision[:80]!r} is no revision; wanted a branch, a tag or a commit")
-    # Its own reading of the environment is from whenever somebody first imported it.
-    cache = cache or Path(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
+    cache = cache or hub_cache()
     store = _Store(cache.expanduser().resolve(), repo_id, kind)
     repo = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
     # The caller looked for a folder of this name before it asks for a model.
@@ -641,7 +640,7 @@ def _end_threads(threads: Sequence[threading.Thread]) -> None:
         time.sleep(QUIET / 10)
 
 
-__all__ = ["POLICY_FILES", "find_in_cache", "find_policy", "is_policy_file", "list_policy_files"]
+__all__ = ["POLICY_FILES", "find_policy", "is_policy_file", "list_policy_files"]
 
 
 def is_policy_file(name: str) -> bool:
@@ -671,14 +670,6 @@ def list_policy_files(folder: Path) -> list[str]:
 
 def _raise(error: OSError) -> NoReturn:
     raise error
-
-
-def find_in_cache(repo: str, name: str) -> Path | None:
-    """A file of a repo's newest commit in the Hub's cache, without asking the Hub; None when it is not there."""
-    if not REPO_ID.fullmatch(repo) or ".." in repo:
-        return None
-    found = try_to_load_from_cache(repo, name, cache_dir=os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
-    return Path(found) if isinstance(found, str) else None
 
 
 def find_policy(

@@ -309,8 +309,6 @@ class CheckpointSandbox:
         request = {"do": what, "name": folder.name, "files": folder.descriptors, "refused": folder.refused}
         with slots.acquire(load := _load.get()):
             result = self._run(request, self._timeout + size / BYTES_PER_SECOND, folder.name, load)
-        if result.get("out_of_memory"):
-            raise self._out_of_memory(folder.name)
         if "error" in result:
             raise CheckpointError(f"{folder.name}: {result['error']}")
         return result
@@ -327,15 +325,23 @@ class CheckpointSandbox:
                 load.raise_if_cancelled()
             stderr.seek(0)
             error_text = stderr.read(65536).decode(errors="replace")
-            if code == 0:
-                stdout.seek(0)
-                with suppress(ValueError):
-                    return json.loads(stdout.read(_MAX_OUTPUT))
-        log.error("reading policy folder %s ended its process with %d: %s", name, code, error_text[-2000:])
-        if any(words in error_text for words in _NO_MEMORY) or code == -signal.SIGKILL:
-            raise self._out_of_memory(name)
+            stdout.seek(0)
+            *steps, answer = [{}, *_parse_lines(stdout.read(_MAX_OUTPUT))]
+        if code == 0 and answer and "step" not in answer and not answer.get("out_of_memory"):
+            return answer
+        step: Any = next((one for one in (answer, *reversed(steps)) if "step" in one), {})
+        what = step.get("step", "reading its files")
+        log.error("policy folder %s: %s ended its process with %d: %s", name, what, code, error_text[-2000:])
+        if answer.get("out_of_memory") or any(words in error_text for words in _NO_MEMORY) or code == -signal.SIGKILL:
+            raise CheckpointError(
+                f"{name}: out of memory: {what} needs more than {self._memory} bytes (setting load_memory)"
+            )
+        if code == -signal.SIGPROF:
+            raise CheckpointError(f"{name}: {what} took over {step.get('seconds')} s of processor time")
+        if code == -signal.SIGXCPU:
+            raise CheckpointError(f"{name}: {what} took over {seconds:.0f} s of processor time in all")
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-        raise CheckpointError(f"{name}: the process that read its files was ended {how}; they are not used")
+        raise CheckpointError(f"{name}: {what}: the process was ended {how}; the policy is not used")
 
     def _start_child(
         self, request: Mapping[str, Any], seconds: float, stdout: Any, stderr: Any
@@ -351,16 +357,23 @@ class CheckpointSandbox:
             stdout=stdout,
             stderr=stderr,
             # Nothing of this process' secrets; and no threads, each of which would reserve memory.
-            env={"OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PATH": os.defpath},
+            env={
+                **{"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+                **{"PYTHONDONTWRITEBYTECODE": "1", "PATH": os.defpath},
+            },
             cwd="/",
             pass_fds=tuple(request["files"].values()),
             start_new_session=True,
         )
 
-    def _out_of_memory(self, name: str) -> CheckpointError:
-        return CheckpointError(
-            f"{name}: out of memory: reading its files needs more than {self._memory} bytes (setting load_memory)"
-        )
+
+def _parse_lines(output: bytes) -> list[dict[str, Any]]:
+    """Return the JSON objects that a child wrote, one on each line; other lines are left out."""
+    found: list[Any] = []
+    for line in output.splitlines():
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [one for one in found if isinstance(one, dict)]
 
 
 @contextmanager

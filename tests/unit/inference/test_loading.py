@@ -134,4 +134,63 @@ def test_the_child_has_nothing_of_its_parents_environment(folder, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     program = "import json, os; print(json.dumps({'error': ' '.join(sorted(os.environ))}))"
     names = set(told(folder, CheckpointSandbox(program=program)).removeprefix("arm: ").split())
-    assert names <= {"LC_CTYPE", "OPENBLAS_NUM_THREADS", "PATH", "PYTHONDONTWRITEBYTECODE"}
+    threads = {"OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"}
+    assert names <= {"LC_CTYPE", "PATH", "PYTHONDONTWRITEBYTECODE", *threads}
+
+
+def replacing(old, new, times):
+    step = {"type": "Replace", "pattern": old, "content": new}
+    return {"normalizer": {"type": "Sequence", "normalizers": [step] * times}}
+
+
+REPEATED = {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2000, "pair": [], "special_tokens": {}}
+TOKENIZERS = {
+    "honest": (replacing({"String": " "}, "\u2581", 1), None),
+    "a letter is doubled": (replacing({"String": "a"}, "aa", 10), "1024 normalized characters of 'a'"),
+    "a rare word is doubled": (replacing({"String": "zebra"}, "zebrazebra", 10), "normalized characters of 'zebra"),
+    "tokens are repeated": ({"post_processor": {"type": "TemplateProcessing", **REPEATED}}, "2000 tokens of 'a'"),
+    "slow expression": (replacing({"Regex": "(a+)+$"}, "b", 1), "cannot encode"),
+    "many replacements": (
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Replace", "pattern": {"String": f"x{number}"}, "content": ""} for number in range(65)
+                ],
+            }
+        },
+        "replaces 65 texts",
+    ),
+    "memory": (replacing({"String": "a"}, "a" * 4096, 3), "out of memory: vlm/tokenizer.json: encoding"),
+    "malformed": ({"model": 3}, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizer_that_multiplies_its_input_is_refused(folder, kind):
+    pytest.importorskip("tokenizers", reason="the extra language is not installed")
+    values, words = TOKENIZERS[kind]
+    model = {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}
+    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    (folder / "vlm").mkdir()
+    (folder / "vlm/tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": split} | values)
+    )
+    sandbox = CheckpointSandbox(1 << 28)
+    if words is None:
+        sandbox(folder)
+    else:
+        text = told(folder, sandbox)
+        assert "vlm/tokenizer.json: " in text
+        assert words in text
+
+
+def test_step_over_its_processor_time_is_named(folder):
+    program = """
+from jaxmodels.policies.integrity import _begin_step
+_begin_step("vlm/tokenizer.json: opening it", 0.1)
+while True: pass
+"""
+    assert told(folder, CheckpointSandbox(program=program)).endswith(
+        "vlm/tokenizer.json: opening it took over 0.1 s of processor time"
+    )
