@@ -6,6 +6,7 @@ A malicious file may make a library abort or exhaust memory; then only that proc
 
 import json
 import math
+import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from jaxmodels.checkpoints.folder import (
     list_names,
     open_source,
 )
+from jaxmodels.checkpoints.orbax_files import verify_tree
 from jaxmodels.checkpoints.tokenizer_files import verify_tokenizers
 from jaxmodels.errors import CheckpointError, JaxModelsError
 from jaxmodels.normalization import Normalization, check_normalization
@@ -336,14 +338,20 @@ def main(request: str) -> None:
     knows what the process did when it was killed.
 
     Args:
-        request: JSON with ``do`` (``prove`` or ``describe``), ``name``, descriptors of ``files``, and reasons of
-            ``refused``.
+        request: JSON with ``do`` (``prove`` or ``describe``), ``name``, descriptors of ``files``, reasons of
+            ``refused``, and paths of ``trees``.
     """
     answer: dict[str, Any]
     task = json.loads(request)
     try:
         folder = PolicyFolder.of_descriptors(Path(task["name"]), task["files"], task["refused"])
-        answer = dict(verify_files(folder, _begin_step)) if task["do"] == "prove" else describe_folder(folder)
+        if task["do"] == "prove":
+            answer = dict(verify_files(folder, _begin_step))
+            for tree in task["trees"].values():
+                arrays, size = verify_tree(Path(tree), _begin_step, _allow_memory)
+                answer = {"tensors": answer["tensors"] + arrays, "bytes": answer["bytes"] + size}
+        else:
+            answer = describe_folder(folder)
     except JaxModelsError as error:
         answer = {"error": str(error)}
     except OSError as error:
@@ -362,3 +370,10 @@ def _begin_step(what: str, seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, 0 if math.isinf(seconds) else seconds)
     sys.stdout.write(json.dumps({"step": what, "seconds": None if math.isinf(seconds) else seconds}) + "\n")
     sys.stdout.flush()
+
+
+def _allow_memory(count: int) -> None:
+    """Raise this process' limit of memory by a number of bytes, at most to what the parent process allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_DATA, (min(soft + count, hard), hard))

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import jaxmodels
 from jaxmodels import PolicyFolder
+from jaxmodels.checkpoints.orbax_files import MEMORY_PER_CHUNK
 from jaxmodels.errors import CheckpointError
 from service.processes import exit_with_parent
 
@@ -46,13 +47,13 @@ _MAX_OUTPUT = 1 << 18
 _PRELUDE = f"""
 import ctypes, os, resource, signal, sys, threading
 {inspect.getsource(exit_with_parent)}
-parent, memory, seconds, file_size = map(int, sys.argv[1:5])
+parent, memory, most, seconds, file_size = map(int, sys.argv[1:6])
 exit_with_parent(parent, signal.SIGKILL)
 def end_when_alone():
     while os.read(0, 1):
         pass
     os._exit(1)
-resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+resource.setrlimit(resource.RLIMIT_DATA, (memory, most))
 resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -60,11 +61,11 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 os.nice(5)
 threading.stack_size(1 << 18)
 threading.Thread(target=end_when_alone, daemon=True).start()
-sys.path[:] = sys.argv[5].split(chr(0x1f))
+sys.path[:] = sys.argv[6].split(chr(0x1f))
 """
 _READER_PROGRAM = """
 from jaxmodels.policies.integrity import main
-main(sys.argv[6])
+main(sys.argv[7])
 """
 # How libraries say it before they end the process.
 _NO_MEMORY = ("memory allocation of", "bad_alloc", "MemoryError", "Cannot allocate memory", "Unable to allocate")
@@ -305,17 +306,26 @@ class CheckpointSandbox:
         if isinstance(folder, Path):
             with PolicyFolder(folder.absolute()) as opened:
                 return self._read(opened, what, slots)
-        size = folder.size if what == "prove" else 0
         request = {"do": what, "name": folder.name, "files": folder.descriptors, "refused": folder.refused}
+        sizes: dict[str, int] = {}
+        if what == "prove":
+            sizes = {name: identity[2] for name, identity in folder.identities.items() if len(identity) > 2}
+            request["trees"] = {name: str(tree) for name, tree in folder.trees.items()}
+        # Chunks of an Orbax tree are decoded whole. A file may hold one, which has up to twice as many bytes.
+        chunk = max((size for name, size in sizes.items() if name not in request["files"]), default=0)
+        seconds = self._timeout + sum(sizes.values()) / BYTES_PER_SECOND
         with slots.acquire(load := _load.get()):
-            result = self._run(request, self._timeout + size / BYTES_PER_SECOND, folder.name, load)
+            result = self._run(request, seconds, self._memory + 2 * MEMORY_PER_CHUNK * chunk, folder.name, load)
+        folder.check_unchanged()
         if "error" in result:
             raise CheckpointError(f"{folder.name}: {result['error']}")
         return result
 
-    def _run(self, request: Mapping[str, Any], seconds: float, name: str, load: LoadJob | None) -> dict[str, Any]:
+    def _run(
+        self, request: Mapping[str, Any], seconds: float, memory: int, name: str, load: LoadJob | None
+    ) -> dict[str, Any]:
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-            child = self._start_child(request, seconds, stdout, stderr)
+            child = self._start_child(request, seconds, memory, stdout, stderr)
             try:
                 with child, load.kill_at_end(child) if load is not None else _kill_at_end(child):
                     code = child.wait(seconds)
@@ -344,10 +354,10 @@ class CheckpointSandbox:
         raise CheckpointError(f"{name}: {what}: the process was ended {how}; the policy is not used")
 
     def _start_child(
-        self, request: Mapping[str, Any], seconds: float, stdout: Any, stderr: Any
+        self, request: Mapping[str, Any], seconds: float, memory: int, stdout: Any, stderr: Any
     ) -> subprocess.Popen[bytes]:
         paths = [str(Path(jaxmodels.__file__).parents[1]), *filter(None, sys.path)]
-        limits = (os.getpid(), self._memory, int(seconds) + 1, _MAX_OUTPUT)
+        limits = (os.getpid(), self._memory, memory, int(seconds) + 1, _MAX_OUTPUT)
         return subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", "-c", _PRELUDE + self._program),

@@ -1,11 +1,14 @@
 import json
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jaxmodels import PolicyFolder
 from jaxmodels.errors import CheckpointError
+from service.engines.messages import LocalFolder
 from service.inference.sandbox import CheckpointSandbox
 
 DEMO = Path(__file__).parents[3] / "robojax" / "sim" / "policy"
@@ -183,6 +186,55 @@ def test_tokenizer_that_multiplies_its_input_is_refused(folder, kind):
         text = told(folder, sandbox)
         assert "vlm/tokenizer.json: " in text
         assert words in text
+
+
+def edit_array(**values):
+    def edit(folder):
+        path = folder / "orbax/a/.zarray"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return edit
+
+
+TREES = {
+    "honest": (lambda folder: None, None),
+    "long metadata": (content(b"[" + b"0," * (5 << 20) + b"0]", "orbax/_METADATA"), "orbax/_METADATA: 10485763 bytes"),
+    "deep metadata": (content(b"[" * 100_000, "orbax/_METADATA"), "orbax/_METADATA: malformed JSON"),
+    "chunk larger than the array": (edit_array(chunks=[1 << 30]), "orbax/a: has chunks of shape"),
+    "array that no file holds": (edit_array(shape=[1 << 40], chunks=[1 << 20]), "orbax/a: the arrays up to this one"),
+    "chunk longer than declared": (content(zlib.compress(bytes(1 << 24)), "orbax/a/0"), "orbax/a: unreadable"),
+    "chunk that is cut off": (content(b"\x78", "orbax/a/0"), "orbax/a: unreadable Orbax checkpoint"),
+    "link": (lambda folder: (folder / "orbax/b").symlink_to("/etc/passwd"), "orbax/b: is a link"),
+}
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_orbax_tree_is_read_before_an_engine_reads_it(folder, kind):
+    spoil, words = TREES[kind]
+    (folder / "model.safetensors").unlink()
+    (folder / "orbax/a").mkdir(parents=True)
+    array = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "<f4", "order": "C", "filters": None}
+    array |= {"fill_value": None, "compressor": {"id": "zlib", "level": 1}}
+    (folder / "orbax/a/.zarray").write_text(json.dumps(array))
+    (folder / "orbax/a/0").write_bytes(zlib.compress(np.ones(4, np.float32).tobytes()))
+    (folder / "orbax/_METADATA").write_text("{}")
+    spoil(folder)
+    if words is None:
+        CheckpointSandbox()(folder)
+    else:
+        assert words in told(folder)
+
+
+def test_changed_orbax_file_is_not_the_verified_one(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "orbax").mkdir()
+    (folder / "orbax/_METADATA").write_text("{}")
+    with PolicyFolder(folder) as opened:
+        files = LocalFolder.of(opened)
+        files.check(opened)
+    (folder / "orbax/_METADATA").write_text("{ }")
+    with PolicyFolder(folder) as opened, pytest.raises(CheckpointError, match="orbax/_METADATA: was changed"):
+        files.check(opened)
 
 
 def test_step_over_its_processor_time_is_named(folder):
