@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from jaxmodels.cache_dirs import cache_folder, user_cache
     from jaxmodels.checkpoints.folder import PolicyFolder, open_file
     from jaxmodels.devices import name_devices
-    from jaxmodels.hub import POLICY_FILES, find_policy, hub_limits, is_policy_file, list_policy_files
+    from jaxmodels.hub import POLICY_FILES, fetch, find_policy, is_policy_file, list_policy_files
+    from jaxmodels.hub_download import hub_limits
     from jaxmodels.policies.act.model import TemporalEnsembler
     from jaxmodels.policy import Policy, load_policy, read_requirements
     from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
@@ -28,6 +29,7 @@ __all__ = [
     "Transformer2DConfig",
     "Transformer2DModel",
     "cache_folder",
+    "fetch",
     "find_policy",
     "hub_limits",
     "is_model",
@@ -51,8 +53,9 @@ _HOMES = {
     "Transformer2DConfig": "jaxmodels.transformer2d",
     "Transformer2DModel": "jaxmodels.transformer2d",
     "cache_folder": "jaxmodels.cache_dirs",
+    "fetch": "jaxmodels.hub",
     "find_policy": "jaxmodels.hub",
-    "hub_limits": "jaxmodels.hub",
+    "hub_limits": "jaxmodels.hub_download",
     "is_model": "jaxmodels.transformer2d.loaded_model",
     "is_policy_file": "jaxmodels.hub",
     "list_policy_files": "jaxmodels.hub",

@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 import jaxmodels
 from jaxmodels import PolicyFolder
-from jaxmodels.checkpoints.orbax_files import MEMORY_PER_CHUNK
 from jaxmodels.errors import CheckpointError
 from service.processes import exit_with_parent
 
@@ -37,6 +36,9 @@ Result = TypeVar("Result")
 # Seconds, and what a disk gives at least: a file that takes longer is a device or a fault.
 READ_TIMEOUT = 30.0
 BYTES_PER_SECOND = 20e6
+# Bytes of memory per byte of an Orbax tree's largest file: it may hold one chunk, which is decoded whole to twice as
+# many bytes, and is in memory in four forms.
+CHUNK_MEMORY = 8
 # Seconds that a load may build and compile alone. Then others begin beside it, at most so many at a time.
 BUILD_ALONE_SECONDS = 10.0
 MAX_PARALLEL_BUILDS = 4
@@ -311,11 +313,10 @@ class CheckpointSandbox:
         if what == "prove":
             sizes = {name: identity[2] for name, identity in folder.identities.items() if len(identity) > 2}
             request["trees"] = {name: str(tree) for name, tree in folder.trees.items()}
-        # Chunks of an Orbax tree are decoded whole. A file may hold one, which has up to twice as many bytes.
         chunk = max((size for name, size in sizes.items() if name not in request["files"]), default=0)
         seconds = self._timeout + sum(sizes.values()) / BYTES_PER_SECOND
         with slots.acquire(load := _load.get()):
-            result = self._run(request, seconds, self._memory + 2 * MEMORY_PER_CHUNK * chunk, folder.name, load)
+            result = self._run(request, seconds, self._memory + CHUNK_MEMORY * chunk, folder.name, load)
         folder.check_unchanged()
         if "error" in result:
             raise CheckpointError(f"{folder.name}: {result['error']}")
