@@ -122,7 +122,7 @@ def fetch(
 
     Args:
         revision: branch, tag or commit; the default branch when None.
-        files: their names in the repo, ``?`` and ``*`` for any letters; those of a policy unless told otherwise
+        files: their names in the repo, ``?`` and ``*`` for any letters; the files of a policy by default
             (`jaxmodels.transformer2d.diffusers_folder.files` for a model).
         kind: of the repo; policies are models.
         endpoint: the Hub's address; the environment's ``HF_ENDPOINT`` or the public Hub when None.
@@ -186,7 +186,7 @@ def _start_child(job: Any, token: str | None, grace: float) -> "Iterator[queue.S
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", **({} if token is None else {"HF_TOKEN": token})},
-        start_new_session=True,  # so that an interrupt from the keyboard ends only the parent
+        start_new_session=True,  # An interrupt from the keyboard ends only the parent.
     )
     assert child.stdin is not None
     assert child.stdout is not None
@@ -245,7 +245,7 @@ def is_selected(name: str, patterns: Sequence[str]) -> bool:
 
 
 def is_policy_file(name: str) -> bool:
-    """Whether a file of this name, ``/`` between folders, belongs to a policy; never one that leads elsewhere."""
+    """Whether a file of this name, ``/`` between folders, belongs to a policy; names that lead out of the folder do not."""
     *folders, last = name.split("/")
     if not FILE_NAME.fullmatch(name) or "" in folders:
         return False

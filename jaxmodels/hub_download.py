@@ -148,7 +148,7 @@ def _add_hooks(make: Callable[[], Any]) -> Any:
 
 
 def _check_request(request: Any) -> None:
-    """Check and limit every request, also those of redirects."""
+    """Check and limit every request, also after a redirect."""
     limits = _LIMITS.get()
     if limits is None:
         return
@@ -189,7 +189,7 @@ def _check_response(response: Any) -> None:
         raise LimitExceeded(f"the Hub answers with commit {commit[:50]!r}; asked was {limits.commit or 'a commit'}")
     if limits.without_xet and "x-xet-hash" in headers:
         del headers["x-xet-hash"]
-    # The client would sleep for as long as it is told.
+    # The client would sleep for the time that the Hub asks for.
     for name in ("retry-after", "ratelimit"):
         if name in headers:
             del headers[name]
@@ -457,7 +457,7 @@ class _Store:
         return self.folder / ".robojax" / f"{commit}.json"
 
     def _replace(self, path: Path, text: str) -> None:
-        """Whole or not at all; a cache that cannot be written to is compared anew each time."""
+        """Whole or not at all; files in a cache that cannot be written to are compared each time."""
         part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
