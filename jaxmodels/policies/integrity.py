@@ -26,6 +26,7 @@ from jaxmodels.checkpoints.files import (
     check_lfs_pointer,
     find_floats,
     find_policy_weights,
+    find_shards,
     has_policy_weights,
     read_json,
 )
@@ -105,6 +106,15 @@ def verify_files(
         where = ", ".join(sorted(set(broken.values())))
         raise CheckpointError(f"{where}: a NaN or an infinity in {', '.join(list(broken)[:20])}{others}")
     return {"tensors": len(read), "bytes": sum(count for count, _ in read)}
+
+
+def verify_model(folder: Path) -> dict[str, int]:
+    """Read every file of a model in diffusers' format to its end; returns and raises as `verify_files`."""
+    read_json(folder / CONFIG)
+    read = [(name, _read(stored)) for name, stored in find_shards(folder).items()]
+    if broken := [name for name, (_, is_finite) in read if not is_finite]:
+        raise CheckpointError(f"{folder.name}: a NaN or an infinity in {', '.join(broken[:20])}")
+    return {"tensors": len(read), "bytes": sum(size for _, (size, _) in read)}
 
 
 def _list_tokenizer_models(folder: Folder, processors: Normalization | None) -> dict[str, None]:
@@ -338,8 +348,8 @@ def main(request: str) -> None:
     knows what the process did when it was killed.
 
     Args:
-        request: JSON with ``do`` (``prove`` or ``describe``), ``name``, descriptors of ``files``, reasons of
-            ``refused``, and paths of ``trees``.
+        request: JSON with ``do`` (``prove``, ``describe`` or ``model``), ``name``, descriptors of ``files``, reasons of
+            ``refused``, and paths of ``trees``; for a model, its path as ``name``.
     """
     answer: dict[str, Any]
     task = json.loads(request)
@@ -350,6 +360,8 @@ def main(request: str) -> None:
             for tree in task["trees"].values():
                 arrays, size = verify_tree(Path(tree), _begin_step, _allow_memory)
                 answer = {"tensors": answer["tensors"] + arrays, "bytes": answer["bytes"] + size}
+        elif task["do"] == "model":
+            answer = dict(verify_model(Path(task["name"])))
         else:
             answer = describe_folder(folder)
     except JaxModelsError as error:

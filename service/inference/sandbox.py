@@ -300,6 +300,16 @@ class CheckpointSandbox:
         )
         begin_building()
 
+    def verify_model(self, folder: Path) -> None:
+        """Check every file of a model in diffusers' format, in a loader's thread; raises as a call."""
+        request = {"do": "model", "name": str(folder.absolute()), "files": {}, "refused": {}}
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        with _LOAD_SLOTS.acquire(load := _load.get()):
+            seconds = self._timeout + size / BYTES_PER_SECOND
+            result = self._run(request, seconds, self._memory, folder.name, load)
+        if "error" in result:
+            raise CheckpointError(result["error"])
+
     def describe(self, folder: PolicyFolder | Path) -> dict[str, Any]:
         """Return what the small files say, for `jaxmodels.read_requirements`; raises as a call."""
         return self._read(folder, "describe", _DESCRIBE_SLOTS)

@@ -237,6 +237,20 @@ def test_changed_orbax_file_is_not_the_verified_one(folder):
         files.check(opened)
 
 
+@pytest.mark.parametrize(
+    ("value", "config", "words"),
+    [(1.0, "{}", None), (np.inf, "{}", "a NaN or an infinity in a"), (1.0, "[" * 9999, "config.json: malformed JSON")],
+)
+def test_model_of_diffusers_is_read_before_it_is_loaded(tmp_path, value, config, words):
+    (tmp_path / "config.json").write_text(config)
+    write(tmp_path / "diffusion_pytorch_model.safetensors", {"a": np.array([value], np.float32)})
+    if words is None:
+        CheckpointSandbox().verify_model(tmp_path)
+    else:
+        with pytest.raises(CheckpointError, match=words):
+            CheckpointSandbox().verify_model(tmp_path)
+
+
 def test_step_over_its_processor_time_is_named(folder):
     program = """
 from jaxmodels.policies.integrity import _begin_step
