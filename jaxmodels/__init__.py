@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from jaxmodels.cache_dirs import cache_folder, user_cache
+    from jaxmodels.cache_dirs import cache_folder, hub_cache, user_cache
     from jaxmodels.checkpoints.folder import PolicyFolder, open_file
     from jaxmodels.devices import name_devices
     from jaxmodels.hub import POLICY_FILES, fetch, find_policy, is_policy_file, list_policy_files
@@ -31,6 +31,7 @@ __all__ = [
     "cache_folder",
     "fetch",
     "find_policy",
+    "hub_cache",
     "hub_limits",
     "is_model",
     "is_policy_file",
@@ -64,6 +65,7 @@ _HOMES = {
     "name_devices": "jaxmodels.devices",
     "open_file": "jaxmodels.checkpoints.folder",
     "read_requirements": "jaxmodels.policy",
+    "hub_cache": "jaxmodels.cache_dirs",
     "user_cache": "jaxmodels.cache_dirs",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

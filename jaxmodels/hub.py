@@ -245,7 +245,7 @@ def is_selected(name: str, patterns: Sequence[str]) -> bool:
 
 
 def is_policy_file(name: str) -> bool:
-    """Whether a file of this name, ``/`` between folders, belongs to a policy; names that lead out of the folder do not."""
+    """Return whether a file of this name, ``/`` between folders, belongs to a policy and stays in its folder."""
     *folders, last = name.split("/")
     if not FILE_NAME.fullmatch(name) or "" in folders:
         return False

@@ -271,10 +271,11 @@ class PolicyFolder:
 
     @property
     def trees(self) -> Mapping[str, Path]:
-        """Paths by name of the Orbax checkpoints with the policy's weights; none next to weights in safetensors."""
-        if any(name.startswith("model") and name.endswith(".safetensors") for name in self.files):
-            return {}
-        return {name: self.tree(name) for name in (ORBAX, PARAMS) if self.has_tree(name)}
+        """Paths by name of the Orbax checkpoints that a loader may read; `ORBAX` is not read next to safetensors."""
+        weights = ("model.safetensors", "model.safetensors.index.json")
+        has_weights = any(name in weights or SHARD.fullmatch(name) for name in self.files)
+        names = (PARAMS,) if has_weights else (ORBAX, PARAMS)
+        return {name: self.tree(name) for name in names if self.has_tree(name)}
 
     @property
     def identities(self) -> Mapping[str, tuple[int, ...]]:
@@ -302,11 +303,6 @@ class PolicyFolder:
         """Names of the files that must not be read, and why."""
         files = self.files.values()
         return {file.name: str(file.error) for file in files if isinstance(file, MissingFile)}
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes of each file by name; raises CheckpointError as `identities`."""
-        return {name: identity[2] for name, identity in self.identities.items() if len(identity) > 2}
 
     def check_unchanged(self) -> None:
         """Compare all files with what they were when they were opened; raises CheckpointError."""

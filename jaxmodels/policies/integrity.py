@@ -6,6 +6,7 @@ A malicious file may make a library abort or exhaust memory; then only that proc
 
 import json
 import math
+import os
 import resource
 import signal
 import sys
@@ -349,10 +350,11 @@ def main(request: str) -> None:
 
     Args:
         request: JSON with ``do`` (``prove``, ``describe`` or ``model``), ``name``, descriptors of ``files``, reasons of
-            ``refused``, and paths of ``trees``; for a model, its path as ``name``.
+            ``refused``, the Hub's cache as ``hub_cache``, and paths of ``trees``; for a model, its path as ``name``.
     """
     answer: dict[str, Any]
     task = json.loads(request)
+    os.environ["HF_HUB_CACHE"] = task["hub_cache"]
     try:
         folder = PolicyFolder.of_descriptors(Path(task["name"]), task["files"], task["refused"])
         if task["do"] == "prove":

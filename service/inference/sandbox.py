@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jaxmodels
-from jaxmodels import PolicyFolder
+from jaxmodels import PolicyFolder, hub_cache
 from jaxmodels.errors import CheckpointError
 from service.processes import exit_with_parent
 
@@ -372,7 +372,7 @@ class CheckpointSandbox:
         return subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", "-c", _PRELUDE + self._program),
-                *(*map(str, limits), "\x1f".join(paths), json.dumps(request)),
+                *(*map(str, limits), "\x1f".join(paths), json.dumps({**request, "hub_cache": str(hub_cache())})),
             ],
             stdin=subprocess.PIPE,  # nothing is written: it ends when the child is alone
             stdout=stdout,

@@ -173,12 +173,8 @@ TOKENIZERS = {
 def test_tokenizer_that_multiplies_its_input_is_refused(folder, kind):
     pytest.importorskip("tokenizers", reason="the extra language is not installed")
     values, words = TOKENIZERS[kind]
-    model = {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}
-    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
     (folder / "vlm").mkdir()
-    (folder / "vlm/tokenizer.json").write_text(
-        json.dumps({"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": split} | values)
-    )
+    write_tokenizer(folder / "vlm", values)
     sandbox = CheckpointSandbox(1 << 28)
     if words is None:
         sandbox(folder)
@@ -186,6 +182,32 @@ def test_tokenizer_that_multiplies_its_input_is_refused(folder, kind):
         text = told(folder, sandbox)
         assert "vlm/tokenizer.json: " in text
         assert words in text
+
+
+def write_tokenizer(folder, values):
+    model = {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}
+    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    whole = {"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": split}
+    (folder / "tokenizer.json").write_text(json.dumps(whole | values))
+
+
+def test_tokenizer_of_the_hub_cache_is_verified_too(folder, tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers", reason="the extra language is not installed")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = tmp_path / "cache/models--someone--vlm/snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "cache/models--someone--vlm/refs").mkdir()
+    (tmp_path / "cache/models--someone--vlm/refs/main").write_text("0" * 40)
+    write_tokenizer(snapshot, TOKENIZERS["a letter is doubled"][0])
+    (folder / "config.json").write_text('{"type": "smolvla", "vlm_model_name": "someone/vlm"}')
+    assert "someone/vlm/tokenizer.json in the Hub's cache: the tokenizer makes 1024" in told(folder)
+
+
+def test_file_named_like_weights_does_not_hide_an_orbax_tree(folder):
+    (folder / "model.safetensors").rename(folder / "model_2.safetensors")
+    (folder / "orbax").mkdir()
+    (folder / "orbax/_METADATA").write_text("[" * 100_000)
+    assert "orbax/_METADATA: malformed JSON" in told(folder)
 
 
 def edit_array(**values):
