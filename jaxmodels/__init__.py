@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from jaxmodels.cache_dirs import cache_folder, user_cache
+    from jaxmodels.cache_dirs import cache_folder, hub_cache, user_cache
     from jaxmodels.checkpoints.folder import PolicyFolder, open_file
     from jaxmodels.devices import name_devices
-    from jaxmodels.hub import POLICY_FILES, find_policy, hub_limits, is_policy_file, list_policy_files
+    from jaxmodels.hub import POLICY_FILES, fetch, find_policy, is_policy_file, list_policy_files
+    from jaxmodels.hub_download import hub_limits
     from jaxmodels.policies.act.model import TemporalEnsembler
     from jaxmodels.policy import Policy, load_policy, read_requirements
     from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
@@ -28,7 +29,9 @@ __all__ = [
     "Transformer2DConfig",
     "Transformer2DModel",
     "cache_folder",
+    "fetch",
     "find_policy",
+    "hub_cache",
     "hub_limits",
     "is_model",
     "is_policy_file",
@@ -51,8 +54,9 @@ _HOMES = {
     "Transformer2DConfig": "jaxmodels.transformer2d",
     "Transformer2DModel": "jaxmodels.transformer2d",
     "cache_folder": "jaxmodels.cache_dirs",
+    "fetch": "jaxmodels.hub",
     "find_policy": "jaxmodels.hub",
-    "hub_limits": "jaxmodels.hub",
+    "hub_limits": "jaxmodels.hub_download",
     "is_model": "jaxmodels.transformer2d.loaded_model",
     "is_policy_file": "jaxmodels.hub",
     "list_policy_files": "jaxmodels.hub",
@@ -61,6 +65,7 @@ _HOMES = {
     "name_devices": "jaxmodels.devices",
     "open_file": "jaxmodels.checkpoints.folder",
     "read_requirements": "jaxmodels.policy",
+    "hub_cache": "jaxmodels.cache_dirs",
     "user_cache": "jaxmodels.cache_dirs",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

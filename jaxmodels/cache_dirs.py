@@ -21,6 +21,13 @@ def cache_folder(name: str, asked: str | None = None) -> Path | None:
     return None if asked.lower() in OFF else Path(asked).expanduser()
 
 
+def hub_cache() -> Path:
+    """Return the Hub's cache folder: ``HF_HUB_CACHE``, else ``hub`` in ``HF_HOME`` or in the user's cache folder."""
+    home = os.environ.get("HF_HOME") or user_cache() / "huggingface"
+    # huggingface_hub reads the environment once, when it is imported.
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
 VARIABLE = "ROBOJAX_COMPILE_CACHE"
 
 logger = logging.getLogger(__name__)

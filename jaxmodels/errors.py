@@ -50,4 +50,13 @@ class TrainingError(JaxModelsError):
 
 
 class HubError(JaxModelsError):
-    """A repository could not be fetched from the Hub."""
+    """A repository could not be fetched from the Hub.
+
+    Attributes:
+        code: ``bad_answer``, ``checksum``, ``denied``, ``disk``, ``incomplete``, ``limited``, ``timeout``,
+            ``too_large``, ``transfer``, ``unknown_repo``, ``unknown_revision`` or ``unreachable``.
+    """
+
+    def __init__(self, message: str, code: str = "bad_answer"):
+        super().__init__(message)
+        self.code = code

@@ -39,7 +39,7 @@ LAYERS = {
     ),
     "hooks": ("errors threads < payload database addresses < queue < registry < client receiver < server"),
     "jaxmodels": (
-        "errors _lazy < ranges < types cache_dirs < normalization devices hub weights < layers samplers"
+        "errors _lazy < ranges < types cache_dirs < normalization devices hub weights < hub_download < layers samplers"
         " < memory < checkpoints < text < transformer2d vlm data < policies < program < observations < policy"
         " < training"
     ),
@@ -51,10 +51,11 @@ COMPOSITION_ONLY = {"hooks": {"service/app.py", "service/rollout/", "robojax/__i
 OF_THE_SERVICE = {"service.transport": {"robojax/client/client.py"}, "service.errors": {"robojax/robot/links.py"}}
 # third-party module -> the only place in jaxmodels that touches it: a file, or a folder with all in it
 ONE_PLACE = {
-    "huggingface_hub": "jaxmodels/hub.py",
+    "huggingface_hub": "jaxmodels/hub_download.py",
     "av": "jaxmodels/data/",
     "pyarrow": "jaxmodels/data/",
-    "tokenizers": "jaxmodels/text/",
+    "tokenizers": "jaxmodels/checkpoints/tokenizer_files.py",
+    "tensorstore": "jaxmodels/checkpoints/orbax_files.py",
 }
 # Distributions of modules that have another name. The table does not depend on the packages that are installed.
 DISTRIBUTIONS = {

@@ -219,6 +219,7 @@ class PolicyFolder:
         self._roots = None if roots is None else tuple(root.resolve() for root in roots)
         self._largest = largest
         self._descriptor: int | None = None
+        self._tree_identities: Mapping[str, tuple[int, ...]] | None = None
         try:
             self._descriptor = os.open(path, _FLAGS | os.O_DIRECTORY)
             self._check_inside_roots(self._descriptor, self.name)
@@ -238,7 +239,7 @@ class PolicyFolder:
         """The folder as another process opened it and passed it on: descriptors by name, and refused files."""
         folder = cls.__new__(cls)
         folder.path, folder.name, folder._descriptor = path, path.name, None
-        folder._roots = folder._largest = None
+        folder._roots = folder._largest = folder._tree_identities = None
         folder.files = {name: OpenFile(descriptor, name) for name, descriptor in descriptors.items()}
         folder.files |= {name: MissingFile(name, CheckpointError(why)) for name, why in refused.items()}
         folder.names = tuple(sorted(folder.files))
@@ -269,9 +270,33 @@ class PolicyFolder:
         return {name: file.descriptor for name, file in self.files.items() if isinstance(file, OpenFile)}
 
     @property
+    def trees(self) -> Mapping[str, Path]:
+        """Paths by name of the Orbax checkpoints that a loader may read; `ORBAX` is not read next to safetensors."""
+        weights = ("model.safetensors", "model.safetensors.index.json")
+        has_weights = any(name in weights or SHARD.fullmatch(name) for name in self.files)
+        names = (PARAMS,) if has_weights else (ORBAX, PARAMS)
+        return {name: self.tree(name) for name in names if self.has_tree(name)}
+
+    @property
     def identities(self) -> Mapping[str, tuple[int, ...]]:
-        """Device, inode, size and times of change of the open files by name."""
-        return {name: file.identity for name, file in self.files.items() if isinstance(file, OpenFile)}
+        """Device, inode, size and times of change by name, of the open files and of the files in `trees`.
+
+        Trees are looked at when this is called first.
+
+        Raises:
+            CheckpointError: a tree has links, devices or too many entries.
+        """
+        if self._tree_identities is None:
+            self._tree_identities = self._identify_trees()
+        files = {name: file.identity for name, file in self.files.items() if isinstance(file, OpenFile)}
+        return {**files, **self._tree_identities}
+
+    def _identify_trees(self) -> Mapping[str, tuple[int, ...]]:
+        return {
+            f"{name}/{entry.partition('/')[2]}": identity
+            for name, tree in self.trees.items()
+            for entry, identity in check_tree(tree).items()
+        }
 
     @property
     def refused(self) -> Mapping[str, str]:
@@ -279,16 +304,13 @@ class PolicyFolder:
         files = self.files.values()
         return {file.name: str(file.error) for file in files if isinstance(file, MissingFile)}
 
-    @property
-    def size(self) -> int:
-        """Bytes of all files together."""
-        return sum(file.size for file in self.files.values() if isinstance(file, OpenFile))
-
     def check_unchanged(self) -> None:
-        """Compare all files with what they were when they were opened."""
+        """Compare all files with what they were when they were opened; raises CheckpointError."""
         for file in self.files.values():
             if isinstance(file, OpenFile):
                 file.check_unchanged()
+        if self._tree_identities is not None and self._identify_trees() != self._tree_identities:
+            raise CheckpointError(f"{', '.join(self.trees)}: was changed while it was read; load it once more")
 
     def has_file(self, name: str) -> bool:
         """Return whether a regular file of this name, ``/`` between folders, is in the folder."""

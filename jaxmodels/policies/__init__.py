@@ -92,6 +92,8 @@ ARCHITECTURE_FILES: Mapping[str, tuple[str, str]] = {
     "pi0": ("architecture", "architecture.json"),
     "pi05": ("architecture", "architecture.json"),
 }
+# The model whose tokenizer a type of policy reads instructions with, where the policy's files name no other.
+TOKENIZER_MODELS = {"pi0": "google/paligemma-3b-pt-224", "pi05": "google/paligemma-3b-pt-224"}
 
 _TRAINED = ("act", "diffusion", "diffusion2d", "tokens2d")
 # Served from checkpoints of LeRobot, and not trained here yet.

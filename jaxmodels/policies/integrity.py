@@ -5,8 +5,12 @@ A malicious file may make a library abort or exhaust memory; then only that proc
 """
 
 import json
+import math
+import os
+import resource
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from jaxmodels.checkpoints.files import (
     check_lfs_pointer,
     find_floats,
     find_policy_weights,
+    find_shards,
     has_policy_weights,
     read_json,
 )
@@ -35,9 +40,18 @@ from jaxmodels.checkpoints.folder import (
     list_names,
     open_source,
 )
+from jaxmodels.checkpoints.orbax_files import verify_tree
+from jaxmodels.checkpoints.tokenizer_files import verify_tokenizers
 from jaxmodels.errors import CheckpointError, JaxModelsError
 from jaxmodels.normalization import Normalization, check_normalization
-from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors, openpi_configs, policy_types
+from jaxmodels.policies import (
+    ARCHITECTURE_FILES,
+    TOKENIZER_MODELS,
+    VLM_NAME,
+    lerobot_processors,
+    openpi_configs,
+    policy_types,
+)
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
 from jaxmodels.ranges import shorten_value
 from jaxmodels.types import Feature
@@ -55,18 +69,28 @@ IMAGE_TOKENS = ("<fake_token_around_image>", "<global-img>")
 MAX_ACTION_WIDTH = 256  # values of an action whose range is reported; a session has no more joints
 
 
-def verify_files(folder: Folder) -> dict[str, int]:
-    """Read every file of a policy's folder, including all statistics, to its end; returns counts of what was read.
+def verify_files(
+    folder: Folder, begin_step: Callable[[str, float], None] = lambda what, seconds: None
+) -> dict[str, int]:
+    """Read every file of a policy's folder to its end, and use its tokenizers.
+
+    Args:
+        begin_step: called before a step that may take long, with its description and the CPU seconds that it may take.
+
+    Returns:
+        Counts of ``tensors`` and ``bytes``.
 
     Raises:
-        CheckpointError: a file is malformed, cut off or not readable, or a weight is not finite.
+        CheckpointError: a file is malformed, cut off or not readable, a weight is not finite, or a tokenizer
+            multiplies its input.
     """
     names = list_names(folder)
     for name in (CONFIG, SIDECAR, *PROCESSORS, *(name for name in names if name.endswith(f"/{NORM_STATS}"))):
         if name in names:
             read_json(folder / name)
-    if any(name in names for name in PROCESSORS):
-        read_processors(folder)
+    processors = read_processors(folder) if any(name in names for name in PROCESSORS) else None
+    verify_tokenizers(folder, _list_tokenizer_models(folder, processors), begin_step)
+    begin_step("reading its files", math.inf)
     read = [
         _read(stored)
         for name in names
@@ -83,6 +107,28 @@ def verify_files(folder: Folder) -> dict[str, int]:
         where = ", ".join(sorted(set(broken.values())))
         raise CheckpointError(f"{where}: a NaN or an infinity in {', '.join(list(broken)[:20])}{others}")
     return {"tensors": len(read), "bytes": sum(count for count, _ in read)}
+
+
+def verify_model(folder: Path) -> dict[str, int]:
+    """Read every file of a model in diffusers' format to its end; returns and raises as `verify_files`."""
+    read_json(folder / CONFIG)
+    read = [(name, _read(stored)) for name, stored in find_shards(folder).items()]
+    if broken := [name for name, (_, is_finite) in read if not is_finite]:
+        raise CheckpointError(f"{folder.name}: a NaN or an infinity in {', '.join(broken[:20])}")
+    return {"tensors": len(read), "bytes": sum(size for _, (size, _) in read)}
+
+
+def _list_tokenizer_models(folder: Folder, processors: Normalization | None) -> dict[str, None]:
+    """Return the names of models whose tokenizers a policy may take from the Hub's cache."""
+    values = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    step = None if processors is None else processors.find_step(lerobot_processors.TOKENIZE)
+    names = (
+        TOKENIZER_MODELS.get(str(values.get("type"))),
+        values.get("vlm_model_name"),
+        None if step is None else step.fields.get("tokenizer_name"),
+    )
+    openpi = TOKENIZER_MODELS["pi0"] if CONFIG not in list_names(folder) else None  # openpi's policies have no config
+    return {name: None for name in (*names, openpi) if isinstance(name, str)}
 
 
 def _is_used(tensor: str) -> bool:
@@ -297,15 +343,29 @@ def _read(stored: Stored) -> tuple[int, bool]:
 
 
 def main(request: str) -> None:
-    """Verify or describe a folder for a parent process: prints JSON, or ``error``, or ``out_of_memory``.
+    """Verify or describe a folder for a parent process, in lines of JSON on the standard output.
 
-    `request` is JSON: ``do`` (``prove``, ``describe``), ``name``, descriptors of ``files``, reasons of ``refused``.
+    The last line has the result, or ``error``, or ``out_of_memory``. Earlier lines have ``step``, by which the parent
+    knows what the process did when it was killed.
+
+    Args:
+        request: JSON with ``do`` (``prove``, ``describe`` or ``model``), ``name``, descriptors of ``files``, reasons of
+            ``refused``, the Hub's cache as ``hub_cache``, and paths of ``trees``; for a model, its path as ``name``.
     """
     answer: dict[str, Any]
     task = json.loads(request)
+    os.environ["HF_HUB_CACHE"] = task["hub_cache"]
     try:
         folder = PolicyFolder.of_descriptors(Path(task["name"]), task["files"], task["refused"])
-        answer = dict(verify_files(folder)) if task["do"] == "prove" else describe_folder(folder)
+        if task["do"] == "prove":
+            answer = dict(verify_files(folder, _begin_step))
+            for tree in task["trees"].values():
+                arrays, size = verify_tree(Path(tree), _begin_step, _allow_memory)
+                answer = {"tensors": answer["tensors"] + arrays, "bytes": answer["bytes"] + size}
+        elif task["do"] == "model":
+            answer = dict(verify_model(Path(task["name"])))
+        else:
+            answer = describe_folder(folder)
     except JaxModelsError as error:
         answer = {"error": str(error)}
     except OSError as error:
@@ -317,3 +377,17 @@ def main(request: str) -> None:
         error = str(answer.get("error", f"what it says of itself has {len(text)} bytes; wanted at most {ANSWER}"))
         text = json.dumps({"error": error if len(error) <= ERROR else f"{error[:ERROR]} ..."})
     sys.stdout.write(text)
+
+
+def _begin_step(what: str, seconds: float) -> None:
+    """Report a step to the parent process; SIGPROF ends this process if the step takes more CPU seconds."""
+    signal.setitimer(signal.ITIMER_PROF, 0 if math.isinf(seconds) else seconds)
+    sys.stdout.write(json.dumps({"step": what, "seconds": None if math.isinf(seconds) else seconds}) + "\n")
+    sys.stdout.flush()
+
+
+def _allow_memory(count: int) -> None:
+    """Raise this process' limit of memory by a number of bytes, at most to what the parent process allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_DATA, (min(soft + count, hard), hard))

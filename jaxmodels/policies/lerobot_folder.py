@@ -24,6 +24,7 @@ from jaxmodels.checkpoints.files import (
 )
 from jaxmodels.checkpoints.folder import PARAMS, SHARD, STATE_BYTES, Folder, PolicyFolder
 from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
+from jaxmodels.checkpoints.tokenizer_files import TOKENIZER, read_tokenizer
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.memory import check_layers, check_tables
 from jaxmodels.normalization import IDENTITY, Normalization, check_normalization
@@ -41,7 +42,6 @@ from jaxmodels.policies.lerobot_processors import (
     write_processors,
 )
 from jaxmodels.ranges import Range, is_number, shorten_value
-from jaxmodels.text.tokenizers import TOKENIZER, read_tokenizer
 from jaxmodels.types import ACTION
 from jaxmodels.weights import Blueprint, blueprint_of, check_fit, not_finite
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxmodels.checkpoints.backbones import Backbone, read_backbone
 from jaxmodels.checkpoints.files import find_floats, read_json
 from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Tensor, read_tensors, their_shapes
+from jaxmodels.checkpoints.tokenizer_files import read_tokenizer
 from jaxmodels.data import Dataset
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
 from jaxmodels.hub import fetch
@@ -19,7 +20,6 @@ from jaxmodels.policies import SERVED_ONLY, get_policy_type, lerobot_folder, tra
 from jaxmodels.policies.config import OTHER
 from jaxmodels.text import TextConfig, TextEncoder
 from jaxmodels.text.encoder import CLIP
-from jaxmodels.text.tokenizers import read_tokenizer
 from jaxmodels.types import ACTION, ENVIRONMENT_STATE, STATE, Feature, dump_features
 from jaxmodels.weights import blueprint, check_fit, not_finite
 

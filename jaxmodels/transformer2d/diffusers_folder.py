@@ -201,7 +201,7 @@ def read_config(folder: Path, *, subfolder: str | None = None, prefix: str | Non
 
     Raises ConfigError for another model or wrong values, CheckpointError for missing or malformed files.
     """
-    folder = _find_folder(folder, subfolder)
+    folder = find_folder(folder, subfolder)
     values = read_json(folder / CONFIG)
     return (
         diffusers_config.read_model_config(values)
@@ -244,7 +244,7 @@ def read(
     """
     if config is None:
         config = read_config(folder, subfolder=subfolder, prefix=prefix)
-    folder = _find_folder(folder, subfolder)
+    folder = find_folder(folder, subfolder)
     stored = _find(folder, variant, prefix)
     table = tensor_names(config)
     where = f"{folder.name}" + (f" under {prefix}" if prefix else "")
@@ -371,7 +371,7 @@ def _publish(draft: Path, folder: Path, variant: str | None) -> None:
         path.unlink()
 
 
-def _find_folder(folder: Path, subfolder: str | None) -> Path:
+def find_folder(folder: Path, subfolder: str | None) -> Path:
     """The folder that is meant, with a config in it."""
     inside = folder / subfolder if subfolder else folder
     if not inside.is_dir():

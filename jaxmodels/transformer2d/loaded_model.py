@@ -231,6 +231,7 @@ def load_model(
     subfolder: str | None = None,
     prefix: str | None = None,
     on_progress: Callable[[str], None] | None = None,
+    inspect: Callable[[Path], None] = lambda folder: None,
 ) -> "LoadedModel":
     """Load a diffusers folder of a `Transformer2DModel` (or DiT, or PixArt) from the disk or from the Hub.
 
@@ -241,7 +242,8 @@ def load_model(
         device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
         subfolder: where in the folder or repo, e.g. ``transformer``.
         prefix: one transformer out of a UNet, e.g. ``down_blocks.0.attentions.1``.
-        on_progress: told ``downloading``, ``reading``, ``ready``.
+        on_progress: called with ``downloading``, ``reading``, ``ready``.
+        inspect: called with the folder of the model before it is read; raises CheckpointError to refuse it.
 
     Raises:
         HubError: the repo cannot be fetched.
@@ -250,7 +252,14 @@ def load_model(
     """
     source, folder = _split(str(path_or_repo), subfolder)
     model = Transformer2DModel.from_pretrained(
-        source, folder, revision, find_dtype(dtype), prefix=prefix, device=device, on_progress=on_progress
+        source,
+        folder,
+        revision,
+        find_dtype(dtype),
+        prefix=prefix,
+        device=device,
+        on_progress=on_progress,
+        inspect=inspect,
     )
     return LoadedModel(model)
 

@@ -160,6 +160,7 @@ class Transformer2DModel(Network):
         device: str | None = None,
         param_dtype: DTypeLike | None = None,
         on_progress: Callable[[str], None] | None = None,
+        inspect: Callable[[Path], None] = lambda folder: None,
         **options: Any,
     ) -> "Transformer2DModel":
         """Load a diffusers checkpoint: ``config.json`` and ``diffusion_pytorch_model.safetensors``, whole or in shards.
@@ -177,6 +178,7 @@ class Transformer2DModel(Network):
             device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
             param_dtype: see the class.
             on_progress: receives ``downloading``, ``reading``, ``ready``.
+            inspect: called with the folder of the model before it is read; raises CheckpointError to refuse it.
             options: ``scan_layers`` and ``remat``, see the class.
 
         Raises:
@@ -194,6 +196,7 @@ class Transformer2DModel(Network):
         elif revision is not None:
             raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
         report("reading")
+        inspect(diffusers_folder.find_folder(folder, subfolder))
         config, weights = diffusers_folder.read(
             folder, subfolder=subfolder, variant=variant, prefix=prefix, config=config, dtype=stored
         )

@@ -33,6 +33,7 @@ class EngineMember(ABC):
 
     Attributes:
         name: of the engine; one that joins again may have another.
+        stuck_after: seconds after which an engine that does not answer a short call counts as stuck.
         begun: what it reported at its start.
         worker: sends the requests of robots to the engine.
         joined_at: monotonic time at which it joined, or failed here.
@@ -45,6 +46,7 @@ class EngineMember(ABC):
 
     def __init__(self, name: str, begun: Begun, stuck_after: float):
         self.name, self.begun = name, begun
+        self.stuck_after = stuck_after
         self.worker = RemoteWorker(name, self.act, stuck_after, self.on_stuck)
         self.joined_at = self.last_reply_at = time.monotonic()
         self.is_gone = False
@@ -237,6 +239,24 @@ class EngineSet:
         answer: Future[Any] = Future()
         answer.set_exception(DeviceGone(f"engine {engine} is not there any more"))
         return answer
+
+    def ask_briefly(self, engine: str, method: str, *arguments: Any) -> Any:
+        """Return the answer to a call; an engine that does not give it within ``stuck_after`` seconds is stuck.
+
+        Raises:
+            TimeoutError: the engine did not answer.
+            DeviceGone: the engine is gone.
+        """
+        answer, member = self.ask(engine, method, *arguments), self.members.get(engine)
+        try:
+            return answer.result(None if member is None else member.stuck_after)
+        except TimeoutError as error:
+            if member is None or answer.done():
+                raise
+            self._call_on_loop(member.on_stuck)
+            raise TimeoutError(
+                f"engine {engine} did not answer within {member.stuck_after:g} s (stuck_after)"
+            ) from error
 
     def keep_copy(self, engine: str, loaded: Loaded) -> None:
         """Keep a policy in an engine for as long as this object is referenced."""

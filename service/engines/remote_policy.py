@@ -142,7 +142,7 @@ class PolicyReplication:
 class RemotePolicy:
     """A policy in an engine, which keeps it as long as this object is referenced.
 
-    All methods but `is_compiled` wait for the engine.
+    All methods but `is_compiled` wait for the engine, and `prepare_task` waits for a limited time.
 
     Attributes:
         commit: commit of the files, if known.
@@ -169,8 +169,16 @@ class RemotePolicy:
         return chunk
 
     def prepare_task(self, text: str, prompt_cut: str | None = None) -> int:
-        """Encode an instruction ahead of ``act``; returns how many of its tokens are cut off."""
-        return self._call("prepare_task", text, prompt_cut)
+        """Encode an instruction ahead of ``act``; return how many of its tokens are cut off.
+
+        Raises:
+            ObservationError: the policy cannot read the instruction, or the engine does not encode it in time.
+        """
+        ask = self._replication.engines.ask_briefly
+        try:
+            return check_answer(ask(self.device, "prepare_task", self.handle, text, prompt_cut))
+        except TimeoutError as error:
+            raise ObservationError(f"{error} while it encoded the instruction; use another instruction") from error
 
     def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
         """Compile for frames of these sizes; the engine chooses the batch sizes."""

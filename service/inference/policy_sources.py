@@ -185,11 +185,14 @@ def make_requirements_reader(settings: PolicySettings) -> ReadRequirements:
 
 
 def make_model_loader(settings: PolicySettings) -> LoadModel:
-    """Return a function that loads the models of the settings."""
+    """Return a function that loads the models of the settings, whose files a sandboxed process reads first."""
+    sandbox = CheckpointSandbox(settings.load_memory)
 
     def load(path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Any:
         set_cache_folders(settings)
-        return jaxmodels.load_model(path, revision, settings.dtype, settings.device, on_progress=on_progress)
+        return jaxmodels.load_model(
+            path, revision, settings.dtype, settings.device, on_progress=on_progress, inspect=sandbox.verify_model
+        )
 
     return load
 

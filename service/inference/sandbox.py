@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jaxmodels
-from jaxmodels import PolicyFolder
+from jaxmodels import PolicyFolder, hub_cache
 from jaxmodels.errors import CheckpointError
 from service.processes import exit_with_parent
 
@@ -36,6 +36,9 @@ Result = TypeVar("Result")
 # Seconds, and what a disk gives at least: a file that takes longer is a device or a fault.
 READ_TIMEOUT = 30.0
 BYTES_PER_SECOND = 20e6
+# Bytes of memory per byte of an Orbax tree's largest file: it may hold one chunk, which is decoded whole to twice as
+# many bytes, and is in memory in four forms.
+CHUNK_MEMORY = 8
 # Seconds that a load may build and compile alone. Then others begin beside it, at most so many at a time.
 BUILD_ALONE_SECONDS = 10.0
 MAX_PARALLEL_BUILDS = 4
@@ -46,13 +49,13 @@ _MAX_OUTPUT = 1 << 18
 _PRELUDE = f"""
 import ctypes, os, resource, signal, sys, threading
 {inspect.getsource(exit_with_parent)}
-parent, memory, seconds, file_size = map(int, sys.argv[1:5])
+parent, memory, most, seconds, file_size = map(int, sys.argv[1:6])
 exit_with_parent(parent, signal.SIGKILL)
 def end_when_alone():
     while os.read(0, 1):
         pass
     os._exit(1)
-resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+resource.setrlimit(resource.RLIMIT_DATA, (memory, most))
 resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -60,11 +63,11 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 os.nice(5)
 threading.stack_size(1 << 18)
 threading.Thread(target=end_when_alone, daemon=True).start()
-sys.path[:] = sys.argv[5].split(chr(0x1f))
+sys.path[:] = sys.argv[6].split(chr(0x1f))
 """
 _READER_PROGRAM = """
 from jaxmodels.policies.integrity import main
-main(sys.argv[6])
+main(sys.argv[7])
 """
 # How libraries say it before they end the process.
 _NO_MEMORY = ("memory allocation of", "bad_alloc", "MemoryError", "Cannot allocate memory", "Unable to allocate")
@@ -297,6 +300,16 @@ class CheckpointSandbox:
         )
         begin_building()
 
+    def verify_model(self, folder: Path) -> None:
+        """Check every file of a model in diffusers' format, in a loader's thread; raises as a call."""
+        request = {"do": "model", "name": str(folder.absolute()), "files": {}, "refused": {}}
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        with _LOAD_SLOTS.acquire(load := _load.get()):
+            seconds = self._timeout + size / BYTES_PER_SECOND
+            result = self._run(request, seconds, self._memory, folder.name, load)
+        if "error" in result:
+            raise CheckpointError(result["error"])
+
     def describe(self, folder: PolicyFolder | Path) -> dict[str, Any]:
         """Return what the small files say, for `jaxmodels.read_requirements`; raises as a call."""
         return self._read(folder, "describe", _DESCRIBE_SLOTS)
@@ -305,19 +318,25 @@ class CheckpointSandbox:
         if isinstance(folder, Path):
             with PolicyFolder(folder.absolute()) as opened:
                 return self._read(opened, what, slots)
-        size = folder.size if what == "prove" else 0
         request = {"do": what, "name": folder.name, "files": folder.descriptors, "refused": folder.refused}
+        sizes: dict[str, int] = {}
+        if what == "prove":
+            sizes = {name: identity[2] for name, identity in folder.identities.items() if len(identity) > 2}
+            request["trees"] = {name: str(tree) for name, tree in folder.trees.items()}
+        chunk = max((size for name, size in sizes.items() if name not in request["files"]), default=0)
+        seconds = self._timeout + sum(sizes.values()) / BYTES_PER_SECOND
         with slots.acquire(load := _load.get()):
-            result = self._run(request, self._timeout + size / BYTES_PER_SECOND, folder.name, load)
-        if result.get("out_of_memory"):
-            raise self._out_of_memory(folder.name)
+            result = self._run(request, seconds, self._memory + CHUNK_MEMORY * chunk, folder.name, load)
+        folder.check_unchanged()
         if "error" in result:
             raise CheckpointError(f"{folder.name}: {result['error']}")
         return result
 
-    def _run(self, request: Mapping[str, Any], seconds: float, name: str, load: LoadJob | None) -> dict[str, Any]:
+    def _run(
+        self, request: Mapping[str, Any], seconds: float, memory: int, name: str, load: LoadJob | None
+    ) -> dict[str, Any]:
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-            child = self._start_child(request, seconds, stdout, stderr)
+            child = self._start_child(request, seconds, memory, stdout, stderr)
             try:
                 with child, load.kill_at_end(child) if load is not None else _kill_at_end(child):
                     code = child.wait(seconds)
@@ -327,40 +346,55 @@ class CheckpointSandbox:
                 load.raise_if_cancelled()
             stderr.seek(0)
             error_text = stderr.read(65536).decode(errors="replace")
-            if code == 0:
-                stdout.seek(0)
-                with suppress(ValueError):
-                    return json.loads(stdout.read(_MAX_OUTPUT))
-        log.error("reading policy folder %s ended its process with %d: %s", name, code, error_text[-2000:])
-        if any(words in error_text for words in _NO_MEMORY) or code == -signal.SIGKILL:
-            raise self._out_of_memory(name)
+            stdout.seek(0)
+            *steps, answer = [{}, *_parse_lines(stdout.read(_MAX_OUTPUT))]
+        if code == 0 and answer and "step" not in answer and not answer.get("out_of_memory"):
+            return answer
+        step: Any = next((one for one in (answer, *reversed(steps)) if "step" in one), {})
+        what = step.get("step", "reading its files")
+        log.error("policy folder %s: %s ended its process with %d: %s", name, what, code, error_text[-2000:])
+        if answer.get("out_of_memory") or any(words in error_text for words in _NO_MEMORY) or code == -signal.SIGKILL:
+            raise CheckpointError(
+                f"{name}: out of memory: {what} needs more than {self._memory} bytes (setting load_memory)"
+            )
+        if code == -signal.SIGPROF:
+            raise CheckpointError(f"{name}: {what} took over {step.get('seconds')} s of processor time")
+        if code == -signal.SIGXCPU:
+            raise CheckpointError(f"{name}: {what} took over {seconds:.0f} s of processor time in all")
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-        raise CheckpointError(f"{name}: the process that read its files was ended {how}; they are not used")
+        raise CheckpointError(f"{name}: {what}: the process was ended {how}; the policy is not used")
 
     def _start_child(
-        self, request: Mapping[str, Any], seconds: float, stdout: Any, stderr: Any
+        self, request: Mapping[str, Any], seconds: float, memory: int, stdout: Any, stderr: Any
     ) -> subprocess.Popen[bytes]:
         paths = [str(Path(jaxmodels.__file__).parents[1]), *filter(None, sys.path)]
-        limits = (os.getpid(), self._memory, int(seconds) + 1, _MAX_OUTPUT)
+        limits = (os.getpid(), self._memory, memory, int(seconds) + 1, _MAX_OUTPUT)
         return subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", "-c", _PRELUDE + self._program),
-                *(*map(str, limits), "\x1f".join(paths), json.dumps(request)),
+                *(*map(str, limits), "\x1f".join(paths), json.dumps({**request, "hub_cache": str(hub_cache())})),
             ],
             stdin=subprocess.PIPE,  # nothing is written: it ends when the child is alone
             stdout=stdout,
             stderr=stderr,
             # Nothing of this process' secrets; and no threads, each of which would reserve memory.
-            env={"OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PATH": os.defpath},
+            env={
+                **{"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+                **{"PYTHONDONTWRITEBYTECODE": "1", "PATH": os.defpath},
+            },
             cwd="/",
             pass_fds=tuple(request["files"].values()),
             start_new_session=True,
         )
 
-    def _out_of_memory(self, name: str) -> CheckpointError:
-        return CheckpointError(
-            f"{name}: out of memory: reading its files needs more than {self._memory} bytes (setting load_memory)"
-        )
+
+def _parse_lines(output: bytes) -> list[dict[str, Any]]:
+    """Return the JSON objects that a child wrote, one on each line; other lines are left out."""
+    found: list[Any] = []
+    for line in output.splitlines():
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [one for one in found if isinstance(one, dict)]
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import threading
 import time
 import uuid
@@ -28,11 +27,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import tqdm
 
+import jaxmodels
 from hooks.errors import HooksError
 from hooks.threads import start_in_thread
 from jaxmodels import is_policy_file, list_policy_files
+from jaxmodels.errors import HubError
 from service.rollout.triggers import BRANCH, TAG, Target, is_pattern, matches_ref
 
 SHA = re.compile(r"[0-9a-f]{40}")
@@ -100,7 +100,6 @@ class HubLimits:
         max_bytes: bytes of all files of a commit.
         min_free_bytes: bytes of the disk that stay free.
         max_commits: commits of a repo that stay in a cache of our own; older ones make room.
-        niceness: by how much the download's threads stand back behind the control of robots; on Linux.
     """
 
     answer_timeout: float = 30.0
@@ -108,7 +107,6 @@ class HubLimits:
     max_bytes: int = 20 << 30
     min_free_bytes: int = 1 << 30
     max_commits: int = 4
-    niceness: int = 10
 
 
 # Makes a context that limits one thread's requests, of a time limit in seconds and a size limit in bytes.
@@ -123,25 +121,6 @@ def _without_limits(seconds: float, size: int) -> AbstractContextManager[object]
 
 # Raised by the client for answers of unexpected types or depth, and by `bounded`.
 _BAD_ANSWER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
-
-
-class _Abandoned(Exception):
-    """The download is cancelled: nobody waits for it any more."""
-
-
-def _make_progress_bar(is_abandoned: threading.Event) -> type[tqdm]:
-    """Make a progress bar that draws nothing, and ends a download that is abandoned."""
-
-    class Bar(tqdm):
-        def __init__(self, *arguments: Any, **options: Any):
-            super().__init__(*arguments, **{**options, "disable": True})
-
-        def update(self, n: float | None = 1) -> bool | None:
-            if is_abandoned.is_set():
-                raise _Abandoned
-            return super().update(n)
-
-    return Bar
 
 
 class HubSource:
@@ -169,7 +148,7 @@ class HubSource:
         """
         self._limit_requests: LimitRequests = limit_requests or _without_limits
         self.limits = limits or HubLimits()
-        self._api = HfApi(endpoint=endpoint, token=token)
+        self._api, self._token = HfApi(endpoint=endpoint, token=token), token
         self._cache = Path(cache or constants.HF_HUB_CACHE)
         self._is_our_cache = cache is not None
 
@@ -208,7 +187,7 @@ class HubSource:
         return sha in {commit.commit_id for commit in history}
 
     async def fetch(self, repo: str, sha: str, on_progress: Callable[[str], None]) -> Path:
-        """Fetch by sha, then compare each file with the tree; a file that differs is removed from the cache."""
+        """Fetch by sha in a child process, which compares each file with its hash and removes a file that differs."""
         on_progress("listing")
         tree = await self._call_hub(
             repo,
@@ -223,20 +202,34 @@ class HubSource:
             raise SourceError("bad_answer", f"{repo} at {sha[:12]}: the Hub does not say how large {wrong[0]} is")
         self._check_space(repo, sha, wanted)
         on_progress("downloading")
-        is_abandoned = threading.Event()
+        seconds = self.limits.download_timeout
+        is_abandoned, loop = threading.Event(), asyncio.get_running_loop()
+
+        def report(stage: Any) -> None:
+            if stage.done and stage.done == stage.total:
+                loop.call_soon_threadsafe(on_progress, "verifying")
+            if is_abandoned.is_set():
+                raise SourceError("timeout", f"{repo} at {sha[:12]}: the download took over {seconds:g} s")
+
+        def download() -> Path:
+            return jaxmodels.fetch(
+                repo,
+                sha,
+                endpoint=self._api.endpoint,
+                token=self._token,
+                cache=self._cache,
+                on_progress=report,
+                largest=self.limits.max_bytes,
+                strict=True,
+            )
+
         try:
-            size = sum(file.size for file in wanted)
-            # A transfer that broke off may begin anew.
-            most = size + size // 2 + MAX_ANSWER_BYTES
-            download = self.limits.download_timeout
-            await self._call_hub(repo, sha, lambda: self._download(repo, sha, wanted, is_abandoned), download, most)
+            folder = await self._call_hub(repo, sha, download, seconds)
         finally:
             is_abandoned.set()
-        on_progress("verifying")
-        await self._call_hub(repo, sha, lambda: self._verify(repo, sha, wanted), self.limits.download_timeout)
         if self._is_our_cache:
             await self._call_hub(repo, sha, lambda: self._prune(repo, sha), self.limits.download_timeout)
-        return self._folder(repo, sha)
+        return folder
 
     def _folder(self, repo: str, sha: str) -> Path:
         return self._cache / f"models--{repo.replace('/', '--')}" / "snapshots" / sha
@@ -257,40 +250,6 @@ class HubSource:
                 f"{repo} at {sha[:12]}: needs {needed} bytes and {self.limits.min_free_bytes} kept free, "
                 f"{free} are free; make room",
             )
-
-    def _download(self, repo: str, sha: str, files: Sequence[RepoFile], is_abandoned: threading.Event) -> None:
-        """Download one file after the other: a snapshot's own threads would block the end of the process when they
-        hang.
-        """
-        # On Linux niceness belongs to a thread and those that it starts.
-        if self.limits.niceness and sys.platform == "linux":
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), self.limits.niceness))
-        bar = _make_progress_bar(is_abandoned)
-        for file in sorted(files, key=lambda file: file.size):
-            self._api.hf_hub_download(
-                repo,
-                file.path,
-                revision=sha,
-                cache_dir=self._cache,
-                tqdm_class=bar,  # pyright: ignore[reportArgumentType] - declared as its asyncio variant
-            )
-
-    def _verify(self, repo: str, sha: str, wanted: Sequence[RepoFile]) -> None:
-        folder = self._folder(repo, sha)
-        found = self._api.verify_repo_checksums(repo, revision=sha, cache_dir=self._cache)
-        bad = [mismatch["path"] for mismatch in found.mismatches]
-        for name in bad:
-            # The blob too: other commits' snapshots would take it for the right one.
-            (folder / name).resolve().unlink(missing_ok=True)
-            (folder / name).unlink(missing_ok=True)
-        if bad:
-            raise SourceError(
-                "checksum", f"{repo} at {sha[:12]}: {', '.join(sorted(bad))} came with other bytes than the commit has"
-            )
-        lacking = sorted({file.path for file in wanted} & set(found.missing_paths))
-        if lacking:
-            raise SourceError("transfer", f"{repo} at {sha[:12]}: {', '.join(lacking)} did not arrive")
 
     def _prune(self, repo: str, newest: str) -> None:
         os.utime(self._folder(repo, newest))
@@ -325,6 +284,8 @@ class HubSource:
             return await asyncio.wait_for(asyncio.wrap_future(start_in_thread(work)), seconds)
         except SourceError:
             raise
+        except HubError as error:
+            raise SourceError(error.code, str(error)) from error
         except GatedRepoError as error:
             raise SourceError("denied", f"{what}: the repo is gated; accept its terms and set a token") from error
         except RevisionNotFoundError as error:

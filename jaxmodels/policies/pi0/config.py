@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmodels.errors import ConfigError
+from jaxmodels.policies import TOKENIZER_MODELS
 from jaxmodels.policies.config import LEROBOT_VERSIONS, VlaConfig
 from jaxmodels.policies.openpi_configs import OpenpiConfig
 from jaxmodels.ranges import (
@@ -28,7 +29,6 @@ from jaxmodels.types import Observation
 
 VARIANTS, DTYPES = ("gemma_300m", "gemma_2b"), ("bfloat16", "float32")
 PROMPT = Range(1, 4096)  # tokens
-TOKENIZER = "google/paligemma-3b-pt-224"
 _LAYERS = Range(1, LAYERS_WRITTEN_OUT)
 _SIDE = Range(1, 1024)  # pixels of the square that SigLIP looks at
 
@@ -302,7 +302,7 @@ class Pi0Config(VlaConfig):
 
     @property
     def tokenizer_name(self) -> str:
-        return TOKENIZER
+        return TOKENIZER_MODELS["pi0"]
 
     @property
     def trained_delay(self) -> int:

@@ -1,11 +1,14 @@
 import json
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jaxmodels import PolicyFolder
 from jaxmodels.errors import CheckpointError
+from service.engines.messages import LocalFolder
 from service.inference.sandbox import CheckpointSandbox
 
 DEMO = Path(__file__).parents[3] / "robojax" / "sim" / "policy"
@@ -134,4 +137,148 @@ def test_the_child_has_nothing_of_its_parents_environment(folder, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     program = "import json, os; print(json.dumps({'error': ' '.join(sorted(os.environ))}))"
     names = set(told(folder, CheckpointSandbox(program=program)).removeprefix("arm: ").split())
-    assert names <= {"LC_CTYPE", "OPENBLAS_NUM_THREADS", "PATH", "PYTHONDONTWRITEBYTECODE"}
+    threads = {"OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"}
+    assert names <= {"LC_CTYPE", "PATH", "PYTHONDONTWRITEBYTECODE", *threads}
+
+
+def replacing(old, new, times):
+    step = {"type": "Replace", "pattern": old, "content": new}
+    return {"normalizer": {"type": "Sequence", "normalizers": [step] * times}}
+
+
+REPEATED = {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2000, "pair": [], "special_tokens": {}}
+TOKENIZERS = {
+    "honest": (replacing({"String": " "}, "\u2581", 1), None),
+    "a letter is doubled": (replacing({"String": "a"}, "aa", 10), "1024 normalized characters of 'a'"),
+    "a rare word is doubled": (replacing({"String": "zebra"}, "zebrazebra", 10), "normalized characters of 'zebra"),
+    "tokens are repeated": ({"post_processor": {"type": "TemplateProcessing", **REPEATED}}, "2000 tokens of 'a'"),
+    "slow expression": (replacing({"Regex": "(a+)+$"}, "b", 1), "cannot encode"),
+    "many replacements": (
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Replace", "pattern": {"String": f"x{number}"}, "content": ""} for number in range(65)
+                ],
+            }
+        },
+        "replaces 65 texts",
+    ),
+    "memory": (replacing({"String": "a"}, "a" * 4096, 3), "out of memory: vlm/tokenizer.json: encoding"),
+    "malformed": ({"model": 3}, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizer_that_multiplies_its_input_is_refused(folder, kind):
+    pytest.importorskip("tokenizers", reason="the extra language is not installed")
+    values, words = TOKENIZERS[kind]
+    (folder / "vlm").mkdir()
+    write_tokenizer(folder / "vlm", values)
+    sandbox = CheckpointSandbox(1 << 28)
+    if words is None:
+        sandbox(folder)
+    else:
+        text = told(folder, sandbox)
+        assert "vlm/tokenizer.json: " in text
+        assert words in text
+
+
+def write_tokenizer(folder, values):
+    model = {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}
+    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    whole = {"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": split}
+    (folder / "tokenizer.json").write_text(json.dumps(whole | values))
+
+
+def test_tokenizer_of_the_hub_cache_is_verified_too(folder, tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers", reason="the extra language is not installed")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = tmp_path / "cache/models--someone--vlm/snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "cache/models--someone--vlm/refs").mkdir()
+    (tmp_path / "cache/models--someone--vlm/refs/main").write_text("0" * 40)
+    write_tokenizer(snapshot, TOKENIZERS["a letter is doubled"][0])
+    (folder / "config.json").write_text('{"type": "smolvla", "vlm_model_name": "someone/vlm"}')
+    assert "someone/vlm/tokenizer.json in the Hub's cache: the tokenizer makes 1024" in told(folder)
+
+
+def test_file_named_like_weights_does_not_hide_an_orbax_tree(folder):
+    (folder / "model.safetensors").rename(folder / "model_2.safetensors")
+    (folder / "orbax").mkdir()
+    (folder / "orbax/_METADATA").write_text("[" * 100_000)
+    assert "orbax/_METADATA: malformed JSON" in told(folder)
+
+
+def edit_array(**values):
+    def edit(folder):
+        path = folder / "orbax/a/.zarray"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return edit
+
+
+TREES = {
+    "honest": (lambda folder: None, None),
+    "long metadata": (content(b"[" + b"0," * (5 << 20) + b"0]", "orbax/_METADATA"), "orbax/_METADATA: 10485763 bytes"),
+    "deep metadata": (content(b"[" * 100_000, "orbax/_METADATA"), "orbax/_METADATA: malformed JSON"),
+    "chunk larger than the array": (edit_array(chunks=[1 << 30]), "orbax/a: has chunks of shape"),
+    "array that no file holds": (edit_array(shape=[1 << 40], chunks=[1 << 20]), "orbax/a: the arrays up to this one"),
+    "chunk longer than declared": (content(zlib.compress(bytes(1 << 24)), "orbax/a/0"), "orbax/a: unreadable"),
+    "chunk that is cut off": (content(b"\x78", "orbax/a/0"), "orbax/a: unreadable Orbax checkpoint"),
+    "link": (lambda folder: (folder / "orbax/b").symlink_to("/etc/passwd"), "orbax/b: is a link"),
+}
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_orbax_tree_is_read_before_an_engine_reads_it(folder, kind):
+    spoil, words = TREES[kind]
+    (folder / "model.safetensors").unlink()
+    (folder / "orbax/a").mkdir(parents=True)
+    array = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "<f4", "order": "C", "filters": None}
+    array |= {"fill_value": None, "compressor": {"id": "zlib", "level": 1}}
+    (folder / "orbax/a/.zarray").write_text(json.dumps(array))
+    (folder / "orbax/a/0").write_bytes(zlib.compress(np.ones(4, np.float32).tobytes()))
+    (folder / "orbax/_METADATA").write_text("{}")
+    spoil(folder)
+    if words is None:
+        CheckpointSandbox()(folder)
+    else:
+        assert words in told(folder)
+
+
+def test_changed_orbax_file_is_not_the_verified_one(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "orbax").mkdir()
+    (folder / "orbax/_METADATA").write_text("{}")
+    with PolicyFolder(folder) as opened:
+        files = LocalFolder.of(opened)
+        files.check(opened)
+    (folder / "orbax/_METADATA").write_text("{ }")
+    with PolicyFolder(folder) as opened, pytest.raises(CheckpointError, match="orbax/_METADATA: was changed"):
+        files.check(opened)
+
+
+@pytest.mark.parametrize(
+    ("value", "config", "words"),
+    [(1.0, "{}", None), (np.inf, "{}", "a NaN or an infinity in a"), (1.0, "[" * 9999, "config.json: malformed JSON")],
+)
+def test_model_of_diffusers_is_read_before_it_is_loaded(tmp_path, value, config, words):
+    (tmp_path / "config.json").write_text(config)
+    write(tmp_path / "diffusion_pytorch_model.safetensors", {"a": np.array([value], np.float32)})
+    if words is None:
+        CheckpointSandbox().verify_model(tmp_path)
+    else:
+        with pytest.raises(CheckpointError, match=words):
+            CheckpointSandbox().verify_model(tmp_path)
+
+
+def test_step_over_its_processor_time_is_named(folder):
+    program = """
+from jaxmodels.policies.integrity import _begin_step
+_begin_step("vlm/tokenizer.json: opening it", 0.1)
+while True: pass
+"""
+    assert told(folder, CheckpointSandbox(program=program)).endswith(
+        "vlm/tokenizer.json: opening it took over 0.1 s of processor time"
+    )
