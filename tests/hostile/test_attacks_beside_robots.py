@@ -122,12 +122,17 @@ async def attack(fleet: Fleet, name: str, body: dict[str, Any]) -> tuple[int, An
     return status, found
 
 
+def expect_refusal(status: int, found: Any, file: str) -> None:
+    (problem,) = found["detail"]
+    assert (status, problem["type"], problem["loc"]) == (422, "policy", ["body", "policy_path"])
+    assert file in problem["msg"]
+
+
 @pytest.mark.parametrize("spoil", [double_letters, split_slowly])
 async def test_tokenizer_bomb_is_refused_by_name_beside_robots(fleet: Fleet, language: Path, spoil: Any) -> None:
     spoil(language)
     status, found = await attack(fleet, "bomb", {"policy_path": str(language), **LANGUAGE})
-    assert (status, found.get("code")) == (422, "policy"), found
-    assert "tokenizer.json" in found["detail"]
+    expect_refusal(status, found, "vlm/tokenizer.json")
 
 
 async def test_large_honest_tokenizer_is_loaded_beside_robots(fleet: Fleet, language: Path) -> None:
@@ -140,5 +145,4 @@ async def test_large_honest_tokenizer_is_loaded_beside_robots(fleet: Fleet, lang
 async def test_orbax_bomb_is_refused_by_name_beside_robots(fleet: Fleet, tmp_path: Path, spoil: Any) -> None:
     spoil(write_tree(tmp_path / "bomb"))
     status, found = await attack(fleet, "bomb", {"policy_path": str(tmp_path / "bomb"), "camera_names": ["front"]})
-    assert (status, found.get("code")) == (422, "policy"), found
-    assert "orbax" in found["detail"]
+    expect_refusal(status, found, "orbax/")

@@ -44,6 +44,9 @@ class Engines:
             answer.set_exception(error)
         return answer
 
+    def ask_briefly(self, engine: str, method: str, *arguments: Any) -> Any:
+        return self.ask(engine, method, *arguments).result()
+
     def _answer(self, engine: str, method: str, arguments: tuple[Any, ...]) -> Any:
         self.calls.append((engine, method))
         method = f"{engine} {method}" if f"{engine} {method}" in self.answers else method
