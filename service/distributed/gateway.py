@@ -75,7 +75,7 @@ class Gateway:
         self._pool: Any = None
         self._front = ""
         self._engines: dict[str, _RemoteEngine] = {}
-        self._left_at: dict[str, float] = {}
+        self._failed_at: dict[str, float] = {}
         self._files: dict[str, _SharedFiles] = {}
         self._pack_lock = asyncio.Lock()
         self._trouble = ""
@@ -182,11 +182,11 @@ class Gateway:
         available = {listed.name.removeprefix("robojax-"): listed for listed in listing.engines}
         for name in self._engines.keys() - available.keys():
             self._leave(name, "it is not in the cluster any more")
-        self._left_at = {name: at for name, at in self._left_at.items() if now - at < REJOIN_AFTER}
+        self._failed_at = {name: at for name, at in self._failed_at.items() if now - at < REJOIN_AFTER}
         for name, listed in available.items():
             if listed.begun.version != ours:
                 self._trouble = f"engine {name} is robojax {listed.begun.version}, this front {ours}"
-            elif name not in self._engines and name not in self._left_at:
+            elif name not in self._engines and name not in self._failed_at:
                 sender = ThreadPoolExecutor(1, thread_name_prefix=f"engine {name}")
                 self._engines[name] = _RemoteEngine(listed, sender, now)
         self._files = {sha: files for sha, files in self._files.items() if now - files.last_used_at < UNUSED_TIMEOUT}
@@ -207,11 +207,15 @@ class Gateway:
     def _leave(self, name: str, why: str) -> None:
         if (engine := self._engines.pop(name, None)) is None:
             return
-        self._left_at[name] = time.monotonic()
         self._send_event("left", name, why)
         engine.sender.shutdown(wait=False)
         for outcome in tuple(engine.pending):
             settle(outcome, NoAnswer(why))
+
+    def _fail(self, name: str, why: str) -> None:
+        """Leave an engine that the pool may list for some time, because the pool does not know yet that it failed."""
+        self._failed_at[name] = time.monotonic()
+        self._leave(name, why)
 
     async def _call(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a method of an engine; an engine that cannot be reached is left."""
@@ -227,7 +231,7 @@ class Gateway:
             if not is_gone and (isinstance(error, RayError) or not means_no_answer(error)):
                 raise
             why = str(error) if isinstance(error, NoAnswer) else describe_loss(error)
-            self._leave(name, why)
+            self._fail(name, why)
             return Refusal("engine", f"engine {name}: {why}")
         finally:
             engine.pending.discard(outcome)
@@ -245,7 +249,7 @@ class Gateway:
             facts = await call_actor(actor, ANSWER_TIMEOUT, "facts", handles, has_running_robot)
         except NoAnswer as error:
             if isinstance(cause := error.__cause__, RayActorError):
-                self._leave(name, describe_loss(cause))
+                self._fail(name, describe_loss(cause))
             return None
         self._last_reply_at = engine.last_reply_at = time.monotonic()
         return facts

@@ -15,8 +15,6 @@ from yarl import URL
 from service.threads import settle_threadsafe
 
 NAMESPACE = "robojax"
-# Address of a Ray that is started for one server. Ray's own processes listen on it alone if it is this one.
-LOOPBACK = "127.0.0.1"
 
 # Seconds that a machine may take to say whether something listens where the cluster's head was.
 CONNECT_TIMEOUT = 2.0
@@ -53,7 +51,7 @@ def connect(address: str, head: str = "") -> str:
     known = _parse_address(head) or _parse_address(address) or _parse_address(os.environ.get("RAY_ADDRESS", ""))
     options: dict[str, Any] = {}
     if is_local:
-        options = {"include_dashboard": False, "_node_ip_address": LOOPBACK}
+        options = {"include_dashboard": False}
     else:
         os.environ.setdefault(RECONNECT_VARIABLE, str(NO_TIMEOUT))
         if known is not None:

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from service.engines.messages import EngineFacts
 from service.distributed.scaling import (
     GROW_AFTER,
     PLACEMENT_TIMEOUT,
@@ -15,6 +14,7 @@ from service.distributed.scaling import (
     Scaling,
     explain_shortage,
 )
+from service.engines.messages import EngineFacts
 
 BOUNDS = Bounds(least=1, most=4)
 
