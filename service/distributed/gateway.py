@@ -154,6 +154,7 @@ class Gateway:
     async def _watch(self) -> None:
         self._last_reply_at = time.monotonic()
         while time.monotonic() - self._last_reply_at <= LOSS_TIMEOUT:
+            await asyncio.sleep(POLL_PERIOD)
             try:
                 await self._poll()
             except (NoAnswer, CannotJoin) as error:
@@ -164,7 +165,6 @@ class Gateway:
                 self._report()
             except Exception:
                 logger.exception("polling the cluster failed")
-            await asyncio.sleep(POLL_PERIOD)
         self._pool = None
         self._send_event("lost", f"nothing of the cluster has answered for {LOSS_TIMEOUT:g} s")
 

@@ -13,6 +13,7 @@ from weakref import WeakSet
 from jaxmodels.errors import CheckpointError
 from service.engines.connection import ConnectionLost, EngineFault
 from service.engines.messages import Begun, EngineFacts, Loaded
+from service.engines.remote_policy import RemotePolicy
 from service.engines.remote_worker import RemoteWorker
 from service.engines.retries import RetryState
 from service.inference.device_worker import DeviceGone
@@ -116,7 +117,7 @@ class EngineMember:
         """Poll the engine's load until it leaves, or is silent for too long."""
         while True:
             try:
-                facts = await asyncio.wait_for(self._call("facts", *engines.poll_arguments(self)), self._silence)
+                facts = await asyncio.wait_for(self._call("facts", *engines.poll_arguments()), self._silence)
                 if isinstance(facts, EngineFacts):
                     engines.take_facts(self, facts)
                 engines.retry_copies()
@@ -203,15 +204,27 @@ class EngineSet:
         is_compiling = any(one.worker.facts.is_compiling for one in self.members.values())
         (self._engine.batch_compiler.idle.clear if is_compiling else self._engine.batch_compiler.idle.set)()
 
-    def poll_arguments(self, member: EngineMember) -> tuple[list[str], bool]:
-        """Return what a poll says to the engine: the policies in use, and whether a robot moves."""
-        return sorted({copy.handle for copy in member.copies}), self._engine.has_running_robot()
+    def poll_arguments(self) -> tuple[list[str], bool]:
+        """Return what a poll says to an engine: the policies in use, and whether a robot moves."""
+        return sorted(self._used_handles()), self._engine.has_running_robot()
+
+    def _used_handles(self) -> set[str]:
+        """Return the policies that sessions use, or that are being loaded for them.
+
+        References to a copy live longer: an ended session is in memory until Python's garbage collector runs.
+        """
+        cache = self._engine.policy_cache
+        replicas = (replica for loaded in cache.all for replica in loaded.replicas)
+        used = {replica.policy.handle for replica in replicas if isinstance(replica.policy, RemotePolicy)}
+        if cache.loading_count:
+            used |= {copy.handle for member in self.members.values() for copy in member.copies}
+        return used
 
     def retry_copies(self) -> None:
         """Start to copy missing policies to the engines that are due for another try."""
         now = time.monotonic()
         alive = {member.name: member for member in self.members.values() if not member.is_gone}
-        self._retries.retain(alive, {copy.handle for member in alive.values() for copy in member.copies})
+        self._retries.retain(alive, self._used_handles())
         for name in self._retries.due(now):
             member = alive[name]
             if member.copy_task is None or member.copy_task.done():
