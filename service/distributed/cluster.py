@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -34,9 +33,9 @@ logger = logging.getLogger(__name__)
 REJOIN_AFTER = 5.0
 # Seconds for which the gateway may be silent; it needs half of that to notice that an engine is silent.
 GATEWAY_SILENCE = 6.0
-# A Ray that is started for one server listens on loopback alone, and takes calls only with its token. With the first
-# variable, Ray does not form clusters of several machines, also on Linux, and gives its node the address 127.0.0.1.
-LOCAL_VARIABLES = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+# Ray that is started for one server listens on 127.0.0.1 only, because this variable disables clusters of several
+# machines, also on Linux. Ray replaces the address 127.0.0.1 in `ray.init` by the address of the machine otherwise.
+LOCAL_VARIABLES = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 class Cluster(HostProcess):
@@ -57,7 +56,7 @@ class Cluster(HostProcess):
         # Ray reads the token and the certificates of a cluster from these variables.
         variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
         if address == "local":
-            variables |= LOCAL_VARIABLES | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            variables |= LOCAL_VARIABLES
         super().__init__("the gateway to the cluster", EngineSet(), Worker("gateway"), variables)
         self.address, self.front = address, front
         self._options, self._bounds = options, bounds

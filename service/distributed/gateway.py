@@ -27,7 +27,7 @@ from service.threads import Worker, call_in_thread, settle
 logger = logging.getLogger(__name__)
 
 # Seconds between two polls of the pool, for its answers, for its first answer, for joining, for leaving at the end, and
-# for the first engine at a start. An engine that failed here and that the pool still lists joins again after the last.
+# for the first engine at a start. After the last figure, an engine that failed here joins again if the pool lists it.
 POLL_PERIOD = 0.5
 ANSWER_TIMEOUT = 3.0
 BEGIN_TIMEOUT = 60.0
@@ -62,7 +62,7 @@ class _SharedFiles:
 
 
 class Gateway:
-    """Answers the calls of a server with those of Ray actors.
+    """Passes the calls of a server on to Ray actors.
 
     It sends the server the events ``listing`` (engines that can be used and why some are missing), ``left`` (an engine
     and why it cannot be used any more) and ``lost`` (the cluster cannot be used any more).
@@ -159,7 +159,7 @@ class Gateway:
                 await self._poll()
             except (NoAnswer, CannotJoin) as error:
                 if not self._is_silent:
-                    logger.warning("%s (%s); engines that are known go on", POOL_SILENT, error)
+                    logger.warning("%s (%s); known engines are still used", POOL_SILENT, error)
                 self._is_silent = True
                 self._leave_silent_engines()
                 self._report()
@@ -270,7 +270,7 @@ class Gateway:
             except (CheckpointError, OSError) as error:
                 return Refusal("policy", str(error))
         if artifact.sha != files.sha:
-            why = f"{Path(files.path).name}: the files there are others than those that run; restart the session"
+            why = f"{Path(files.path).name}: its files have changed since the session loaded them; restart the session"
             return Refusal("policy", why)
         return await self._call(name, "load_sent", artifact, like)
 

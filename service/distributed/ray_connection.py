@@ -18,7 +18,8 @@ NAMESPACE = "robojax"
 
 # Seconds that a machine may take to say whether something listens where the cluster's head was.
 CONNECT_TIMEOUT = 2.0
-# Ray ends a process that has not reached its cluster's head for a minute. One that moves robots has to outlive it.
+# Ray ends a process that has not reached its cluster's head for a minute. The gateway must live longer, because its
+# engines may still answer.
 RECONNECT_VARIABLE, NO_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s", 10**6
 REFUSED_HINT = (
     ", though something listens there: is it Ray, of this version, and are its token and certificates those that "

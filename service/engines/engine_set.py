@@ -35,7 +35,7 @@ class EngineMember:
     """One engine of another process, from joining until leaving.
 
     Attributes:
-        name: of the engine; one that joins again may have another.
+        name: of the engine; it may have another name after it joined again.
         begun: what it reported at its start.
         worker: sends the requests of robots to the engine.
         joined_at: monotonic time at which it joined, or failed here.
@@ -131,7 +131,7 @@ class EngineMember:
             await asyncio.sleep(POLL_PERIOD)
 
     def fail(self, why: str) -> None:
-        """Mark the engine as gone and fail all pending calls, those of robots as well."""
+        """Mark the engine as gone and fail all pending calls, also the requests of robots."""
         self.is_gone, self._gone_reason = True, f"engine {self.name} is not there any more: {why}"
         for answer in tuple(self._pending):
             _settle(answer, DeviceGone(self._gone_reason))
@@ -156,7 +156,7 @@ class EngineSet:
     """Adds engines to an `Engine` and removes them, and copies the loaded policies to them.
 
     Attributes:
-        members: engines by name, also those that failed and have not left yet.
+        members: engines by name, also failed engines that have not left yet.
         read_trouble: returns why engines are missing, or an empty text.
     """
 
@@ -187,7 +187,7 @@ class EngineSet:
         self._engine.replica_manager.retire_device(member.name, why)
 
     async def forget(self, member: EngineMember) -> None:
-        """Forget a removed engine; from then on another one may have its name."""
+        """Forget a removed engine; from then on another engine may have its name."""
         await self._engine.replica_manager.remove_device(member.name)
 
     def has_failed(self, name: str) -> bool:
@@ -292,7 +292,7 @@ class EngineSet:
         return answer
 
     def keep_copy(self, engine: str, loaded: Loaded) -> None:
-        """Keep a policy in an engine for as long as this object is referenced."""
+        """Record the copy of a policy in an engine, which keeps it while a session uses or loads the policy."""
 
         def keep() -> None:
             if (member := self.members.get(engine)) is not None:
@@ -316,5 +316,5 @@ class EngineSet:
 
 
 def settle_now(outcome: asyncio.Future[Any], answer: asyncio.Future[Any]) -> None:
-    """Give a future the result or the error of another one that is done."""
+    """Give a future the result or the error of another future that is done."""
     settle(outcome, answer.exception() or answer.result())
