@@ -112,6 +112,24 @@ def test_a_policy_in_engines_answers_and_a_killed_engine_is_made_good(server: Se
     assert server.call("GET", "/health")[1]["status"] == "healthy"
 
 
+def test_server_lives_on_without_ray_and_starts_it_again(server: Server) -> None:
+    before = server.until(2)
+    assert make(server, "arm")[0] in (200, 409)
+    process = psutil.Process(server.process.pid)
+    assert not any("/ray/" in area.path for area in process.memory_maps()), "the server has not imported ray"
+    helpers = process.children(recursive=True)
+    os.kill(next(one.pid for one in helpers if "DashboardAgent" in " ".join(one.cmdline())), signal.SIGKILL)
+    deadline = time.monotonic() + 100
+    while set(before.values()) & set(server.engines().values()):
+        assert time.monotonic() < deadline
+        assert server.call("GET", "/health")[0] == 200
+        time.sleep(0.2)
+    status, answer = server.call("POST", "/sessions/arm/act", observation() | {"reset": True})
+    assert status == 200, answer
+    assert not set(before.values()) & set(server.until(2).values())
+    assert server.call("GET", "/cluster")[1]["engines"]["trouble"] is None
+
+
 def test_what_is_wrong_with_a_policy_is_said_as_without_a_cluster(server: Server, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     status, told = make(server, "broken", policy_path=str(tmp_path))
