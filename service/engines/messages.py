@@ -9,6 +9,7 @@ from jaxmodels import PolicyFolder, Requirements
 from jaxmodels.errors import CheckpointError
 from service.engines.codec import MessageCodec
 from service.engines.shared_memory import SharedMemory
+from service.inference import model_host
 from service.inference.batching import FrameSizesKey
 from service.inference.loaded_policy import FrameSizes, InferenceResult
 
@@ -136,4 +137,4 @@ RECORDS = (Refusal, EngineOptions, Begun, LocalFolder, Loaded, EngineFacts, Requ
 
 def make_codec(outgoing: SharedMemory, incoming: SharedMemory, *, copies: bool) -> MessageCodec:
     """Return the codec of one end of a connection; see `MessageCodec`."""
-    return MessageCodec(RECORDS, outgoing, incoming, copies=copies)
+    return MessageCodec((*RECORDS, *model_host.RECORDS), outgoing, incoming, copies=copies)

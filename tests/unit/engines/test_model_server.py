@@ -1,6 +1,7 @@
-"""The queue of forward passes, with a scripted model, beside the real engine."""
+"""The queue of forward passes and the host of their models, with a scripted model in this process."""
 
 import asyncio
+import io
 import json
 import logging
 import threading
@@ -14,14 +15,12 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError, InputError
+from service.engines.connection import ConnectionLost
+from service.engines.model_server import ForwardRequest, ForwardResult, InProcessModels, ModelServer, create_host
 from service.errors import ModelBusy, ModelError, ModelFailed, TooLarge
 from service.http.array_formats import ARRAY_FORMATS, ArrayFormat
-from service.inference.config import ModelSettings
-from service.inference.engine import Engine
-from service.inference.loaded_policy import LoadedPolicy
-from service.inference.model_server import ForwardRequest, ForwardResult, ModelServer, ServedModel
-from tests.testing.doubles import ScriptedPolicy
-from tests.testing.rig import OBSERVATION
+from service.inference.config import ModelSettings, PolicySettings
+from service.inference.model_host import PIECE_BYTES
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -92,23 +91,18 @@ class ScriptedModel:
 
 
 class Rig:
-    """Models beside an engine."""
+    """Models in this process, and their queue."""
 
     def __init__(self, model: ScriptedModel, answer_deadline: float = 20.0, **limits: Any):
         self.model = model
-        self.engine = Engine(switch_interval=None)
-        self.is_robot_running = False
-        settings = ModelSettings.model_validate({"max_forward_bytes": 1 << 16} | limits)
-        self.models = ModelServer(
-            self.engine, settings, answer_deadline=answer_deadline, has_running_robot=lambda: self.is_robot_running
-        )
-        self.policy = ScriptedPolicy()
-        self.served_policy = LoadedPolicy(self.policy)
+        values = {"max_forward_bytes": 1 << 16, "models": {"m": ("a/folder", None)}} | limits
+        settings = ModelSettings.model_validate(values)
+        host = create_host(settings, PolicySettings(), answer_deadline, self.load)
+        assert isinstance(host, InProcessModels)
+        self.host, self.models = host, ModelServer(host, settings, answer_deadline)
 
-    async def load(self, name: str = "m") -> ServedModel:
-        return await self.models.load(
-            name, "a/folder", None, lambda path, revision=None, /, *, on_progress=None: self.model
-        )
+    def load(self, path: str, revision: str | None = None, /, *, on_progress: Any = None) -> ScriptedModel:
+        return self.model
 
     async def forward(self, value: float = 1.0, size: int = 1, answer: ArrayFormat = JSON) -> ForwardResult:
         body = json.dumps({"inputs": {"x": [[value] * size]}}).encode()
@@ -116,16 +110,15 @@ class Rig:
 
     async def raw(self, body: list[bytes], answer: ArrayFormat = JSON) -> ForwardResult:
         with ExitStack() as held:
-            held.enter_context(self.models.forwards.reserve_slot())
-            return await self.models.forwards.forward(self.models.get("m"), ForwardRequest(body, JSON, answer), held)
+            held.enter_context(self.models.reserve_slot())
+            return await self.models.forward(self.models.get("m"), ForwardRequest(body, JSON, answer), held)
 
     async def until_free(self) -> None:
         """Nothing is done for any request any more."""
-        await until(lambda: not self.models.forwards._reserved, within=30.0)
+        await until(lambda: not self.models._reserved, within=30.0)
 
     async def close(self) -> None:
         await self.models.close()
-        await self.engine.close()
 
 
 @pytest.fixture
@@ -134,7 +127,7 @@ async def rig_of() -> AsyncIterator[Callable[..., Any]]:
 
     async def make(model: ScriptedModel | None = None, **limits: Any) -> Rig:
         rigs.append(Rig(model or ScriptedModel(), **limits))
-        await rigs[-1].load()
+        await rigs[-1].models.load()
         rigs[-1].model.began.clear()
         rigs[-1].model.seen.clear()
         return rigs[-1]
@@ -155,17 +148,17 @@ def outputs(forwarded: ForwardResult) -> Any:
     return json.loads(b"".join(forwarded.pieces))["outputs"]["sample"]["data"]
 
 
-async def test_a_pass_runs_on_the_thread_of_models_and_says_where_its_time_went(rig_of):
+async def test_an_answer_has_the_time_of_each_stage(rig_of):
     rig = await rig_of()
     forwarded = await rig.forward(41.0)
     assert outputs(forwarded) == [[42.0]]
-    assert rig.model.threads == {"model-loader", "models"}
+    assert rig.model.threads == {"models"}
     assert (forwarded.timings["to_device"], forwarded.timings["compute"], forwarded.timings["to_host"]) == (1, 2, 3)
     assert set(forwarded.timings) == {"queue", "read", "to_device", "compute", "to_host", "total", "compile"}
     assert forwarded.timings["compile"] == 0
 
 
-async def test_new_shapes_are_compiled_once_and_the_timings_tell(rig_of):
+async def test_new_shapes_are_compiled_once(rig_of):
     rig = await rig_of()
     compiles = rig.model.compiles
     assert (await rig.forward(size=3)).timings["compile"] == 500
@@ -175,67 +168,13 @@ async def test_new_shapes_are_compiled_once_and_the_timings_tell(rig_of):
     assert (facts["source"], facts["stats"]["compiles"], facts["stats"]["forwards"]) == ("a/folder", 1, 2)
 
 
-async def test_passes_run_one_at_a_time_in_the_order_they_came(rig_of):
+async def test_passes_run_one_at_a_time_in_order(rig_of):
     rig = await rig_of()
     await asyncio.gather(*(rig.forward(float(number)) for number in range(4)))
     assert (rig.model.most_at_once, rig.model.seen) == (1, [0.0, 1.0, 2.0, 3.0])
 
 
-async def test_a_pass_waits_for_the_inferences_of_sessions(rig_of):
-    rig = await rig_of()
-    hold = threading.Event()
-    rig.policy.failures.append(hold)
-    inferring = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
-    waiting = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
-    await until(lambda: rig.policy.acted, within=30.0)
-    waits = asyncio.Event()
-    until_idle = rig.engine.wait_until_idle
-
-    async def wait() -> None:
-        waits.set()
-        await until_idle()
-
-    rig.engine.wait_until_idle = wait
-    forward = asyncio.create_task(rig.forward())
-    await waits.wait()
-    await asyncio.sleep(0.1)
-    assert not rig.model.began.is_set()
-    hold.set()
-    await asyncio.gather(inferring, waiting)
-    forwarded = await forward
-    assert rig.policy.acted == 2
-    assert forwarded.timings["queue"] >= 80
-
-
-async def test_an_inference_does_not_queue_behind_a_pass_that_runs(rig_of):
-    rig = await rig_of()
-    rig.model.gate = threading.Event()
-    forward = asyncio.create_task(rig.forward())
-    await event(rig.model.began)
-    inference = await asyncio.wait_for(rig.engine.infer(rig.served_policy, OBSERVATION), 15)
-    assert inference.queue < 1
-    assert not forward.done()
-    rig.model.gate.set()
-    await forward
-
-
-async def test_a_robot_that_starts_while_a_long_pass_waits_keeps_it_out(rig_of):
-    rig = await rig_of(ScriptedModel(seconds=0.5), forward_beside_robots=0.1)
-    hold = threading.Event()
-    rig.policy.failures.append(hold)
-    inferring = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
-    await asyncio.sleep(0.02)
-    forward = asyncio.create_task(rig.forward())
-    await asyncio.sleep(0.05)
-    rig.is_robot_running = True
-    hold.set()
-    await inferring
-    with pytest.raises(ModelBusy, match="a robot is running"):
-        await forward
-    assert not rig.model.began.is_set()
-
-
-async def test_a_place_is_kept_until_an_abandoned_pass_ends(rig_of):
+async def test_an_abandoned_pass_keeps_its_slot_until_it_ends(rig_of):
     rig = await rig_of(max_forwards=1)
     rig.model.gate = threading.Event()
     forward = asyncio.create_task(rig.forward())
@@ -260,20 +199,10 @@ async def test_clients_that_leave_cause_no_second_compile(rig_of):
         await asyncio.sleep(0.05)
         forward.cancel()
         await asyncio.gather(forward, return_exceptions=True)
-    assert rig.engine.policy_cache.building.locked()
     rig.model.compile_gate.set()
     await rig.until_free()
-    # Only the first had begun; those who left while they waited cost nothing.
+    # Only the first pass had begun; the others were dropped while they waited.
     assert rig.model.compiles == compiles + 1
-
-
-async def test_a_pass_does_not_compile_while_a_policy_is_loaded(rig_of):
-    rig = await rig_of()
-    async with rig.engine.policy_cache.building:
-        forward = asyncio.create_task(rig.forward(size=5))
-        await asyncio.sleep(0.1)
-        assert not rig.model.began.is_set()
-    await forward
 
 
 async def test_a_pass_that_takes_too_long_is_abandoned(rig_of):
@@ -284,22 +213,44 @@ async def test_a_pass_that_takes_too_long_is_abandoned(rig_of):
     rig.model.gate.set()
     rig.model.gate = None
     await rig.until_free()
-    rig.models.forwards.answer_deadline = 20.0
+    rig.models.answer_deadline = 20.0
     assert outputs(await rig.forward()) == [[2.0]]
 
 
-async def test_a_pass_that_waits_too_long_for_robots_never_runs(rig_of):
-    rig = await rig_of(answer_deadline=0.2)
-    hold = threading.Event()
-    rig.policy.failures.append(hold)
-    inferring = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
-    await asyncio.sleep(0.02)
+async def test_a_pass_that_does_not_end_gets_its_process_killed(rig_of):
+    rig = await rig_of(answer_deadline=0.1)
+    rig.model.gate = threading.Event()
+    kills: list[str] = []
+    rig.host.kill_process = kills.append
     with pytest.raises(ModelBusy, match="not done in"):
         await rig.forward()
     await rig.until_free()
-    hold.set()
-    await inferring
-    assert not rig.model.began.is_set()
+    assert kills == ["a forward pass of model m did not end in 0.3 s"]
+
+
+async def test_a_lost_process_is_503_and_an_error_of_the_model(rig_of):
+    rig = await rig_of()
+    call = rig.host.call
+
+    def lose(method: str, *arguments: Any) -> Any:
+        raise ConnectionLost("")
+
+    rig.host.call = lose
+    with pytest.raises(ModelBusy, match="ended and is started again"):
+        await rig.forward()
+    rig.host.call = call
+    assert outputs(await rig.forward()) == [[2.0]]
+    stats = rig.models.get("m").describe()["stats"]
+    assert (stats["forwards"], stats["errors"]) == (1, 1)
+
+
+async def test_a_long_answer_arrives_in_pieces(rig_of):
+    rig = await rig_of(answer_deadline=20.0, max_forward_bytes=1 << 22)
+    sample = np.arange(PIECE_BYTES, dtype=np.float32)
+    rig.model.forward = lambda inputs: {"sample": sample}
+    pieces = (await rig.forward(answer=NPZ)).pieces
+    assert [len(piece) for piece in pieces[:-1]] == [PIECE_BYTES] * 4
+    np.testing.assert_array_equal(np.load(io.BytesIO(b"".join(pieces)))["sample"], sample)
 
 
 @pytest.mark.parametrize(
@@ -352,17 +303,17 @@ async def test_what_json_cannot_say_is_given_in_another_form(rig_of):
     ],
 )
 async def test_a_model_that_cannot_be_loaded_says_why(failure, text):
-    def load(path, revision=None, /, *, on_progress=None):
+    rig = Rig(ScriptedModel())
+
+    def example() -> Any:
         raise failure
 
-    engine = Engine(switch_interval=None)
-    models = ModelServer(engine)
+    rig.model.example = example
     with pytest.raises(ModelError, match=text) as caught:
-        await models.load("m", "folder", None, load)
+        await rig.models.load()
     assert "secret" not in str(caught.value)
-    assert models.list() == []
-    await models.close()
-    await engine.close()
+    assert rig.models.list() == []
+    await rig.close()
 
 
 async def test_closing_does_not_wait_for_a_pass_that_hangs(rig_of, pauses):
