@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 REJOIN_AFTER = 5.0
 # Seconds for which the gateway may be silent; it needs half of that to notice that an engine is silent.
 GATEWAY_SILENCE = 6.0
+# Ray that is started for one server listens on 127.0.0.1 only, because this variable disables clusters of several
+# machines, also on Linux. Ray replaces the address 127.0.0.1 in `ray.init` by the address of the machine otherwise.
+LOCAL_VARIABLES = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 class Cluster(HostProcess):
@@ -52,6 +55,8 @@ class Cluster(HostProcess):
     def __init__(self, address: str, front: str, options: EngineOptions, bounds: Bounds):
         # Ray reads the token and the certificates of a cluster from these variables.
         variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+        if address == "local":
+            variables |= LOCAL_VARIABLES
         super().__init__("the gateway to the cluster", EngineSet(), Worker("gateway"), variables)
         self.address, self.front = address, front
         self._options, self._bounds = options, bounds

@@ -27,7 +27,7 @@ from service.threads import Worker, call_in_thread, settle
 logger = logging.getLogger(__name__)
 
 # Seconds between two polls of the pool, for its answers, for its first answer, for joining, for leaving at the end, and
-# for the first engine at a start. An engine that failed here and that the pool still lists joins again after the last.
+# for the first engine at a start. After the last figure, an engine that failed here joins again if the pool lists it.
 POLL_PERIOD = 0.5
 ANSWER_TIMEOUT = 3.0
 BEGIN_TIMEOUT = 60.0
@@ -62,7 +62,7 @@ class _SharedFiles:
 
 
 class Gateway:
-    """Answers the calls of a server with those of Ray actors.
+    """Passes the calls of a server on to Ray actors.
 
     It sends the server the events ``listing`` (engines that can be used and why some are missing), ``left`` (an engine
     and why it cannot be used any more) and ``lost`` (the cluster cannot be used any more).
@@ -75,7 +75,7 @@ class Gateway:
         self._pool: Any = None
         self._front = ""
         self._engines: dict[str, _RemoteEngine] = {}
-        self._left_at: dict[str, float] = {}
+        self._failed_at: dict[str, float] = {}
         self._files: dict[str, _SharedFiles] = {}
         self._pack_lock = asyncio.Lock()
         self._trouble = ""
@@ -154,17 +154,17 @@ class Gateway:
     async def _watch(self) -> None:
         self._last_reply_at = time.monotonic()
         while time.monotonic() - self._last_reply_at <= LOSS_TIMEOUT:
+            await asyncio.sleep(POLL_PERIOD)
             try:
                 await self._poll()
             except (NoAnswer, CannotJoin) as error:
                 if not self._is_silent:
-                    logger.warning("%s (%s); engines that are known go on", POOL_SILENT, error)
+                    logger.warning("%s (%s); known engines are still used", POOL_SILENT, error)
                 self._is_silent = True
                 self._leave_silent_engines()
                 self._report()
             except Exception:
                 logger.exception("polling the cluster failed")
-            await asyncio.sleep(POLL_PERIOD)
         self._pool = None
         self._send_event("lost", f"nothing of the cluster has answered for {LOSS_TIMEOUT:g} s")
 
@@ -182,11 +182,11 @@ class Gateway:
         available = {listed.name.removeprefix("robojax-"): listed for listed in listing.engines}
         for name in self._engines.keys() - available.keys():
             self._leave(name, "it is not in the cluster any more")
-        self._left_at = {name: at for name, at in self._left_at.items() if now - at < REJOIN_AFTER}
+        self._failed_at = {name: at for name, at in self._failed_at.items() if now - at < REJOIN_AFTER}
         for name, listed in available.items():
             if listed.begun.version != ours:
                 self._trouble = f"engine {name} is robojax {listed.begun.version}, this front {ours}"
-            elif name not in self._engines and name not in self._left_at:
+            elif name not in self._engines and name not in self._failed_at:
                 sender = ThreadPoolExecutor(1, thread_name_prefix=f"engine {name}")
                 self._engines[name] = _RemoteEngine(listed, sender, now)
         self._files = {sha: files for sha, files in self._files.items() if now - files.last_used_at < UNUSED_TIMEOUT}
@@ -207,11 +207,15 @@ class Gateway:
     def _leave(self, name: str, why: str) -> None:
         if (engine := self._engines.pop(name, None)) is None:
             return
-        self._left_at[name] = time.monotonic()
         self._send_event("left", name, why)
         engine.sender.shutdown(wait=False)
         for outcome in tuple(engine.pending):
             settle(outcome, NoAnswer(why))
+
+    def _fail(self, name: str, why: str) -> None:
+        """Leave an engine that the pool may list for some time, because the pool does not know yet that it failed."""
+        self._failed_at[name] = time.monotonic()
+        self._leave(name, why)
 
     async def _call(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a method of an engine; an engine that cannot be reached is left."""
@@ -227,7 +231,7 @@ class Gateway:
             if not is_gone and (isinstance(error, RayError) or not means_no_answer(error)):
                 raise
             why = str(error) if isinstance(error, NoAnswer) else describe_loss(error)
-            self._leave(name, why)
+            self._fail(name, why)
             return Refusal("engine", f"engine {name}: {why}")
         finally:
             engine.pending.discard(outcome)
@@ -245,7 +249,7 @@ class Gateway:
             facts = await call_actor(actor, ANSWER_TIMEOUT, "facts", handles, has_running_robot)
         except NoAnswer as error:
             if isinstance(cause := error.__cause__, RayActorError):
-                self._leave(name, describe_loss(cause))
+                self._fail(name, describe_loss(cause))
             return None
         self._last_reply_at = engine.last_reply_at = time.monotonic()
         return facts
@@ -266,7 +270,7 @@ class Gateway:
             except (CheckpointError, OSError) as error:
                 return Refusal("policy", str(error))
         if artifact.sha != files.sha:
-            why = f"{Path(files.path).name}: the files there are others than those that run; restart the session"
+            why = f"{Path(files.path).name}: its files have changed since the session loaded them; restart the session"
             return Refusal("policy", why)
         return await self._call(name, "load_sent", artifact, like)
 

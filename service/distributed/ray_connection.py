@@ -15,12 +15,11 @@ from yarl import URL
 from service.threads import settle_threadsafe
 
 NAMESPACE = "robojax"
-# Address of a Ray that is started for one server. Ray's own processes listen on it alone if it is this one.
-LOOPBACK = "127.0.0.1"
 
 # Seconds that a machine may take to say whether something listens where the cluster's head was.
 CONNECT_TIMEOUT = 2.0
-# Ray ends a process that has not reached its cluster's head for a minute. One that moves robots has to outlive it.
+# Ray ends a process that has not reached its cluster's head for a minute. The gateway must live longer, because its
+# engines may still answer.
 RECONNECT_VARIABLE, NO_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s", 10**6
 REFUSED_HINT = (
     ", though something listens there: is it Ray, of this version, and are its token and certificates those that "
@@ -53,7 +52,7 @@ def connect(address: str, head: str = "") -> str:
     known = _parse_address(head) or _parse_address(address) or _parse_address(os.environ.get("RAY_ADDRESS", ""))
     options: dict[str, Any] = {}
     if is_local:
-        options = {"include_dashboard": False, "_node_ip_address": LOOPBACK}
+        options = {"include_dashboard": False}
     else:
         os.environ.setdefault(RECONNECT_VARIABLE, str(NO_TIMEOUT))
         if known is not None:

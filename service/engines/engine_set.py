@@ -13,6 +13,7 @@ from weakref import WeakSet
 from jaxmodels.errors import CheckpointError
 from service.engines.connection import ConnectionLost, EngineFault
 from service.engines.messages import Begun, EngineFacts, Loaded
+from service.engines.remote_policy import RemotePolicy
 from service.engines.remote_worker import RemoteWorker
 from service.engines.retries import RetryState
 from service.inference.device_worker import DeviceGone
@@ -34,7 +35,7 @@ class EngineMember:
     """One engine of another process, from joining until leaving.
 
     Attributes:
-        name: of the engine; one that joins again may have another.
+        name: of the engine; it may have another name after it joined again.
         begun: what it reported at its start.
         worker: sends the requests of robots to the engine.
         joined_at: monotonic time at which it joined, or failed here.
@@ -116,7 +117,7 @@ class EngineMember:
         """Poll the engine's load until it leaves, or is silent for too long."""
         while True:
             try:
-                facts = await asyncio.wait_for(self._call("facts", *engines.poll_arguments(self)), self._silence)
+                facts = await asyncio.wait_for(self._call("facts", *engines.poll_arguments()), self._silence)
                 if isinstance(facts, EngineFacts):
                     engines.take_facts(self, facts)
                 engines.retry_copies()
@@ -130,7 +131,7 @@ class EngineMember:
             await asyncio.sleep(POLL_PERIOD)
 
     def fail(self, why: str) -> None:
-        """Mark the engine as gone and fail all pending calls, those of robots as well."""
+        """Mark the engine as gone and fail all pending calls, also the requests of robots."""
         self.is_gone, self._gone_reason = True, f"engine {self.name} is not there any more: {why}"
         for answer in tuple(self._pending):
             _settle(answer, DeviceGone(self._gone_reason))
@@ -155,7 +156,7 @@ class EngineSet:
     """Adds engines to an `Engine` and removes them, and copies the loaded policies to them.
 
     Attributes:
-        members: engines by name, also those that failed and have not left yet.
+        members: engines by name, also failed engines that have not left yet.
         read_trouble: returns why engines are missing, or an empty text.
     """
 
@@ -186,7 +187,7 @@ class EngineSet:
         self._engine.replica_manager.retire_device(member.name, why)
 
     async def forget(self, member: EngineMember) -> None:
-        """Forget a removed engine; from then on another one may have its name."""
+        """Forget a removed engine; from then on another engine may have its name."""
         await self._engine.replica_manager.remove_device(member.name)
 
     def has_failed(self, name: str) -> bool:
@@ -203,15 +204,27 @@ class EngineSet:
         is_compiling = any(one.worker.facts.is_compiling for one in self.members.values())
         (self._engine.batch_compiler.idle.clear if is_compiling else self._engine.batch_compiler.idle.set)()
 
-    def poll_arguments(self, member: EngineMember) -> tuple[list[str], bool]:
-        """Return what a poll says to the engine: the policies in use, and whether a robot moves."""
-        return sorted({copy.handle for copy in member.copies}), self._engine.has_running_robot()
+    def poll_arguments(self) -> tuple[list[str], bool]:
+        """Return what a poll says to an engine: the policies in use, and whether a robot moves."""
+        return sorted(self._used_handles()), self._engine.has_running_robot()
+
+    def _used_handles(self) -> set[str]:
+        """Return the policies that sessions use, or that are being loaded for them.
+
+        References to a copy live longer: an ended session is in memory until Python's garbage collector runs.
+        """
+        cache = self._engine.policy_cache
+        replicas = (replica for loaded in cache.all for replica in loaded.replicas)
+        used = {replica.policy.handle for replica in replicas if isinstance(replica.policy, RemotePolicy)}
+        if cache.loading_count:
+            used |= {copy.handle for member in self.members.values() for copy in member.copies}
+        return used
 
     def retry_copies(self) -> None:
         """Start to copy missing policies to the engines that are due for another try."""
         now = time.monotonic()
         alive = {member.name: member for member in self.members.values() if not member.is_gone}
-        self._retries.retain(alive, {copy.handle for member in alive.values() for copy in member.copies})
+        self._retries.retain(alive, self._used_handles())
         for name in self._retries.due(now):
             member = alive[name]
             if member.copy_task is None or member.copy_task.done():
@@ -279,7 +292,7 @@ class EngineSet:
         return answer
 
     def keep_copy(self, engine: str, loaded: Loaded) -> None:
-        """Keep a policy in an engine for as long as this object is referenced."""
+        """Record the copy of a policy in an engine, which keeps it while a session uses or loads the policy."""
 
         def keep() -> None:
             if (member := self.members.get(engine)) is not None:
@@ -303,5 +316,5 @@ class EngineSet:
 
 
 def settle_now(outcome: asyncio.Future[Any], answer: asyncio.Future[Any]) -> None:
-    """Give a future the result or the error of another one that is done."""
+    """Give a future the result or the error of another future that is done."""
     settle(outcome, answer.exception() or answer.result())

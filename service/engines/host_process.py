@@ -23,11 +23,12 @@ logger = logging.getLogger(__name__)
 
 # Bytes of addresses for the arrays of calls, and of answers; the system gives pages only to what is used.
 MEMORY_BYTES = 1 << 30
-# Seconds before a process is started again: twice as long after each process that lived shorter than the last figure.
+# Seconds before a process is started again. They double, up to the second figure, after each process that lived for a
+# shorter time than the third.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 STABLE_AFTER = 60.0
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)KEYS?($|_)|^ROBOJAX_|^PG", re.IGNORECASE)
-# Variables that children need though their names are like those of secrets.
+# Variables that children need although their names look like names of secrets.
 PASSED = frozenset({"ROBOJAX_COMPILE_CACHE"})
 
 
@@ -54,7 +55,7 @@ class SupervisedProcess(ABC):
 
         Args:
             name: of the process, for messages.
-            starter: thread that lives as long as the server, because a process ends with the thread that started it.
+            starter: thread that starts the process; the process ends with this thread.
             variables: added to the environment of the process.
         """
         self.name = name
@@ -197,7 +198,7 @@ class HostProcess(SupervisedProcess):
         self.retire_all(why)
 
     def retire_all(self, why: str) -> None:
-        """Send no more requests to the engines: those that are pending go to other engines, or wait for one."""
+        """Send no more requests to the engines: pending requests go to other engines, or wait for one."""
         for member in self.members.values():
             self.engines.retire(member, why)
 

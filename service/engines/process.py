@@ -46,7 +46,7 @@ async def serve(open_host: OpenHost, descriptor: int, calls: SharedMemory, answe
     Args:
         open_host: opens what answers the calls.
         descriptor: of a connected Unix socket.
-        calls, answers: memory with the arrays of the calls, and for those of the answers.
+        calls, answers: memory with the arrays of the calls, and memory for the arrays of the answers.
     """
     closed = asyncio.Event()
     codec = make_codec(answers, calls, copies=False)
