@@ -27,12 +27,12 @@ from service.auth.guard import create_guard
 from service.control.limits import read_limits
 from service.dashboard.live import Live
 from service.engine_source import EngineSource, create_engine_source
-from service.engines.model_server import ModelServer, create_host
+from service.engines.model_host import LoadModel
+from service.engines.model_server import ModelServer
 from service.http.bodies import install_errors
 from service.http.limits import CreateLimiter, Rates
 from service.http.origins import Origins, is_loopback
 from service.inference.loaded_policy import LoadPolicy
-from service.inference.model_host import LoadModel
 from service.inference.policy_sources import (
     PolicyReader,
     ReadRequirements,
@@ -275,9 +275,9 @@ def register_lifespan(
                 records=opened.enter_context(_open_records(settings)),
             )
             await opened.enter_async_context(shared.open(app.ctx.sessions))
-            deadline = settings.limits.answer_deadline
-            host = create_host(settings.models, settings.policies, deadline, load_model)
-            app.ctx.models = ModelServer(host, settings.models, deadline)
+            app.ctx.models = ModelServer(
+                settings.models, settings.policies, settings.limits.answer_deadline, load_model
+            )
             await opened.enter_async_context(webhooks.open_publishing())
             # Updates are closed first, so that none begins while the sessions end.
             opened.push_async_callback(app.ctx.recordings.close)

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from service.engines.messages import ModelRefusal
+from service.engines.model_host import ModelHost
 from service.engines.process import Answer, SendEvent, main
-from service.inference.model_host import ModelHost
-
-METHODS = frozenset({"begin", "append", "forward", "read"})
+from service.errors import ServiceError
 
 
 @asynccontextmanager
@@ -16,9 +16,10 @@ async def open_models(send_event: SendEvent) -> AsyncIterator[Answer]:
     host = ModelHost()
 
     async def answer(method: str, arguments: tuple[Any, ...]) -> Any:
-        if method not in METHODS:
-            raise ValueError(f"no method {method!r}")
-        return await getattr(host, method)(*arguments)
+        try:
+            return await host.call(method, *arguments)
+        except ServiceError as error:
+            return ModelRefusal(error.code, str(error), getattr(error, "loc", ()))
 
     yield answer
 

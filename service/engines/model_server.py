@@ -1,7 +1,6 @@
 """Model server: models that are not policies, in a process of their own with a lower priority than all engines."""
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -13,23 +12,14 @@ import numpy as np
 
 from service.engines.connection import Connection, ConnectionLost, EngineFault
 from service.engines.host_process import HostRefused, SupervisedProcess
-from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, TooLarge, UnknownModel
+from service.engines.messages import ForwardOutcome, ModelFacts, ModelRefusal
+from service.engines.model_host import PIECE_BYTES, LoadModel, ModelHost
+from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, ServiceError, TooLarge, UnknownModel
 from service.http.array_formats import ArrayFormat
 from service.inference.config import ModelSettings, PolicySettings
-from service.inference.model_host import (
-    PIECE_BYTES,
-    ForwardOutcome,
-    LoadModel,
-    ModelFacts,
-    ModelHost,
-    ModelOptions,
-    ModelRefusal,
-)
 from service.inference.policy_sources import set_cache_folders
 from service.stats import Recent
 from service.threads import Worker
-
-logger = logging.getLogger(__name__)
 
 STAGES = ("queue", "read", "to_device", "compute", "to_host", "total")
 _SAMPLES = 512
@@ -46,23 +36,26 @@ class ModelProcess(SupervisedProcess):
     begin_timeout = None  # downloads and compilations of large models take minutes
     niceness = 15  # engines have 5
 
-    def __init__(self, options: ModelOptions):
-        """Prepare; nothing is started yet."""
+    def __init__(self) -> None:
         tokens = {name: os.environ[name] for name in _HUB_TOKENS if name in os.environ}
         # An engine on the same GPU takes most of its memory at once.
         memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")}
         super().__init__("the process of the models", Worker("models"), tokens | memory)
-        self._options = options
+        self._arguments: tuple[Any, ...] = ()
         self._facts: Mapping[str, ModelFacts] | None = None
         self._load_error: str | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def begin(self) -> Mapping[str, ModelFacts]:
+    async def begin(self, *arguments: Any) -> Mapping[str, ModelFacts]:
         """Start the process, and wait until the models are loaded.
+
+        Args:
+            arguments: of `ModelHost.begin`.
 
         Raises:
             ModelError: a model cannot be loaded.
         """
+        self._arguments = arguments
         self._task = asyncio.create_task(self.run(), name="models")
         await self.is_tried.wait()
         if self._facts is None:
@@ -71,7 +64,7 @@ class ModelProcess(SupervisedProcess):
 
     def begin_arguments(self) -> tuple[Any, ...]:
         """Return the models to load and their limits."""
-        return (self._options,)
+        return self._arguments
 
     def on_begun(self, connection: Connection, answer: Mapping[str, ModelFacts] | ModelRefusal) -> None:
         """Use the models."""
@@ -84,15 +77,27 @@ class ModelProcess(SupervisedProcess):
         """Use the models no more, until they are loaded again."""
         self._facts = None
 
-    def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
+    async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the `ModelHost`.
 
         Raises:
-            ConnectionLost: the process has ended, or its models are being loaded.
+            ModelBusy: the process has ended, or its models are being loaded.
+            InvalidRequest, TooLarge, ModelFailed: as the method.
         """
-        if self._facts is None or self._connection is None:
-            raise ConnectionLost(self.trouble)
-        return self._connection.call(method, *arguments)
+        try:
+            if self._facts is None or self._connection is None:
+                raise ConnectionLost
+            answer = await self._connection.call(method, *arguments)
+        except ConnectionLost:
+            text = "the process of the models ended and is started again; try again in a moment"
+            raise ModelBusy(text) from None
+        except EngineFault as error:
+            raise ModelFailed(str(error)) from error
+        if isinstance(answer, ModelRefusal):
+            if answer.code == InvalidRequest.code:
+                raise InvalidRequest(answer.text, answer.loc)
+            raise (TooLarge if answer.code == TooLarge.code else ModelFailed)(answer.text)
+        return answer
 
     async def close(self) -> None:
         """End the process."""
@@ -100,61 +105,6 @@ class ModelProcess(SupervisedProcess):
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._starter.close(0.0)
-
-
-class InProcessModels:
-    """Holds the models in this process: for programs that bring their own loader of models."""
-
-    def __init__(self, options: ModelOptions, load: LoadModel):
-        self._options, self._host = options, ModelHost(load)
-
-    async def begin(self) -> Mapping[str, ModelFacts]:
-        """Load the models.
-
-        Raises:
-            ModelError: a model cannot be loaded.
-        """
-        facts = await self._host.begin(self._options)
-        if isinstance(facts, ModelRefusal):
-            raise ModelError(facts.text)
-        return facts
-
-    def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
-        """Call a method of the `ModelHost`."""
-        return getattr(self._host, method)(*arguments)
-
-    def kill_process(self, why: str) -> None:
-        """Log why the models would be killed if they were in another process."""
-        logger.error("the models do not answer: %s", why)
-
-    async def close(self) -> None:
-        """End the thread of the models; a running pass gets a second."""
-        if not await asyncio.to_thread(self._host.close):
-            logger.warning("a forward pass is still running; it is left behind")
-
-
-def create_host(
-    models: ModelSettings, policies: PolicySettings, answer_deadline: float, load: LoadModel | None
-) -> ModelProcess | InProcessModels | None:
-    """Create what holds the models of the settings; None when the settings name no models.
-
-    Args:
-        load: loads models into this process; None for a process of their own.
-    """
-    if not models.models:
-        return None
-    options = ModelOptions(
-        models.models,
-        answer_deadline,
-        models.max_forward_bytes,
-        models.max_forward_memory,
-        policies.dtype,
-        policies.device,
-    )
-    if load is not None:
-        return InProcessModels(options, load)
-    set_cache_folders(policies)  # in variables that the process inherits
-    return ModelProcess(options)
 
 
 class ServedModel:
@@ -172,13 +122,12 @@ class ServedModel:
     def record(self, outcome: ForwardOutcome) -> None:
         """Count a forward pass."""
         self.shapes_compiled = outcome.shapes_compiled
-        if outcome.compile_seconds:
+        self.forwards += 1
+        if seconds := outcome.timings["compile"] / 1e3:
             self.compiles += 1
-            self.compile_seconds += outcome.compile_seconds
-        if outcome.refusal is None:
-            self.forwards += 1
-            for stage, recent in self.stages.items():
-                recent.add(outcome.timings.get(stage, 0.0) / 1e3)
+            self.compile_seconds += seconds
+        for stage, recent in self.stages.items():
+            recent.add(outcome.timings.get(stage, 0.0) / 1e3)
 
     def describe(self) -> dict[str, Any]:
         """Return what the API answers about the model; JSON-ready."""
@@ -217,16 +166,25 @@ class ForwardRequest:
 
 
 class ModelServer:
-    """All models of a server, and the queue of their forward passes.
+    """All models of a server, and the queue of their forward passes."""
 
-    Args:
-        host: holds the models; None when there are none.
-        answer_deadline: seconds that a request waits for its answer.
-    """
+    def __init__(
+        self,
+        settings: ModelSettings,
+        policies: PolicySettings,
+        answer_deadline: float,
+        load_model: LoadModel | None = None,
+    ):
+        """Prepare; nothing is loaded yet.
 
-    def __init__(self, host: ModelProcess | InProcessModels | None, settings: ModelSettings, answer_deadline: float):
+        Args:
+            policies: settings with the device and dtype of models.
+            answer_deadline: seconds that a request waits for its answer.
+            load_model: loads models into this process; None for a process of their own.
+        """
         self.settings, self.answer_deadline = settings, answer_deadline
-        self._host = host
+        self._policies, self._load_model = policies, load_model
+        self._host: ModelHost | ModelProcess | None = None
         self._models: dict[str, ServedModel] = {}
         self._reserved = 0
         self._turn = asyncio.Lock()
@@ -234,8 +192,13 @@ class ModelServer:
 
     async def load(self) -> None:
         """Load the models of the settings; raises ModelError."""
-        if self._host is not None:
-            self._models = {name: ServedModel(name, facts) for name, facts in (await self._host.begin()).items()}
+        if not self.settings.models:
+            return
+        set_cache_folders(self._policies)  # A process inherits the variables.
+        self._host = ModelProcess() if self._load_model is None else ModelHost(self._load_model)
+        dtype, device = self._policies.dtype, self._policies.device
+        facts = await self._host.begin(self.settings.model_dump(), dtype, device, self.answer_deadline)
+        self._models = {name: ServedModel(name, facts[name]) for name in self.settings.models}
 
     def list(self) -> list[ServedModel]:
         """Return all models, in the order of the settings."""
@@ -292,7 +255,7 @@ class ModelServer:
                 task.add_done_callback(lambda task: kept.close())
 
     async def _run_in_turn(self, served: ServedModel, request: ForwardRequest) -> ForwardResult:
-        assert self._host is not None, "it holds the model that was found"
+        assert self._host is not None, "it has loaded the model"
         async with self._turn:
             if request.cancelled.is_set():
                 raise ModelBusy("given up")
@@ -304,16 +267,10 @@ class ModelServer:
                 why = f"a forward pass of model {served.name} did not end in {limit:g} s"
                 self._host.kill_process(why)
                 raise ModelBusy(why) from None
-            except ConnectionLost:
+            except ServiceError:
                 served.errors += 1
-                raise ModelBusy("the process of the models ended and is started again; try again in a moment") from None
-            except EngineFault as error:
-                served.errors += 1
-                raise ModelFailed(str(error)) from error
+                raise
             served.record(outcome)
-            if (refusal := outcome.refusal) is not None:
-                served.errors += 1
-                raise _to_error(refusal)
             return ForwardResult(pieces, outcome.timings)
 
     async def close(self) -> None:
@@ -334,9 +291,3 @@ async def _call_host(
     seconds = began - request.received_at, time.monotonic() - began
     outcome = await call("forward", name, request.form.content_type, request.answer_form.content_type, *seconds)
     return outcome, [(await call("read", start)).data for start in range(0, outcome.size, PIECE_BYTES)]
-
-
-def _to_error(refusal: ModelRefusal) -> Exception:
-    if refusal.code == InvalidRequest.code:
-        return InvalidRequest(refusal.text, refusal.loc)
-    return {error.code: error for error in (TooLarge, ModelFailed)}[refusal.code](refusal.text)

@@ -328,6 +328,8 @@ async def test_a_killed_process_of_models_is_503_and_starts_again(model_folder, 
         assert models.nice() == min(psutil.Process().nice() + 1, 19)
         status, body, _ = await server.forward(short, NPZ)
         np.testing.assert_allclose(read(body, NPZ), loaded.forward(loaded.example())["sample"], atol=1e-6)
+        status, body, _ = await server.forward(write({"hidden_states": np.ones(3)}, NPZ), NPZ)
+        assert (status, json.loads(body)["detail"][0]["loc"]) == (422, ["body", "inputs"])
         forward = asyncio.create_task(server.forward(long, NPZ))
         await until(lambda: server.places, within=30)
         await asyncio.sleep(0.2)

@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError, InputError
-from service.engines.connection import ConnectionLost
-from service.engines.model_server import ForwardRequest, ForwardResult, InProcessModels, ModelServer, create_host
+from service.engines.model_host import PIECE_BYTES
+from service.engines.model_server import ForwardRequest, ForwardResult, ModelServer
 from service.errors import ModelBusy, ModelError, ModelFailed, TooLarge
 from service.http.array_formats import ARRAY_FORMATS, ArrayFormat
 from service.inference.config import ModelSettings, PolicySettings
-from service.inference.model_host import PIECE_BYTES
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -97,11 +96,9 @@ class Rig:
         self.model = model
         values = {"max_forward_bytes": 1 << 16, "models": {"m": ("a/folder", None)}} | limits
         settings = ModelSettings.model_validate(values)
-        host = create_host(settings, PolicySettings(), answer_deadline, self.load)
-        assert isinstance(host, InProcessModels)
-        self.host, self.models = host, ModelServer(host, settings, answer_deadline)
+        self.models = ModelServer(settings, PolicySettings(), answer_deadline, self.load)
 
-    def load(self, path: str, revision: str | None = None, /, *, on_progress: Any = None) -> ScriptedModel:
+    def load(self, path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Any:
         return self.model
 
     async def forward(self, value: float = 1.0, size: int = 1, answer: ArrayFormat = JSON) -> ForwardResult:
@@ -221,27 +218,11 @@ async def test_a_pass_that_does_not_end_gets_its_process_killed(rig_of):
     rig = await rig_of(answer_deadline=0.1)
     rig.model.gate = threading.Event()
     kills: list[str] = []
-    rig.host.kill_process = kills.append
+    rig.models._host.kill_process = kills.append
     with pytest.raises(ModelBusy, match="not done in"):
         await rig.forward()
     await rig.until_free()
     assert kills == ["a forward pass of model m did not end in 0.3 s"]
-
-
-async def test_a_lost_process_is_503_and_an_error_of_the_model(rig_of):
-    rig = await rig_of()
-    call = rig.host.call
-
-    def lose(method: str, *arguments: Any) -> Any:
-        raise ConnectionLost("")
-
-    rig.host.call = lose
-    with pytest.raises(ModelBusy, match="ended and is started again"):
-        await rig.forward()
-    rig.host.call = call
-    assert outputs(await rig.forward()) == [[2.0]]
-    stats = rig.models.get("m").describe()["stats"]
-    assert (stats["forwards"], stats["errors"]) == (1, 1)
 
 
 async def test_a_long_answer_arrives_in_pieces(rig_of):
@@ -305,7 +286,7 @@ async def test_what_json_cannot_say_is_given_in_another_form(rig_of):
 async def test_a_model_that_cannot_be_loaded_says_why(failure, text):
     rig = Rig(ScriptedModel())
 
-    def example() -> Any:
+    def example(batch: int = 1, seed: int = 0) -> Any:
         raise failure
 
     rig.model.example = example
