@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds after which an engine that failed here and that the gateway still lists is used again.
 REJOIN_AFTER = 5.0
-# Seconds for which the gateway may be silent; it needs half of that to notice that an engine is silent.
-GATEWAY_SILENCE = 6.0
+# Seconds for which the gateway may be silent; it needs 3.5 s to notice that the pool or an engine is silent.
+GATEWAY_SILENCE = 4.0
 # Ray that is started for one server listens on 127.0.0.1 only, because this variable disables clusters of several
 # machines, also on Linux. Ray replaces the address 127.0.0.1 in `ray.init` by the address of the machine otherwise.
 LOCAL_VARIABLES = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -63,6 +63,7 @@ class Cluster(HostProcess):
         self._head = ""
         self._join_count = 0
         self._listing_trouble = ""
+        self._listed_at = 0.0
 
     def begin_arguments(self) -> tuple[Any, ...]:
         """Return the cluster to join, and what engines it should have."""
@@ -88,7 +89,7 @@ class Cluster(HostProcess):
 
     def _take_listing(self, engines: Sequence[tuple[str, Begun]], trouble: str) -> None:
         self._listing_trouble = trouble
-        now = time.monotonic()
+        now = self._listed_at = time.monotonic()
         for listed, begun in engines:
             member = self.members.get(listed)
             if member is not None and self.engines.has_failed(member.name) and not member.is_gone:
@@ -110,11 +111,16 @@ class Cluster(HostProcess):
             begun,
             lambda method, *arguments: call(method, listed, *arguments),
             self._options.stuck_after,
-            on_stuck=lambda member, why: None,  # the pool finds out whether the engine lives
+            on_stuck=self._on_stuck,
             on_silent=self.kill,
             shortest_silence=GATEWAY_SILENCE,
         )
         self.engines.add(member)
+
+    def _on_stuck(self, member: EngineMember, why: str) -> None:
+        """Kill a silent gateway. The pool finds out whether an engine behind a gateway that answers is alive."""
+        if time.monotonic() - self._listed_at > GATEWAY_SILENCE:
+            self.kill(member, why)
 
     def _remove_engine(self, listed: str, why: str) -> None:
         if (member := self.members.pop(listed, None)) is not None:
