@@ -215,7 +215,7 @@ class ModelServer:
     def reserve_slot(self) -> Iterator[None]:
         """Reserve a slot for one request, before its body is read; raises ModelBusy if none is free."""
         if self._reserved >= self.settings.max_forwards:
-            raise ModelBusy(f"{self._reserved} forward passes are asked for already; try again in a moment")
+            raise ModelBusy(f"{self._reserved} forward passes are requested already; try again in a moment")
         self._reserved += 1
         try:
             yield

@@ -179,7 +179,7 @@ async def test_an_abandoned_pass_keeps_its_slot_until_it_ends(rig_of):
     forward.cancel()
     with pytest.raises(asyncio.CancelledError):
         await forward
-    with pytest.raises(ModelBusy):
+    with pytest.raises(ModelBusy, match="requested already"):
         await rig.forward()
     rig.model.gate.set()
     await rig.until_free()
