@@ -1,4 +1,4 @@
-"""Process that hosts engines: it is started, connected to this server, and started again when it ends."""
+"""Child processes of a server: each is started, connected to the server, and started again when it ends."""
 
 import asyncio
 import logging
@@ -21,38 +21,36 @@ from service.threads import Worker
 
 logger = logging.getLogger(__name__)
 
-# Bytes of addresses for frames on their way to an engine, and for answers; the system gives pages only to what is used.
+# Bytes of addresses for the arrays of calls, and of answers; the system gives pages only to what is used.
 MEMORY_BYTES = 1 << 30
 # Seconds before a process is started again. They double, up to the second figure, after each process that lived for a
 # shorter time than the third.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 STABLE_AFTER = 60.0
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)KEYS?($|_)|^ROBOJAX_|^PG", re.IGNORECASE)
-# Variables that engines need although their names look like names of secrets.
+# Variables that children need although their names look like names of secrets.
 PASSED = frozenset({"ROBOJAX_COMPILE_CACHE"})
 
 
 class HostRefused(Exception):
-    """A process cannot host engines; the text says why."""
+    """A process cannot do its work; the text says why."""
 
 
-class HostProcess(ABC):
-    """Runs a process that hosts engines, and starts it again when it ends.
+class SupervisedProcess(ABC):
+    """Runs a child process, and starts it again when it ends.
 
     Attributes:
-        engines: of the server.
-        members: engines of the process, by the names that it has for them.
-        trouble: why the process hosts no engines, or an empty text.
+        trouble: why the process does not work, or an empty text.
         is_tried: set once the process has begun or refused for the first time.
     """
 
     module: str  # main module of the process
-    begin_timeout = 120.0  # seconds in which the process begins
+    begin_timeout: float | None = 120.0  # seconds in which the process begins; None for no limit
     end_timeout = 1.0  # seconds in which the process ends after its connection was closed; then it is killed
     longest_pause = LONGEST_PAUSE
     niceness = 0
 
-    def __init__(self, name: str, engines: EngineSet, starter: Worker, variables: Mapping[str, str]):
+    def __init__(self, name: str, starter: Worker, variables: Mapping[str, str]):
         """Prepare; nothing is started yet.
 
         Args:
@@ -61,10 +59,9 @@ class HostProcess(ABC):
             variables: added to the environment of the process.
         """
         self.name = name
-        self.members: dict[str, EngineMember] = {}
         self.trouble = ""
         self.is_tried = asyncio.Event()
-        self.engines, self._starter, self._variables = engines, starter, variables
+        self._starter, self._variables = starter, variables
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._lost = asyncio.Event()
@@ -76,6 +73,10 @@ class HostProcess(ABC):
     @abstractmethod
     def on_begun(self, connection: Connection, answer: Any) -> None:
         """Take the answer of ``begin``."""
+
+    @abstractmethod
+    def on_ended(self, why: str) -> None:
+        """Send no more calls, because the process ended or is killed; it may be called more than once."""
 
     def on_event(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Take an event of the process."""
@@ -98,7 +99,7 @@ class HostProcess(ABC):
                     logger.error("%s cannot be used: %s", self.name, error)
                 self.trouble = str(error)
                 self.is_tried.set()
-            except Exception:  # The process is tried again, because robots wait for its engines.
+            except Exception:  # The process is tried again, because the server needs it.
                 logger.exception("%s cannot be used", self.name)
                 self.trouble = f"{self.name} cannot be used; the server's log says more"
                 self.is_tried.set()
@@ -120,7 +121,7 @@ class HostProcess(ABC):
                     stdin=subprocess.DEVNULL,
                     env=make_environment(self._variables),
                     pass_fds=descriptors,
-                    start_new_session=True,  # Ctrl-C is for the server, which ends its engines in order
+                    start_new_session=True,  # Ctrl-C is for the server, which ends its children in order
                 )
             )
         except OSError as error:
@@ -138,7 +139,7 @@ class HostProcess(ABC):
         """Connect to the process at the other end of a socket, and have it begin.
 
         Raises:
-            HostRefused: the process cannot host engines.
+            HostRefused: the process cannot do its work.
         """
         self._lost.clear()
         codec = make_codec(calls, answers, copies=True)
@@ -155,23 +156,18 @@ class HostProcess(ABC):
         self.on_begun(connection, answer)
 
     def _on_lost(self) -> None:
-        self.retire_all("its process ended")
+        self.on_ended("its process ended")
         self._lost.set()
 
-    def retire_all(self, why: str) -> None:
-        """Send no more requests to the engines: pending requests go to other engines, or wait for one."""
-        for member in self.members.values():
-            self.engines.retire(member, why)
-
-    def kill(self, member: EngineMember, why: str) -> None:
-        """Kill the process, because an engine of it does not answer."""
+    def kill_process(self, why: str) -> None:
+        """Kill the process, because it does not answer."""
         logger.error("%s is killed: %s", self.name, why)
-        self.retire_all(why)
+        self.on_ended(why)
         if self._process is not None:
             self._process.kill()
 
     async def stop(self) -> None:
-        """End the process, and forget its engines."""
+        """End the process."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -180,7 +176,39 @@ class HostProcess(ABC):
             code = await asyncio.to_thread(_wait_or_kill, process, self.end_timeout)
             if code:
                 logger.warning("%s: its process ended with code %d", self.name, code)
-        self.retire_all("its process ended")
+        self.on_ended("its process ended")
+
+
+class HostProcess(SupervisedProcess):
+    """Process that hosts engines.
+
+    Attributes:
+        engines: of the server.
+        members: engines of the process, by the names that it has for them.
+    """
+
+    def __init__(self, name: str, engines: EngineSet, starter: Worker, variables: Mapping[str, str]):
+        """Prepare; see `SupervisedProcess`."""
+        super().__init__(name, starter, variables)
+        self.engines = engines
+        self.members: dict[str, EngineMember] = {}
+
+    def on_ended(self, why: str) -> None:
+        """Retire the engines."""
+        self.retire_all(why)
+
+    def retire_all(self, why: str) -> None:
+        """Send no more requests to the engines: pending requests go to other engines, or wait for one."""
+        for member in self.members.values():
+            self.engines.retire(member, why)
+
+    def kill(self, member: EngineMember, why: str) -> None:
+        """Kill the process, because an engine of it does not answer."""
+        self.kill_process(why)
+
+    async def stop(self) -> None:
+        """End the process, and forget its engines."""
+        await super().stop()
         while self.members:
             _, member = self.members.popitem()
             await self.engines.forget(member)
@@ -195,6 +223,6 @@ def _wait_or_kill(process: subprocess.Popen[bytes], timeout: float) -> int:
 
 
 def make_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an engine: this one's without secrets, and with these variables."""
+    """Return the environment of a child: the environment of this process without secrets, and with these variables."""
     own = {name: value for name, value in os.environ.items() if name in PASSED or not _SECRET.search(name)}
     return own | dict(variables)
