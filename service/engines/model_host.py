@@ -16,6 +16,7 @@ from service.engines.messages import ForwardOutcome, ModelFacts
 from service.errors import InvalidRequest, ModelError, ModelFailed, ServiceError, TooLarge
 from service.http.array_formats import ArrayFormat, ArrayLimits, find_body_format
 from service.inference.config import ModelSettings
+from service.inference.sandbox import CheckpointSandbox
 from service.processes import pause_garbage_collection
 from service.threads import Worker
 
@@ -55,19 +56,26 @@ class ModelHost:
         return getattr(self, method)(*arguments)
 
     async def begin(
-        self, settings: Mapping[str, Any], dtype: str | None, device: str | None, answer_deadline: float
+        self,
+        settings: Mapping[str, Any],
+        dtype: str | None,
+        device: str | None,
+        load_memory: int,
+        answer_deadline: float,
     ) -> Mapping[str, ModelFacts]:
         """Load the models, compile each, and run each at its usual size.
 
         Args:
             settings: fields of `ModelSettings`.
+            load_memory: bytes of memory for the process that verifies the files of a model before they are loaded.
             answer_deadline: seconds that a forward pass may take, by estimate.
 
         Raises:
             ModelError: a model cannot be loaded.
         """
         self._settings, self._deadline = ModelSettings.model_validate(settings), answer_deadline
-        load = self._load or partial(_load_files, dtype=dtype, device=device)
+        verify = CheckpointSandbox(load_memory).verify_model
+        load = self._load or partial(_load_files, dtype=dtype, device=device, inspect=verify)
         facts = {}
         for name, (path, revision) in self._settings.models.items():
             try:

@@ -196,8 +196,10 @@ class ModelServer:
             return
         set_cache_folders(self._policies)  # A process inherits the variables.
         self._host = ModelProcess() if self._load_model is None else ModelHost(self._load_model)
-        dtype, device = self._policies.dtype, self._policies.device
-        facts = await self._host.begin(self.settings.model_dump(), dtype, device, self.answer_deadline)
+        policies = self._policies
+        facts = await self._host.begin(
+            self.settings.model_dump(), policies.dtype, policies.device, policies.load_memory, self.answer_deadline
+        )
         self._models = {name: ServedModel(name, facts[name]) for name in self.settings.models}
 
     def list(self) -> list[ServedModel]:
