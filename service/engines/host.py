@@ -77,7 +77,7 @@ class EngineHost:
             if self._engine is None:
                 options = self._options
                 try:
-                    devices = await call_in_thread(partial(_import_jax, options), "import-jax")
+                    devices = await call_in_thread(partial(_open_devices, options), "devices")
                 except JaxModelsError as error:
                     return Refusal("engine", f"devices: {error}")
                 self._engine = Engine(
@@ -266,10 +266,15 @@ def _refuse_unknown(name: str) -> Refusal:
     return Refusal("unknown", f"{name} does not have the policy any more")
 
 
-def _import_jax(options: EngineOptions) -> Sequence[str]:
-    """Import JAX and return the names of the devices; without any in the options, that of JAX's first choice."""
+def import_jax() -> None:
+    """Import JAX and the policies, which takes seconds."""
     with pause_garbage_collection():
         _ = jaxmodels.load_policy
+
+
+def _open_devices(options: EngineOptions) -> Sequence[str]:
+    """Return the names of the devices; without any in the options, that of JAX's first choice."""
+    import_jax()
     return jaxmodels.name_devices(options.devices or ("0",), together=options.together)
 
 
