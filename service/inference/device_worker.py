@@ -47,6 +47,13 @@ class DeviceStuck(DeviceGone):
     """The device was given up because it did not answer this request, which may be the cause."""
 
 
+class EngineLost(PolicyFailed):
+    """The engine ended while it did something that is asked again when another one has the policy."""
+
+    status = 503
+    code = "engine_lost"
+
+
 class InputRefused(PolicyFailed):
     """The policy refused its input, as it would on any device; the text is for clients."""
 
