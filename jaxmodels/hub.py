@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch, fnmatchcase
@@ -174,7 +175,7 @@ def ask_hub(
 
 def get_repo_folder(job: Mapping[str, Any]) -> Path:
     """Return the folder of a job's repository in the cache."""
-    return Path(job["cache"]) / f"{job['kind']}s--{job['repo_id'].replace('/', '--')}"
+    return Path(job.get("cache") or hub_cache()) / f"{job['kind']}s--{job['repo_id'].replace('/', '--')}"
 
 
 def _run_job(
@@ -185,7 +186,7 @@ def _run_job(
 ) -> Any:
     """Run a job in a child process, and return its result."""
     _check_names(job["repo_id"], job["revision"])
-    job.update(quiet=QUIET, stalled=STALLED)
+    job.update(quiet=QUIET, stalled=STALLED, mark=uuid.uuid4().hex)
     report, last = on_progress or (lambda stage: None), Downloading(0, 0)
     until, is_downloading = time.monotonic() + ANSWER, False
     with _start_child(job, token) as connection:
@@ -194,9 +195,10 @@ def _run_job(
                 report(last)
                 continue
             try:
-                answer = json.loads(connection.recv_bytes())
+                answer = json.loads(connection.recv_bytes(MAX_ANSWER))
             except (EOFError, OSError) as error:
-                raise HubError(f"{job['repo_id']!r}: the download process was killed", "transfer") from error
+                text = "the download process was killed, or its answer is too long; try again"
+                raise HubError(f"{job['repo_id']!r}: {text}", "transfer") from error
             if "progress" in answer:
                 last = Downloading(*answer["progress"])
                 if not is_downloading:
@@ -236,15 +238,14 @@ def _start_child(job: Mapping[str, Any], token: str | None) -> Iterator[Connecti
     finally:
         child.kill()
         child.wait()
-        if "cache" in job:
-            _remove_parts(get_repo_folder(job) / "blobs", child.pid)
+        remove_parts(job)
 
 
-def _remove_parts(blobs: Path, process: int) -> None:
-    """Remove the unfinished files of a process that has ended, and those that are a day old."""
-    for path in blobs.glob("*.incomplete"):
+def remove_parts(job: Mapping[str, Any]) -> None:
+    """Remove the unfinished files of the job, and the files of other jobs that have been unfinished for a day."""
+    for path in get_repo_folder(job).glob("blobs/*.incomplete"):
         with suppress(OSError):
-            if path.name.endswith(f".{process}.incomplete") or time.time() - path.stat().st_mtime > _LEFT_OVER:
+            if job["mark"] in path.name or time.time() - path.stat().st_mtime > _LEFT_OVER:
                 path.unlink()
 
 

@@ -38,7 +38,7 @@ from huggingface_hub.utils import (
 )
 
 from jaxmodels.errors import HubError
-from jaxmodels.hub import FILE_NAME, WORKING_DIRECTORY, get_repo_folder, is_selected
+from jaxmodels.hub import FILE_NAME, WORKING_DIRECTORY, get_repo_folder, is_selected, remove_parts
 
 _SHA = re.compile(r"[0-9a-f]{40}")
 # Files that show what a repository without a policy is.
@@ -56,8 +56,11 @@ STALLED_BYTES = 300_000
 DOWNLOADS = 8
 # Downloads leave the processor to the control of robots.
 NICENESS = 10
-# Bytes of memory; a listing of `jaxmodels.hub.MAX_ANSWER` bytes needs a quarter of them.
-MEMORY = 2 << 30
+# Bytes of memory; the longest answer that is allowed needs half of them.
+MEMORY = 1 << 30
+# Bytes beyond the announced size, of a file and in all, at which a download ends.
+MARGIN = 64 << 20
+_MISMATCH = "{} came with other bytes than the commit has; it was removed, try again"
 
 logger = logging.getLogger(__name__)
 
@@ -125,11 +128,10 @@ def _run_job(job: Mapping[str, Any], send: Callable[..., None], is_approved: thr
         _use_client(job["endpoint"], job["max_answer"])
         return _ask(repo, job, send, is_approved)
     except HubError as error:
-        text = str(error)
-        raise HubError(text if repr(repo_id) in text else f"{repo}: {text}", error.code) from error
+        raise HubError(f"{repo}: {error}", error.code) from error
     except Exception as error:  # The client raises errors of many types for an answer that makes no sense.
-        code, text = _describe_failure(error)
         status = getattr(getattr(error, "response", None), "status_code", None)
+        code, text = _describe_failure(error, status)
         detail = type(error).__name__ if status is None else f"status {status}"
         if text is _UNREACHABLE and job["asked"] == "folder":
             found = None if job["strict"] else _find_cached(job)
@@ -167,17 +169,16 @@ def _ask(repo: str, job: Mapping[str, Any], send: Callable[..., None], is_approv
         is_approved.wait()
     if ignored := sorted(name for name in listed if name.endswith(UNSAFE)):
         logger.info("%s: %s may run code and are not fetched", repo, ", ".join(name[:80] for name in ignored[:20]))
-    if "robojax.json" in job["files"] and (missing := _find_missing_file(listed)) is not None:
-        raise HubError(f"{job['repo_id']!r}: {_describe_other_repo(missing, listed)}", "incomplete")
+    if "robojax.json" in job["files"] and (text := _describe_other_repo(listed)) is not None:
+        raise HubError(text, "incomplete")
     return str(_Download(job, commit, selected).run(list(listed), lambda *progress: send(progress=progress)))
 
 
 _UNREACHABLE = "{hub} cannot be reached or did not answer as expected ({detail})"
 
 
-def _describe_failure(error: Exception) -> tuple[str, str]:
+def _describe_failure(error: Exception, status: int | None) -> tuple[str, str]:
     """Return the code of `HubError` and the text for an exception of the Hub's client."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, GatedRepoError):
         return "denied", "{repo}: the repo is gated; accept its terms on the Hub and set HF_TOKEN"
     if isinstance(error, RevisionNotFoundError):
@@ -215,26 +216,19 @@ def _check_files(files: Mapping[str, _Listed]) -> None:
             raise HubError(f"the Hub does not say how large {name} is, or what its hash is", "bad_answer")
 
 
-def _find_missing_file(names: Collection[str]) -> str | None:
-    """Return the file without which a repo has no policy; None for a repo that may have one.
-
-    LeRobot writes config.json next to an adapter of PEFT, too.
-    """
-    if not {"config.json", "robojax.json"} & set(names):
-        return "config.json"
+def _describe_other_repo(names: Collection[str]) -> str | None:
+    """Return the error text for a repo without a policy, by the names of its files; None if it may have a policy."""
+    known = [what for name, what in OTHER_REPOS.items() if name in names]
     # Orbax, in which openpi saves, writes _METADATA into the folder of the weights.
     has_weights = any(re.match(r"model.*\.safetensors|.+/_METADATA$", name) for name in names)
-    return None if has_weights or not set(OTHER_REPOS) & set(names) else "model.safetensors"
-
-
-def _describe_other_repo(missing: str, names: Collection[str]) -> str:
-    """Return the error text for a repo without a policy, by the names of its files."""
-    what = next((what for name, what in OTHER_REPOS.items() if name in names), "wanted the repo of a policy")
+    if {"config.json", "robojax.json"} & set(names):
+        # LeRobot writes config.json next to an adapter of PEFT, too.
+        return f"the repo has no model.safetensors; {known[0]}" if known and not has_weights else None
     folders = {name.rpartition("/")[0] for name in names if name.endswith("/config.json")}
-    policies = sorted(folder for folder in folders if f"{folder}/model.safetensors" in names)
-    if policies and missing == "config.json":
-        what = f"the policy is in its folder {policies[-1]}: download the repo with `hf download`, and give that folder"
-    return f"the repo has no {missing}; {what}"
+    if policies := sorted(folder for folder in folders if f"{folder}/model.safetensors" in names):
+        where = f"the policy is in its folder {policies[-1]}"
+        known = [f"{where}: download the repo with `hf download`, and give that folder"]
+    return f"the repo has no config.json; {known[0] if known else 'wanted the repo of a policy'}"
 
 
 def _find_cached(job: Mapping[str, Any]) -> Path | None:
@@ -242,9 +236,10 @@ def _find_cached(job: Mapping[str, Any]) -> Path | None:
     repo, commit = get_repo_folder(job), job["revision"] or constants.DEFAULT_REVISION
     with suppress(OSError):
         commit = (repo / "refs" / commit).read_text()
-    if _SHA.fullmatch(commit) and (note := _read_note(repo, commit)):
-        folder, selected = repo / "snapshots" / commit, [name for name in note if is_selected(name, job["files"])]
-        return folder if selected and all(note[name] and (folder / name).is_file() for name in selected) else None
+    note = _read_note(repo, commit) if _SHA.fullmatch(commit) else {}
+    if selected := [name for name in note if is_selected(name, job["files"])]:
+        folder = repo / "snapshots" / commit
+        return folder if all(note[name] and (folder / name).is_file() for name in selected) else None
     # Another program of the Hub downloaded it.
     where = {"repo_type": job["kind"], "revision": job["revision"], "cache_dir": job["cache"]}
     with suppress(OSError):
@@ -259,7 +254,7 @@ def _get_note_path(repo: Path, commit: str) -> Path:
 def _read_note(repo: Path, commit: str) -> dict[str, bool]:
     """Return for the name of each file of a commit whether the file was compared with its hash."""
     try:
-        return {str(name): bool(value) for name, value in json.loads(_get_note_path(repo, commit).read_text()).items()}
+        return {name: bool(value) for name, value in json.loads(_get_note_path(repo, commit).read_text()).items()}
     except (OSError, ValueError, AttributeError):
         return {}
 
@@ -282,7 +277,7 @@ class _Download:
             report: called with the bytes so far, and the bytes in all.
         """
         size = sum(file.size for file in self._selected.values())
-        _limit(resource.RLIMIT_FSIZE, max((file.size for file in self._selected.values()), default=0), 1 << 26)
+        _limit(resource.RLIMIT_FSIZE, max((file.size for file in self._selected.values()), default=0) + MARGIN)
         _use_client(self._job["endpoint"], None)
         same: dict[_Listed, list[str]] = {}
         for name, file in self._selected.items():
@@ -295,8 +290,11 @@ class _Download:
         while pending:
             done, pending = wait(pending, 0.25, FIRST_COMPLETED)
             finished += sum(one.result() for one in done)
-            received = finished + sum(self._measure(file) for file in same)
-            if received > size + (1 << 26):
+            received = finished
+            for path in self._repo.glob(f"blobs/*.{self._job['mark']}.incomplete"):
+                with suppress(FileNotFoundError):
+                    received += path.lstat().st_size
+            if received > size + MARGIN:
                 raise HubError("the Hub sends more bytes than it announced", "bad_answer")
             if reported != min(received, size):
                 report(reported := min(received, size), size)
@@ -309,20 +307,14 @@ class _Download:
         self._folder.mkdir(parents=True, exist_ok=True)
         if not all(self._note.get(name) for name in self._selected):
             note = {name: name in self._selected or self._note.get(name, False) for name in names}
-            self._replace(_get_note_path(self._repo, self._commit), json.dumps(note))
+            self._write(_get_note_path(self._repo, self._commit), json.dumps(note))
         if self._job["revision"] != self._commit:
-            self._replace(self._repo / "refs" / (self._job["revision"] or constants.DEFAULT_REVISION), self._commit)
+            self._write(self._repo / "refs" / (self._job["revision"] or constants.DEFAULT_REVISION), self._commit)
         return self._folder
 
     def _get_part(self, name: str) -> Path:
-        """Return the path of an unfinished file; `jaxmodels.hub` removes what has this process's number."""
-        return self._repo / "blobs" / f"{name}.{os.getpid()}.incomplete"
-
-    def _measure(self, file: _Listed) -> int:
-        try:
-            return self._get_part(file.hash).stat().st_size
-        except OSError:
-            return 0
+        """Return the path of an unfinished file; `jaxmodels.hub` removes the files with the mark of this process."""
+        return self._repo / "blobs" / f"{name}.{self._job['mark']}.incomplete"
 
     def _get_file(self, file: _Listed, names: list[str]) -> int:
         """Provide a file under its names, and return the bytes of them all."""
@@ -333,47 +325,42 @@ class _Download:
                 missing.append(path)
             elif (self._job["strict"] or not self._note.get(name)) and not self._matches(file, path):
                 # A process was killed while it wrote the file, or the disk changed it.
-                path.unlink()
+                path.unlink(missing_ok=True)
                 missing.append(path)
                 if self._job["strict"]:
-                    raise HubError(self._describe_mismatch(name), "checksum")
+                    raise HubError(_MISMATCH.format(name), "checksum")
         if missing and not (blob.is_file() and self._matches(file, blob)):
             self._receive(file, names[0], blob)
         for path in missing:
+            link = self._get_part(f"link-{file.hash}")
+            link.symlink_to(os.path.relpath(blob, path.parent))
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            path.symlink_to(os.path.relpath(blob, path.parent))
+            link.replace(path)
         return file.size * len(names)
 
     def _receive(self, file: _Listed, name: str, blob: Path) -> None:
         where = {"repo_type": self._job["kind"], "endpoint": self._job["endpoint"], "revision": self._commit}
-        part = self._get_part(file.hash)
+        url, part = hf_hub_url(self._job["repo_id"], name, **where), self._get_part(file.hash)
         part.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as target:
-            url = hf_hub_url(self._job["repo_id"], name, **where)
             http_get(url, target, headers=build_hf_headers(), expected_size=file.size)
         if not self._matches(file, part):
-            raise HubError(self._describe_mismatch(name), "checksum")
+            raise HubError(_MISMATCH.format(name), "checksum")
         part.replace(blob)
 
     def _matches(self, file: _Listed, path: Path) -> bool:
         """Return whether a file has the content that the Hub announced."""
-        digest = hashlib.sha256() if len(file.hash) == 64 else hashlib.sha1(usedforsecurity=False)
         with path.open("rb") as content:
             if os.fstat(content.fileno()).st_size != file.size:
                 return False
-            if len(file.hash) != 64:
-                digest.update(b"blob %d\0" % file.size)
+            is_large = len(file.hash) == 64
+            digest = hashlib.sha256() if is_large else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
             while piece := content.read(1 << 20):
                 digest.update(piece)
                 self._compared += len(piece)
         return digest.hexdigest() == file.hash
 
-    def _describe_mismatch(self, name: str) -> str:
-        where = f"{self._job['repo_id']!r} at {self._commit[:12]}: {name}"
-        return f"{where} came with other bytes than the commit has; it was removed, try again"
-
-    def _replace(self, path: Path, text: str) -> None:
+    def _write(self, path: Path, text: str) -> None:
         """Write a file as a whole; in a cache that cannot be written to, files are compared each time."""
         part = self._get_part("note")
         try:
@@ -384,9 +371,9 @@ class _Download:
             logger.warning("%s cannot be written (%s)", path, error.strerror)
 
 
-def _limit(kind: int, most: int, more: int = 0) -> None:
+def _limit(kind: int, most: int) -> None:
     hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (most + more if hard == resource.RLIM_INFINITY else min(most + more, hard), hard))
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def main(number: str) -> None:
@@ -404,6 +391,7 @@ def main(number: str) -> None:
         with suppress(EOFError, OSError):
             while connection.recv_bytes():
                 is_approved.set()
+        remove_parts(job)
         os._exit(1)
 
     job = json.loads(connection.recv_bytes())

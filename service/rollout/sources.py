@@ -160,7 +160,7 @@ class HubSource:
 
         folder = await self._call_hub(repo, sha, download, self.limits.download_timeout)
         if self._is_our_cache:
-            await asyncio.to_thread(self._prune, folder)
+            await self._call_hub(repo, sha, lambda check: self._prune(folder), self.limits.download_timeout)
         return folder
 
     def _check_space(self, repo: str, sha: str, sizes: Mapping[str, int]) -> None:
@@ -209,6 +209,9 @@ class HubSource:
             raise SourceError(error.code, str(error)) from error
         except TimeoutError as error:
             raise late from error
+        except OSError as error:
+            text = f"{_describe_revision(repo, ref)}: {self._cache} cannot be written ({error.strerror})"
+            raise SourceError("disk", text) from error
         finally:
             is_abandoned.set()
 
