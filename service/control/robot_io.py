@@ -241,6 +241,8 @@ class RobotIO:
     def begin(self) -> None:
         """Let the robot move."""
         self.is_held = False
+        self._engine_lost_at = None  # it waits for an engine from now on
+        self.controller.clear(ENGINE_LOST)
         self.controller.begin(self._clock())
         self.wake()
 
