@@ -17,7 +17,7 @@ from service.engines.remote_worker import RemoteWorker
 from service.engines.retries import RetryState
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
-from service.inference.sandbox import begin_building
+from service.inference.sandbox import raise_if_cancelled
 from service.threads import settle
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class EngineSet:
         while not (alive := [one for one in tuple(self.members.values()) if not one.is_gone]):
             if (trouble := self.read_trouble()) or time.monotonic() > until:
                 raise CheckpointError(trouble or f"no engine has begun for {START_TIMEOUT:g} s; try again when one has")
-            begin_building()  # raises when the load was cancelled
+            raise_if_cancelled()
             time.sleep(0.02)
         first, *others = sorted(alive, key=lambda one: (one.worker.facts.policies, one.worker.facts.load, one.name))
         return first.name, [one.name for one in others if not one.worker.facts.load]

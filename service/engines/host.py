@@ -4,6 +4,7 @@ Requests of all servers share batches if no answer is late because of it.
 """
 
 import asyncio
+import logging
 import math
 import os
 import socket
@@ -35,6 +36,10 @@ from service.inference.loaded_policy import (
 from service.processes import pause_garbage_collection
 from service.threads import call_in_thread
 
+logger = logging.getLogger(__name__)
+
+# Seconds in which the last lines of the log reach the server.
+LOG_SECONDS = 0.2
 # Seconds after which a policy that no server uses any more is dropped.
 UNUSED_TIMEOUT = 30.0
 # Newest requests that waiting is counted of.
@@ -67,7 +72,7 @@ class EngineHost:
         self._queues: deque[tuple[float, float]] = deque(maxlen=QUEUE_SAMPLES)
         self._engine: Engine | None = None
         self._begin_lock = asyncio.Lock()
-        self._drop_task: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
         self._robot_ran_at = -math.inf
         self._devices: Sequence[str] = ()
 
@@ -87,7 +92,7 @@ class EngineHost:
                     load_timeout=options.load_timeout,
                 )
                 self._engine.has_running_robot = lambda: time.monotonic() - self._robot_ran_at < ROBOT_MEMORY
-                self._drop_task = asyncio.create_task(self._drop_unused(), name="unused policies")
+                self._watch_task = asyncio.create_task(self._watch(self._engine), name="unused policies")
                 self._devices = devices
         return Begun(version("robojax"), socket.gethostname(), os.getpid(), self._devices)
 
@@ -247,9 +252,14 @@ class EngineHost:
             cached.last_used_at = time.monotonic()
         return cached
 
-    async def _drop_unused(self) -> None:
+    async def _watch(self, engine: Engine) -> None:
+        """Drop unused policies, and end the process when a thread in it runs for ever: another process replaces it."""
         while True:
             await asyncio.sleep(UNUSED_TIMEOUT / 6)
+            if engine.policy_cache.has_lost_thread and not engine.has_running_robot():
+                logger.error("engine %s ends, because building a policy cannot be ended (load_timeout)", self.name)
+                await asyncio.sleep(LOG_SECONDS)
+                os._exit(1)
             for handle, cached in tuple(self._policies.items()):
                 if time.monotonic() - cached.last_used_at > UNUSED_TIMEOUT:
                     del self._policies[handle]

@@ -16,7 +16,7 @@ from service.inference.device_worker import DeviceGone
 from service.inference.loaded_policy import FrameSizes, InferenceStuck
 from service.inference.policy_cache import summarize_error
 from service.inference.policy_sources import copy_roots
-from service.inference.sandbox import begin_building
+from service.inference.sandbox import raise_if_cancelled
 
 if TYPE_CHECKING:
     from service.engines.engine_set import EngineSet  # it imports this module
@@ -97,6 +97,7 @@ class PolicyReplication:
             JaxModelsError, PolicyFailed: no engine can load it.
         """
         while wait(self._copies.values(), POLL_PERIOD).not_done:
+            raise_if_cancelled()
             self._report_stage(report)
         errors = {}
         for engine, copying in tuple(self._copies.items()):
@@ -248,7 +249,7 @@ class RemoteLoader:
         with PolicyFolder(folder, roots=roots, largest=self.largest) as opened:
             self.inspect(opened)
             files = self.share(opened, commit)
-        begin_building()
+        raise_if_cancelled()
         replication = PolicyReplication(self.engines, files, commit, is_update=like is not None)
         engine, idle = self.engines.pick()
         replication.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -241,10 +240,12 @@ class Engine:
             names = ["device", *(f"device:{number}" for number in range(1, len(devices)))]
             workers = [InferenceWorker(name, niceness, stuck_after) for name in names]
         self.devices = Devices(workers, devices, join_timeout if are_remote else 0.0)
-        self.batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches, niceness)
-        limit = math.inf if are_remote else load_timeout
+        self.batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches)
         self.policy_cache = PolicyCache(
-            self.devices.replicate, self._on_policy_loaded, niceness, are_remote=are_remote, build_timeout=limit
+            self.devices.replicate,
+            self._on_policy_loaded,
+            are_remote=are_remote,
+            load_timeout=None if are_remote else load_timeout,
         )
         self.replica_manager = ReplicaManager(self.devices, self.policy_cache)
         self._dispatcher = Dispatcher(self.devices, self.replica_manager)
@@ -342,8 +343,6 @@ class Engine:
             "devices": self.devices.get_stats(policies),
             "policies_loaded": len(policies),
             "policies_loading": self.policy_cache.loading_count,
-            "loads_left_behind": self.policy_cache.abandoned_loads,
-            "loads_refused": self.policy_cache.why_refused(),
             "inferences_waiting": self.devices.waiting,
             "threads_replaced": self.devices.abandoned,
             "batch_sizes_to_compile": self.batch_compiler.remaining,

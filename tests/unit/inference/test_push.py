@@ -170,7 +170,7 @@ async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() 
 
 
 async def test_nothing_is_taken_over_where_policies_come_compiled_from_elsewhere() -> None:
-    store = PolicyCache(lambda policy: (Replica(policy),), lambda served: None, 0, are_remote=True)
+    store = PolicyCache(lambda policy: (Replica(policy),), lambda served: None, are_remote=True)
     first = Shipped(latency=0.010)
     async with store.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
