@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,10 @@ from service.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
 
+# How much lower the priority of an engine is than that of a server on the same machine.
+NICENESS = 5
+# Seconds for which a thread in Python code may keep the event loop waiting.
+SWITCH_INTERVAL = 0.001
 # Seconds in which the last lines of the log reach the server.
 LOG_SECONDS = 0.2
 # Seconds after which a policy that no server uses any more is dropped.
@@ -81,6 +86,9 @@ class EngineHost:
         async with self._begin_lock:
             if self._engine is None:
                 options = self._options
+                # The threads that compute inherit the priority.
+                os.nice(NICENESS)
+                sys.setswitchinterval(SWITCH_INTERVAL)
                 try:
                     devices = await call_in_thread(partial(_import_jax, options), "import-jax")
                 except JaxModelsError as error:
@@ -172,7 +180,7 @@ class EngineHost:
         """Return the seconds that one inference takes now, measured with zeros."""
         if (cached := self._find_policy(handle)) is None:
             return _refuse_unknown(self.name)
-        return await call_in_thread(lambda: cached.served.policy.profile(1, sizes), "policy-profile", 5)
+        return await call_in_thread(lambda: cached.served.policy.profile(1, sizes), "policy-profile")
 
     async def act(
         self, handle: str, observation: Mapping[str, np.ndarray], due_in: float | None
@@ -188,6 +196,8 @@ class EngineHost:
         try:
             inference = await self._opened_engine().infer(cached.served, observation, due=due)
         except PolicyFailed as error:
+            if isinstance(error, InferenceStuck):
+                self._end_process(str(error))
             return Refusal(_refusal_kind(error), str(error))
         self._queues.append((time.monotonic(), inference.queue))
         return inference
@@ -210,7 +220,7 @@ class EngineHost:
             return max(replica.policy.prepare_task(text, prompt_cut) for replica in cached.served.replicas)
 
         try:
-            return await call_in_thread(prepare, "instruction", 5)
+            return await call_in_thread(prepare, "instruction")
         except JaxModelsError as error:
             return Refusal("input", str(error))
 
@@ -242,6 +252,11 @@ class EngineHost:
             latencies={handle: _get_latencies(policy.served.replicas[0]) for handle, policy in cached.items()},
         )
 
+    def _end_process(self, why: str) -> None:
+        """End the process because a thread cannot be ended; the server or the pool starts another one."""
+        logger.error("the process of engine %s ends: %s", self.name, why)
+        asyncio.get_running_loop().call_later(LOG_SECONDS, os._exit, 1)
+
     def _opened_engine(self) -> Engine:
         assert self._engine is not None, "begin() comes first"
         return self._engine
@@ -253,13 +268,11 @@ class EngineHost:
         return cached
 
     async def _watch(self, engine: Engine) -> None:
-        """Drop unused policies, and end the process when a thread in it runs for ever: another process replaces it."""
+        """Drop unused policies. While no robot moves, end a process in which a load takes too long."""
         while True:
             await asyncio.sleep(UNUSED_TIMEOUT / 6)
             if engine.policy_cache.has_lost_thread and not engine.has_running_robot():
-                logger.error("engine %s ends, because building a policy cannot be ended (load_timeout)", self.name)
-                await asyncio.sleep(LOG_SECONDS)
-                os._exit(1)
+                self._end_process("building a policy takes too long (load_timeout)")
             for handle, cached in tuple(self._policies.items()):
                 if time.monotonic() - cached.last_used_at > UNUSED_TIMEOUT:
                     del self._policies[handle]

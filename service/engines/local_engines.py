@@ -196,7 +196,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         calls, answers = (SharedMemory(SharedMemory.create_descriptor(MEMORY_BYTES), MEMORY_BYTES) for _ in range(2))
         descriptors = (theirs.fileno(), calls.descriptor, answers.descriptor)
-        arguments = (*descriptors, MEMORY_BYTES, os.getpid(), self._options.niceness)
+        arguments = (*descriptors, MEMORY_BYTES, os.getpid())
         try:
             # A thread that lives as long as the server: the process ends with the thread that started it.
             self._process = await self._starter.submit(

@@ -32,7 +32,6 @@ class EngineOptions:
 
     Attributes:
         together: whether a policy is spread over all devices.
-        niceness: by how much the process of an engine on this machine lowers its priority.
         resources: what Ray reserves for an engine, as the setting `engine_resources`.
     """
 
@@ -42,7 +41,6 @@ class EngineOptions:
     batch_sizes: Sequence[int] = (1,)
     stuck_after: float = 5.0
     load_timeout: float = 600.0
-    niceness: int = 5
     resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
 
 

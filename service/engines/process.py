@@ -60,10 +60,9 @@ async def serve(descriptor: int, calls: SharedMemory, answers: SharedMemory) -> 
 
 
 def main() -> None:
-    """Serve one engine; the arguments are descriptors, the bytes of the memory, the parent, and the niceness."""
-    descriptor, calls, answers, size, parent, niceness = map(int, sys.argv[1:7])
+    """Serve one engine; the arguments are descriptors, the bytes of the memory, and the parent."""
+    descriptor, calls, answers, size, parent = map(int, sys.argv[1:6])
     exit_with_parent(parent, signal.SIGKILL)
-    os.nice(niceness)
     os.dup2(2, 1)  # the server's standard output is for its own lines
     uvloop.run(serve(descriptor, SharedMemory(calls, size), SharedMemory(answers, size)))
     os._exit(0)  # a thread inside of JAX would abort an ordinary end

@@ -43,7 +43,6 @@ class RemoteWorker:
         self.name = name
         self.facts = EngineFacts()
         self.last_used_at = 0.0
-        self.abandoned = 0
         self._send, self._on_stuck = send, on_stuck
         self._stuck_after = stuck_after
         self._pending: dict[asyncio.Future[Any], float] = {}  # values: when it was sent, oldest first
@@ -77,15 +76,9 @@ class RemoteWorker:
         return self.facts.load
 
     async def submit(
-        self,
-        replica: Replica,
-        observation: Mapping[str, np.ndarray],
-        due: float | None,
-        *,
-        is_alone: bool = False,
-        may_move: bool = False,
+        self, replica: Replica, observation: Mapping[str, np.ndarray], due: float | None, *, may_move: bool = False
     ) -> InferenceResult:
-        """Run a policy on one observation; see `DeviceWorker.submit`. The engine decides what runs alone."""
+        """Run a policy on one observation; see `DeviceWorker.submit`."""
         if self._is_closed:
             raise WorkerClosed("the server is ending")
         if self._gone_reason is not None:
@@ -108,7 +101,7 @@ class RemoteWorker:
                 # This does not count as a failure of the engine: it is asked last while it owes answers, and the pool
                 # finds out whether it lives. On a busy machine all engines are late, and recover a moment later.
                 late = Overdue(f"{self.name} has not answered for {usual:.2f} s")
-                late.is_counted, late.answer = True, answer
+                late.answer = answer
                 raise late
         return await answer
 

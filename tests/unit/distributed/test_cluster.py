@@ -206,7 +206,7 @@ async def begin(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Hous
             monkeypatch.setattr(cluster._connection, "open", join)
             monkeypatch.setattr(cluster_module.ray, "put", house.put)
             monkeypatch.setattr(cluster_module, "get_or_create_pool", lambda options, bounds: Actor(house))
-            engine = Engine(switch_interval=None, are_remote=True)
+            engine = Engine(are_remote=True)
             await cluster.open(engine)
             stack.push_async_callback(engine.close)
             stack.push_async_callback(cluster.close)
@@ -339,7 +339,7 @@ async def test_join_error_has_no_traceback(raised: Exception, told: str, monkeyp
     monkeypatch.setattr(ray_connection.ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(CannotJoin) as error:
-        await Cluster("auto", "front", EngineOptions(), Bounds()).open(Engine(switch_interval=None, are_remote=True))
+        await Cluster("auto", "front", EngineOptions(), Bounds()).open(Engine(are_remote=True))
     assert str(error.value).endswith(told)
     assert "Traceback" not in str(error.value)
 

@@ -94,7 +94,7 @@ class Rig:
 
     def __init__(self, model: ScriptedModel, answer_deadline: float = 20.0, **limits: Any):
         self.model = model
-        self.engine = Engine(switch_interval=None)
+        self.engine = Engine()
         self.is_robot_running = False
         settings = ModelSettings.model_validate({"max_forward_bytes": 1 << 16} | limits)
         options = {"answer_deadline": answer_deadline, "has_running_robot": lambda: self.is_robot_running}
@@ -336,7 +336,7 @@ async def test_a_model_that_cannot_be_loaded_says_why(failure, text):
     def load(path, revision=None, /, *, on_progress=None):
         raise failure
 
-    engine = Engine(switch_interval=None)
+    engine = Engine()
     models = ModelServer(engine)
     with pytest.raises(ModelError, match=text) as caught:
         await models.load("m", "folder", None, load)
