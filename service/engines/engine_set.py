@@ -14,7 +14,6 @@ from weakref import WeakSet
 from jaxmodels.errors import CheckpointError
 from service.engines.messages import Begun, Loaded
 from service.engines.remote_worker import RemoteWorker
-from service.engines.retries import RetryState
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
 from service.inference.sandbox import raise_if_cancelled
@@ -26,6 +25,8 @@ logger = logging.getLogger(__name__)
 POLL_PERIOD = 0.5
 # Seconds for which a load waits for the first engine.
 START_TIMEOUT = 60.0
+# Seconds between two tries to load policies that an engine could not load.
+RETRY_PERIOD = 60.0
 
 
 class EngineMember(ABC):
@@ -121,7 +122,8 @@ class EngineSet:
         self.address = address
         self.members: dict[str, EngineMember] = {}
         self.read_trouble: Callable[[], str] = lambda: ""
-        self._retries = RetryState()
+        self._missing: dict[tuple[str, str], str] = {}  # engine and handle of a policy that it could not load: why
+        self._retry_at = 0.0
         self._engine: Engine  # set by `open`, like the loop
         self._loop: asyncio.AbstractEventLoop
 
@@ -172,19 +174,19 @@ class EngineSet:
         return sorted({copy.handle for copy in member.copies}), self._engine.has_running_robot()
 
     def retry_copies(self) -> None:
-        """Start to copy missing policies to the engines that are due for another try."""
-        now = time.monotonic()
+        """Start to copy missing policies to their engines if it is time for another try."""
         alive = {member.name: member for member in self.members.values() if not member.is_gone}
-        self._retries.retain(alive, {copy.handle for member in alive.values() for copy in member.copies})
-        for name in self._retries.due(now):
+        used = {copy.handle for member in alive.values() for copy in member.copies}
+        self._missing = {key: why for key, why in self._missing.items() if key[0] in alive and key[1] in used}
+        if not self._missing or time.monotonic() < self._retry_at:
+            return
+        self._retry_at = time.monotonic() + RETRY_PERIOD
+        for name in {name for name, _ in self._missing}:
             member = alive[name]
             if member.copy_task is None or member.copy_task.done():
-                member.copy_task = asyncio.create_task(self._copy_missing(name), name=f"complete {name}")
-
-    async def _copy_missing(self, name: str) -> None:
-        began = time.monotonic()
-        await self._engine.replica_manager.copy_missing_policies(name)
-        self._retries.drop_failures(name, began)
+                member.copy_task = asyncio.create_task(
+                    self._engine.replica_manager.copy_missing_policies(name), name=f"complete {name}"
+                )
 
     def get_stats(self) -> dict[str, object]:
         """Return state and load of all engines for the API; JSON-ready."""
@@ -203,7 +205,11 @@ class EngineSet:
             for member in self.members.values()
             if not member.is_gone
         ]
-        trouble = "; ".join(filter(None, (self.read_trouble(), self._retries.describe(time.monotonic()))))
+        missing = [
+            f"{engine} is missing policy {handle[:12]}, which others have: {why} (tried again every {RETRY_PERIOD:g} s)"
+            for (engine, handle), why in sorted(self._missing.items())
+        ]
+        trouble = "; ".join(filter(None, (self.read_trouble(), *missing)))
         return {"address": self.address, "engines": engines, "trouble": trouble or None}
 
     def close(self) -> None:
@@ -264,14 +270,20 @@ class EngineSet:
         def keep() -> None:
             if (member := self.members.get(engine)) is not None:
                 member.copies.add(loaded)
-                self._retries.record_success(engine, loaded.handle)
+                self._missing.pop((engine, loaded.handle), None)
 
         self._call_on_loop(keep)
 
     def record_failure(self, engine: str, handle: str, why: str) -> None:
         """Record that an engine could not load a policy that others have; it is tried again."""
         logger.warning("%s is missing policy %s: %s", engine, handle[:12], why)
-        self._call_on_loop(lambda: self._retries.record_failure(engine, handle, why, time.monotonic()))
+
+        def record() -> None:
+            if not self._missing:
+                self._retry_at = time.monotonic() + RETRY_PERIOD
+            self._missing[engine, handle] = why
+
+        self._call_on_loop(record)
 
     def _call_on_loop(self, call: Callable[[], None]) -> None:
         try:
