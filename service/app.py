@@ -34,16 +34,16 @@ from service.auth.guard import create_guard
 from service.control.limits import read_limits
 from service.dashboard.live import Live
 from service.engine_source import EngineSource, create_engine_source
+from service.engines.model_host import LoadModel
+from service.engines.model_server import ModelServer
 from service.http.bodies import install_errors
 from service.http.limits import CreateLimiter, Rates
 from service.http.origins import Origins, is_loopback
 from service.inference.loaded_policy import LoadPolicy
-from service.inference.model_server import LoadModel, ModelServer
 from service.inference.policy_sources import (
     PolicyReader,
     ReadRequirements,
     SourceRules,
-    make_model_loader,
     make_requirements_reader,
 )
 from service.inference.progress import LoadDurations
@@ -132,7 +132,8 @@ def create_app(
 
     Args:
         transport: connects sessions to their rooms; None for the RobotHub wire.
-        load, load_model: load policies, and the models of the settings; None for folders and the Hub with JAX.
+        load, load_model: load policies, and the models of the settings, into this process; None for processes of
+            their own, which load folders and repos of the Hub with JAX.
         read_requirements: reads the requirements of a policy before it is loaded; None for the same.
     """
     settings = settings or Settings()
@@ -167,7 +168,7 @@ def create_app(
         shared=shared,
         transport=TransportByUrl(context.stream_clients.direct, rooms_transport),
         load=context.source_rules.guard_loader(webhooks.identify_commits(load or source.load)),
-        load_model=load_model or make_model_loader(settings.policies),
+        load_model=load_model,
         webhooks=webhooks,
         check_request=RequestRules(context.source_rules, destinations).check,
     )
@@ -251,7 +252,7 @@ def register_lifespan(
     shared: SharedDatabase,
     transport: Transport,
     load: LoadPolicy,
-    load_model: LoadModel,
+    load_model: LoadModel | None,
     webhooks: Webhooks,
     check_request: CheckRequest,
 ) -> None:
@@ -286,10 +287,7 @@ def register_lifespan(
             )
             await opened.enter_async_context(shared.open(app.ctx.sessions))
             app.ctx.models = ModelServer(
-                engine,
-                settings.models,
-                answer_deadline=settings.limits.answer_deadline,
-                has_running_robot=app.ctx.sessions.has_running_robot,
+                settings.models, settings.policies, settings.limits.answer_deadline, load_model
             )
             await opened.enter_async_context(webhooks.open_publishing())
             # Updates are closed first, so that none begins while the sessions end.
@@ -297,9 +295,7 @@ def register_lifespan(
             opened.push_async_callback(app.ctx.sessions.close)
             opened.push_async_callback(app.ctx.models.close)
             app.ctx.updates = await opened.enter_async_context(webhooks.open_updates(app.ctx.sessions))
-            # A model that cannot be loaded stops the start.
-            for name, (path, revision) in settings.models.models.items():
-                await app.ctx.models.load(name, path, revision, load_model)
+            await app.ctx.models.load()  # A model that cannot be loaded stops the start.
         except BaseException:
             await opened.aclose()
             raise

@@ -2,9 +2,11 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from importlib.util import find_spec
+from typing import TypeAlias
 
 from service.api.context import App
+from service.distributed.cluster import ClusterEngine
 from service.engines.local_engines import LocalEngines
 from service.inference.config import PolicySettings
 from service.inference.engine import Engine
@@ -12,9 +14,6 @@ from service.inference.loaded_policy import LoadPolicy
 from service.inference.progress import LoadDurations
 from service.setting_types import SettingsError
 from service.shared_sessions import front_name
-
-if TYPE_CHECKING:
-    from service.distributed.cluster import ClusterEngine  # It imports Ray, which only some servers need.
 
 
 class InProcessEngine:
@@ -37,7 +36,7 @@ class InProcessEngine:
         )
 
 
-EngineSource: TypeAlias = "InProcessEngine | LocalEngines | ClusterEngine"
+EngineSource: TypeAlias = InProcessEngine | LocalEngines | ClusterEngine
 
 
 def create_engine_source(app: App, load: LoadPolicy | None) -> EngineSource:
@@ -56,12 +55,10 @@ def create_engine_source(app: App, load: LoadPolicy | None) -> EngineSource:
         local = LocalEngines(settings.policies, settings.cluster.engine_patience)
         app.ctx.engines = local.engines
         return local
-    try:
-        from service.distributed.cluster import ClusterEngine
-    except ModuleNotFoundError as error:
+    if find_spec("ray") is None:
         raise SettingsError(
-            f"engine: {settings.cluster.engine} needs Ray ({error.name} is not installed); pip install -e '.[ray]'"
-        ) from error
+            f"engine: {settings.cluster.engine} needs Ray (it is not installed); pip install -e '.[ray]'"
+        )
     source = ClusterEngine(settings.policies, settings.cluster, lambda: front_name(app))
     app.ctx.engines = source.cluster.engines
     return source

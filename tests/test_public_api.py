@@ -40,7 +40,7 @@ def test_names_of_huggingface_hub_are_here_too() -> None:
         ("jaxmodels.data", "jax pyarrow av"),
         ("jaxmodels.text", "tokenizers"),
         ("robojax.client", "jax sanic aiortc av pydantic service numpy"),
-        ("service.distributed.scaling, service.engines.host, service.engines.local_engines", "ray"),
+        ("service.app, service.distributed.cluster, service.engines.host", "ray"),
     ],
 )
 def test_importing_a_package_imports_nothing_heavy(imported: str, heavy: str) -> None:

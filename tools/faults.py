@@ -243,10 +243,10 @@ FAULTS = (
     ),
     Fault(
         "a forward pass too many has a place",
-        "service/inference/model_server.py",
+        "service/engines/model_server.py",
         "if self._reserved >= self.settings.max_forwards:",
         "if self._reserved > self.settings.max_forwards:",
-        _tests("unit/inference/test_forwards.py"),
+        _tests("unit/engines/test_model_server.py"),
     ),
     Fault(
         "another engine is made while one is coming",

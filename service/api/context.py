@@ -18,9 +18,9 @@ from service.auth.caller import Role, caller_of
 from service.auth.guard import Guard
 from service.dashboard.live import Live
 from service.engines.engine_set import EngineSet
+from service.engines.model_server import ModelServer
 from service.errors import UnknownSession
 from service.http.limits import CreateLimiter
-from service.inference.model_server import ModelServer
 from service.inference.policy_sources import PolicyReader, SourceRules
 from service.logging import RecentLogs
 from service.loop_watchdog import LoopWatchdog

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from service.control.robot_io import RobotIO
-from service.inference.model_server import ServedModel
+from service.engines.model_server import ServedModel
 from service.loop_watchdog import LoopWatchdog
 from service.sessions.store import AnySession
 from service.stage import Stage

@@ -173,7 +173,7 @@ async def health_check(request: Request) -> HTTPResponse:
     interrupted = sum(session.stage is Stage.INTERRUPTED for session in sessions)
     facts = context.sessions.engine.get_stats()
     models = context.models.list()
-    device = facts["device"] or next((served.model.description["device"] for served in models), None)
+    device = facts["device"] or next((served.description["device"] for served in models), None)
     return json_response(
         {
             "status": "healthy",

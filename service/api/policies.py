@@ -16,6 +16,7 @@ from service.api.context import Query, Request, Route, get_visible_session, list
 from service.api.lists import Rows, answer_page, page_query, take_page
 from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, Quarantined
 from service.auth.caller import Role, caller_of
+from service.engines.model_server import ForwardRequest
 from service.errors import Forbidden, InvalidRequest, PolicyError, ServiceError, UnknownDeployment
 from service.http.array_formats import ARRAY_FORMATS, choose_answer_format, find_body_format
 from service.http.bodies import (
@@ -30,7 +31,6 @@ from service.http.bodies import (
     send_response,
     show_to_sender,
 )
-from service.inference.model_server import ForwardRequest
 from service.rollout.records import Record
 from service.sessions.compatibility import configure_control, find_mismatches, make_limits
 from service.sessions.request import NewSession, SessionSettings
@@ -245,7 +245,7 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
     (`{"inputs": {name: {"dtype", "shape", "data"}}}` with nested lists as data; a plain number or list is accepted
     too). A JSON answer has `outputs` in the same form and `timings_ms`. An npz has the outputs alone. The header
     Server-Timing has the timings in both forms. New shapes are compiled first, which the timings show separately.
-    Robots have priority: a pass begins when no session waits for an inference.
+    Models run in a process with a lower priority than the engines of robots.
     """
     models, settings = request.app.ctx.models, request.app.ctx.settings
     with ExitStack() as slot:
@@ -253,7 +253,7 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
             served = models.get(name)
             form = find_body_format(request.headers.get("content-type"))
             answer_form = choose_answer_format(request.headers.get("accept"), form)
-            slot.enter_context(models.forwards.reserve_slot())
+            slot.enter_context(models.reserve_slot())
             if form.is_small:
                 body = await read_streamed_body(request, settings.limits.max_body, "max_body; an npz may have more")
             else:
@@ -262,7 +262,7 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
             slot.close()
             await discard_body(request, 2 * settings.models.max_forward_bytes)
             raise
-        result = await models.forwards.forward(served, ForwardRequest(body, form, answer_form), slot)
+        result = await models.forward(served, ForwardRequest(body, form, answer_form), slot)
         timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in result.timings.items())
         return await send_response(
             request,

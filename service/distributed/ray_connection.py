@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports] - an extra
@@ -17,7 +18,8 @@ NAMESPACE = "robojax"
 
 # Seconds that a machine may take to say whether something listens where the cluster's head was.
 CONNECT_TIMEOUT = 2.0
-# Ray ends a process that has not reached its cluster's head for a minute. One that moves robots has to outlive it.
+# Ray ends a process that has not reached its cluster's head for a minute. The gateway must live longer, because its
+# engines may still answer.
 RECONNECT_VARIABLE, NO_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s", 10**6
 REFUSED_HINT = (
     ", though something listens there: is it Ray, of this version, and are its token and certificates those that "
@@ -33,48 +35,38 @@ class NoAnswer(Exception):
     """An actor did not answer in time, or there is no connection to its cluster."""
 
 
-class Connection:
-    """Connection of this process to a Ray cluster; its methods block.
+def connect(address: str, head: str = "") -> str:
+    """Connect this process to a Ray cluster; blocks.
 
     Args:
         address: as Ray has it: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
+        head: host and port of the cluster's head, as an earlier process found it.
 
-    Attributes:
-        number: of the present one. What was given to the object store, and handles of actors, are of one connection;
-            those of another must not be used.
+    Returns:
+        Host and port of the cluster's head; an empty text for ``local``.
+
+    Raises:
+        CannotJoin: the cluster cannot be joined.
     """
-
-    def __init__(self, address: str):
-        self.address = address
-        self.number = 0
-        self._head: tuple[str, int] | None = None
-
-    def open(self) -> None:
-        """Connect to the cluster.
-
-        Raises:
-            CannotJoin: and why.
-        """
-        if self.address != "local":
-            os.environ.setdefault(RECONNECT_VARIABLE, str(NO_TIMEOUT))
-        head = self._head or _parse_address(self.address) or _parse_address(os.environ.get("RAY_ADDRESS", ""))
-        if self.address != "local" and head is not None:
-            _probe_head(*head)  # Ray would wait for it without an end
-        try:
-            ray.init(
-                self.address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                include_dashboard=False if self.address == "local" else None,
-            )
-            if self.address != "local":
-                self._head = _parse_address(self.address) or _parse_address(ray.get_runtime_context().gcs_address)
-        except (RayError, ConnectionError, OSError, ValueError, RuntimeError, TimeoutError) as error:
-            # It listens: what else may be wrong, Ray itself writes to the terminal only, if at all.
-            is_refused = isinstance(error, ConnectionError) and head is not None
-            raise CannotJoin(_summarize(error) + (REFUSED_HINT if is_refused else "")) from error
-        self.number += 1
+    is_local = address == "local"
+    known = _parse_address(head) or _parse_address(address) or _parse_address(os.environ.get("RAY_ADDRESS", ""))
+    options: dict[str, Any] = {}
+    if is_local:
+        options = {"include_dashboard": False}
+    else:
+        os.environ.setdefault(RECONNECT_VARIABLE, str(NO_TIMEOUT))
+        if known is not None:
+            _probe_head(*known)  # Ray would wait for it without an end
+    try:
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
+        if is_local:
+            return ""
+        host, port = _parse_address(address) or _parse_address(ray.get_runtime_context().gcs_address) or ("", 0)
+    except (RayError, ConnectionError, OSError, ValueError, RuntimeError, TimeoutError) as error:
+        # Ray writes other reasons to the terminal only, if at all.
+        is_refused = isinstance(error, ConnectionError) and not is_local and known is not None
+        raise CannotJoin(_summarize(error) + (REFUSED_HINT if is_refused else "")) from error
+    return f"{host}:{port}" if host else ""
 
 
 def _parse_address(address: str) -> tuple[str, int] | None:
@@ -96,21 +88,18 @@ def _probe_head(host: str, port: int) -> None:
         ) from error
 
 
-async def call_actor(actor: Any, within: float, method: str, *arguments: Any) -> Any:
-    """Call an actor's method, with a time limit.
-
-    The call is sent by a thread of its own: where Ray's client has lost its server, it stands still for half a minute,
-    and the event loop has ticks to keep.
+def send_call(
+    start: Callable[[Callable[[], None]], object], actor: Any, method: str, *arguments: Any
+) -> asyncio.Future[Any]:
+    """Call an actor's method in another thread, because Ray's client blocks for half a minute when it lost its server.
 
     Args:
-        actor: Ray's handle; None where there is no connection.
-        within: seconds.
+        start: runs a function in a thread.
+        actor: Ray's handle.
 
-    Raises:
-        NoAnswer: it did not answer in time, or cannot be called.
+    Returns:
+        The future of the answer, or of Ray's error.
     """
-    if actor is None:
-        raise NoAnswer("not connected")
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Any] = loop.create_future()
 
@@ -122,13 +111,32 @@ async def call_actor(actor: Any, within: float, method: str, *arguments: Any) ->
         except Exception as error:
             settle_threadsafe(loop, outcome, error)
 
-    threading.Thread(target=send, name="cluster", daemon=True).start()
+    start(send)
+    return outcome
+
+
+async def call_actor(actor: Any, within: float, method: str, *arguments: Any) -> Any:
+    """Call an actor's method in a thread of its own, with a time limit.
+
+    Args:
+        actor: Ray's handle; None where there is no connection.
+        within: seconds.
+
+    Raises:
+        NoAnswer: it did not answer in time, or cannot be called.
+    """
+    if actor is None:
+        raise NoAnswer("not connected")
     try:
-        return await asyncio.wait_for(outcome, within)
+        return await asyncio.wait_for(send_call(_start_thread, actor, method, *arguments), within)
     except Exception as error:
         if means_no_answer(error):
             raise NoAnswer(type(error).__name__) from error
         raise
+
+
+def _start_thread(call: Callable[[], None]) -> None:
+    threading.Thread(target=call, name="cluster", daemon=True).start()
 
 
 def means_no_answer(error: BaseException) -> bool:

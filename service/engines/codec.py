@@ -1,5 +1,6 @@
 """Encoding of the messages between a server and its engines: msgpack, with large arrays in shared memory."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -115,22 +116,23 @@ class MessageCodec:
     def _pack_array(self, array: np.ndarray) -> msgpack.ExtType:
         if array.dtype.hasobject:
             raise MessageError("an array of objects cannot be sent")
-        description = [array.dtype.str, list(array.shape)]
         start = None
         if self._outgoing is not None and array.nbytes >= SHARED_BYTES:
             start = self._outgoing.allocate(array.nbytes)
+        description = f"{array.dtype.str} {' '.join(map(str, array.shape))}\n".encode()
         if start is None:
-            return msgpack.ExtType(_ARRAY, msgpack.packb([*description, array.tobytes()]))
+            return msgpack.ExtType(_ARRAY, description + array.tobytes())
         assert self._outgoing is not None, "a block is in the outgoing memory"
         self._blocks.append((start, array.nbytes))
         view = np.frombuffer(self._outgoing.view(start, array.nbytes), array.dtype).reshape(array.shape)
         np.copyto(view, array)
-        return msgpack.ExtType(_SHARED_ARRAY, msgpack.packb([*description, start]))
+        return msgpack.ExtType(_SHARED_ARRAY, description + b"%d" % start)
 
     def _unpack_extension(self, code: int, data: bytes) -> Any:
         if code in (_ARRAY, _SHARED_ARRAY):
-            dtype, shape, content = msgpack.unpackb(data)
-            kind = np.dtype(dtype)
+            description, _, content = data.partition(b"\n")
+            dtype, *sizes = description.decode().split()
+            kind, shape = np.dtype(dtype), tuple(map(int, sizes))
             if kind.hasobject:
                 raise MessageError("an array of objects")
             if code == _ARRAY:
@@ -138,8 +140,8 @@ class MessageCodec:
             if self._incoming is None:
                 raise MessageError("an array in shared memory, which this connection does not have")
             self._has_shared = True
-            count = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-            array = np.frombuffer(self._incoming.view(content, count), kind).reshape(shape)
+            count = math.prod(shape) * kind.itemsize
+            array = np.frombuffer(self._incoming.view(int(content), count), kind).reshape(shape)
             return array.copy() if self._copies else array
         values = self._unpack(data)
         if code == _TUPLE:

@@ -71,7 +71,7 @@ class Connection(asyncio.Protocol):
             answer.set_exception(ConnectionLost("the engine's process has ended"))
             return answer
         number = next(self._numbers)
-        data, blocks = self._codec.encode([_CALL, number, method, arguments])
+        data, blocks = self._codec.encode([_CALL, number, method, list(arguments)])
         self._calls[number] = answer, blocks
         self._write(data)
         return answer
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
     def send_event(self, name: str, *arguments: Any) -> None:
         """Send an event, which has no answer; it is dropped when the connection has ended."""
         if self.is_open:
-            data, blocks = self._codec.encode([_EVENT, name, arguments])
+            data, blocks = self._codec.encode([_EVENT, name, list(arguments)])
             assert not blocks, "events have no large arrays"
             self._write(data)
 
@@ -133,11 +133,11 @@ class Connection(asyncio.Protocol):
     def _take(self, has_shared: bool, kind: int, *content: Any) -> None:
         if kind == _CALL:
             number, method, arguments = content
-            task = asyncio.get_running_loop().create_task(self._run(number, method, arguments))
+            task = asyncio.get_running_loop().create_task(self._run(number, method, tuple(arguments)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif kind == _EVENT:
-            self._on_event(*content)
+            self._on_event(content[0], tuple(content[1]))
         elif kind == _RELEASE:
             self._codec.free(self._answered.pop(content[0]))
         else:

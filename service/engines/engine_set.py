@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
 from asyncio import Task
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -12,44 +11,68 @@ from typing import Any
 from weakref import WeakSet
 
 from jaxmodels.errors import CheckpointError
-from service.engines.messages import Begun, Loaded
+from service.engines.connection import ConnectionLost, EngineFault
+from service.engines.messages import Begun, EngineFacts, Loaded
+from service.engines.remote_policy import RemotePolicy
 from service.engines.remote_worker import RemoteWorker
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
 from service.inference.sandbox import raise_if_cancelled
-from service.threads import settle
+from service.threads import call_soon, settle
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two polls of an engine.
 POLL_PERIOD = 0.5
+# Seconds for which the process that hosts an engine may be silent: times of `stuck_after`, and the least.
+SILENCE_FACTOR, SHORTEST_SILENCE = 2.0, 1.0
 # Seconds for which a load waits for the first engine.
 START_TIMEOUT = 60.0
 # Seconds between two tries to load policies that an engine could not load.
 RETRY_PERIOD = 60.0
 
 
-class EngineMember(ABC):
-    """One engine from joining until leaving.
+class EngineMember:
+    """One engine of another process, from joining until leaving.
 
     Attributes:
-        name: of the engine; one that joins again may have another.
+        name: of the engine; it may have another name after it joined again.
         stuck_after: seconds after which an engine that does not answer a short call counts as stuck.
         begun: what it reported at its start.
         worker: sends the requests of robots to the engine.
         joined_at: monotonic time at which it joined, or failed here.
-        last_reply_at: monotonic time at which it last reported its load.
         is_gone: no calls are sent to it any more.
         poll_task: polls its load.
         copy_task: copies missing policies to it.
         copies: policies in the engine that this server uses; for the event loop only.
     """
 
-    def __init__(self, name: str, begun: Begun, stuck_after: float):
+    def __init__(
+        self,
+        name: str,
+        begun: Begun,
+        call: Callable[..., asyncio.Future[Any]],
+        stuck_after: float,
+        *,
+        on_stuck: Callable[["EngineMember", str], None],
+        on_silent: Callable[["EngineMember", str], None],
+        shortest_silence: float = SHORTEST_SILENCE,
+    ):
+        """Represent an engine that has begun; its event loop is the running one.
+
+        Args:
+            call: calls a method of the engine with arguments, on the event loop; see `Connection.call`.
+            stuck_after: seconds after which an inference counts as stuck.
+            on_stuck: called with this engine and a reason when an inference is stuck.
+            on_silent: called with this engine and a reason when the process that hosts the engine does not answer.
+            shortest_silence: seconds for which that process may be silent at least.
+        """
         self.name, self.begun = name, begun
-        self.stuck_after = stuck_after
-        self.worker = RemoteWorker(name, self.act, stuck_after, self.on_stuck)
-        self.joined_at = self.last_reply_at = time.monotonic()
+        self._call, self._loop, self.stuck_after = call, asyncio.get_running_loop(), stuck_after
+        self._on_stuck, self._on_silent = on_stuck, on_silent
+        self._silence = max(SILENCE_FACTOR * stuck_after, shortest_silence)
+        self.worker = RemoteWorker(name, self._act, stuck_after, self.report_stuck)
+        self.joined_at = time.monotonic()
         self.is_gone = False
         self.poll_task: Task[None] | None = None
         self.copy_task: Task[None] | None = None
@@ -69,26 +92,48 @@ class EngineMember(ABC):
         if self.is_gone:
             _settle(answer, DeviceGone(self._gone_reason))
             return answer
-        try:
-            self._call(method, arguments, lambda outcome: _settle(answer, outcome))
-        except Exception as error:
-            _settle(answer, error)
+
+        def call() -> None:
+            try:
+                reply = self._call(method, *arguments)
+            except Exception as error:
+                _settle(answer, error)
+            else:
+                reply.add_done_callback(
+                    lambda reply: _settle(answer, self._translate(reply.exception()) or reply.result())
+                )
+
+        call_soon(self._loop, call)
         return answer
 
-    @abstractmethod
-    def _call(self, method: str, arguments: tuple[Any, ...], deliver: Callable[[Any], None]) -> None:
-        """Call a method; `deliver` gets its answer or its error, in any thread."""
+    def _act(self, outcome: asyncio.Future[Any], *arguments: Any) -> None:
+        self._call("act", *arguments).add_done_callback(lambda answer: settle_now(outcome, answer))
 
-    @abstractmethod
-    def act(self, outcome: asyncio.Future[Any], *arguments: Any) -> None:
-        """Send the request of a robot, whose answer `outcome` gets. It runs on the event loop and must not block."""
+    def report_stuck(self) -> None:
+        self._on_stuck(self, f"an inference did not return in {self.stuck_after:g} s (stuck_after)")
 
-    @abstractmethod
-    def on_stuck(self) -> None:
-        """Called when a request was not answered within ``stuck_after`` seconds."""
+    def _translate(self, error: BaseException | None) -> BaseException | None:
+        return DeviceGone(f"engine {self.name}: its process ended") if isinstance(error, ConnectionLost) else error
+
+    async def poll(self, engines: "EngineSet") -> None:
+        """Poll the engine's load until it leaves, or is silent for too long."""
+        while True:
+            try:
+                facts = await asyncio.wait_for(self._call("facts", *engines.poll_arguments()), self._silence)
+                if isinstance(facts, EngineFacts):
+                    engines.take_facts(self, facts)
+                engines.retry_copies()
+            except TimeoutError:
+                self._on_silent(self, f"it did not answer for {self._silence:g} s")
+                return
+            except ConnectionLost:
+                return
+            except EngineFault as error:
+                logger.error("polling %s failed: %s", self.name, error)
+            await asyncio.sleep(POLL_PERIOD)
 
     def fail(self, why: str) -> None:
-        """Mark the engine as gone and fail all pending calls, those of robots as well."""
+        """Mark the engine as gone and fail all pending calls, also the requests of robots."""
         self.is_gone, self._gone_reason = True, f"engine {self.name} is not there any more: {why}"
         for answer in tuple(self._pending):
             _settle(answer, DeviceGone(self._gone_reason))
@@ -113,7 +158,7 @@ class EngineSet:
     """Adds engines to an `Engine` and removes them, and copies the loaded policies to them.
 
     Attributes:
-        members: engines by name, also those that failed and have not left yet.
+        members: engines by name, also failed engines that have not left yet.
         address: where they are: ``local``, or an address of Ray.
         read_trouble: returns why engines are missing, or an empty text.
     """
@@ -131,14 +176,10 @@ class EngineSet:
         """Add the engines that join from now on to this `Engine`."""
         self._engine, self._loop = engine, asyncio.get_running_loop()
 
-    def add(self, member: EngineMember, poll: Callable[[], Any]) -> None:
-        """Add an engine; it gets requests for a policy as soon as it has a copy of it.
-
-        Args:
-            poll: coroutine function that polls the load of the engine until it leaves.
-        """
+    def add(self, member: EngineMember) -> None:
+        """Add an engine; it gets requests for a policy as soon as it has a copy of the policy."""
         self.members[member.name] = member
-        member.poll_task = asyncio.create_task(poll(), name=f"watch {member.name}")
+        member.poll_task = asyncio.create_task(member.poll(self), name=f"watch {member.name}")
         self._engine.replica_manager.add_device(member.name, member.worker)
         logger.info("engine %s joins (%s, process %d)", member.name, member.begun.node, member.begun.process)
 
@@ -151,7 +192,7 @@ class EngineSet:
         self._engine.replica_manager.retire_device(member.name, why)
 
     async def forget(self, member: EngineMember) -> None:
-        """Forget a removed engine; from then on another one may have its name."""
+        """Forget a removed engine; from then on another engine may have its name."""
         await self._engine.replica_manager.remove_device(member.name)
 
     def has_failed(self, name: str) -> bool:
@@ -161,7 +202,6 @@ class EngineSet:
     def take_facts(self, member: EngineMember, facts: Any) -> None:
         """Take what an engine reports of itself; its measured batch sizes count for the admission of sessions."""
         member.worker.facts = facts
-        member.last_reply_at = time.monotonic()
         for loaded in self._engine.policy_cache.all:
             for replica in loaded.replicas:
                 if replica.policy.device == member.name:
@@ -169,14 +209,26 @@ class EngineSet:
         is_compiling = any(one.worker.facts.is_compiling for one in self.members.values())
         (self._engine.batch_compiler.idle.clear if is_compiling else self._engine.batch_compiler.idle.set)()
 
-    def poll_arguments(self, member: EngineMember) -> tuple[list[str], bool]:
-        """Return what a poll says to the engine: the policies in use, and whether a robot moves."""
-        return sorted({copy.handle for copy in member.copies}), self._engine.has_running_robot()
+    def poll_arguments(self) -> tuple[list[str], bool]:
+        """Return what a poll says to an engine: the policies in use, and whether a robot moves."""
+        return sorted(self._used_handles()), self._engine.has_running_robot()
+
+    def _used_handles(self) -> set[str]:
+        """Return the policies that sessions use, or that are being loaded for them.
+
+        References to a copy live longer: an ended session is in memory until Python's garbage collector runs.
+        """
+        cache = self._engine.policy_cache
+        replicas = (replica for loaded in cache.all for replica in loaded.replicas)
+        used = {replica.policy.handle for replica in replicas if isinstance(replica.policy, RemotePolicy)}
+        if cache.loading_count:
+            used |= {copy.handle for member in self.members.values() for copy in member.copies}
+        return used
 
     def retry_copies(self) -> None:
         """Start to copy missing policies to their engines if it is time for another try."""
         alive = {member.name: member for member in self.members.values() if not member.is_gone}
-        used = {copy.handle for member in alive.values() for copy in member.copies}
+        used = self._used_handles()
         self._missing = {key: why for key, why in self._missing.items() if key[0] in alive and key[1] in used}
         if not self._missing or time.monotonic() < self._retry_at:
             return
@@ -259,13 +311,13 @@ class EngineSet:
         except TimeoutError as error:
             if member is None or answer.done():
                 raise
-            self._call_on_loop(member.on_stuck)
+            self._call_on_loop(member.report_stuck)
             raise TimeoutError(
                 f"engine {engine} did not answer within {member.stuck_after:g} s (stuck_after)"
             ) from error
 
     def keep_copy(self, engine: str, loaded: Loaded) -> None:
-        """Keep a policy in an engine for as long as this object is referenced."""
+        """Record the copy of a policy in an engine, which keeps it while a session uses or loads the policy."""
 
         def keep() -> None:
             if (member := self.members.get(engine)) is not None:
@@ -295,5 +347,5 @@ class EngineSet:
 
 
 def settle_now(outcome: asyncio.Future[Any], answer: asyncio.Future[Any]) -> None:
-    """Give a future the result or the error of another one that is done."""
+    """Give a future the result or the error of another future that is done."""
     settle(outcome, answer.exception() or answer.result())

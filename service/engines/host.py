@@ -39,7 +39,7 @@ from service.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
 
-# How much lower the priority of an engine is than that of a server on the same machine.
+# The least niceness of an engine: a server on the same machine has a higher priority.
 NICENESS = 5
 # Seconds for which a thread in Python code may keep the event loop waiting.
 SWITCH_INTERVAL = 0.001
@@ -86,8 +86,8 @@ class EngineHost:
         async with self._begin_lock:
             if self._engine is None:
                 options = self._options
-                # The threads that compute inherit the priority.
-                os.nice(NICENESS)
+                # The threads that compute inherit the priority. Ray starts processes with the usual one.
+                os.nice(max(NICENESS - os.nice(0), 0))
                 sys.setswitchinterval(SWITCH_INTERVAL)
                 try:
                     devices = await call_in_thread(partial(_import_jax, options), "import-jax")

@@ -131,7 +131,47 @@ class EngineFacts:
     latencies: Mapping[str, Mapping[FrameSizesKey, Mapping[int, float]]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model that is loaded.
+
+    Attributes:
+        source: name of its folder, or its repo.
+        description: for clients; JSON-ready.
+        shapes_compiled: number of sets of input shapes with an executable.
+    """
+
+    source: str
+    description: Mapping[str, Any]
+    shapes_compiled: int
+
+
+@dataclass(frozen=True)
+class ForwardOutcome:
+    """Outcome of a forward pass.
+
+    Attributes:
+        size: bytes of the encoded answer, which `ModelHost.read` returns in pieces.
+        timings: milliseconds by stage.
+        shapes_compiled: number of sets of input shapes with an executable.
+    """
+
+    size: int
+    timings: Mapping[str, float]
+    shapes_compiled: int
+
+
+@dataclass(frozen=True)
+class ModelRefusal:
+    """Error of a host of models, with the code, text and place in the request that the client gets."""
+
+    code: str
+    text: str
+    loc: tuple[str | int, ...]
+
+
 RECORDS = (Refusal, EngineOptions, Begun, LocalFolder, Loaded, EngineFacts, Requirements, InferenceResult)
+RECORDS += (ModelFacts, ForwardOutcome, ModelRefusal)
 
 
 def make_codec(outgoing: SharedMemory, incoming: SharedMemory, *, copies: bool) -> MessageCodec:

@@ -1,4 +1,4 @@
-"""Process of one engine on this machine: answers the calls of the server that started it, and ends with it."""
+"""Process that hosts engines: answers the calls of the server that started it, and ends with it."""
 
 import asyncio
 import logging
@@ -6,6 +6,9 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -18,6 +21,11 @@ from service.processes import exit_with_parent
 
 METHODS = frozenset({"load", "stage", "compile", "profile", "act", "try_out", "prepare_task", "facts"})
 MAX_LOG_LINE = 8192  # characters
+
+# Sends an event to the server: (name, arguments); answers a call of the server: (method, arguments).
+SendEvent = Callable[..., None]
+Answer = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
+OpenHost = Callable[[SendEvent], AbstractAsyncContextManager[Answer]]
 
 
 class _LogToServer(logging.Handler):
@@ -32,14 +40,27 @@ class _LogToServer(logging.Handler):
         self._loop.call_soon_threadsafe(self._connection.send_event, "log", record.name, record.levelno, text)
 
 
-async def serve(descriptor: int, calls: SharedMemory, answers: SharedMemory) -> None:
+async def serve(open_host: OpenHost, descriptor: int, calls: SharedMemory, answers: SharedMemory) -> None:
     """Answer calls until the server closes the connection.
 
     Args:
+        open_host: opens what answers the calls.
         descriptor: of a connected Unix socket.
-        calls, answers: memory with the arrays of the calls, and for those of the answers.
+        calls, answers: memory with the arrays of the calls, and memory for the arrays of the answers.
     """
     closed = asyncio.Event()
+    codec = make_codec(answers, calls, copies=False)
+    async with open_host(lambda name, *arguments: connection.send_event(name, *arguments)) as answer:
+        connection = Connection(codec, answer=answer, on_lost=closed.set)
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: connection, sock=socket.socket(fileno=descriptor))
+        logging.basicConfig(level=logging.INFO, handlers=[_LogToServer(connection, loop)], format="%(message)s")
+        await closed.wait()
+
+
+@asynccontextmanager
+async def open_engine(send_event: SendEvent) -> AsyncIterator[Answer]:
+    """Open an engine on this machine, which begins with the first call."""
     host: EngineHost | None = None
 
     async def answer(method: str, arguments: tuple[Any, ...]) -> Any:
@@ -51,22 +72,22 @@ async def serve(descriptor: int, calls: SharedMemory, answers: SharedMemory) -> 
             raise ValueError(f"no method {method!r}")
         return await getattr(host, method)(*arguments)
 
-    codec = make_codec(answers, calls, copies=False)
-    connection = Connection(codec, answer=answer, on_lost=closed.set)
-    loop = asyncio.get_running_loop()
-    await loop.create_unix_connection(lambda: connection, sock=socket.socket(fileno=descriptor))
-    logging.basicConfig(level=logging.INFO, handlers=[_LogToServer(connection, loop)], format="%(message)s")
-    await closed.wait()
+    yield answer
 
 
-def main() -> None:
-    """Serve one engine; the arguments are descriptors, the bytes of the memory, and the parent."""
-    descriptor, calls, answers, size, parent = map(int, sys.argv[1:6])
+def main(open_host: OpenHost) -> None:
+    """Host engines; the arguments are descriptors, the bytes of the memory, the parent, and the niceness."""
+    descriptor, calls, answers, size, parent, niceness = map(int, sys.argv[1:7])
     exit_with_parent(parent, signal.SIGKILL)
+    os.nice(niceness)
+    # Linux may schedule each login session as a group, and a niceness counts only within its group. The server starts
+    # its children as sessions, so that the niceness of the group must be set, too.
+    with suppress(OSError):  # not Linux, or a kernel without these groups
+        Path("/proc/self/autogroup").write_text(str(niceness))
     os.dup2(2, 1)  # the server's standard output is for its own lines
-    uvloop.run(serve(descriptor, SharedMemory(calls, size), SharedMemory(answers, size)))
+    uvloop.run(serve(open_host, descriptor, SharedMemory(calls, size), SharedMemory(answers, size)))
     os._exit(0)  # a thread inside of JAX would abort an ordinary end
 
 
 if __name__ == "__main__":
-    main()
+    main(open_engine)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmodels import PolicyFolder, Requirements, find_policy
 from jaxmodels.errors import CheckpointError, JaxModelsError, ObservationError
-from service.engines.messages import Loaded, Refusal
+from service.engines.messages import Loaded, LocalFolder, Refusal
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
 from service.inference.loaded_policy import FrameSizes, InferenceStuck
@@ -52,20 +52,15 @@ class PolicyReplication:
     """One policy's files, and the copies of it that engines make.
 
     Args:
-        files: returns what engines load the policy from; called again for each copy, and must return the same files.
-        commit: commit of the files, if known.
+        files: what engines load the policy from.
         is_update: whether it replaces a running policy, which continues unless all engines can load the new one. A
             first policy runs on the engines that can load it.
-
-    Raises:
-        CheckpointError: the files cannot be read, or cannot be sent.
     """
 
-    def __init__(self, engines: "EngineSet", files: Callable[[], Any], commit: str | None, *, is_update: bool):
+    def __init__(self, engines: "EngineSet", files: LocalFolder, *, is_update: bool):
         self.engines = engines
-        self.commit = commit
+        self.commit = files.commit
         self._files = files
-        self._sha: str = files().sha
         self._is_update = is_update
         self._copies: dict[str, Future[Loaded]] = {}  # not RemotePolicy, whose reference to this would make a cycle
 
@@ -75,7 +70,6 @@ class PolicyReplication:
         Args:
             like: handle of a policy that this one probably resembles.
         """
-        files = self._files()
         copying: Future[Loaded] = Future()
         self._copies[engine] = copying
 
@@ -88,7 +82,7 @@ class PolicyReplication:
             else:
                 copying.set_result(loaded)
 
-        self.engines.ask(engine, "load", files, like).add_done_callback(make)
+        self.engines.ask(engine, "load", self._files, like).add_done_callback(make)
 
     def wait_for_first(self, report: Callable[[str], None]) -> "RemotePolicy":
         """Wait for all copies that were started, and return the first; ``report`` gets the slowest engine's stage.
@@ -124,14 +118,14 @@ class PolicyReplication:
         except Exception as error:
             is_safe = isinstance(error, JaxModelsError | PolicyFailed | DeviceGone)
             why = str(error) if is_safe else summarize_error(error)
-            self.engines.record_failure(engine, self._sha, why)
+            self.engines.record_failure(engine, self._files.sha, why)
             if self._is_update and isinstance(error, JaxModelsError | PolicyFailed):
                 raise CheckpointError(f"{engine}: {why}") from error
             raise DeviceGone(f"{engine}: {why}") from error
 
     def _report_stage(self, report: Callable[[str], None]) -> None:
         requests = [
-            self.engines.ask(engine, "stage", self._sha)
+            self.engines.ask(engine, "stage", self._files.sha)
             for engine, copying in tuple(self._copies.items())
             if not copying.done()
         ]
@@ -215,11 +209,11 @@ class RemoteLoader:
     Attributes:
         largest, roots: as in `jaxmodels.load_policy`.
         inspect: checks the folder before engines read it; raises CheckpointError to refuse it.
-        share: returns a function that gives engines the files of a verified folder: (open folder, commit).
+        share: makes the files of a verified folder available to engines: (open folder, commit).
     """
 
     engines: "EngineSet"
-    share: Callable[[PolicyFolder, str | None], Callable[[], Any]]
+    share: Callable[[PolicyFolder, str | None], LocalFolder]
     largest: int | None = None
     roots: Sequence[Path] | None = None
     inspect: Callable[[PolicyFolder], None] = lambda folder: None
@@ -250,7 +244,7 @@ class RemoteLoader:
             self.inspect(opened)
             files = self.share(opened, commit)
         raise_if_cancelled()
-        replication = PolicyReplication(self.engines, files, commit, is_update=like is not None)
+        replication = PolicyReplication(self.engines, files, is_update=like is not None)
         engine, idle = self.engines.pick()
         replication.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)
         for other in idle if like is None else ():

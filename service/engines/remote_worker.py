@@ -85,16 +85,19 @@ class RemoteWorker:
             raise DeviceGone(self._gone_reason)
         policy = replica.policy
         assert isinstance(policy, RemotePolicy)
-        now = time.monotonic()
-        outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._pending[outcome] = self.last_used_at = now
+        now, loop = time.monotonic(), asyncio.get_running_loop()
         # A request stays pending when its caller gives up, so that the next one goes to an engine with less to do.
-        outcome.add_done_callback(self._pending.pop)
+        outcome: asyncio.Future[Any] = loop.create_future()
+        result: asyncio.Future[Any] = loop.create_future()
+        self._pending[outcome] = self.last_used_at = now
+        timer = loop.call_later(self._stuck_after, self._give_up, result)
+        outcome.add_done_callback(lambda outcome: self._end(outcome, result, timer))
         due_in = None if due is None else due - now
         self._send(outcome, policy.handle, dict(observation), due_in)
-        answer = asyncio.create_task(self._answer(outcome, replica, read_layout(observation).frames, now))
-        answer.add_done_callback(mark_retrieved)
+        answering = self._answer(result, replica, read_layout(observation).frames, now)
         if may_move:
+            answer = loop.create_task(answering)
+            answer.add_done_callback(mark_retrieved)
             usual = self._usual_latency
             done, _ = await asyncio.wait([answer], timeout=usual)
             if not done:
@@ -103,7 +106,8 @@ class RemoteWorker:
                 late = Overdue(f"{self.name} has not answered for {usual:.2f} s")
                 late.answer = answer
                 raise late
-        return await answer
+            return await answer
+        return await answering
 
     @property
     def _usual_latency(self) -> float:
@@ -112,19 +116,25 @@ class RemoteWorker:
         return min(usual, self._stuck_after)
 
     async def _answer(
-        self, outcome: asyncio.Future[Any], replica: Replica, frames: FrameSizesKey, sent_at: float
+        self, result: asyncio.Future[Any], replica: Replica, frames: FrameSizesKey, sent_at: float
     ) -> InferenceResult:
-        done, _ = await asyncio.wait([outcome], timeout=self._stuck_after)
-        if not done:
-            self._on_stuck()
-            if self._gone_reason is not None:
-                raise DeviceStuck(self._gone_reason)
-            raise InferenceStuck.after(self._stuck_after)
+        answer = await result
         total = time.monotonic() - sent_at
-        inference = _to_result(outcome.result(), total)
+        inference = _to_result(answer, total)
         self._latency.record(1, total)
         replica.latencies[frames].record(inference.batch, inference.compute)
         return inference
+
+    def _end(self, outcome: asyncio.Future[Any], result: asyncio.Future[Any], timer: asyncio.TimerHandle) -> None:
+        timer.cancel()
+        del self._pending[outcome]
+        settle(result, outcome.exception() or outcome.result())
+
+    def _give_up(self, result: asyncio.Future[Any]) -> None:
+        """Fail a request that has no answer after ``stuck_after`` seconds; its engine still owes the answer."""
+        self._on_stuck()
+        is_gone = self._gone_reason is not None
+        settle(result, DeviceStuck(self._gone_reason) if is_gone else InferenceStuck.after(self._stuck_after))
 
     def fail(self, why: str) -> None:
         """Fail all pending requests: the engine is gone. Later answers are ignored."""

@@ -89,9 +89,6 @@ class ModelSettings(Group):
     max_forward_memory: int = Field(
         default=4 << 30, ge=1 << 20, description="Bytes that one forward pass may need beside the weights, by estimate."
     )
-    forward_beside_robots: Seconds = Field(
-        default=0.1, description="Seconds that one forward pass may take while a robot runs, by estimate."
-    )
     max_forwards: int = Field(
         default=4, ge=1, le=64, description="Forward passes asked for at a time; one runs, the others wait."
     )

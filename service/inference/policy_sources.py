@@ -17,7 +17,6 @@ from jaxmodels.errors import JaxModelsError
 from service.errors import InvalidRequest, PolicyError, ServiceError
 from service.inference.config import PolicySettings
 from service.inference.loaded_policy import LoadPolicy, Policy
-from service.inference.model_server import LoadModel
 from service.inference.policy_cache import truncate_error
 from service.inference.sandbox import CheckpointSandbox, LoadJob
 from service.threads import call_in_thread
@@ -182,19 +181,6 @@ def make_requirements_reader(settings: PolicySettings) -> ReadRequirements:
         return jaxmodels.read_requirements(path, revision, read=sandbox.describe, roots=allowed_roots(settings))
 
     return read
-
-
-def make_model_loader(settings: PolicySettings) -> LoadModel:
-    """Return a function that loads the models of the settings, whose files a sandboxed process reads first."""
-    sandbox = CheckpointSandbox(settings.load_memory)
-
-    def load(path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Any:
-        set_cache_folders(settings)
-        return jaxmodels.load_model(
-            path, revision, settings.dtype, settings.device, on_progress=on_progress, inspect=sandbox.verify_model
-        )
-
-    return load
 
 
 def set_cache_folders(settings: PolicySettings) -> None:

@@ -21,7 +21,6 @@ from PIL import Image
 from benchmarks.postgres import PostgresServer
 from tests.testing.pauses import Pauses
 from tests.testing.peers import require_peers
-from tests.testing.waiting import wait_until
 
 require_peers("ray")
 pytestmark = pytest.mark.needs_peers
@@ -30,6 +29,8 @@ POLICY = ROOT / "robojax" / "sim" / "policy"
 
 
 class Server:
+    """`robojax serve` in a process of its own."""
+
     def __init__(self, *flags: str):
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "JAX_PLATFORMS": "cpu"}
         self.process = subprocess.Popen(
@@ -42,6 +43,7 @@ class Server:
         )
 
     def begin(self) -> "Server":
+        """Wait until it serves."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.url = next((word for word in line.split() if word.startswith("http://")), "")
@@ -49,6 +51,7 @@ class Server:
         return self
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and JSON."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"}, method=method)
         try:
@@ -62,10 +65,12 @@ class Server:
         return {one["engine"]: one["process"] for one in self.call("GET", "/cluster")[1]["engines"]["engines"]}
 
     def until(self, engines: int, without: int = 0) -> dict[str, int]:
-        def found() -> dict[str, int] | None:
-            return there if len(there := self.engines()) == engines and without not in there.values() else None
-
-        return wait_until(found, within=100)
+        """Wait until it has so many, none of them this process."""
+        deadline = time.monotonic() + 100
+        while len(found := self.engines()) != engines or without in found.values():
+            assert time.monotonic() < deadline, found
+            time.sleep(0.2)
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +86,7 @@ def server(database_of_module: PostgresServer) -> Iterator[Server]:
 
 
 def observation() -> dict[str, Any]:
+    """What the demo's policy looks at."""
     held = io.BytesIO()
     Image.new("RGB", (96, 96), "gray").save(held, "JPEG")
     picture = base64.b64encode(held.getvalue()).decode()
@@ -88,7 +94,11 @@ def observation() -> dict[str, Any]:
 
 
 def make(server: Server, name: str, **more: Any) -> tuple[int, Any]:
-    """Create a session without rooms that accepts a lower rate: an inference may last 200 ms on a busy machine."""
+    """A session without rooms.
+
+    It takes what time there is: where others keep the cores busy an inference takes 200 ms, and a second session that
+    wants five a second is refused (409, overloaded).
+    """
     asked = {"session_id": name, "policy_path": str(POLICY), "transport_server_url": "direct", "degrade": True}
     return server.call("POST", "/sessions", asked | more)
 
@@ -110,6 +120,24 @@ def test_a_policy_in_engines_answers_and_a_killed_engine_is_made_good(server: Se
     assert [len(row) for row in again["actions"]] == [len(row) for row in first["actions"]]
     assert doomed not in server.until(2, without=doomed).values()
     assert server.call("GET", "/health")[1]["status"] == "healthy"
+
+
+def test_server_lives_on_without_ray_and_starts_it_again(server: Server) -> None:
+    before = server.until(2)
+    assert make(server, "arm")[0] in (200, 409)
+    process = psutil.Process(server.process.pid)
+    assert not any("/ray/" in area.path for area in process.memory_maps()), "the server has not imported ray"
+    helpers = process.children(recursive=True)
+    os.kill(next(one.pid for one in helpers if "DashboardAgent" in " ".join(one.cmdline())), signal.SIGKILL)
+    deadline = time.monotonic() + 100
+    while set(before.values()) & set(server.engines().values()):
+        assert time.monotonic() < deadline
+        assert server.call("GET", "/health")[0] == 200
+        time.sleep(0.2)
+    status, answer = server.call("POST", "/sessions/arm/act", observation() | {"reset": True})
+    assert status == 200, answer
+    assert not set(before.values()) & set(server.until(2).values())
+    assert server.call("GET", "/cluster")[1]["engines"]["trouble"] is None
 
 
 def test_what_is_wrong_with_a_policy_is_said_as_without_a_cluster(server: Server, tmp_path: Path) -> None:
@@ -153,4 +181,7 @@ def test_it_ends_in_order_and_its_ray_with_it(server: Server) -> None:
     assert server.process.returncode == 0, told
     assert "Traceback" not in told
     assert "SIGTERM received" not in told
-    wait_until(lambda: not any(map(psutil.pid_exists, engines.values())), within=100)
+    deadline = time.monotonic() + 100
+    while any(map(psutil.pid_exists, engines.values())):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

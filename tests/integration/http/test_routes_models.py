@@ -4,15 +4,18 @@ import asyncio
 import io
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
 import numpy as np
+import psutil
 import pytest
 
 import jaxmodels
+from service.engines.model_server import ModelProcess
 from tests.testing import rig
 from tests.testing.rig import REAL, show, started
 from tests.testing.waiting import until
@@ -39,7 +42,7 @@ class Server(rig.Server):
 
     @property
     def places(self) -> int:
-        return self.app.ctx.models.forwards._reserved
+        return self.app.ctx.models._reserved
 
     async def until_free(self) -> None:
         await until(lambda: not self.places, within=60)
@@ -292,23 +295,10 @@ async def test_health_metrics_and_the_system_mention_models_and_no_folder(server
     assert listed[0]["stats"]["stages_ms"]["compute"]["p50"] > 0
 
 
-async def test_while_a_robot_runs_short_passes_run_and_long_ones_are_503(serve, loaded):
-    async with serve(forward_beside_robots=0.5) as server:
-        assert (await server.create())[0] == 200
-        long = loaded.example() | {"hidden_states": np.ones((1, 4, 256, 256), np.float32)}
-        assert loaded.cost(long)[0] > 0.5
-        assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
-        assert (await server.forward(write(loaded.example(), NPZ), NPZ))[0] == 200
-        status, body, head = await server.forward(write(long, NPZ), NPZ)
-        told = json.loads(body)
-        assert (status, told["code"], head.headers["retry-after"]) == (503, "model_busy", "1")
-        assert "a robot is running" in told["detail"]
-
-
 @pytest.mark.timed
 async def test_ticks_keep_time_beside_forwards(serve, loaded):
     """Long bodies are read, computed over and answered while a robot is moved at 50 Hz."""
-    async with serve(forward_beside_robots=10.0) as server:
+    async with serve() as server:
         assert (await server.create(rate=50))[0] == 200
         inputs = loaded.example() | {"hidden_states": np.ones((512, 4, 16, 16), np.float32)}
         inputs |= {"timestep": np.zeros(512, np.float32), "class_labels": np.zeros(512, np.int32)}
@@ -325,8 +315,30 @@ async def test_ticks_keep_time_beside_forwards(serve, loaded):
         assert robot_io.controller.lateness.count > 10
 
 
-async def test_a_server_starts_with_the_models_of_its_settings(model_folder):
-    async with started(load=REAL, models={"dit": str(model_folder)}) as server:
+async def test_a_killed_process_of_models_is_503_and_starts_again(model_folder, loaded, monkeypatch):
+    monkeypatch.setattr(ModelProcess, "niceness", 1)  # tests in other processes would starve it
+    inputs = loaded.example(64) | {"hidden_states": np.ones((64, 4, 64, 64), np.float32)}
+    long, short = write(inputs, NPZ), write(loaded.example(), NPZ)
+    async with started(Server, load=REAL, models={"dit": str(model_folder)}) as server:
         _, [told] = await server.call("GET", "/models")
-    assert (told["name"], told["source"], told["kind"]) == ("dit", "transformer", "patches")
-    assert str(model_folder) not in json.dumps(told)
+        assert (told["name"], told["source"], told["kind"]) == ("dit", "transformer", "patches")
+        assert str(model_folder) not in json.dumps(told)
+        children = psutil.Process().children()
+        [models] = [child for child in children if "service.engines.model_process" in child.cmdline()]
+        assert models.nice() == min(psutil.Process().nice() + 1, 19)
+        status, body, _ = await server.forward(short, NPZ)
+        np.testing.assert_allclose(read(body, NPZ), loaded.forward(loaded.example())["sample"], atol=1e-6)
+        status, body, _ = await server.forward(write({"hidden_states": np.ones(3)}, NPZ), NPZ)
+        assert (status, json.loads(body)["detail"][0]["loc"]) == (422, ["body", "inputs"])
+        forward = asyncio.create_task(server.forward(long, NPZ))
+        await until(lambda: server.places, within=30)
+        await asyncio.sleep(0.2)
+        models.kill()
+        status, body, head = await forward
+        told = json.loads(body)
+        assert (status, told["code"], head.headers["retry-after"]) == (503, "model_busy", "1")
+        assert "the process of the models ended and is started again" in told["detail"]
+        deadline = time.monotonic() + 60
+        while (await server.forward(short, NPZ))[0] != 200:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.2)

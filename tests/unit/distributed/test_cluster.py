@@ -21,15 +21,20 @@ pytest.importorskip("ray", reason=skip_reason("ray"))
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
-from service.distributed import cluster as cluster_module
-from service.distributed import ray_connection, remote_engine
+from jaxmodels import PolicyFolder
+from service.distributed import gateway as gateway_module
+from service.distributed import ray_connection
 from service.distributed.artifacts import PolicyArtifact
-from service.distributed.cluster import CLUSTER_LOST, Cluster
+from service.distributed.cluster import Cluster
+from service.distributed.gateway import Gateway
 from service.distributed.pool import Listed, Listing
-from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, call_actor
+from service.distributed.ray_connection import CannotJoin, NoAnswer, call_actor, connect
 from service.distributed.scaling import Bounds
+from service.engines import engine_set, host_process
 from service.engines.messages import Begun, EngineFacts, EngineOptions, Loaded, Refusal
+from service.engines.process import serve
 from service.engines.remote_policy import RemoteLoader
+from service.engines.shared_memory import SharedMemory
 from service.errors import PolicyError
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
@@ -73,7 +78,7 @@ class Actor:
 
         def remote(*arguments: Any) -> Call:
             call = Call()
-            if name == "load":
+            if name == "load_sent":
                 threading.Thread(target=call.run, args=(method, arguments), name="actor", daemon=True).start()
             else:
                 call.run(method, arguments)
@@ -101,9 +106,10 @@ class House:
         self.unreached: dict[str, Exception] = {}  # answer to each question to an engine
         self._lock = threading.Lock()
 
-    def open(self) -> None:
+    def connect(self, address: str, head: str) -> str:
         if not self.is_there:
             raise CannotJoin("nothing answers at head:6379")
+        return "head:6379"
 
     def put(self, piece: bytes) -> int:
         number = len(self.store)
@@ -141,7 +147,7 @@ class Resident:
     def __init__(self, house: House, name: str):
         self._house, self._name = house, name
 
-    def load(self, artifact: PolicyArtifact, like: str | None) -> Loaded | Refusal:
+    def load_sent(self, artifact: PolicyArtifact, like: str | None) -> Loaded | Refusal:
         house = self._house
         for piece in (piece for pieces in artifact.pieces.values() for piece in pieces):
             assert piece in house.store, "it is another cluster's"
@@ -157,7 +163,7 @@ class Resident:
     def stage(self, sha: str) -> str | None:
         return "reading" if self._name in self._house.loading else None
 
-    def facts(self, handles: Sequence[str]) -> EngineFacts:
+    def facts(self, handles: Sequence[str], has_running_robot: bool) -> EngineFacts:
         if error := self._house.unreached.get(self._name):
             raise error
         return EngineFacts(load=self._house.load)
@@ -170,16 +176,20 @@ class Resident:
 
 
 class Front:
-    """A cluster with its engine, as a server has them."""
+    """A cluster with its engine, as a server has them, and the gateways that it started in this process."""
 
-    def __init__(self, house: House, cluster: Cluster, engine: Engine, stack: AsyncExitStack):
-        self.house, self.cluster, self.engine = house, cluster, engine
+    def __init__(self, house: House, cluster: Cluster, engine: Engine, stack: AsyncExitStack, gateways: list[Gateway]):
+        self.house, self.cluster, self.engine, self.gateways = house, cluster, engine, gateways
         self._stack = stack
 
+    @property
+    def loader(self) -> RemoteLoader:
+        return RemoteLoader(self.cluster.engines, self.cluster.share)
+
     async def load(self, folder: Path, like: Policy | None = None) -> LoadedPolicy:
-        load = RemoteLoader(self.cluster)
-        opening = self.engine.policy_cache.open_policy(load, str(folder), None, lambda word: None, like=like)
-        return await self._stack.enter_async_context(opening)
+        return await self._stack.enter_async_context(
+            self.engine.policy_cache.open_policy(self.loader, str(folder), None, lambda word: None, like=like)
+        )
 
     @property
     def trouble(self) -> str:
@@ -192,26 +202,51 @@ def where(served: LoadedPolicy) -> list[str]:
 
 @pytest.fixture
 async def begin(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[House], Awaitable[Front]]]:
-    monkeypatch.setattr(cluster_module, "POLL_PERIOD", 0.1)
-    monkeypatch.setattr(ray_connection.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(gateway_module, "POLL_PERIOD", 0.1)
+    monkeypatch.setattr(engine_set, "POLL_PERIOD", 0.1)
+    monkeypatch.setattr(host_process, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(Cluster, "longest_pause", 0.05)
+    monkeypatch.setattr(gateway_module.ray, "shutdown", lambda: None)
+    gateways: list[Gateway] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    class KnownGateway(Gateway):
+        def __init__(self, send_event: Any):
+            super().__init__(send_event)
+            gateways.append(self)
+
+    async def start(cluster: Cluster) -> None:
+        """Start the gateway in this process."""
+        ours, theirs = socket.socketpair()
+        calls, answers = (SharedMemory(SharedMemory.create_descriptor(1 << 20), 1 << 20) for _ in range(2))
+        tasks.append(asyncio.create_task(serve(gateway_module.open_gateway, theirs.detach(), calls, answers)))
+        await cluster.connect(ours, calls, answers)
+
+    monkeypatch.setattr(gateway_module, "Gateway", KnownGateway)
+    monkeypatch.setattr(Cluster, "_start", start)
     async with AsyncExitStack() as stack:
 
         async def begin(house: House) -> Front:
-            cluster = Cluster("local", "front", EngineOptions(), Bounds())
-
-            def join() -> None:
-                house.open()
-                cluster._connection.number += 1
-
-            monkeypatch.setattr(cluster._connection, "open", join)
-            monkeypatch.setattr(cluster_module.ray, "put", house.put)
-            monkeypatch.setattr(cluster_module, "get_or_create_pool", lambda options, bounds: Actor(house))
+            monkeypatch.setattr(gateway_module, "connect", house.connect)
+            monkeypatch.setattr(gateway_module.ray, "put", house.put)
+            monkeypatch.setattr(gateway_module, "get_or_create_pool", lambda options, bounds: Actor(house))
+            cluster = Cluster("auto", "front", EngineOptions(), Bounds())
+            cluster.engines.read_trouble = lambda: cluster.trouble
             engine = Engine(are_remote=True)
-            await cluster.open(engine)
+            cluster.engines.open(engine)
+            running = asyncio.create_task(cluster.run())
+            await cluster.is_tried.wait()
+            assert cluster.trouble == ""
+
+            async def close() -> None:
+                cluster.engines.close()
+                running.cancel()
+                await asyncio.gather(running, *tasks, return_exceptions=True)
+
             stack.push_async_callback(engine.close)
-            stack.push_async_callback(cluster.close)
+            stack.push_async_callback(close)
             policies = await stack.enter_async_context(AsyncExitStack())
-            return Front(house, cluster, engine, policies)
+            return Front(house, cluster, engine, policies, gateways)
 
         yield begin
 
@@ -251,7 +286,7 @@ async def test_so_is_another_one_where_robots_ask(begin: Any, folder: Path) -> N
 
 
 async def test_failed_copy_is_reported_and_retried(begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.05)
+    monkeypatch.setattr(engine_set, "RETRY_PERIOD", 0.05)
     house = House(3)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 4
     front = await begin(house)
@@ -267,11 +302,11 @@ async def test_failed_copy_is_reported_and_retried(begin: Any, folder: Path, mon
 
 
 async def test_unwanted_copy_is_not_retried(begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_engine, "FIRST_RETRY", 0.3)
+    monkeypatch.setattr(engine_set, "RETRY_PERIOD", 0.3)
     house = House(2)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
     front = await begin(house)
-    async with front.engine.policy_cache.open_policy(RemoteLoader(front.cluster), str(folder), None, lambda word: None):
+    async with front.engine.policy_cache.open_policy(front.loader, str(folder), None, lambda word: None):
         await until(lambda: front.trouble)
     await until(lambda: front.trouble == "")
     loads = house.loads.count("2")
@@ -279,17 +314,19 @@ async def test_unwanted_copy_is_not_retried(begin: Any, folder: Path, monkeypatc
     assert house.loads.count("2") == loads
 
 
-async def test_whoever_waits_for_an_engine_that_leaves_is_told_at_once(begin: Any) -> None:
+async def test_calls_of_an_engine_that_leaves_fail_at_once(begin: Any, folder: Path) -> None:
     house, gate = House(2), threading.Event()
     house.gate = gate.wait
     front = await begin(house)
-    answer = front.cluster.ask("2", "load", PolicyArtifact("", (), {}), None)
+    with PolicyFolder(folder) as opened:
+        files = await asyncio.to_thread(front.cluster.share, opened, None)
+    answer = front.cluster.engines.ask("2", "load", files, None)
     house.names.remove("robojax-2")
     with pytest.raises(DeviceGone, match="engine 2 is not there any more"):
         await asyncio.wait_for(asyncio.wrap_future(answer), 30)
     gate.set()
     with pytest.raises(DeviceGone, match="engine 2 is not there any more"):
-        front.cluster.ask("2", "stage", "0" * 64).result(0)
+        front.cluster.engines.ask("2", "stage", "0" * 64).result(0)
 
 
 async def test_a_pool_that_does_not_answer_is_said_and_engines_go_on(begin: Any, folder: Path) -> None:
@@ -307,11 +344,13 @@ async def test_a_pool_that_does_not_answer_is_said_and_engines_go_on(begin: Any,
     ("error", "why"),
     [(ActorDiedError(), "its process ended"), (ActorUnavailableError("lost", None), "it cannot be reached")],
 )
-async def test_reason_of_a_lost_engine(begin, error, why, caplog) -> None:
+async def test_reason_of_a_lost_engine(
+    begin: Any, error: Exception, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     house = House(2)
     front = await begin(house)
-    house.names.remove("robojax-2")
     house.silence = RayError("so that only the engine itself says it")
+    house.names.remove("robojax-2")
     house.unreached["robojax-2"] = error
     await until(lambda: "2" in front.engine.devices.health.failed)
     assert f"device 2 is not used any more: {why} ({type(error).__name__})" in caplog.text
@@ -332,19 +371,19 @@ async def test_reason_of_a_lost_engine(begin, error, why, caplog) -> None:
         (ValueError(), "ValueError()"),
     ],
 )
-async def test_join_error_has_no_traceback(raised: Exception, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_error_has_no_traceback(raised: Exception, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(*args: object, **more: object) -> None:
         raise raised
 
     monkeypatch.setattr(ray_connection.ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(CannotJoin) as error:
-        await Cluster("auto", "front", EngineOptions(), Bounds()).open(Engine(are_remote=True))
+        connect("auto")
     assert str(error.value).endswith(told)
     assert "Traceback" not in str(error.value)
 
 
-async def test_what_listens_and_refuses_may_want_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_listens_and_refuses_may_want_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(*args: object, **more: object) -> None:
         raise ConnectionError("Failed to connect to Ray cluster")
 
@@ -352,32 +391,33 @@ async def test_what_listens_and_refuses_may_want_another_token(monkeypatch: pyte
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(CannotJoin, match=r"Failed to connect to Ray cluster, though something listens.*TOKEN_PATH"):
-            Connection(f"ray://{address}").open()
+            connect(f"ray://{address}")
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(CannotJoin, match=r"Failed to connect to Ray cluster, though something listens.*TOKEN_PATH"):
-            Connection("auto").open()
+            connect("auto")
     with pytest.raises(CannotJoin, match=rf"^nothing answers at {address} .*RAY_ADDRESS says where it is"):
-        Connection("auto").open()
+        connect("auto")
 
 
-async def test_lost_cluster_is_joined_again_with_its_policies(begin, folder, update, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(cluster_module, "REJOIN_AFTER", 0.05)
+async def test_lost_cluster_is_joined_again_with_its_policies(
+    begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     house = House(2)
     front = await begin(house)
     served = await front.load(folder)
     house.silence, house.is_there = RayError("the head is gone"), False
     house.unreached = {name: ActorUnavailableError("lost", None) for name in house.names}
     # Before and after that a machine that stands still has not lost its cluster.
-    monkeypatch.setattr(cluster_module, "LOSS_TIMEOUT", 0.3)
-    await until(lambda: front.trouble == CLUSTER_LOST)
+    monkeypatch.setattr(gateway_module, "LOSS_TIMEOUT", 0.3)
+    await until(lambda: front.trouble == "nothing answers at head:6379")
     assert front.cluster.engines.get_stats()["engines"] == []
     robot = asyncio.create_task(front.engine.infer(served, OBSERVATION))
-    with pytest.raises(PolicyError, match="the cluster is lost; it is joined again as soon as its head answers"):
+    with pytest.raises(PolicyError, match="nothing answers at head:6379"):
         await front.load(update)
-    await until(lambda: "cannot be joined again yet: nothing answers at head:6379" in caplog.text)
+    await until(lambda: len(front.gateways) > 3)
     assert not robot.done()
 
-    monkeypatch.setattr(cluster_module, "LOSS_TIMEOUT", 60.0)
+    monkeypatch.setattr(gateway_module, "LOSS_TIMEOUT", 60.0)
     house.silence, house.is_there, house.unreached = None, True, {}
     house.store.clear()  # the new head's
     house.names = ["robojax-1", "robojax-3"]
@@ -385,26 +425,28 @@ async def test_lost_cluster_is_joined_again_with_its_policies(begin, folder, upd
         assert (await robot).chunk.shape == (1, 20, 6)
     await until(lambda: len(where(served)) == 2)
     await until(lambda: front.trouble == "")
-    assert caplog.text.count("cannot be joined again yet") == 1
+    assert caplog.text.count("cannot be used: nothing answers at head:6379") == 1
 
 
-async def test_silent_engine_of_a_silent_pool_is_left(begin, folder, monkeypatch) -> None:
+async def test_silent_engine_of_a_silent_pool_is_left(
+    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
-    monkeypatch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(cluster_module, "ANSWER_TIMEOUT", 60.0)
+    monkeypatch.setattr(gateway_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(gateway_module, "ANSWER_TIMEOUT", 60.0)
     house = House(2)
     front = await begin(house)
     await front.load(folder)
     house.unreached = {"robojax-2": TimeoutError()}
-    now += 1.2 * cluster_module.SILENCE_TIMEOUT
+    now += 1.2 * gateway_module.SILENCE_TIMEOUT
     looks = house.looks
     await until(lambda: house.looks > looks + 3)
     assert tuple(front.engine.devices.health.failed) == (), "the pool answers, and says that it lives"
 
     def the_other_one_is_heard_of() -> None:
         nonlocal now
-        known = front.cluster._members["1"]
-        now += 1.2 * cluster_module.SILENCE_TIMEOUT
+        known = front.gateways[-1]._engines["1"]
+        now += 1.2 * gateway_module.SILENCE_TIMEOUT
         end = time.monotonic() + 30
         while known.last_reply_at < now and time.monotonic() < end:
             time.sleep(0.001)
@@ -423,10 +465,10 @@ async def test_changed_folder_is_not_loaded(begin: Any, folder: Path, monkeypatc
     front = await begin(house)
     await front.load(folder)
     (folder / "model.safetensors").write_bytes(b"other weights")
-    front.cluster._connection.number += 1
+    front.gateways[-1]._files.clear()
     house.names.append("robojax-2")
     await until(lambda: "2 is missing policy" in front.trouble)
-    assert "the files there are others than those that run; restart the session" in front.trouble
+    assert "model.safetensors: was changed since it was verified" in front.trouble
     assert house.loads == ["1"]
 
 

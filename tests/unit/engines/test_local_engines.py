@@ -2,7 +2,8 @@
 
 import pytest
 
-from service.engines.local_engines import EnginePlan, make_environment, plan_engines
+from service.engines.host_process import make_environment
+from service.engines.local_engines import EnginePlan, plan_engines
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A policy in an engine elsewhere stands where one of this process stands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -8,7 +8,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from jaxmodels import PolicyFolder
 from jaxmodels.errors import CheckpointError, HubError, ObservationError
 from service.engines import remote_policy
 from service.engines.messages import Loaded, LocalFolder, Refusal
@@ -71,11 +70,7 @@ class Engines:
 def make_loader(engines: Engines) -> RemoteLoader:
     """Return a loader whose engines get the folder itself."""
 
-    def share(folder: PolicyFolder, commit: str | None) -> Callable[[], LocalFolder]:
-        files = LocalFolder.of(folder, commit)
-        return lambda: files
-
-    return RemoteLoader(cast(Any, engines), share)
+    return RemoteLoader(cast(Any, engines), LocalFolder.of)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""The queue of forward passes, with a scripted model, beside the real engine."""
+"""The queue of forward passes and the host of their models, with a scripted model in this process."""
 
 import asyncio
+import io
 import json
 import logging
 import threading
@@ -14,14 +15,11 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError, InputError
+from service.engines.model_host import PIECE_BYTES
+from service.engines.model_server import ForwardRequest, ForwardResult, ModelServer
 from service.errors import ModelBusy, ModelError, ModelFailed, TooLarge
 from service.http.array_formats import ARRAY_FORMATS, ArrayFormat
-from service.inference.config import ModelSettings
-from service.inference.engine import Engine
-from service.inference.loaded_policy import LoadedPolicy
-from service.inference.model_server import ForwardRequest, ForwardResult, ModelServer, ServedModel
-from tests.testing.doubles import ScriptedPolicy
-from tests.testing.rig import OBSERVATION
+from service.inference.config import ModelSettings, PolicySettings
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -46,7 +44,9 @@ class ScriptedModel:
     at_once: int = 0
     threads: set[str] = field(default_factory=set)
     seen: list[float] = field(default_factory=list)
-    timings: Any = field(default_factory=lambda: {"to_device": 0.001, "compute": 0.002, "to_host": 0.003})
+    timings: Mapping[str, float] = field(
+        default_factory=lambda: {"to_device": 0.001, "compute": 0.002, "to_host": 0.003}
+    )
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -90,20 +90,16 @@ class ScriptedModel:
 
 
 class Rig:
-    """Models beside an engine."""
+    """Models in this process, and their queue."""
 
     def __init__(self, model: ScriptedModel, answer_deadline: float = 20.0, **limits: Any):
         self.model = model
-        self.engine = Engine()
-        self.is_robot_running = False
-        settings = ModelSettings.model_validate({"max_forward_bytes": 1 << 16} | limits)
-        options = {"answer_deadline": answer_deadline, "has_running_robot": lambda: self.is_robot_running}
-        self.models = ModelServer(self.engine, settings, **options)
-        self.policy = ScriptedPolicy()
-        self.served_policy = LoadedPolicy(self.policy)
+        values = {"max_forward_bytes": 1 << 16, "models": {"m": ("a/folder", None)}} | limits
+        settings = ModelSettings.model_validate(values)
+        self.models = ModelServer(settings, PolicySettings(), answer_deadline, self.load)
 
-    async def load(self, name: str = "m") -> ServedModel:
-        return await self.models.load(name, "a/folder", None, lambda *path, on_progress=None: self.model)
+    def load(self, path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Any:
+        return self.model
 
     async def forward(self, value: float = 1.0, size: int = 1, answer: ArrayFormat = JSON) -> ForwardResult:
         body = json.dumps({"inputs": {"x": [[value] * size]}}).encode()
@@ -111,16 +107,15 @@ class Rig:
 
     async def raw(self, body: list[bytes], answer: ArrayFormat = JSON) -> ForwardResult:
         with ExitStack() as held:
-            held.enter_context(self.models.forwards.reserve_slot())
-            return await self.models.forwards.forward(self.models.get("m"), ForwardRequest(body, JSON, answer), held)
+            held.enter_context(self.models.reserve_slot())
+            return await self.models.forward(self.models.get("m"), ForwardRequest(body, JSON, answer), held)
 
     async def until_free(self) -> None:
         """Nothing is done for any request any more."""
-        await until(lambda: not self.models.forwards._reserved, within=30.0)
+        await until(lambda: not self.models._reserved, within=30.0)
 
     async def close(self) -> None:
         await self.models.close()
-        await self.engine.close()
 
 
 @pytest.fixture
@@ -129,7 +124,7 @@ async def rig_of() -> AsyncIterator[Callable[..., Any]]:
 
     async def make(model: ScriptedModel | None = None, **limits: Any) -> Rig:
         rigs.append(Rig(model or ScriptedModel(), **limits))
-        await rigs[-1].load()
+        await rigs[-1].models.load()
         rigs[-1].model.began.clear()
         rigs[-1].model.seen.clear()
         return rigs[-1]
@@ -150,67 +145,33 @@ def outputs(forwarded: ForwardResult) -> Any:
     return json.loads(b"".join(forwarded.pieces))["outputs"]["sample"]["data"]
 
 
-async def test_a_pass_on_the_thread_of_models_tells_its_times_and_compiles(rig_of):
+async def test_an_answer_has_the_time_of_each_stage(rig_of):
     rig = await rig_of()
     forwarded = await rig.forward(41.0)
     assert outputs(forwarded) == [[42.0]]
-    assert rig.model.threads == {"model-loader", "models"}
+    assert rig.model.threads == {"models"}
     assert (forwarded.timings["to_device"], forwarded.timings["compute"], forwarded.timings["to_host"]) == (1, 2, 3)
     assert set(forwarded.timings) == {"queue", "read", "to_device", "compute", "to_host", "total", "compile"}
     assert forwarded.timings["compile"] == 0
+
+
+async def test_new_shapes_are_compiled_once(rig_of):
+    rig = await rig_of()
     compiles = rig.model.compiles
     assert (await rig.forward(size=3)).timings["compile"] == 500
     assert (await rig.forward(size=3)).timings["compile"] == 0
     assert rig.model.compiles == compiles + 1
     facts = rig.models.get("m").describe()
-    assert (facts["source"], facts["stats"]["compiles"], facts["stats"]["forwards"]) == ("a/folder", 1, 3)
+    assert (facts["source"], facts["stats"]["compiles"], facts["stats"]["forwards"]) == ("a/folder", 1, 2)
 
 
-async def test_passes_run_one_at_a_time_in_the_order_they_came(rig_of):
+async def test_passes_run_one_at_a_time_in_order(rig_of):
     rig = await rig_of()
     await asyncio.gather(*(rig.forward(float(number)) for number in range(4)))
     assert (rig.model.most_at_once, rig.model.seen) == (1, [0.0, 1.0, 2.0, 3.0])
 
 
-async def test_a_pass_waits_for_the_inferences_of_sessions(rig_of):
-    rig = await rig_of()
-    hold = threading.Event()
-    rig.policy.failures.append(hold)
-    inferring = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
-    waiting = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
-    await until(lambda: rig.policy.acted, within=30.0)
-    waits = asyncio.Event()
-    until_idle = rig.engine.wait_until_idle
-
-    async def wait() -> None:
-        waits.set()
-        await until_idle()
-
-    rig.engine.wait_until_idle = wait
-    forward = asyncio.create_task(rig.forward())
-    await waits.wait()
-    await asyncio.sleep(0.1)
-    assert not rig.model.began.is_set()
-    hold.set()
-    await asyncio.gather(inferring, waiting)
-    forwarded = await forward
-    assert rig.policy.acted == 2
-    assert forwarded.timings["queue"] >= 80
-
-
-async def test_an_inference_does_not_queue_behind_a_pass_that_runs(rig_of):
-    rig = await rig_of()
-    rig.model.gate = threading.Event()
-    forward = asyncio.create_task(rig.forward())
-    await event(rig.model.began)
-    inference = await asyncio.wait_for(rig.engine.infer(rig.served_policy, OBSERVATION), 15)
-    assert inference.queue < 1
-    assert not forward.done()
-    rig.model.gate.set()
-    await forward
-
-
-async def test_a_place_is_kept_until_an_abandoned_pass_ends(rig_of):
+async def test_an_abandoned_pass_keeps_its_slot_until_it_ends(rig_of):
     rig = await rig_of(max_forwards=1)
     rig.model.gate = threading.Event()
     forward = asyncio.create_task(rig.forward())
@@ -218,7 +179,7 @@ async def test_a_place_is_kept_until_an_abandoned_pass_ends(rig_of):
     forward.cancel()
     with pytest.raises(asyncio.CancelledError):
         await forward
-    with pytest.raises(ModelBusy):
+    with pytest.raises(ModelBusy, match="requested already"):
         await rig.forward()
     rig.model.gate.set()
     await rig.until_free()
@@ -235,20 +196,10 @@ async def test_clients_that_leave_cause_no_second_compile(rig_of):
         await asyncio.sleep(0.05)
         forward.cancel()
         await asyncio.gather(forward, return_exceptions=True)
-    assert rig.engine.policy_cache.building.locked()
     rig.model.compile_gate.set()
     await rig.until_free()
-    # Only the first had begun; those who left while they waited cost nothing.
+    # Only the first pass had begun; the others were dropped while they waited.
     assert rig.model.compiles == compiles + 1
-
-
-async def test_a_pass_does_not_compile_while_a_policy_is_loaded(rig_of):
-    rig = await rig_of()
-    async with rig.engine.policy_cache.building:
-        forward = asyncio.create_task(rig.forward(size=5))
-        await asyncio.sleep(0.1)
-        assert not rig.model.began.is_set()
-    await forward
 
 
 async def test_a_pass_that_takes_too_long_is_abandoned(rig_of):
@@ -259,32 +210,28 @@ async def test_a_pass_that_takes_too_long_is_abandoned(rig_of):
     rig.model.gate.set()
     rig.model.gate = None
     await rig.until_free()
-    rig.models.forwards.answer_deadline = 20.0
+    rig.models.answer_deadline = 20.0
     assert outputs(await rig.forward()) == [[2.0]]
 
 
-@pytest.mark.parametrize(
-    ("limits", "starts", "text"),
-    [({"forward_beside_robots": 0.1}, True, "a robot is running"), ({"answer_deadline": 0.2}, False, "not done in")],
-    ids=["a robot starts", "robots take too long"],
-)
-async def test_a_long_pass_that_waits_for_robots_may_never_run(rig_of, limits, starts, text):
-    rig = await rig_of(ScriptedModel(seconds=0.15), **limits)
-    hold = threading.Event()
-    rig.policy.failures.append(hold)
-    inferring = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
-    await asyncio.sleep(0.02)
-    forward = asyncio.create_task(rig.forward())
-    await asyncio.sleep(0.05)
-    if starts:
-        rig.is_robot_running = True
-        hold.set()
-    with pytest.raises(ModelBusy, match=text):
-        await forward
+async def test_a_pass_that_does_not_end_gets_its_process_killed(rig_of):
+    rig = await rig_of(answer_deadline=0.1)
+    rig.model.gate = threading.Event()
+    kills: list[str] = []
+    rig.models._host.kill_process = kills.append
+    with pytest.raises(ModelBusy, match="not done in"):
+        await rig.forward()
     await rig.until_free()
-    hold.set()
-    await inferring
-    assert not rig.model.began.is_set()
+    assert kills == ["a forward pass of model m did not end in 0.3 s"]
+
+
+async def test_a_long_answer_arrives_in_pieces(rig_of):
+    rig = await rig_of(answer_deadline=20.0, max_forward_bytes=1 << 22)
+    sample = np.arange(PIECE_BYTES, dtype=np.float32)
+    rig.model.forward = lambda inputs: {"sample": sample}
+    pieces = (await rig.forward(answer=NPZ)).pieces
+    assert [len(piece) for piece in pieces[:-1]] == [PIECE_BYTES] * 4
+    np.testing.assert_array_equal(np.load(io.BytesIO(b"".join(pieces)))["sample"], sample)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +256,7 @@ async def test_a_long_answer_is_refused_in_json_and_given_otherwise(rig_of):
     await rig.forward(answer=NPZ)
 
 
-async def test_failures_of_a_model_and_of_json_are_told_without_details(rig_of, caplog):
+async def test_a_model_that_raises_tells_its_kind_and_the_log_the_rest(rig_of, caplog):
     rig = await rig_of()
     rig.model.failure = RuntimeError("secret of /root")
     with caplog.at_level(logging.ERROR), pytest.raises(ModelFailed, match="RuntimeError") as caught:
@@ -319,6 +266,10 @@ async def test_failures_of_a_model_and_of_json_are_told_without_details(rig_of, 
     rig.model.failure = None
     await rig.forward()
     assert rig.models.get("m").errors == 1
+
+
+async def test_what_json_cannot_say_is_given_in_another_form(rig_of):
+    rig = await rig_of()
     rig.model.forward = lambda inputs: {"sample": np.full((1, 1), np.inf, np.float32)}
     with pytest.raises(ModelFailed, match="ask for npz"):
         await rig.forward()
@@ -333,17 +284,17 @@ async def test_failures_of_a_model_and_of_json_are_told_without_details(rig_of, 
     ],
 )
 async def test_a_model_that_cannot_be_loaded_says_why(failure, text):
-    def load(path, revision=None, /, *, on_progress=None):
+    rig = Rig(ScriptedModel())
+
+    def example(batch: int = 1, seed: int = 0) -> Any:
         raise failure
 
-    engine = Engine()
-    models = ModelServer(engine)
+    rig.model.example = example
     with pytest.raises(ModelError, match=text) as caught:
-        await models.load("m", "folder", None, load)
+        await rig.models.load()
     assert "secret" not in str(caught.value)
-    assert models.list() == []
-    await models.close()
-    await engine.close()
+    assert rig.models.list() == []
+    await rig.close()
 
 
 async def test_closing_does_not_wait_for_a_pass_that_hangs(rig_of, pauses):
