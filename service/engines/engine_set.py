@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from asyncio import Task
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
@@ -288,6 +288,11 @@ class EngineSet:
             time.sleep(0.02)
         first, *others = sorted(alive, key=lambda one: (one.worker.facts.policies, one.worker.facts.load, one.name))
         return first.name, [one.name for one in others if not one.worker.facts.load]
+
+    def read_stages(self, engines: Collection[str], sha: str) -> list[str]:
+        """Return the stages in which these engines load a policy, as far as they have reported it."""
+        members = [member for member in tuple(self.members.values()) if member.name in engines]
+        return [stages[sha] for member in members if sha in (stages := member.worker.facts.stages)]
 
     def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
         """Call a method of the engine of this name; see `EngineMember.ask`."""

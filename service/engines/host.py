@@ -57,7 +57,6 @@ ROBOT_MEMORY = 2.0
 class _CachedPolicy:
     served: LoadedPolicy
     stack: AsyncExitStack
-    compiled: list[FrameSizes]
     last_used_at: float = field(default_factory=time.monotonic)
 
 
@@ -116,10 +115,6 @@ class EngineHost:
             task.add_done_callback(lambda task: self._loading.pop(files.sha, None))
         return await asyncio.shield(task)
 
-    async def stage(self, sha: str) -> str | None:
-        """Return the stage of loading a policy; None when it is not being loaded."""
-        return self._stages.get(sha)
-
     async def _load(self, files: LocalFolder, like: str | None) -> Loaded | Refusal:
         if (cached := self._policies.get(files.sha)) is not None:
             cached.last_used_at = time.monotonic()
@@ -143,10 +138,7 @@ class EngineHost:
             return Refusal("policy", str(why))
         finally:
             self._stages.pop(files.sha, None)
-        sizes = [dict(served.requirements.cameras), *(before.compiled if before is not None else ())]
-        cached = self._policies[files.sha] = _CachedPolicy(
-            served, stack, [one for one in sizes if served.is_compiled(one)]
-        )
+        cached = self._policies[files.sha] = _CachedPolicy(served, stack)
         return self._describe(files.sha, cached)
 
     def _read(self, files: LocalFolder, *_: Any, like: Any = None, on_progress: Any = None) -> Policy:
@@ -161,26 +153,22 @@ class EngineHost:
         )
 
     def _describe(self, sha: str, cached: _CachedPolicy) -> Loaded:
-        return Loaded(sha, cached.served.policy.requirements, tuple(cached.compiled))
+        replica = cached.served.replicas[0]
+        seconds = {frames: replica.latencies[frames].measured(1).median for frames in replica.compiled_frames}
+        return Loaded(sha, replica.policy.requirements, seconds)
 
-    async def compile(self, handle: str, sizes: FrameSizes | None) -> Refusal | None:
-        """Compile a policy for frames of these sizes."""
+    async def compile(self, handle: str, sizes: FrameSizes) -> Refusal | float:
+        """Compile a policy for frames of these sizes; returns the seconds of one inference."""
         if (cached := self._find_policy(handle)) is None:
             return _refuse_unknown(self.name)
-        frame_sizes = dict(cached.served.requirements.cameras if sizes is None else sizes)
         try:
-            await self._opened_engine().compile(cached.served, frame_sizes)
+            await self._opened_engine().compile(cached.served, sizes)
         except PolicyFailed as error:
             return Refusal("policy", str(error))
-        if frame_sizes not in cached.compiled:
-            cached.compiled.append(frame_sizes)
-        return None
-
-    async def profile(self, handle: str, sizes: FrameSizes | None) -> float | Refusal:
-        """Return the seconds that one inference takes now, measured with zeros."""
-        if (cached := self._find_policy(handle)) is None:
-            return _refuse_unknown(self.name)
-        return await call_in_thread(lambda: cached.served.policy.profile(1, sizes), "policy-profile")
+        replica, frames = cached.served.replicas[0], frozenset(sizes.items())
+        if not replica.latencies[frames].is_measured:  # programs of a similar policy are used
+            await call_in_thread(partial(replica.prepare, 1, sizes), "policy-compiler")
+        return replica.latencies[frames].measured(1).median
 
     async def act(
         self, handle: str, observation: Mapping[str, np.ndarray], due_in: float | None
@@ -249,6 +237,7 @@ class EngineHost:
             batch_ms=tuple(figures for device in stats["devices"] for figures in device["batch_ms"]),
             policies=len(self._policies),
             is_compiling=not engine.batch_compiler.idle.is_set(),
+            stages=dict(self._stages),
             latencies={handle: _get_latencies(policy.served.replicas[0]) for handle, policy in cached.items()},
         )
 

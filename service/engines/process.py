@@ -19,7 +19,7 @@ from service.engines.messages import make_codec
 from service.engines.shared_memory import SharedMemory
 from service.processes import exit_with_parent
 
-METHODS = frozenset({"load", "stage", "compile", "profile", "act", "try_out", "prepare_task", "facts"})
+METHODS = frozenset({"load", "compile", "act", "try_out", "prepare_task", "facts"})
 MAX_LOG_LINE = 8192  # characters
 
 # Sends an event to the server: (name, arguments); answers a call of the server: (method, arguments).

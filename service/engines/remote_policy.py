@@ -92,7 +92,9 @@ class PolicyReplication:
         """
         while wait(self._copies.values(), POLL_PERIOD).not_done:
             raise_if_cancelled()
-            self._report_stage(report)
+            loading = [engine for engine, copying in tuple(self._copies.items()) if not copying.done()]
+            if stages := self.engines.read_stages(loading, self._files.sha):
+                report("reading" if "reading" in stages else "compiling")
         errors = {}
         for engine, copying in tuple(self._copies.items()):
             if (error := copying.exception()) is None:
@@ -123,16 +125,6 @@ class PolicyReplication:
                 raise CheckpointError(f"{engine}: {why}") from error
             raise DeviceGone(f"{engine}: {why}") from error
 
-    def _report_stage(self, report: Callable[[str], None]) -> None:
-        requests = [
-            self.engines.ask(engine, "stage", self._files.sha)
-            for engine, copying in tuple(self._copies.items())
-            if not copying.done()
-        ]
-        stages = [one.result() for one in wait(requests, POLL_PERIOD).done if one.exception() is None]
-        if any(stages):
-            report("reading" if "reading" in stages else "compiling")
-
 
 class RemotePolicy:
     """A policy in an engine, which keeps it as long as this object is referenced.
@@ -155,7 +147,7 @@ class RemotePolicy:
         self.timings: Mapping[str, float] = {}
         self._replication = replication
         self._loaded = loaded  # keeps the policy in the engine
-        self._compiled = {_key(sizes) for sizes in loaded.compiled}
+        self._seconds = dict(loaded.seconds)
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
         """Run one inference that no robot waits for; see `Policy.act`. `RemoteWorker` sends the requests of robots."""
@@ -179,16 +171,15 @@ class RemotePolicy:
         """Compile for frames of these sizes; the engine chooses the batch sizes."""
         sizes = dict(self.requirements.cameras if cameras is None else cameras)
         if not self.is_compiled(batch, sizes):
-            self._call("compile", sizes)
-            self._compiled.add(_key(sizes))
+            self._seconds[frozenset(sizes.items())] = self._call("compile", sizes)
 
     def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None) -> bool:
         """Return whether it is compiled, without asking the engine."""
-        return _key(self.requirements.cameras if cameras is None else cameras) in self._compiled
+        return frozenset((self.requirements.cameras if cameras is None else cameras).items()) in self._seconds
 
     def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
-        """Return the seconds that an inference takes in the engine."""
-        return self._call("profile", None if cameras is None else dict(cameras))
+        """Return the seconds of one inference that the engine measured when it compiled for these sizes."""
+        return self._seconds[frozenset((self.requirements.cameras if cameras is None else cameras).items())]
 
     def on(self, device: str) -> "RemotePolicy":
         """Return the same policy in another engine, which may be making its copy already.
@@ -250,7 +241,3 @@ class RemoteLoader:
         for other in idle if like is None else ():
             replication.begin(other)
         return replication.wait_for_first(report)
-
-
-def _key(sizes: FrameSizes) -> frozenset[tuple[str, tuple[int, int]]]:
-    return frozenset((camera, (height, width)) for camera, (height, width) in sizes.items())

@@ -74,7 +74,7 @@ def check_answer(**seconds: float) -> InferenceResult:
 @pytest.fixture
 def replica() -> Replica:
     replication: Any = SimpleNamespace(commit=None)
-    return Replica(RemotePolicy(replication, "one", Loaded("handle", SO100_REQUIREMENTS, ())), 0)
+    return Replica(RemotePolicy(replication, "one", Loaded("handle", SO100_REQUIREMENTS, {})), 0)
 
 
 @pytest.fixture
