@@ -5,8 +5,7 @@ import logging
 import time
 from asyncio import Task
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
 
@@ -18,7 +17,7 @@ from service.engines.remote_worker import RemoteWorker
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
 from service.inference.sandbox import raise_if_cancelled
-from service.threads import call_soon, settle
+from service.threads import settle
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +70,13 @@ class EngineMember:
         self._call, self._loop, self.stuck_after = call, asyncio.get_running_loop(), stuck_after
         self._on_stuck, self._on_silent = on_stuck, on_silent
         self._silence = max(SILENCE_FACTOR * stuck_after, shortest_silence)
-        self.worker = RemoteWorker(name, self._act, stuck_after, self.report_stuck)
+        self.worker = RemoteWorker(name, call, stuck_after, self.report_stuck)
         self.joined_at = time.monotonic()
         self.is_gone = False
         self.poll_task: Task[None] | None = None
         self.copy_task: Task[None] | None = None
         self.copies: WeakSet[Loaded] = WeakSet()
-        self._pending: set[Future[Any]] = set()
+        self._pending: set[asyncio.Future[Any]] = set()
         self._gone_reason = ""
 
     def ask(self, method: str, *arguments: Any) -> "Future[Any]":
@@ -86,34 +85,22 @@ class EngineMember:
         Returns:
             Its answer, or `DeviceGone` as soon as the engine is gone.
         """
-        answer: Future[Any] = Future()
-        self._pending.add(answer)
-        answer.add_done_callback(self._pending.discard)
-        if self.is_gone:
-            _settle(answer, DeviceGone(self._gone_reason))
-            return answer
 
-        def call() -> None:
+        async def call() -> Any:
+            if self.is_gone:
+                raise DeviceGone(self._gone_reason)
+            reply = self._call(method, *arguments)
+            self._pending.add(reply)
+            reply.add_done_callback(self._pending.discard)
             try:
-                reply = self._call(method, *arguments)
-            except Exception as error:
-                _settle(answer, error)
-            else:
-                reply.add_done_callback(
-                    lambda reply: _settle(answer, self._translate(reply.exception()) or reply.result())
-                )
+                return await reply
+            except ConnectionLost as error:
+                raise DeviceGone(f"engine {self.name}: its process ended") from error
 
-        call_soon(self._loop, call)
-        return answer
-
-    def _act(self, outcome: asyncio.Future[Any], *arguments: Any) -> None:
-        self._call("act", *arguments).add_done_callback(lambda answer: settle_now(outcome, answer))
+        return asyncio.run_coroutine_threadsafe(call(), self._loop)
 
     def report_stuck(self) -> None:
         self._on_stuck(self, f"an inference did not return in {self.stuck_after:g} s (stuck_after)")
-
-    def _translate(self, error: BaseException | None) -> BaseException | None:
-        return DeviceGone(f"engine {self.name}: its process ended") if isinstance(error, ConnectionLost) else error
 
     async def poll(self, engines: "EngineSet") -> None:
         """Poll the engine's load until it leaves, or is silent for too long."""
@@ -135,8 +122,8 @@ class EngineMember:
     def fail(self, why: str) -> None:
         """Mark the engine as gone and fail all pending calls, also the requests of robots."""
         self.is_gone, self._gone_reason = True, f"engine {self.name} is not there any more: {why}"
-        for answer in tuple(self._pending):
-            _settle(answer, DeviceGone(self._gone_reason))
+        for reply in tuple(self._pending):
+            settle(reply, DeviceGone(self._gone_reason))
         self.worker.fail(why)
 
     def cancel(self) -> None:
@@ -144,14 +131,6 @@ class EngineMember:
         for task in (self.poll_task, self.copy_task):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
-
-
-def _settle(answer: "Future[Any]", outcome: Any) -> None:
-    with suppress(InvalidStateError):  # the engine left at the same moment
-        if isinstance(outcome, BaseException):
-            answer.set_exception(outcome)
-        else:
-            answer.set_result(outcome)
 
 
 class EngineSet:
@@ -349,8 +328,3 @@ class EngineSet:
             # The loop has ended, and with it the caller that loads the policy.
             if not self._loop.is_closed():
                 raise
-
-
-def settle_now(outcome: asyncio.Future[Any], answer: asyncio.Future[Any]) -> None:
-    """Give a future the result or the error of another future that is done."""
-    settle(outcome, answer.exception() or answer.result())
