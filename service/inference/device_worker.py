@@ -56,32 +56,26 @@ class WorkerClosed(PolicyFailed):
 
 
 class DeviceWorker(Protocol):
-    """Interface of a worker that answers requests on one device; used on one event loop."""
+    """Interface of a worker that answers requests on one device; used on one event loop.
+
+    Attributes:
+        pending: number of requests that have no answer yet.
+        waiting: number of requests that have not begun to run.
+        last_used_at: monotonic time of the newest request.
+        is_late: whether an answer takes longer than usual; other devices are asked first then.
+        batches: number of batches run, by batch size.
+    """
 
     @property
-    def pending(self) -> int:
-        """Requests that have no answer yet."""
-        ...
-
+    def pending(self) -> int: ...
     @property
-    def last_used_at(self) -> float:
-        """Monotonic time of the newest request."""
-        ...
-
+    def waiting(self) -> int: ...
     @property
-    def is_late(self) -> bool:
-        """Whether an answer takes longer than usual; other devices are asked first then."""
-        ...
-
+    def last_used_at(self) -> float: ...
     @property
-    def waiting(self) -> int:
-        """Requests that have not begun to run."""
-        ...
-
+    def is_late(self) -> bool: ...
     @property
-    def batches(self) -> Mapping[int, int]:
-        """Number of batches run, by batch size."""
-        ...
+    def batches(self) -> Mapping[int, int]: ...
 
     def load(self, now: float) -> float:
         """Share of the last seconds that the device was busy."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import NoReturn
 from weakref import WeakKeyDictionary
 
@@ -157,8 +157,8 @@ def _raise_refusal(error: Exception) -> NoReturn:
 
 # How much lower the priority of trials is than that of robots.
 TRIAL_NICENESS = 5
-# Seconds that a trial waits for a moment in which no robot waits.
-MAX_TRIAL_WAIT = 1.0
+# Seconds for which a trial waits until no robot waits, and between two checks of that.
+MAX_TRIAL_WAIT, TRIAL_POLL = 1.0, 0.005
 # Seconds without a request after which the engine counts as idle: direct clients send requests at any time.
 QUIET_SECONDS = 3.0
 
@@ -206,8 +206,6 @@ class Engine:
         self.stuck_after = stuck_after
         self.durations = durations or LoadDurations()
         self.has_running_robot: Callable[[], bool] = lambda: False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._pending, self._last_used_at = 0, -QUIET_SECONDS
         self._turns: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
         self.reservations = Reservations(max_load)
@@ -261,7 +259,6 @@ class Engine:
         """
         async with nullcontext() if caller is None else self._turns.setdefault(caller, asyncio.Lock()):
             self._pending += 1
-            self._idle.clear()
             try:
                 if loaded.own_names:
                     loaded, observation = loaded.unnamed, loaded.to_own_names(observation)
@@ -269,13 +266,6 @@ class Engine:
             finally:
                 self._pending -= 1
                 self._last_used_at = time.monotonic()
-                if not self._pending:
-                    self._idle.set()
-
-    async def wait_until_idle(self) -> None:
-        """Wait until no session waits for an inference."""
-        while self._pending:
-            await self._idle.wait()
 
     async def run_trial(self, loaded: LoadedPolicy, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
         """Run one low-priority inference for no robot; returns the chunk and its seconds. Raises PolicyFailed."""
@@ -287,9 +277,9 @@ class Engine:
             chunk = loaded.policy.act(named)
             return chunk, time.perf_counter() - began
 
-        with suppress(TimeoutError):
-            async with asyncio.timeout(MAX_TRIAL_WAIT):
-                await self.wait_until_idle()
+        until = time.monotonic() + MAX_TRIAL_WAIT
+        while self._pending and time.monotonic() < until:  # noqa: ASYNC110 - the wait is short
+            await asyncio.sleep(TRIAL_POLL)
         try:
             return await call_in_thread(infer, "policy-trial", TRIAL_NICENESS)
         except PolicyFailed:

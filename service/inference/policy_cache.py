@@ -23,7 +23,7 @@ from service.inference.loaded_policy import (
     describe_sizes,
 )
 from service.inference.sandbox import LoadCancelled, LoadJob
-from service.threads import call_in_thread
+from service.threads import call_in_thread, mark_retrieved
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class PolicyCache:
         task = self._compiling.get(key)
         if task is None:
             task = self._compiling[key] = asyncio.create_task(self._compile(loaded, sizes), name="compile")
-            task.add_done_callback(_retrieve_exception)
+            task.add_done_callback(mark_retrieved)
         # A caller that stops waiting does not cancel the compile, and can ask again.
         await asyncio.shield(task)
 
@@ -277,12 +277,6 @@ class PolicyCache:
             entry.loading.cancel()
         for task in self._compiling.values():
             task.cancel()
-
-
-def _retrieve_exception(task: asyncio.Task[None]) -> None:
-    """Mark a task's exception as retrieved: the callers may have left."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _is_loaded(entry: _Entry) -> bool:

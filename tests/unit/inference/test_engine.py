@@ -14,7 +14,7 @@ from service.errors import PolicyError, PolicyFailed
 from service.inference.device_worker import InferenceWorker, WorkerClosed
 from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceStuck, LoadedPolicy, describe_sizes
-from service.threads import Worker, call_in_thread
+from service.threads import call_in_thread
 from tests.testing.doubles import ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
@@ -354,11 +354,8 @@ async def test_work_runs_at_a_lower_priority_than_the_loop() -> None:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     here = niceness()
-    worker = Worker("nice", niceness=3)
-    assert await worker.submit(niceness) == here + 3
     assert await call_in_thread(niceness, "nicer", 4) == here + 4
     assert niceness() == here
-    assert worker.close(30.0)
 
 
 async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(monkeypatch) -> None:
