@@ -98,11 +98,6 @@ def call_in_thread(call: Callable[[], Result], name: str, niceness: int = 0) -> 
     return outcome
 
 
-def settle_threadsafe(loop: asyncio.AbstractEventLoop, outcome: asyncio.Future[Any], result: Any) -> None:
-    """Set the result or the error of a future of this loop, from any thread."""
-    call_soon(loop, settle, outcome, result)
-
-
 def settle(outcome: asyncio.Future[Any], result: Any) -> None:
     """Set a future's result, or its error where the result is an exception; nothing happens when it is done already."""
     if outcome.done():
