@@ -34,6 +34,7 @@ from service.auth.guard import create_guard
 from service.control.limits import read_limits
 from service.dashboard.live import Live
 from service.engine_source import EngineSource, create_engine_source
+from service.engines.launch import Launched
 from service.engines.model_host import LoadModel
 from service.engines.model_server import ModelServer
 from service.http.bodies import install_errors
@@ -127,6 +128,7 @@ def create_app(
     load: LoadPolicy | None = None,
     load_model: LoadModel | None = None,
     read_requirements: ReadRequirements | None = None,
+    launched: Launched | None = None,
 ) -> App:
     """Create the Sanic app with all routes; nothing runs before it is served.
 
@@ -134,6 +136,7 @@ def create_app(
         transport: connects sessions to their rooms; None for the RobotHub wire.
         load, load_model: load policies, and the models of the settings, into this process; None for processes of
             their own, which load folders and repos of the Hub with JAX.
+        launched: process of the first engine, if it was started before; see `launch_engine`.
         read_requirements: reads the requirements of a policy before it is loaded; None for the same.
     """
     settings = settings or Settings()
@@ -147,7 +150,7 @@ def create_app(
     install_path_check(app)
     # After the guard and before the doors: whatever session is not here is sent on.
     shared = SharedDatabase(app)
-    source = create_engine_source(app, load)
+    source = create_engine_source(app, load, launched)
     install_errors(app)
     origins = Origins(settings.server.origins)
     app.blueprint(build_live_blueprint(origins))

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from service.api.context import App
 from service.distributed.cluster import ClusterEngine
+from service.engines.launch import Launched
 from service.engines.local_engines import LocalEngines
 from service.inference.config import PolicySettings
 from service.inference.engine import Engine
@@ -39,11 +40,12 @@ class InProcessEngine:
 EngineSource: TypeAlias = InProcessEngine | LocalEngines | ClusterEngine
 
 
-def create_engine_source(app: App, load: LoadPolicy | None) -> EngineSource:
+def create_engine_source(app: App, load: LoadPolicy | None, launched: Launched | None) -> EngineSource:
     """Create the engine source that the settings ask for.
 
     Args:
         load: loads policies into this process; None for engines in other processes.
+        launched: process of the first engine, if it was started before.
 
     Raises:
         SettingsError: the settings ask for a cluster, and Ray is not installed.
@@ -52,7 +54,7 @@ def create_engine_source(app: App, load: LoadPolicy | None) -> EngineSource:
     if settings.cluster.engine == "local":
         if load is not None:
             return InProcessEngine(settings.policies, load)
-        local = LocalEngines(settings.policies, settings.cluster.engine_patience)
+        local = LocalEngines(settings.policies, settings.cluster.engine_patience, launched)
         app.ctx.engines = local.engines
         return local
     if find_spec("ray") is None:

@@ -27,6 +27,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     """
     import logging
 
+    from service.engines.launch import launch_engine
     from service.http.server import CannotListen, listen, run
     from service.logging import configure_logging
     from service.processes import pause_garbage_collection
@@ -42,6 +43,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     except CannotListen as error:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
     refuse_without_keys(listener.getsockname()[0], settings, "serve")
+    launched = launch_engine(settings.policies) if settings.cluster.engine == "local" else None
     # Most of what takes long to import is not needed to refuse.
     with pause_garbage_collection():
         from service.api.websockets import create_openpi_app
@@ -51,7 +53,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
 
     rooms = "rooms included" if settings.transport.embedded_transport else "without rooms"
     try:
-        app = create_app(settings)
+        app = create_app(settings, launched=launched)
     except SettingsError as error:
         listener.close()
         fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help-all` lists all")

@@ -22,6 +22,7 @@ import numpy as np
 
 import jaxmodels
 from jaxmodels.errors import JaxModelsError
+from service.engines.launch import ENGINE_NICENESS
 from service.engines.messages import Begun, EngineFacts, EngineOptions, Loaded, LocalFolder, Refusal
 from service.errors import PolicyError, PolicyFailed
 from service.inference.batching import FrameSizesKey
@@ -39,8 +40,6 @@ from service.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
 
-# The least niceness of an engine: a server on the same machine has a higher priority.
-NICENESS = 5
 # Seconds for which a thread in Python code may keep the event loop waiting.
 SWITCH_INTERVAL = 0.001
 # Seconds in which the last lines of the log reach the server.
@@ -86,10 +85,10 @@ class EngineHost:
             if self._engine is None:
                 options = self._options
                 # The threads that compute inherit the priority. Ray starts processes with the usual one.
-                os.nice(max(NICENESS - os.nice(0), 0))
+                os.nice(max(ENGINE_NICENESS - os.nice(0), 0))
                 sys.setswitchinterval(SWITCH_INTERVAL)
                 try:
-                    devices = await call_in_thread(partial(_import_jax, options), "import-jax")
+                    devices = await call_in_thread(partial(_open_devices, options), "devices")
                 except JaxModelsError as error:
                     return Refusal("engine", f"devices: {error}")
                 self._engine = Engine(
@@ -278,10 +277,15 @@ def _refuse_unknown(name: str) -> Refusal:
     return Refusal("unknown", f"{name} does not have the policy any more")
 
 
-def _import_jax(options: EngineOptions) -> Sequence[str]:
-    """Import JAX and return the names of the devices; without any in the options, that of JAX's first choice."""
+def import_jax() -> None:
+    """Import JAX and the policies, which takes seconds."""
     with pause_garbage_collection():
         _ = jaxmodels.load_policy
+
+
+def _open_devices(options: EngineOptions) -> Sequence[str]:
+    """Return the names of the devices; without any in the options, that of JAX's first choice."""
+    import_jax()
     return jaxmodels.name_devices(options.devices or ("0",), together=options.together)
 
 

@@ -2,19 +2,18 @@
 
 import asyncio
 import logging
-import os
-import re
 import socket
 import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from service.engines.connection import Connection, ConnectionLost, EngineFault
 from service.engines.engine_set import EngineMember, EngineSet
+from service.engines.launch import Launched, launch
 from service.engines.messages import Refusal, make_codec
 from service.engines.shared_memory import SharedMemory
 from service.threads import Worker
@@ -27,9 +26,6 @@ MEMORY_BYTES = 1 << 30
 # shorter time than the third.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 STABLE_AFTER = 60.0
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)KEYS?($|_)|^ROBOJAX_|^PG", re.IGNORECASE)
-# Variables that children need although their names look like names of secrets.
-PASSED = frozenset({"ROBOJAX_COMPILE_CACHE"})
 
 
 class HostRefused(Exception):
@@ -42,6 +38,7 @@ class SupervisedProcess(ABC):
     Attributes:
         trouble: why the process does not work, or an empty text.
         is_tried: set once the process has begun or refused for the first time.
+        launched: process that was started before; `run` starts one if it is None.
     """
 
     module: str  # main module of the process
@@ -61,6 +58,7 @@ class SupervisedProcess(ABC):
         self.name = name
         self.trouble = ""
         self.is_tried = asyncio.Event()
+        self.launched: Launched | None = None
         self._starter, self._variables = starter, variables
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -110,30 +108,15 @@ class SupervisedProcess(ABC):
             await asyncio.sleep(pause)
 
     async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        calls, answers = (SharedMemory(SharedMemory.create_descriptor(MEMORY_BYTES), MEMORY_BYTES) for _ in range(2))
-        descriptors = (theirs.fileno(), calls.descriptor, answers.descriptor)
-        arguments = (*descriptors, MEMORY_BYTES, os.getpid(), self.niceness)
-        try:
-            self._process = await self._starter.submit(
-                lambda: subprocess.Popen(
-                    [sys.executable, "-m", self.module, *map(str, arguments)],
-                    stdin=subprocess.DEVNULL,
-                    env=make_environment(self._variables),
-                    pass_fds=descriptors,
-                    start_new_session=True,  # Ctrl-C is for the server, which ends its children in order
-                )
-            )
-        except OSError as error:
-            ours.close()
-            raise HostRefused(f"its process cannot be started ({error.strerror})") from error
-        finally:
-            theirs.close()
-        try:
-            await self.connect(ours, calls, answers)
-        finally:
-            calls.close()
-            answers.close()
+        launched, self.launched = self.launched, None
+        if launched is None:
+            try:
+                starting = partial(launch, self.module, self.niceness, self._variables)
+                launched = await self._starter.submit(starting)
+            except OSError as error:
+                raise HostRefused(f"its process cannot be started ({error.strerror})") from error
+        self._process = launched.process
+        await self.connect(launched.socket, launched.calls, launched.answers)
 
     async def connect(self, ours: socket.socket, calls: SharedMemory, answers: SharedMemory) -> None:
         """Connect to the process at the other end of a socket, and have it begin.
@@ -220,9 +203,3 @@ def _wait_or_kill(process: subprocess.Popen[bytes], timeout: float) -> int:
         return process.wait(timeout)
     process.kill()
     return process.wait()
-
-
-def make_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child: the environment of this process without secrets, and with these variables."""
-    own = {name: value for name, value in os.environ.items() if name in PASSED or not _SECRET.search(name)}
-    return own | dict(variables)

@@ -15,13 +15,14 @@ from typing import Any
 
 from service.engines.connection import Connection
 from service.engines.engine_set import EngineMember, EngineSet
-from service.engines.host_process import HostProcess, make_environment
+from service.engines.host_process import HostProcess
+from service.engines.launch import ENGINE_MODULE, ENGINE_NICENESS, Launched, make_environment
 from service.engines.messages import Begun, EngineOptions, LocalFolder
 from service.engines.remote_policy import RemoteLoader, RemotePolicy
 from service.errors import NoDevice
-from service.inference.config import PolicySettings
+from service.inference.config import PolicySettings, set_cache_folders
 from service.inference.engine import Engine
-from service.inference.policy_sources import allowed_roots, set_cache_folders
+from service.inference.policy_sources import allowed_roots
 from service.inference.progress import LoadDurations
 from service.inference.sandbox import CheckpointSandbox
 from service.threads import Worker
@@ -78,8 +79,7 @@ def plan_engines(devices: Sequence[str], *, together: bool = False) -> list[Engi
 class EngineProcess(HostProcess):
     """Runs the process of one plan, and starts it again when it ends."""
 
-    module = "service.engines.process"
-    niceness = 5
+    module, niceness = ENGINE_MODULE, ENGINE_NICENESS
 
     def __init__(self, plan: EnginePlan, options: EngineOptions, engines: EngineSet, starter: Worker):
         super().__init__(f"engine {plan.name or 'of the default device'}", engines, starter, plan.variables)
@@ -125,13 +125,14 @@ class LocalEngines:
         load: loads policies into engines.
     """
 
-    def __init__(self, policies: PolicySettings, join_timeout: float):
+    def __init__(self, policies: PolicySettings, join_timeout: float, launched: Launched | None = None):
         """Prepare; nothing is started yet.
 
         Args:
             join_timeout: seconds that a robot waits for an engine before its session fails.
+            launched: process of the first engine, if it was started before; see `launch_engine`.
         """
-        self._policies, self._join_timeout = policies, join_timeout
+        self._policies, self._join_timeout, self._launched = policies, join_timeout, launched
         self.engines = EngineSet()
         self._loader = RemoteLoader(
             self.engines,
@@ -178,6 +179,7 @@ class LocalEngines:
         processes = [
             EngineProcess(plan, options, self.engines, starter) for plan in plan_engines(devices, together=together)
         ]
+        processes[0].launched, self._launched = self._launched, None
         tasks = [asyncio.create_task(process.run(), name="engine process") for process in processes]
         self.engines.read_trouble = lambda: "; ".join(filter(None, (process.trouble for process in processes)))
         try:

@@ -16,8 +16,7 @@ from service.engines.messages import ForwardOutcome, ModelFacts, ModelRefusal
 from service.engines.model_host import PIECE_BYTES, LoadModel, ModelHost
 from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, ServiceError, TooLarge, UnknownModel
 from service.http.array_formats import ArrayFormat
-from service.inference.config import ModelSettings, PolicySettings
-from service.inference.policy_sources import set_cache_folders
+from service.inference.config import ModelSettings, PolicySettings, set_cache_folders
 from service.stats import Recent
 from service.threads import Worker
 

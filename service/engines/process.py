@@ -14,10 +14,11 @@ from typing import Any
 import uvloop
 
 from service.engines.connection import Connection
-from service.engines.host import EngineHost
+from service.engines.host import EngineHost, import_jax
 from service.engines.messages import make_codec
 from service.engines.shared_memory import SharedMemory
 from service.processes import exit_with_parent
+from service.threads import call_in_thread
 
 METHODS = frozenset({"load", "compile", "act", "try_out", "prepare_task", "facts"})
 MAX_LOG_LINE = 8192  # characters
@@ -62,11 +63,13 @@ async def serve(open_host: OpenHost, descriptor: int, calls: SharedMemory, answe
 async def open_engine(send_event: SendEvent) -> AsyncIterator[Answer]:
     """Open an engine on this machine, which begins with the first call."""
     host: EngineHost | None = None
+    importing = call_in_thread(import_jax, "import-jax")  # The server may still be starting.
 
     async def answer(method: str, arguments: tuple[Any, ...]) -> Any:
         nonlocal host
         if method == "begin":
             host = EngineHost(*arguments)
+            await importing
             return await host.begin()
         if host is None or method not in METHODS:
             raise ValueError(f"no method {method!r}")

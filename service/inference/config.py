@@ -1,5 +1,6 @@
 """Settings of policies, devices and models."""
 
+import os
 from typing import Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
@@ -92,3 +93,11 @@ class ModelSettings(Group):
     max_forwards: int = Field(
         default=4, ge=1, le=64, description="Forward passes asked for at a time; one runs, the others wait."
     )
+
+
+def set_cache_folders(policies: PolicySettings) -> None:
+    """Set the variables by which JAX and the Hub's library find their caches, here and in child processes."""
+    if policies.compile_cache is not None:
+        os.environ["ROBOJAX_COMPILE_CACHE"] = policies.compile_cache
+    if policies.policy_cache is not None:
+        os.environ["HF_HUB_CACHE"] = policies.policy_cache

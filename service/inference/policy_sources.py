@@ -15,7 +15,7 @@ import jaxmodels
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from service.errors import InvalidRequest, PolicyError, ServiceError
-from service.inference.config import PolicySettings
+from service.inference.config import PolicySettings, set_cache_folders
 from service.inference.loaded_policy import LoadPolicy, Policy
 from service.inference.policy_cache import truncate_error
 from service.inference.sandbox import CheckpointSandbox, LoadJob
@@ -181,12 +181,3 @@ def make_requirements_reader(settings: PolicySettings) -> ReadRequirements:
         return jaxmodels.read_requirements(path, revision, read=sandbox.describe, roots=allowed_roots(settings))
 
     return read
-
-
-def set_cache_folders(settings: PolicySettings) -> None:
-    """Tell JAX and the Hub's library which cache folders to use."""
-    # Both libraries read these when they are first used, which is after this, in a loader's thread.
-    if settings.compile_cache is not None:
-        os.environ["ROBOJAX_COMPILE_CACHE"] = settings.compile_cache
-    if settings.policy_cache is not None:
-        os.environ["HF_HUB_CACHE"] = settings.policy_cache

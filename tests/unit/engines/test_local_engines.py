@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.engines.host_process import make_environment
+from service.engines.launch import make_environment
 from service.engines.local_engines import EnginePlan, plan_engines
 
 
