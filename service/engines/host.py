@@ -241,7 +241,7 @@ class EngineHost:
         )
 
     def _end_process(self, why: str) -> None:
-        """End the process because a thread cannot be ended; the server or the pool starts another one."""
+        """End the process because a thread cannot be ended; the server or the pool starts another process."""
         logger.error("the process of engine %s ends: %s", self.name, why)
         asyncio.get_running_loop().call_later(LOG_SECONDS, os._exit, 1)
 

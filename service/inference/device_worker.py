@@ -37,7 +37,7 @@ class Overdue(Exception):
 
 
 class DeviceGone(Exception):
-    """The device is gone; its requests can go to another one."""
+    """The device is gone; its requests can go to another device."""
 
 
 class DeviceStuck(DeviceGone):
@@ -239,7 +239,7 @@ class InferenceWorker:
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         """Fail the requests of a stuck batch, and later those behind it.
 
-        Checks are counted, because the clock goes on while the whole process is stopped.
+        Checks are counted instead of seconds, because time in which the whole process is stopped does not count.
         """
         batch = self._current
         self._check_count = self._check_count + 1 if batch is not None and batch is self._checked else 0
@@ -280,7 +280,7 @@ class InferenceWorker:
                 self._schedule_alone(batch.members)
             else:
                 call_soon(batch.members[0].outcome.get_loop(), self._set_results, batch, results)
-            # With them a policy, and its weights, would wait here for the next request.
+            # These references would keep a policy and its weights in memory until the next request.
             del batch, results
 
     def _receive(self, *, wait: bool) -> bool:

@@ -98,9 +98,9 @@ class Dispatcher:
         due: float | None,
         failure: Exception,
     ) -> InferenceResult:
-        """Ask another device, and return its answer or a late one of the first device, whichever comes first."""
+        """Ask another device; return the first answer, which may be a late answer of the first device."""
         late = failure.answer if isinstance(failure, Overdue) else None
-        # Devices may have left meanwhile.
+        # Devices may have left since the request was sent.
         others = [replica for replica in loaded.usable if replica.policy.device != failed.policy.device]
         if not others and late is None:
             _raise_refusal(failure)

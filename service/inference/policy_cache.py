@@ -182,7 +182,7 @@ class PolicyCache:
             replicas = await self._build(job, compile_copies)
             job.raise_if_cancelled()
         except (PolicyError, PolicyFailed):
-            raise  # its text is right already, or it is not the policy: what it was to run on is gone
+            raise
         except (JaxModelsError, LoadCancelled) as error:
             raise PolicyError(f"policy {path!r} cannot be loaded: {truncate_error(error)}") from error
         except Exception as error:
