@@ -12,7 +12,7 @@ from weakref import WeakSet
 from jaxmodels.errors import CheckpointError
 from service.engines.connection import ConnectionLost, EngineFault
 from service.engines.messages import Begun, EngineFacts, Loaded
-from service.engines.remote_policy import RemotePolicy
+from service.engines.remote_policy import RemotePolicy, check_answer
 from service.engines.remote_worker import RemoteWorker
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
@@ -300,15 +300,21 @@ class EngineSet:
                 f"engine {engine} did not answer within {member.stuck_after:g} s (stuck_after)"
             ) from error
 
-    def keep_copy(self, engine: str, loaded: Loaded) -> None:
-        """Record the copy of a policy in an engine, which keeps it while a session uses or loads the policy."""
+    def load(self, engine: str, files: Any, like: str | None) -> "Future[Loaded]":
+        """Have an engine load a policy, and keep it there for as long as the answer is referenced.
 
-        def keep() -> None:
+        Args:
+            like: handle of a policy that this one probably resembles.
+        """
+
+        async def load() -> Loaded:
+            loaded = check_answer(await asyncio.wrap_future(self.ask(engine, "load", files, like)))
             if (member := self.members.get(engine)) is not None:
                 member.copies.add(loaded)
                 self._missing.pop((engine, loaded.handle), None)
+            return loaded
 
-        self._call_on_loop(keep)
+        return asyncio.run_coroutine_threadsafe(load(), self._loop)
 
     def record_failure(self, engine: str, handle: str, why: str) -> None:
         """Record that an engine could not load a policy that others have; it is tried again."""

@@ -70,19 +70,7 @@ class PolicyReplication:
         Args:
             like: handle of a policy that this one probably resembles.
         """
-        copying: Future[Loaded] = Future()
-        self._copies[engine] = copying
-
-        def make(reply: "Future[Any]") -> None:
-            try:
-                loaded = check_answer(reply.result())
-                self.engines.keep_copy(engine, loaded)
-            except BaseException as error:  # raised again in the thread that takes the copy
-                copying.set_exception(error)
-            else:
-                copying.set_result(loaded)
-
-        self.engines.ask(engine, "load", self._files, like).add_done_callback(make)
+        self._copies[engine] = self.engines.load(engine, self._files, like)
 
     def wait_for_first(self, report: Callable[[str], None]) -> "RemotePolicy":
         """Wait for all copies that were started, and return the first; ``report`` gets the slowest engine's stage.

@@ -64,8 +64,14 @@ class Engines:
     def read_stages(self, engines: Collection[str], sha: str) -> list[str]:
         return [self.stages[engine] for engine in engines if engine in self.stages]
 
-    def keep_copy(self, engine: str, loaded: Loaded) -> None:
-        self.copies.append(engine)
+    def load(self, engine: str, files: LocalFolder, like: str | None) -> "Future[Loaded]":
+        loading: Future[Loaded] = Future()
+        try:
+            loading.set_result(check_answer(self.ask(engine, "load", files, like).result()))
+            self.copies.append(engine)
+        except Exception as error:
+            loading.set_exception(error)
+        return loading
 
     def record_failure(self, engine: str, handle: str, why: str) -> None:
         self.not_ready.append((engine, handle, why))
@@ -189,14 +195,11 @@ def test_progress_is_of_the_slowest_engine(engines: Engines, folder: Path, monke
             {"two": "compiling"},
         ]
     )
-    ask = engines.ask
 
-    def ask_slowly(engine: str, method: str, *arguments: Any) -> "Future[Any]":
-        if method == "load":
-            engines.artifacts.append(arguments[0])
-            engines.stages = next(stages) if engine == "one" else engines.stages
-            return slow[engine]
-        return ask(engine, method, *arguments)
+    def load_slowly(engine: str, files: LocalFolder, like: str | None) -> "Future[Any]":
+        engines.artifacts.append(files)
+        engines.stages = next(stages) if engine == "one" else engines.stages
+        return slow[engine]
 
     def tell(word: str) -> None:
         told.append(word)
@@ -206,7 +209,7 @@ def test_progress_is_of_the_slowest_engine(engines: Engines, folder: Path, monke
             for one in slow.values():
                 one.set_result(Loaded(engines.artifacts[0].sha, SO100_REQUIREMENTS, {frozenset(SIZES.items()): 0.125}))
 
-    monkeypatch.setattr(engines, "ask", ask_slowly)
+    monkeypatch.setattr(engines, "load", load_slowly)
     make_loader(engines)(str(folder), on_progress=tell)
     assert told == ["reading", "reading", "reading", "compiling", "compiling"]
 
