@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from jaxmodels.cache_dirs import cache_folder, hub_cache, user_cache
     from jaxmodels.checkpoints.folder import PolicyFolder, open_file
     from jaxmodels.devices import name_devices
-    from jaxmodels.hub import POLICY_FILES, fetch, find_policy, is_policy_file, list_policy_files
-    from jaxmodels.hub_download import hub_limits
+    from jaxmodels.hub import POLICY_FILES, ask_hub, fetch, find_policy, is_policy_file, list_policy_files
     from jaxmodels.policies.act.model import TemporalEnsembler
     from jaxmodels.policy import Policy, load_policy, read_requirements
     from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
@@ -28,11 +27,11 @@ __all__ = [
     "TemporalEnsembler",
     "Transformer2DConfig",
     "Transformer2DModel",
+    "ask_hub",
     "cache_folder",
     "fetch",
     "find_policy",
     "hub_cache",
-    "hub_limits",
     "is_model",
     "is_policy_file",
     "list_policy_files",
@@ -53,10 +52,10 @@ _HOMES = {
     "TemporalEnsembler": "jaxmodels.policies.act.model",
     "Transformer2DConfig": "jaxmodels.transformer2d",
     "Transformer2DModel": "jaxmodels.transformer2d",
+    "ask_hub": "jaxmodels.hub",
     "cache_folder": "jaxmodels.cache_dirs",
     "fetch": "jaxmodels.hub",
     "find_policy": "jaxmodels.hub",
-    "hub_limits": "jaxmodels.hub_download",
     "is_model": "jaxmodels.transformer2d.loaded_model",
     "is_policy_file": "jaxmodels.hub",
     "list_policy_files": "jaxmodels.hub",

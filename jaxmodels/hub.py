@@ -7,16 +7,16 @@ of this package that uses a network. It is killed at its deadline, or when the c
 import json
 import logging
 import os
-import queue
 import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from fnmatch import fnmatch, fnmatchcase
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -54,16 +54,24 @@ MAX_ANSWER = 16 << 20
 QUIET, ANSWER = 10.0, 60.0
 # Seconds for all files: a constant, and the time for their bytes at this rate per second.
 GRACE, MIN_RATE = 300.0, 250_000
-# Seconds after which a response with few bytes counts as stalled.
+# Seconds after which a download with few bytes counts as stalled.
 STALLED = 60.0
 # Seconds between two calls of `on_progress` while no bytes arrive.
 _POLL = 0.5
+# Seconds after which the unfinished files of other processes are removed.
+_LEFT_OVER = 86_400.0
 _PROGRAM = """
 import sys
 sys.path[:] = sys.argv[1].split(chr(0x1f))
 from jaxmodels.hub_download import main
-main()
+main(sys.argv[2])
 """
+# The client reads these when it is imported. Transfers of Xet cannot be limited.
+_ENVIRONMENT = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_XET": "1",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -85,21 +93,6 @@ class Downloading(str):
     total: int
 
 
-@dataclass(frozen=True)
-class DownloadLimits:
-    """Limits of one download, in seconds and bytes; see the constants of this module."""
-
-    quiet: float
-    answer: float
-    grace: float
-    stalled: float
-    max_answer: int
-
-    def count_seconds(self, size: int) -> float:
-        """Return the seconds that files of this many bytes may take."""
-        return self.grace + size / MIN_RATE
-
-
 def fetch(
     repo_id: str,
     revision: str | None = None,
@@ -112,7 +105,7 @@ def fetch(
     largest: int | None = None,
     subfolder: str | None = None,
     token: str | None = None,
-    strict: bool = False,
+    on_listing: Callable[[Mapping[str, int | None]], None] | None = None,
 ) -> Path:
     """Download a repository's files at one commit and return their folder; cached files are not fetched again.
 
@@ -131,15 +124,15 @@ def fetch(
         cache: the Hub's cache folder; the environment's ``HF_HUB_CACHE`` or its usual one when None.
         subfolder: rest of the path that was asked for, for the texts of errors.
         token: access token of the Hub; ``HF_TOKEN`` of the environment when None.
-        strict: whether cached files are compared again, and never replace an answer of the Hub.
+        on_listing: called with the size of each of these files, and with None for each other file, by name. If it
+            raises, nothing is downloaded. With it, cached files are compared again, and never replace an answer.
 
     Raises:
         HubError: not a repo id, unknown, not allowed, too large, too slow, with other bytes than announced, or neither
             reachable nor cached.
     """
-    _check_names(repo_id, revision)
-    limits = DownloadLimits(QUIET, ANSWER, GRACE, STALLED, MAX_ANSWER)
     job = {
+        "asked": "folder",
         "repo_id": repo_id,
         "revision": revision,
         "files": list(files),
@@ -148,76 +141,112 @@ def fetch(
         "cache": str((cache or hub_cache()).expanduser().resolve()),
         "largest": largest,
         "subfolder": subfolder,
-        "strict": strict,
-        "limits": asdict(limits),
+        "strict": on_listing is not None,
+        # Without a limit of size, a user waits for a large repo at a terminal.
+        "max_answer": MAX_ANSWER if largest is not None else 4 * MAX_ANSWER,
     }
-    report = on_progress or (lambda stage: None)
-    until, last = time.monotonic() + limits.answer + 2 * limits.quiet, None
-    with _start_child(job, token, 2 * limits.quiet) as lines:
+    folder = Path(_run_job(job, token, on_progress, on_listing))
+    logger.info("%r: commit %s", repo_id, folder.name)
+    return folder
+
+
+def ask_hub(
+    asked: Literal["head", "tags", "commits"],
+    repo_id: str,
+    revision: str | None = None,
+    *,
+    endpoint: str | None = None,
+    token: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Any:
+    """Ask the Hub about a repository of a model, within `ANSWER` seconds and `MAX_ANSWER` bytes.
+
+    Args:
+        asked: what to return: the commit of a revision (``head``), the commits of all tags by full ref (``tags``), or
+            the history of a revision (``commits``).
+        revision, endpoint, token, on_progress: as of `fetch`.
+
+    Raises:
+        HubError: as `fetch`.
+    """
+    job = {"asked": asked, "repo_id": repo_id, "revision": revision, "kind": "model", "endpoint": endpoint}
+    return _run_job({**job, "max_answer": MAX_ANSWER}, token, on_progress)
+
+
+def get_repo_folder(job: Mapping[str, Any]) -> Path:
+    """Return the folder of a job's repository in the cache."""
+    return Path(job.get("cache") or hub_cache()) / f"{job['kind']}s--{job['repo_id'].replace('/', '--')}"
+
+
+def _run_job(
+    job: dict[str, Any],
+    token: str | None,
+    on_progress: Callable[[str], None] | None,
+    on_listing: Callable[[Mapping[str, int | None]], None] | None = None,
+) -> Any:
+    """Run a job in a child process, and return its result."""
+    _check_names(job["repo_id"], job["revision"])
+    job.update(quiet=QUIET, stalled=STALLED, mark=uuid.uuid4().hex)
+    report, last = on_progress or (lambda stage: None), Downloading(0, 0)
+    until, is_downloading = time.monotonic() + ANSWER, False
+    with _start_child(job, token) as connection:
         while time.monotonic() < until:
-            try:
-                answer = lines.get(timeout=_POLL)
-            except queue.Empty:
-                report(last or Downloading(0, 0))
+            if not connection.poll(_POLL):
+                report(last)
                 continue
+            try:
+                answer = json.loads(connection.recv_bytes(MAX_ANSWER))
+            except (EOFError, OSError) as error:
+                text = "the download process was killed, or its answer is too long; try again"
+                raise HubError(f"{job['repo_id']!r}: {text}", "transfer") from error
             if "progress" in answer:
-                if last is None:
-                    until = time.monotonic() + limits.count_seconds(answer["progress"][1]) + 2 * limits.quiet
-                report(last := Downloading(*answer["progress"]))
+                last = Downloading(*answer["progress"])
+                if not is_downloading:
+                    until, is_downloading = time.monotonic() + GRACE + last.total / MIN_RATE, True
+                report(last)
+            elif "files" in answer and on_listing is not None:
+                on_listing(answer["files"])
+                connection.send_bytes(b"approved")
             elif "log" in answer:
                 logger.log(*answer["log"])
-            elif "folder" in answer:
-                logger.info("%r: commit %s", repo_id, Path(answer["folder"]).name)
-                return Path(answer["folder"])
-            else:
+            elif "error" in answer:
                 raise HubError(answer["error"], answer["code"])
-    raise HubError(f"{repo_id!r}: the Hub is too slow: the time for it is over", "timeout")
+            else:
+                return answer["result"]
+    raise HubError(f"{job['repo_id']!r}: the Hub is too slow: the time for it is over", "timeout")
 
 
 @contextmanager
-def _start_child(job: Any, token: str | None, grace: float) -> "Iterator[queue.SimpleQueue[Any]]":
-    """Run a download process in this context, and give the lines that it writes.
-
-    Afterwards the process has ``grace`` seconds to remove its partial files; then it is killed.
-    """
+def _start_child(job: Mapping[str, Any], token: str | None) -> Iterator[Connection]:
+    """Run a job in a process in this context, and give the connection with its answers; then kill the process."""
     paths = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
-    child = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _PROGRAM, "\x1f".join(paths)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", **({} if token is None else {"HF_TOKEN": token})},
-        start_new_session=True,  # An interrupt from the keyboard ends only the parent.
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    output = child.stdout
-
-    def read() -> None:
-        for line in output:
-            with suppress(ValueError):
-                lines.put(json.loads(line))
-        text = f"{job['repo_id']!r}: the download process ended with code {child.wait()}"
-        lines.put({"error": text, "code": "transfer"})
-
-    def end() -> None:
-        try:
-            child.wait(grace)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        output.close()
-
-    threading.Thread(target=read, name="hub-read", daemon=True).start()
+    ours, theirs = Pipe()
+    with theirs:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, "\x1f".join(paths), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **_ENVIRONMENT, **({} if token is None else {"HF_TOKEN": token})},
+            start_new_session=True,  # An interrupt from the keyboard ends only the parent.
+        )
     try:
-        with suppress(BrokenPipeError):
-            child.stdin.write(json.dumps(job).encode() + b"\n")
-            child.stdin.flush()
-        yield lines
+        with ours:
+            with suppress(OSError):  # The child has ended, as the reader of its answers will see.
+                ours.send_bytes(json.dumps(job).encode())
+            yield ours
     finally:
-        with suppress(BrokenPipeError):
-            child.stdin.close()
-        threading.Thread(target=end, name="hub-end", daemon=True).start()
+        child.kill()
+        child.wait()
+        remove_parts(job)
+
+
+def remove_parts(job: Mapping[str, Any]) -> None:
+    """Remove the unfinished files of the job, and the files of other jobs that have been unfinished for a day."""
+    for path in get_repo_folder(job).glob("blobs/*.incomplete"):
+        with suppress(OSError):
+            if job["mark"] in path.name or time.time() - path.stat().st_mtime > _LEFT_OVER:
+                path.unlink()
 
 
 def _check_names(repo_id: str, revision: str | None) -> None:
@@ -235,7 +264,7 @@ def _check_names(repo_id: str, revision: str | None) -> None:
         raise HubError(f"{repo_id!r}: {revision[:80]!r} is no revision; wanted a branch, a tag or a commit")
 
 
-__all__ = ["POLICY_FILES", "fetch", "find_policy", "is_policy_file", "list_policy_files"]
+__all__ = ["POLICY_FILES", "ask_hub", "fetch", "find_policy", "is_policy_file", "list_policy_files"]
 
 
 def is_selected(name: str, patterns: Sequence[str]) -> bool:

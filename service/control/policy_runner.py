@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from service.control.chunk_scheduler import COMPILING, STUCK, PolicyAnswer, Poli
 from service.control.controller import TickResult
 from service.control.shadow import Shadow
 from service.errors import PolicyFailed
+from service.inference.device_worker import EngineLost
 from service.inference.engine import Engine
 from service.inference.loaded_policy import (
     FrameSizes,
@@ -149,6 +151,11 @@ class PolicyRunner:
         """Whether no engine has the policy, and another one may get it."""
         return not self.loaded.usable
 
+    @property
+    def engine_timeout(self) -> float:
+        """Seconds for which a robot waits for an engine."""
+        return self._engine.devices.join_timeout
+
     def instruct(self, instruction: str | None) -> None:
         """Give a policy that reads language another instruction, from the next request on."""
         self.instruction, self._task = instruction, task_input(instruction, self.prompt_cut)
@@ -211,7 +218,9 @@ class PolicyRunner:
             PolicyFailed: it cannot be compiled for them.
         """
         if not self.loaded.is_compiled(sizes):
-            await self._engine.compile(self.loaded, sizes)
+            # The robot is held while the engine is lost, and the next request compiles again.
+            with suppress(EngineLost):
+                await self._engine.compile(self.loaded, sizes)
             return
         try:
             async with asyncio.timeout(COMPILE_WAIT):

@@ -73,7 +73,8 @@ class RobotIO:
         self._link: Link | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._preparing: asyncio.Task[None] | None = None
-        self._is_latched = self._is_engine_lost = False
+        self._is_latched = False
+        self._engine_lost_at: float | None = None
         self._events: deque[ControlEvent] = deque()
         self._has_events = asyncio.Event()
         self._wake = asyncio.Event()
@@ -105,22 +106,25 @@ class RobotIO:
                             await asyncio.sleep(0)
                         now = self._clock()
                     previous = now
-                    self._check_engine()
+                    self._check_engine(now)
                     result = controller.tick(now)
                     self.apply(result, is_tick=True, is_overtaken=self._clock() - now > _MAX_DECISION_TIME)
             finally:
                 self._tasks = None  # no task begins in a group that ends
 
-    def _check_engine(self) -> None:
-        """Hold the robot while no engine has its policy."""
-        is_lost = self.runner.is_engine_lost
-        if is_lost is not self._is_engine_lost:
-            self._is_engine_lost = is_lost
-            if is_lost:
-                text = "the engine that ran the policy has ended; the robot goes on when another one has the policy"
-                self.controller.obstruct(ENGINE_LOST, text)
-            else:
+    def _check_engine(self, now: float) -> None:
+        """Hold the robot while no engine has its policy; its session fails when that takes too long."""
+        if not self.runner.is_engine_lost:
+            if self._engine_lost_at is not None:
+                self._engine_lost_at = None
                 self.controller.clear(ENGINE_LOST)
+        elif self._engine_lost_at is None:
+            self._engine_lost_at = now
+            text = "the engine that ran the policy has ended; the robot goes on when another one has the policy"
+            self.controller.obstruct(ENGINE_LOST, text)
+        elif self.controller.is_running and now - self._engine_lost_at > (limit := self.runner.engine_timeout):
+            text = f"no engine had the policy for {limit:g} s (engine_patience); restart the session when one has"
+            self.apply(self.controller.fail(text, now))
 
     # What comes in.
 
@@ -237,6 +241,8 @@ class RobotIO:
     def begin(self) -> None:
         """Let the robot move."""
         self.is_held = False
+        self._engine_lost_at = None  # it waits for an engine from now on
+        self.controller.clear(ENGINE_LOST)
         self.controller.begin(self._clock())
         self.wake()
 

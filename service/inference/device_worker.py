@@ -23,7 +23,7 @@ from service.inference.batching import (
     read_layout,
 )
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
-from service.threads import as_plain_exception, call_soon
+from service.threads import as_plain_exception
 
 
 class Overdue(Exception):
@@ -42,6 +42,13 @@ class DeviceGone(Exception):
 
 class DeviceStuck(DeviceGone):
     """The device was given up because it did not answer this request, which may be the cause."""
+
+
+class EngineLost(PolicyFailed):
+    """The engine ended while it did something that is asked again when another one has the policy."""
+
+    status = 503
+    code = "engine_lost"
 
 
 class InputRefused(PolicyFailed):
@@ -279,7 +286,13 @@ class InferenceWorker:
             if isinstance(results, BaseException) and len(batch.members) > 1:
                 self._schedule_alone(batch.members)
             else:
-                call_soon(batch.members[0].outcome.get_loop(), self._set_results, batch, results)
+                loop = batch.members[0].outcome.get_loop()
+                try:
+                    loop.call_soon_threadsafe(self._set_results, batch, results)
+                except RuntimeError:
+                    # Once the loop is closed, the results are not needed.
+                    if not loop.is_closed():
+                        raise
             # These references would keep a policy and its weights in memory until the next request.
             del batch, results
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from jaxmodels.errors import JaxModelsError
 from service.errors import PolicyError, PolicyFailed
 from service.inference.batching import FrameSizesKey
-from service.inference.device_worker import DeviceGone
+from service.inference.device_worker import DeviceGone, EngineLost
 from service.inference.loaded_policy import (
     FrameSizes,
     LoadedPolicy,
@@ -247,6 +247,8 @@ class PolicyCache:
             await self._build(LoadJob(), compile_all)
         except PolicyFailed:
             raise  # it is not the policy: what it was to run on is gone
+        except DeviceGone as error:
+            raise EngineLost(f"policy is not compiled for {describe_sizes(sizes)}: {error}; try again") from error
         except JaxModelsError as error:
             raise PolicyFailed(f"policy cannot be compiled for {describe_sizes(sizes)}: {error}") from error
         except Exception as error:

@@ -149,7 +149,7 @@ class Devices:
                     self.joined.clear()
                     await self.joined.wait()
                 return loaded.usable
-        raise InferenceStuck(f"no engine has been there for {self.join_timeout:g} s that the policy could run on")
+        raise InferenceStuck(f"no engine had the policy for {self.join_timeout:g} s (engine_patience)")
 
     @property
     def waiting(self) -> int:

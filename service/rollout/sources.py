@@ -10,28 +10,15 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-import httpx2
-from huggingface_hub import HfApi, constants, scan_cache_dir
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.hf_api import RepoFile
-
 import jaxmodels
 from hooks.errors import HooksError
 from hooks.threads import start_in_thread
-from jaxmodels import is_policy_file, list_policy_files
+from jaxmodels import list_policy_files
 from jaxmodels.errors import HubError
 from service.rollout.triggers import BRANCH, TAG, Target, is_pattern, matches_ref
 
@@ -109,25 +96,8 @@ class HubLimits:
     max_commits: int = 4
 
 
-# Makes a context that limits one thread's requests, of a time limit in seconds and a size limit in bytes.
-LimitRequests = Callable[[float, int], AbstractContextManager[object]]
-# Largest answer of the Hub, in bytes, that is not a file.
-MAX_ANSWER_BYTES = 16 << 20
-
-
-def _without_limits(seconds: float, size: int) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
-# Raised by the client for answers of unexpected types or depth, and by `bounded`.
-_BAD_ANSWER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
-
-
 class HubSource:
-    """Source of repos of one Hub.
-
-    Its client's own calls have no time limit, so they run in threads that are left behind when they take too long.
-    """
+    """Source of repos of one Hub, which child processes ask (`jaxmodels.ask_hub`)."""
 
     def __init__(
         self,
@@ -135,21 +105,16 @@ class HubSource:
         token: str | None = None,
         cache: Path | None = None,
         limits: HubLimits | None = None,
-        limit_requests: LimitRequests | None = None,
     ):
-        """Create the client; nothing is requested yet.
+        """Create the source; nothing is requested yet.
 
         Args:
-            endpoint, token: as of `huggingface_hub.HfApi`.
+            endpoint, token: as of `jaxmodels.fetch`.
             cache: where commits are kept; the client's usual folder, in which nothing is removed, when None.
-            limit_requests: a context in which what the Hub's client asks takes no longer than so many seconds, and no
-                more than so many bytes, whatever the Hub does; without it threads that are left behind go on by
-                themselves.
         """
-        self._limit_requests: LimitRequests = limit_requests or _without_limits
         self.limits = limits or HubLimits()
-        self._api, self._token = HfApi(endpoint=endpoint, token=token), token
-        self._cache = Path(cache or constants.HF_HUB_CACHE)
+        self._where: Any = {"endpoint": endpoint, "token": token}
+        self._cache = Path(cache or jaxmodels.hub_cache())
         self._is_our_cache = cache is not None
 
     async def head(self, repo: str, ref: str | None) -> str:
@@ -157,92 +122,51 @@ class HubSource:
         numbers).
         """
         if ref is not None and is_pattern(ref):
-            return await self._find_highest_tag(repo, ref)
-        asked = None if ref is None else ref.removeprefix(BRANCH).removeprefix(TAG)
-        answer = self.limits.answer_timeout
-        info = await self._call_hub(repo, ref, lambda: self._api.model_info(repo, revision=asked, timeout=answer))
-        if not SHA.fullmatch(info.sha or ""):
-            raise SourceError(
-                "bad_answer", f"{_describe_revision(repo, ref)}: the Hub names {info.sha!r}, wanted a commit's sha"
-            )
-        return str(info.sha)
-
-    async def _find_highest_tag(self, repo: str, pattern: str) -> str:
-        refs = await self._call_hub(repo, pattern, lambda: self._api.list_repo_refs(repo))
-        tags = [tag for tag in refs.tags if matches_ref(pattern, tag.ref)]
-        if not tags:
-            raise SourceError("unknown_revision", f"{repo}: no tag is like {pattern!r}")
-        return max(tags, key=lambda tag: _natural_sort_key(tag.name)).target_commit
+            tags = {tag: sha for tag, sha in (await self._ask("tags", repo, None)).items() if matches_ref(ref, tag)}
+            if not tags:
+                raise SourceError("unknown_revision", f"{repo}: no tag is like {ref!r}")
+            return tags[max(tags, key=_natural_sort_key)]
+        return await self._ask("head", repo, None if ref is None else ref.removeprefix(BRANCH).removeprefix(TAG))
 
     async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
         """Return whether a commit is in the history of another; None when that cannot be known."""
         if sha == than:
             return False
         try:
-            history = await self._call_hub(repo, than, lambda: self._api.list_repo_commits(repo, revision=than))
+            return sha in await self._ask("commits", repo, than)
         except SourceError as error:
             if error.code == "unknown_revision":
-                return None  # the history was rewritten, or what runs came from elsewhere
+                return None  # The history was rewritten, or the running commit came from another repo.
             raise
-        return sha in {commit.commit_id for commit in history}
 
     async def fetch(self, repo: str, sha: str, on_progress: Callable[[str], None]) -> Path:
         """Fetch by sha in a child process, which compares each file with its hash and removes a file that differs."""
         on_progress("listing")
-        tree = await self._call_hub(
-            repo,
-            sha,
-            lambda: list(self._api.list_repo_tree(repo, revision=sha, recursive=True)),
-            self.limits.answer_timeout,
-        )
-        files = [entry for entry in tree if isinstance(entry, RepoFile)]
-        _check_complete(f"{repo} at {sha[:12]}", {file.path for file in files})
-        wanted = [file for file in files if is_policy_file(file.path)]
-        if wrong := [file.path for file in wanted if not (type(file.size) is int and file.size >= 0)]:
-            raise SourceError("bad_answer", f"{repo} at {sha[:12]}: the Hub does not say how large {wrong[0]} is")
-        self._check_space(repo, sha, wanted)
-        on_progress("downloading")
-        seconds = self.limits.download_timeout
-        is_abandoned, loop = threading.Event(), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
-        def report(stage: Any) -> None:
-            if stage.done and stage.done == stage.total:
-                loop.call_soon_threadsafe(on_progress, "verifying")
-            if is_abandoned.is_set():
-                raise SourceError("timeout", f"{repo} at {sha[:12]}: the download took over {seconds:g} s")
+        def check_files(sizes: Mapping[str, int | None]) -> None:
+            _check_complete(f"{repo} at {sha[:12]}", set(sizes))
+            self._check_space(repo, sha, {name: size for name, size in sizes.items() if size is not None})
+            loop.call_soon_threadsafe(on_progress, "downloading")
 
-        def download() -> Path:
-            return jaxmodels.fetch(
-                repo,
-                sha,
-                endpoint=self._api.endpoint,
-                token=self._token,
-                cache=self._cache,
-                on_progress=report,
-                largest=self.limits.max_bytes,
-                strict=True,
-            )
+        def download(check: Callable[[str], None]) -> Path:
+            def report(stage: Any) -> None:
+                check(stage)
+                if stage.done and stage.done == stage.total:
+                    loop.call_soon_threadsafe(on_progress, "verifying")
 
-        try:
-            folder = await self._call_hub(repo, sha, download, seconds)
-        finally:
-            is_abandoned.set()
+            where = {**self._where, "cache": self._cache, "largest": self.limits.max_bytes}
+            return jaxmodels.fetch(repo, sha, on_progress=report, on_listing=check_files, **where)
+
+        folder = await self._call_hub(repo, sha, download, self.limits.download_timeout)
         if self._is_our_cache:
-            await self._call_hub(repo, sha, lambda: self._prune(repo, sha), self.limits.download_timeout)
+            await self._call_hub(repo, sha, lambda check: self._prune(folder), self.limits.download_timeout)
         return folder
 
-    def _folder(self, repo: str, sha: str) -> Path:
-        return self._cache / f"models--{repo.replace('/', '--')}" / "snapshots" / sha
-
-    def _check_space(self, repo: str, sha: str, files: Sequence[RepoFile]) -> None:
-        size = sum(file.size for file in files)
-        if size > self.limits.max_bytes:
-            raise SourceError(
-                "too_large", f"{repo} at {sha[:12]}: {size} bytes, allowed are {self.limits.max_bytes}; raise the limit"
-            )
+    def _check_space(self, repo: str, sha: str, sizes: Mapping[str, int]) -> None:
         self._cache.mkdir(parents=True, exist_ok=True)
-        folder = self._folder(repo, sha)
-        needed = sum(file.size for file in files if not (folder / file.path).exists())
+        folder = self._cache / f"models--{repo.replace('/', '--')}" / "snapshots" / sha
+        needed = sum(size for name, size in sizes.items() if not (folder / name).exists())
         free = shutil.disk_usage(self._cache).free
         if needed and needed + self.limits.min_free_bytes > free:
             raise SourceError(
@@ -251,68 +175,45 @@ class HubSource:
                 f"{free} are free; make room",
             )
 
-    def _prune(self, repo: str, newest: str) -> None:
-        os.utime(self._folder(repo, newest))
-        found = scan_cache_dir(self._cache)
-        commits = [
-            (self._folder(repo, revision.commit_hash).stat().st_mtime, revision.commit_hash)
-            for one in found.repos
-            if one.repo_id == repo and one.repo_type == "model"
-            for revision in one.revisions
-        ]
-        if old := [sha for _, sha in sorted(commits, reverse=True)[self.limits.max_commits :]]:
-            found.delete_revisions(*old).execute()
+    def _prune(self, newest: Path) -> None:
+        """Remove the oldest commits of a repository, and the files that no other commit has."""
+        os.utime(newest)
+        commits = sorted(newest.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in commits[self.limits.max_commits :]:
+            shutil.rmtree(old, ignore_errors=True)
+        used = {path.resolve() for path in newest.parent.rglob("*")}
+        for blob in (newest.parents[1] / "blobs").resolve().iterdir():
+            if blob not in used and not blob.name.endswith(".incomplete"):
+                blob.unlink(missing_ok=True)
+
+    async def _ask(self, asked: Any, repo: str, revision: str | None) -> Any:
+        def ask(check: Callable[[str], None]) -> Any:
+            return jaxmodels.ask_hub(asked, repo, revision, on_progress=check, **self._where)
+
+        return await self._call_hub(repo, revision, ask, self.limits.answer_timeout)
 
     async def _call_hub(
-        self,
-        repo: str,
-        ref: str | None,
-        call: Callable[[], Result],
-        limit: float | None = None,
-        size: int = MAX_ANSWER_BYTES,
+        self, repo: str, ref: str | None, call: Callable[[Callable[[str], None]], Result], seconds: float
     ) -> Result:
-        """Call in a thread with time limit; whatever goes wrong becomes a `SourceError`."""
-        what = _describe_revision(repo, ref)
-        # A little longer than the client's own limit, whose error says more.
-        seconds = self.limits.answer_timeout + 1 if limit is None else limit
+        """Call in a thread with a time limit; the call ends when its argument, which it calls often, raises."""
+        late = SourceError("timeout", f"{_describe_revision(repo, ref)}: the Hub did not answer within {seconds:g} s")
+        is_abandoned = threading.Event()
 
-        def work() -> Result:
-            with self._limit_requests(seconds, size):
-                return call()
+        def check(stage: str) -> None:
+            if is_abandoned.is_set():
+                raise late
 
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(start_in_thread(work)), seconds)
-        except SourceError:
-            raise
+            return await asyncio.wait_for(asyncio.wrap_future(start_in_thread(lambda: call(check))), seconds)
         except HubError as error:
             raise SourceError(error.code, str(error)) from error
-        except GatedRepoError as error:
-            raise SourceError("denied", f"{what}: the repo is gated; accept its terms and set a token") from error
-        except RevisionNotFoundError as error:
-            raise SourceError("unknown_revision", f"{what}: the repo has no such revision") from error
-        except RepositoryNotFoundError as error:
-            raise SourceError(
-                "unknown_repo", f"{what}: no such repo, or private; check its name, or set a token"
-            ) from error
-        except HfHubHTTPError as error:
-            status = error.response.status_code
-            code = {401: "denied", 403: "denied", 429: "limited"}.get(status, "bad_answer")
-            raise SourceError(code, f"{what}: the Hub answered {status}") from error
-        except (TimeoutError, httpx2.TimeoutException) as error:
-            raise SourceError("timeout", f"{what}: the Hub did not answer within {seconds:g} s") from error
-        except (httpx2.TransportError, ConnectionError, OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-            raise SourceError(
-                "unreachable", f"{what}: the Hub cannot be reached ({_cause(error)}); is there a network?"
-            ) from error
+        except TimeoutError as error:
+            raise late from error
         except OSError as error:
-            # The client's check of lengths is a plain OSError; those of the system have a number.
-            if error.errno is not None:
-                raise SourceError("disk", f"{what}: cannot be written ({error.strerror})") from error
-            raise SourceError("transfer", f"{what}: a file did not arrive whole") from error
-        except _BAD_ANSWER_ERRORS as error:
-            raise SourceError(
-                "bad_answer", f"{what}: the Hub's answer makes no sense ({type(error).__name__}: {str(error)[:200]})"
-            ) from error
+            text = f"{_describe_revision(repo, ref)}: {self._cache} cannot be written ({error.strerror})"
+            raise SourceError("disk", text) from error
+        finally:
+            is_abandoned.set()
 
 
 def _find_missing(names: Collection[str]) -> list[str]:
@@ -375,10 +276,6 @@ def _open_regular_file(path: Path, max_bytes: int, roots: Sequence[Path] | None 
 
 def _describe_revision(repo: str, ref: str | None) -> str:
     return f"{repo} at {ref[:12] if SHA.fullmatch(ref) else ref!r}" if ref else repo
-
-
-def _cause(error: BaseException) -> str:
-    return type(error.__cause__ or error).__name__
 
 
 def _natural_sort_key(name: str) -> list[tuple[int, int, str]]:

@@ -82,7 +82,6 @@ class Webhooks:
         self._hub = HubSource(
             cache=None if policies.policy_cache is None else Path(policies.policy_cache).expanduser(),
             limits=HubLimits(max_bytes=updates.update_cache_bytes),
-            limit_requests=jaxmodels.hub_limits,
         )
         self._folders = FolderSource(
             self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies",

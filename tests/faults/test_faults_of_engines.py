@@ -81,3 +81,23 @@ async def test_f27_jax_is_in_the_engines_which_end_with_a_killed_server(fleet: F
     while any((engine / "maps").exists() and (engine / "maps").read_text() for engine in engines):
         assert time.monotonic() < began + 1 + fleet.meter.lost(began)
         await asyncio.sleep(0.01)
+
+
+async def test_f28_robot_that_waited_too_long_for_an_engine_needs_a_person(place: Path) -> None:
+    with server(place / "patient", "--engine-patience", "0.5", "--frozen", "warn", scripted=False) as running:
+        async with moving_fleet(running, 1) as fleet:
+            (name,) = fleet.commands
+            os.kill(next(iter((await fleet.engines()).values())), signal.SIGKILL)
+            began = time.monotonic()
+            while (session := await fleet.session(name))["status"] != "error":
+                assert time.monotonic() < began + 5, session["stats"]["hold_code"]
+                await asyncio.sleep(0.02)
+            assert "engine_patience" in session["error_message"]
+            while not any(one["batch_ms"] for one in (await fleet.call("GET", "/health"))["engine"]["devices"]):
+                assert time.monotonic() < began + PATIENCE
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(0.2)
+            late = [round(at - began, 1) for at in fleet.commands[name] if at > began + 1]
+            assert fleet.commands[name][-1] < began + 2, (late, await fleet.session(name))
+            await fleet.call("POST", f"/sessions/{name}/restart")
+            await fleet.until_moving(PATIENCE)

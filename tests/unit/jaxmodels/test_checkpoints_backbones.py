@@ -137,13 +137,9 @@ def test_a_file_that_is_not_there_is_no_repo(tmp_path: Path) -> None:
 
 def test_a_repo_of_the_hub_is_fetched(timm_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {path.name: path.read_bytes() for path in timm_folder().iterdir()}
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real Hub
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     with StubHub() as hub:
-        # What HF_ENDPOINT does before the library is imported.
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
         hub.push("timm/resnet18.tv_in1k", {**files, "pytorch_model.bin": b"cos\nsystem\n"})
         told: list[str] = []
         found = read_backbone("timm/resnet18.tv_in1k", "resnet18", on_progress=told.append)
