@@ -105,10 +105,6 @@ class PolicyFailed(ServiceError, status=500, code="policy_failed"):
     """A loaded policy raised, or returned something that is not an action chunk."""
 
 
-class LoadsStuck(ServiceError, status=503, code="loads_stuck", retry_after=30):
-    """Too many cancelled loads still run in this process: nothing more is loaded until one of them is over."""
-
-
 class UnknownDeployment(ServiceError, status=404, code="unknown_deployment"):
     """No policy update has this id."""
 

@@ -116,7 +116,7 @@ if __name__ == "__main__":
 def pause_garbage_collection() -> Iterator[None]:
     """Pause the garbage collector during imports, and exclude all present objects from later collections.
 
-    The import of JAX takes 1.6 s of processor time with this, and 2.0 s without.
+    A collection of all modules takes 0.1 s. The import of JAX takes 1.6 s of processor time with this, else 2.0 s.
     """
     was_enabled = gc.isenabled()
     gc.disable()

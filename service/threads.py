@@ -62,9 +62,9 @@ class Worker:
     A call that never returns does not keep the process from ending.
     """
 
-    def __init__(self, name: str, niceness: int = 0):
+    def __init__(self, name: str):
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(niceness,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[[], Result]) -> asyncio.Future[Result]:
@@ -79,8 +79,7 @@ class Worker:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _run(self, niceness: int) -> None:
-        lower_priority(niceness)
+    def _run(self) -> None:
         while (item := self._calls.get()) is not None:
             if not item[1].cancelled():
                 run_call(*item)
@@ -97,11 +96,6 @@ def call_in_thread(call: Callable[[], Result], name: str, niceness: int = 0) -> 
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return outcome
-
-
-def settle_threadsafe(loop: asyncio.AbstractEventLoop, outcome: asyncio.Future[Any], result: Any) -> None:
-    """Set the result or the error of a future of this loop, from any thread."""
-    call_soon(loop, settle, outcome, result)
 
 
 def settle(outcome: asyncio.Future[Any], result: Any) -> None:

@@ -231,7 +231,7 @@ async def trace_of_a_frame() -> Trace:
     sessions = Sessions(
         transport=transport,
         load=ScriptedLoader(lambda: policy),
-        engine=Engine(switch_interval=None),
+        engine=Engine(),
         settings=SessionSettings(),
     )
     new = NewSession("traced", "policy", "memory://", rate=50)

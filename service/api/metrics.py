@@ -234,11 +234,6 @@ class _Devices(Collector):
                 batches.add_metric([*labels, size], count)
         yield from (load, waiting, failed, batches)
         yield GaugeMetricFamily(
-            "robojax_loads_left_behind",
-            "Threads of loads that were ended and still run",
-            value=facts.get("loads_left_behind", 0),
-        )
-        yield GaugeMetricFamily(
             "robojax_promised_load", "Devices' time promised to sessions", value=facts.get("promised_load", 0)
         )
 

@@ -203,8 +203,6 @@ async def readiness(request: Request) -> HTTPResponse:
     if context.sessions.is_closing:
         waiting_for.append("the server is shutting down")
     facts: Any = context.sessions.engine.get_stats()
-    if facts["loads_refused"] is not None:
-        waiting_for.append(facts["loads_refused"])
     failed = [device["failed"] for device in facts["devices"]]
     if failed and all(failed):
         waiting_for.append(f"no device works: {failed[0]}")

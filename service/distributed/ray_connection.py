@@ -12,7 +12,7 @@ import ray  # pyright: ignore[reportMissingImports] - an extra
 from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 from yarl import URL
 
-from service.threads import settle_threadsafe
+from service.threads import call_soon, settle
 
 NAMESPACE = "robojax"
 
@@ -106,10 +106,10 @@ def send_call(
     def send() -> None:
         try:
             getattr(actor, method).remote(*arguments).future().add_done_callback(
-                lambda reply: settle_threadsafe(loop, outcome, reply.exception() or reply.result())
+                lambda reply: call_soon(loop, settle, outcome, reply.exception() or reply.result())
             )
         except Exception as error:
-            settle_threadsafe(loop, outcome, error)
+            call_soon(loop, settle, outcome, error)
 
     start(send)
     return outcome

@@ -4,22 +4,20 @@ import asyncio
 import logging
 import time
 from asyncio import Task
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
 
 from jaxmodels.errors import CheckpointError
 from service.engines.connection import ConnectionLost, EngineFault
 from service.engines.messages import Begun, EngineFacts, Loaded
-from service.engines.remote_policy import RemotePolicy
+from service.engines.remote_policy import RemotePolicy, check_answer
 from service.engines.remote_worker import RemoteWorker
-from service.engines.retries import RetryState
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
-from service.inference.sandbox import begin_building
-from service.threads import call_soon, settle
+from service.inference.sandbox import raise_if_cancelled
+from service.threads import settle
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +27,8 @@ POLL_PERIOD = 0.5
 SILENCE_FACTOR, SHORTEST_SILENCE = 2.0, 1.0
 # Seconds for which a load waits for the first engine.
 START_TIMEOUT = 60.0
+# Seconds between two tries to load policies that an engine could not load.
+RETRY_PERIOD = 60.0
 
 
 class EngineMember:
@@ -70,13 +70,13 @@ class EngineMember:
         self._call, self._loop, self.stuck_after = call, asyncio.get_running_loop(), stuck_after
         self._on_stuck, self._on_silent = on_stuck, on_silent
         self._silence = max(SILENCE_FACTOR * stuck_after, shortest_silence)
-        self.worker = RemoteWorker(name, self._act, stuck_after, self.report_stuck)
+        self.worker = RemoteWorker(name, call, stuck_after, self.report_stuck)
         self.joined_at = time.monotonic()
         self.is_gone = False
         self.poll_task: Task[None] | None = None
         self.copy_task: Task[None] | None = None
         self.copies: WeakSet[Loaded] = WeakSet()
-        self._pending: set[Future[Any]] = set()
+        self._pending: set[asyncio.Future[Any]] = set()
         self._gone_reason = ""
 
     def ask(self, method: str, *arguments: Any) -> "Future[Any]":
@@ -85,34 +85,22 @@ class EngineMember:
         Returns:
             Its answer, or `DeviceGone` as soon as the engine is gone.
         """
-        answer: Future[Any] = Future()
-        self._pending.add(answer)
-        answer.add_done_callback(self._pending.discard)
-        if self.is_gone:
-            _settle(answer, DeviceGone(self._gone_reason))
-            return answer
 
-        def call() -> None:
+        async def call() -> Any:
+            if self.is_gone:
+                raise DeviceGone(self._gone_reason)
+            reply = self._call(method, *arguments)
+            self._pending.add(reply)
+            reply.add_done_callback(self._pending.discard)
             try:
-                reply = self._call(method, *arguments)
-            except Exception as error:
-                _settle(answer, error)
-            else:
-                reply.add_done_callback(
-                    lambda reply: _settle(answer, self._translate(reply.exception()) or reply.result())
-                )
+                return await reply
+            except ConnectionLost as error:
+                raise DeviceGone(f"engine {self.name}: its process ended") from error
 
-        call_soon(self._loop, call)
-        return answer
-
-    def _act(self, outcome: asyncio.Future[Any], *arguments: Any) -> None:
-        self._call("act", *arguments).add_done_callback(lambda answer: settle_now(outcome, answer))
+        return asyncio.run_coroutine_threadsafe(call(), self._loop)
 
     def report_stuck(self) -> None:
         self._on_stuck(self, f"an inference did not return in {self.stuck_after:g} s (stuck_after)")
-
-    def _translate(self, error: BaseException | None) -> BaseException | None:
-        return DeviceGone(f"engine {self.name}: its process ended") if isinstance(error, ConnectionLost) else error
 
     async def poll(self, engines: "EngineSet") -> None:
         """Poll the engine's load until it leaves, or is silent for too long."""
@@ -134,8 +122,8 @@ class EngineMember:
     def fail(self, why: str) -> None:
         """Mark the engine as gone and fail all pending calls, also the requests of robots."""
         self.is_gone, self._gone_reason = True, f"engine {self.name} is not there any more: {why}"
-        for answer in tuple(self._pending):
-            _settle(answer, DeviceGone(self._gone_reason))
+        for reply in tuple(self._pending):
+            settle(reply, DeviceGone(self._gone_reason))
         self.worker.fail(why)
 
     def cancel(self) -> None:
@@ -143,14 +131,6 @@ class EngineMember:
         for task in (self.poll_task, self.copy_task):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
-
-
-def _settle(answer: "Future[Any]", outcome: Any) -> None:
-    with suppress(InvalidStateError):  # the engine left at the same moment
-        if isinstance(outcome, BaseException):
-            answer.set_exception(outcome)
-        else:
-            answer.set_result(outcome)
 
 
 class EngineSet:
@@ -166,7 +146,8 @@ class EngineSet:
         self.address = address
         self.members: dict[str, EngineMember] = {}
         self.read_trouble: Callable[[], str] = lambda: ""
-        self._retries = RetryState()
+        self._missing: dict[tuple[str, str], str] = {}  # engine and handle of a policy that it could not load: why
+        self._retry_at = 0.0
         self._engine: Engine  # set by `open`, like the loop
         self._loop: asyncio.AbstractEventLoop
 
@@ -224,19 +205,19 @@ class EngineSet:
         return used
 
     def retry_copies(self) -> None:
-        """Start to copy missing policies to the engines that are due for another try."""
-        now = time.monotonic()
+        """Start to copy missing policies to their engines if it is time for another try."""
         alive = {member.name: member for member in self.members.values() if not member.is_gone}
-        self._retries.retain(alive, self._used_handles())
-        for name in self._retries.due(now):
+        used = self._used_handles()
+        self._missing = {key: why for key, why in self._missing.items() if key[0] in alive and key[1] in used}
+        if not self._missing or time.monotonic() < self._retry_at:
+            return
+        self._retry_at = time.monotonic() + RETRY_PERIOD
+        for name in {name for name, _ in self._missing}:
             member = alive[name]
             if member.copy_task is None or member.copy_task.done():
-                member.copy_task = asyncio.create_task(self._copy_missing(name), name=f"complete {name}")
-
-    async def _copy_missing(self, name: str) -> None:
-        began = time.monotonic()
-        await self._engine.replica_manager.copy_missing_policies(name)
-        self._retries.drop_failures(name, began)
+                member.copy_task = asyncio.create_task(
+                    self._engine.replica_manager.copy_missing_policies(name), name=f"complete {name}"
+                )
 
     def get_stats(self) -> dict[str, object]:
         """Return state and load of all engines for the API; JSON-ready."""
@@ -255,7 +236,11 @@ class EngineSet:
             for member in self.members.values()
             if not member.is_gone
         ]
-        trouble = "; ".join(filter(None, (self.read_trouble(), self._retries.describe(time.monotonic()))))
+        missing = [
+            f"{engine} is missing policy {handle[:12]}, which others have: {why} (tried again every {RETRY_PERIOD:g} s)"
+            for (engine, handle), why in sorted(self._missing.items())
+        ]
+        trouble = "; ".join(filter(None, (self.read_trouble(), *missing)))
         return {"address": self.address, "engines": engines, "trouble": trouble or None}
 
     def close(self) -> None:
@@ -278,10 +263,15 @@ class EngineSet:
         while not (alive := [one for one in tuple(self.members.values()) if not one.is_gone]):
             if (trouble := self.read_trouble()) or time.monotonic() > until:
                 raise CheckpointError(trouble or f"no engine has begun for {START_TIMEOUT:g} s; try again when one has")
-            begin_building()  # raises when the load was cancelled
+            raise_if_cancelled()
             time.sleep(0.02)
         first, *others = sorted(alive, key=lambda one: (one.worker.facts.policies, one.worker.facts.load, one.name))
         return first.name, [one.name for one in others if not one.worker.facts.load]
+
+    def read_stages(self, engines: Collection[str], sha: str) -> list[str]:
+        """Return the stages in which these engines load a policy, as far as they have reported it."""
+        members = [member for member in tuple(self.members.values()) if member.name in engines]
+        return [stages[sha] for member in members if sha in (stages := member.worker.facts.stages)]
 
     def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
         """Call a method of the engine of this name; see `EngineMember.ask`."""
@@ -310,20 +300,32 @@ class EngineSet:
                 f"engine {engine} did not answer within {member.stuck_after:g} s (stuck_after)"
             ) from error
 
-    def keep_copy(self, engine: str, loaded: Loaded) -> None:
-        """Record the copy of a policy in an engine, which keeps it while a session uses or loads the policy."""
+    def load(self, engine: str, files: Any, like: str | None) -> "Future[Loaded]":
+        """Have an engine load a policy, and keep it there for as long as the answer is referenced.
 
-        def keep() -> None:
+        Args:
+            like: handle of a policy that this one probably resembles.
+        """
+
+        async def load() -> Loaded:
+            loaded = check_answer(await asyncio.wrap_future(self.ask(engine, "load", files, like)))
             if (member := self.members.get(engine)) is not None:
                 member.copies.add(loaded)
-                self._retries.record_success(engine, loaded.handle)
+                self._missing.pop((engine, loaded.handle), None)
+            return loaded
 
-        self._call_on_loop(keep)
+        return asyncio.run_coroutine_threadsafe(load(), self._loop)
 
     def record_failure(self, engine: str, handle: str, why: str) -> None:
         """Record that an engine could not load a policy that others have; it is tried again."""
         logger.warning("%s is missing policy %s: %s", engine, handle[:12], why)
-        self._call_on_loop(lambda: self._retries.record_failure(engine, handle, why, time.monotonic()))
+
+        def record() -> None:
+            if not self._missing:
+                self._retry_at = time.monotonic() + RETRY_PERIOD
+            self._missing[engine, handle] = why
+
+        self._call_on_loop(record)
 
     def _call_on_loop(self, call: Callable[[], None]) -> None:
         try:
@@ -332,8 +334,3 @@ class EngineSet:
             # The loop has ended, and with it the caller that loads the policy.
             if not self._loop.is_closed():
                 raise
-
-
-def settle_now(outcome: asyncio.Future[Any], answer: asyncio.Future[Any]) -> None:
-    """Give a future the result or the error of another future that is done."""
-    settle(outcome, answer.exception() or answer.result())

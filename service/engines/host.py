@@ -4,9 +4,11 @@ Requests of all servers share batches if no answer is late because of it.
 """
 
 import asyncio
+import logging
 import math
 import os
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,7 @@ import numpy as np
 
 import jaxmodels
 from jaxmodels.errors import JaxModelsError
+from service.engines.launch import ENGINE_NICENESS
 from service.engines.messages import Begun, EngineFacts, EngineOptions, Loaded, LocalFolder, Refusal
 from service.errors import PolicyError, PolicyFailed
 from service.inference.batching import FrameSizesKey
@@ -35,6 +38,12 @@ from service.inference.loaded_policy import (
 from service.processes import pause_garbage_collection
 from service.threads import call_in_thread
 
+logger = logging.getLogger(__name__)
+
+# Seconds for which a thread in Python code may keep the event loop waiting.
+SWITCH_INTERVAL = 0.001
+# Seconds in which the last lines of the log reach the server.
+LOG_SECONDS = 0.2
 # Seconds after which a policy that no server uses any more is dropped.
 UNUSED_TIMEOUT = 30.0
 # Newest requests that waiting is counted of.
@@ -47,7 +56,6 @@ ROBOT_MEMORY = 2.0
 class _CachedPolicy:
     served: LoadedPolicy
     stack: AsyncExitStack
-    compiled: list[FrameSizes]
     last_used_at: float = field(default_factory=time.monotonic)
 
 
@@ -67,7 +75,7 @@ class EngineHost:
         self._queues: deque[tuple[float, float]] = deque(maxlen=QUEUE_SAMPLES)
         self._engine: Engine | None = None
         self._begin_lock = asyncio.Lock()
-        self._drop_task: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
         self._robot_ran_at = -math.inf
         self._devices: Sequence[str] = ()
 
@@ -76,6 +84,9 @@ class EngineHost:
         async with self._begin_lock:
             if self._engine is None:
                 options = self._options
+                # The threads that compute inherit the priority. Ray starts processes with the usual one.
+                os.nice(max(ENGINE_NICENESS - os.nice(0), 0))
+                sys.setswitchinterval(SWITCH_INTERVAL)
                 try:
                     devices = await call_in_thread(partial(_open_devices, options), "devices")
                 except JaxModelsError as error:
@@ -87,7 +98,7 @@ class EngineHost:
                     load_timeout=options.load_timeout,
                 )
                 self._engine.has_running_robot = lambda: time.monotonic() - self._robot_ran_at < ROBOT_MEMORY
-                self._drop_task = asyncio.create_task(self._drop_unused(), name="unused policies")
+                self._watch_task = asyncio.create_task(self._watch(self._engine), name="unused policies")
                 self._devices = devices
         return Begun(version("robojax"), socket.gethostname(), os.getpid(), self._devices)
 
@@ -102,10 +113,6 @@ class EngineHost:
             task = self._loading[files.sha] = asyncio.create_task(self._load(files, like))
             task.add_done_callback(lambda task: self._loading.pop(files.sha, None))
         return await asyncio.shield(task)
-
-    async def stage(self, sha: str) -> str | None:
-        """Return the stage of loading a policy; None when it is not being loaded."""
-        return self._stages.get(sha)
 
     async def _load(self, files: LocalFolder, like: str | None) -> Loaded | Refusal:
         if (cached := self._policies.get(files.sha)) is not None:
@@ -130,10 +137,7 @@ class EngineHost:
             return Refusal("policy", str(why))
         finally:
             self._stages.pop(files.sha, None)
-        sizes = [dict(served.requirements.cameras), *(before.compiled if before is not None else ())]
-        cached = self._policies[files.sha] = _CachedPolicy(
-            served, stack, [one for one in sizes if served.is_compiled(one)]
-        )
+        cached = self._policies[files.sha] = _CachedPolicy(served, stack)
         return self._describe(files.sha, cached)
 
     def _read(self, files: LocalFolder, *_: Any, like: Any = None, on_progress: Any = None) -> Policy:
@@ -148,26 +152,22 @@ class EngineHost:
         )
 
     def _describe(self, sha: str, cached: _CachedPolicy) -> Loaded:
-        return Loaded(sha, cached.served.policy.requirements, tuple(cached.compiled))
+        replica = cached.served.replicas[0]
+        seconds = {frames: replica.latencies[frames].measured(1).median for frames in replica.compiled_frames}
+        return Loaded(sha, replica.policy.requirements, seconds)
 
-    async def compile(self, handle: str, sizes: FrameSizes | None) -> Refusal | None:
-        """Compile a policy for frames of these sizes."""
+    async def compile(self, handle: str, sizes: FrameSizes) -> Refusal | float:
+        """Compile a policy for frames of these sizes; returns the seconds of one inference."""
         if (cached := self._find_policy(handle)) is None:
             return _refuse_unknown(self.name)
-        frame_sizes = dict(cached.served.requirements.cameras if sizes is None else sizes)
         try:
-            await self._opened_engine().compile(cached.served, frame_sizes)
+            await self._opened_engine().compile(cached.served, sizes)
         except PolicyFailed as error:
             return Refusal("policy", str(error))
-        if frame_sizes not in cached.compiled:
-            cached.compiled.append(frame_sizes)
-        return None
-
-    async def profile(self, handle: str, sizes: FrameSizes | None) -> float | Refusal:
-        """Return the seconds that one inference takes now, measured with zeros."""
-        if (cached := self._find_policy(handle)) is None:
-            return _refuse_unknown(self.name)
-        return await call_in_thread(lambda: cached.served.policy.profile(1, sizes), "policy-profile", 5)
+        replica, frames = cached.served.replicas[0], frozenset(sizes.items())
+        if not replica.latencies[frames].is_measured:  # programs of a similar policy are used
+            await call_in_thread(partial(replica.prepare, 1, sizes), "policy-compiler")
+        return replica.latencies[frames].measured(1).median
 
     async def act(
         self, handle: str, observation: Mapping[str, np.ndarray], due_in: float | None
@@ -183,6 +183,8 @@ class EngineHost:
         try:
             inference = await self._opened_engine().infer(cached.served, observation, due=due)
         except PolicyFailed as error:
+            if isinstance(error, InferenceStuck):
+                self._end_process(str(error))
             return Refusal(_refusal_kind(error), str(error))
         self._queues.append((time.monotonic(), inference.queue))
         return inference
@@ -205,7 +207,7 @@ class EngineHost:
             return max(replica.policy.prepare_task(text, prompt_cut) for replica in cached.served.replicas)
 
         try:
-            return await call_in_thread(prepare, "instruction", 5)
+            return await call_in_thread(prepare, "instruction")
         except JaxModelsError as error:
             return Refusal("input", str(error))
 
@@ -234,8 +236,14 @@ class EngineHost:
             batch_ms=tuple(figures for device in stats["devices"] for figures in device["batch_ms"]),
             policies=len(self._policies),
             is_compiling=not engine.batch_compiler.idle.is_set(),
+            stages=dict(self._stages),
             latencies={handle: _get_latencies(policy.served.replicas[0]) for handle, policy in cached.items()},
         )
+
+    def _end_process(self, why: str) -> None:
+        """End the process because a thread cannot be ended; the server or the pool starts another process."""
+        logger.error("the process of engine %s ends: %s", self.name, why)
+        asyncio.get_running_loop().call_later(LOG_SECONDS, os._exit, 1)
 
     def _opened_engine(self) -> Engine:
         assert self._engine is not None, "begin() comes first"
@@ -247,9 +255,12 @@ class EngineHost:
             cached.last_used_at = time.monotonic()
         return cached
 
-    async def _drop_unused(self) -> None:
+    async def _watch(self, engine: Engine) -> None:
+        """Drop unused policies. While no robot moves, end a process in which a load takes too long."""
         while True:
             await asyncio.sleep(UNUSED_TIMEOUT / 6)
+            if engine.policy_cache.has_lost_thread and not engine.has_running_robot():
+                self._end_process("building a policy takes too long (load_timeout)")
             for handle, cached in tuple(self._policies.items()):
                 if time.monotonic() - cached.last_used_at > UNUSED_TIMEOUT:
                     del self._policies[handle]

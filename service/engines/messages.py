@@ -10,7 +10,7 @@ from jaxmodels.errors import CheckpointError
 from service.engines.codec import MessageCodec
 from service.engines.shared_memory import SharedMemory
 from service.inference.batching import FrameSizesKey
-from service.inference.loaded_policy import FrameSizes, InferenceResult
+from service.inference.loaded_policy import InferenceResult
 
 # input: the policy refused it, as it would anywhere. failed: it raised. stuck: it did not come back in time.
 # unknown: the engine does not have the policy (any more). policy: it cannot be loaded. engine: this engine cannot be
@@ -98,12 +98,12 @@ class Loaded:
 
     Attributes:
         handle: by which the engine knows it.
-        compiled: sizes of frames that it is compiled for.
+        seconds: of one inference, by the sizes of frames that it is compiled for.
     """
 
     handle: str
     requirements: Requirements
-    compiled: Sequence[FrameSizes]
+    seconds: Mapping[FrameSizesKey, float]
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ class EngineFacts:
         batch_ms: of each policy, batch size to median and p90.
         policies: number of policies in memory.
         is_compiling: whether it compiles larger batches.
+        stages: stage of each policy that is being loaded, by hash.
         latencies: median seconds by policy, frame sizes and batch size, of what is compiled.
     """
 
@@ -128,6 +129,7 @@ class EngineFacts:
     batch_ms: Sequence[Mapping[str, Any]] = ()
     policies: int = 0
     is_compiling: bool = False
+    stages: Mapping[str, str] = field(default_factory=dict)
     latencies: Mapping[str, Mapping[FrameSizesKey, Mapping[int, float]]] = field(default_factory=dict)
 
 

@@ -20,7 +20,7 @@ from service.engines.shared_memory import SharedMemory
 from service.processes import exit_with_parent
 from service.threads import call_in_thread
 
-METHODS = frozenset({"load", "stage", "compile", "profile", "act", "try_out", "prepare_task", "facts"})
+METHODS = frozenset({"load", "compile", "act", "try_out", "prepare_task", "facts"})
 MAX_LOG_LINE = 8192  # characters
 
 # Sends an event to the server: (name, arguments); answers a call of the server: (method, arguments).

@@ -16,7 +16,7 @@ from service.inference.device_worker import DeviceGone
 from service.inference.loaded_policy import FrameSizes, InferenceStuck
 from service.inference.policy_cache import summarize_error
 from service.inference.policy_sources import copy_roots
-from service.inference.sandbox import begin_building
+from service.inference.sandbox import raise_if_cancelled
 
 if TYPE_CHECKING:
     from service.engines.engine_set import EngineSet  # it imports this module
@@ -70,19 +70,7 @@ class PolicyReplication:
         Args:
             like: handle of a policy that this one probably resembles.
         """
-        copying: Future[Loaded] = Future()
-        self._copies[engine] = copying
-
-        def make(reply: "Future[Any]") -> None:
-            try:
-                loaded = check_answer(reply.result())
-                self.engines.keep_copy(engine, loaded)
-            except BaseException as error:  # raised again in the thread that takes the copy
-                copying.set_exception(error)
-            else:
-                copying.set_result(loaded)
-
-        self.engines.ask(engine, "load", self._files, like).add_done_callback(make)
+        self._copies[engine] = self.engines.load(engine, self._files, like)
 
     def wait_for_first(self, report: Callable[[str], None]) -> "RemotePolicy":
         """Wait for all copies that were started, and return the first; ``report`` gets the slowest engine's stage.
@@ -91,7 +79,10 @@ class PolicyReplication:
             JaxModelsError, PolicyFailed: no engine can load it.
         """
         while wait(self._copies.values(), POLL_PERIOD).not_done:
-            self._report_stage(report)
+            raise_if_cancelled()
+            loading = [engine for engine, copying in tuple(self._copies.items()) if not copying.done()]
+            if stages := self.engines.read_stages(loading, self._files.sha):
+                report("reading" if "reading" in stages else "compiling")
         errors = {}
         for engine, copying in tuple(self._copies.items()):
             if (error := copying.exception()) is None:
@@ -122,16 +113,6 @@ class PolicyReplication:
                 raise CheckpointError(f"{engine}: {why}") from error
             raise DeviceGone(f"{engine}: {why}") from error
 
-    def _report_stage(self, report: Callable[[str], None]) -> None:
-        requests = [
-            self.engines.ask(engine, "stage", self._files.sha)
-            for engine, copying in tuple(self._copies.items())
-            if not copying.done()
-        ]
-        stages = [one.result() for one in wait(requests, POLL_PERIOD).done if one.exception() is None]
-        if any(stages):
-            report("reading" if "reading" in stages else "compiling")
-
 
 class RemotePolicy:
     """A policy in an engine, which keeps it as long as this object is referenced.
@@ -154,7 +135,7 @@ class RemotePolicy:
         self.timings: Mapping[str, float] = {}
         self._replication = replication
         self._loaded = loaded  # keeps the policy in the engine
-        self._compiled = {_key(sizes) for sizes in loaded.compiled}
+        self._seconds = dict(loaded.seconds)
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
         """Run one inference that no robot waits for; see `Policy.act`. `RemoteWorker` sends the requests of robots."""
@@ -178,16 +159,15 @@ class RemotePolicy:
         """Compile for frames of these sizes; the engine chooses the batch sizes."""
         sizes = dict(self.requirements.cameras if cameras is None else cameras)
         if not self.is_compiled(batch, sizes):
-            self._call("compile", sizes)
-            self._compiled.add(_key(sizes))
+            self._seconds[frozenset(sizes.items())] = self._call("compile", sizes)
 
     def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None) -> bool:
         """Return whether it is compiled, without asking the engine."""
-        return _key(self.requirements.cameras if cameras is None else cameras) in self._compiled
+        return frozenset((self.requirements.cameras if cameras is None else cameras).items()) in self._seconds
 
     def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
-        """Return the seconds that an inference takes in the engine."""
-        return self._call("profile", None if cameras is None else dict(cameras))
+        """Return the seconds of one inference that the engine measured when it compiled for these sizes."""
+        return self._seconds[frozenset((self.requirements.cameras if cameras is None else cameras).items())]
 
     def on(self, device: str) -> "RemotePolicy":
         """Return the same policy in another engine, which may be making its copy already.
@@ -242,14 +222,10 @@ class RemoteLoader:
         with PolicyFolder(folder, roots=roots, largest=self.largest) as opened:
             self.inspect(opened)
             files = self.share(opened, commit)
-        begin_building()
+        raise_if_cancelled()
         replication = PolicyReplication(self.engines, files, is_update=like is not None)
         engine, idle = self.engines.pick()
         replication.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)
         for other in idle if like is None else ():
             replication.begin(other)
         return replication.wait_for_first(report)
-
-
-def _key(sizes: FrameSizes) -> frozenset[tuple[str, tuple[int, int]]]:
-    return frozenset((camera, (height, width)) for camera, (height, width) in sizes.items())

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.errors import ObservationError
+from service.engines.connection import ConnectionLost
 from service.engines.messages import EngineFacts
 from service.engines.remote_policy import RemotePolicy, check_answer
 from service.inference.batching import FrameSizesKey, LatencyModel, read_layout
@@ -25,8 +26,7 @@ class RemoteWorker:
     """A `DeviceWorker` whose device is an engine in another process.
 
     Args:
-        send: sends a request (handle, observation, seconds until it is due) and sets the outcome's result or error;
-            called on the event loop, must not block.
+        call: calls a method of the engine with arguments; see `Connection.call`.
         on_stuck: called when a request was not answered within `stuck_after` seconds.
 
     Attributes:
@@ -36,15 +36,14 @@ class RemoteWorker:
     def __init__(
         self,
         name: str,
-        send: Callable[..., None],
+        call: Callable[..., asyncio.Future[Any]],
         stuck_after: float = 5.0,
         on_stuck: Callable[[], None] = lambda: None,
     ):
         self.name = name
         self.facts = EngineFacts()
         self.last_used_at = 0.0
-        self.abandoned = 0
-        self._send, self._on_stuck = send, on_stuck
+        self._call, self._on_stuck = call, on_stuck
         self._stuck_after = stuck_after
         self._pending: dict[asyncio.Future[Any], float] = {}  # values: when it was sent, oldest first
         self._latency = LatencyModel()
@@ -77,15 +76,9 @@ class RemoteWorker:
         return self.facts.load
 
     async def submit(
-        self,
-        replica: Replica,
-        observation: Mapping[str, np.ndarray],
-        due: float | None,
-        *,
-        is_alone: bool = False,
-        may_move: bool = False,
+        self, replica: Replica, observation: Mapping[str, np.ndarray], due: float | None, *, may_move: bool = False
     ) -> InferenceResult:
-        """Run a policy on one observation; see `DeviceWorker.submit`. The engine decides what runs alone."""
+        """Run a policy on one observation; see `DeviceWorker.submit`."""
         if self._is_closed:
             raise WorkerClosed("the server is ending")
         if self._gone_reason is not None:
@@ -94,13 +87,11 @@ class RemoteWorker:
         assert isinstance(policy, RemotePolicy)
         now, loop = time.monotonic(), asyncio.get_running_loop()
         # A request stays pending when its caller gives up, so that the next one goes to an engine with less to do.
-        outcome: asyncio.Future[Any] = loop.create_future()
+        outcome = self._call("act", policy.handle, dict(observation), None if due is None else due - now)
         result: asyncio.Future[Any] = loop.create_future()
         self._pending[outcome] = self.last_used_at = now
         timer = loop.call_later(self._stuck_after, self._give_up, result)
         outcome.add_done_callback(lambda outcome: self._end(outcome, result, timer))
-        due_in = None if due is None else due - now
-        self._send(outcome, policy.handle, dict(observation), due_in)
         answering = self._answer(result, replica, read_layout(observation).frames, now)
         if may_move:
             answer = loop.create_task(answering)
@@ -111,7 +102,7 @@ class RemoteWorker:
                 # This does not count as a failure of the engine: it is asked last while it owes answers, and the pool
                 # finds out whether it lives. On a busy machine all engines are late, and recover a moment later.
                 late = Overdue(f"{self.name} has not answered for {usual:.2f} s")
-                late.is_counted, late.answer = True, answer
+                late.answer = answer
                 raise late
             return await answer
         return await answering
@@ -135,7 +126,10 @@ class RemoteWorker:
     def _end(self, outcome: asyncio.Future[Any], result: asyncio.Future[Any], timer: asyncio.TimerHandle) -> None:
         timer.cancel()
         del self._pending[outcome]
-        settle(result, outcome.exception() or outcome.result())
+        error = outcome.exception()
+        if isinstance(error, ConnectionLost):
+            error = DeviceGone(f"engine {self.name}: its process ended")
+        settle(result, error or outcome.result())
 
     def _give_up(self, result: asyncio.Future[Any]) -> None:
         """Fail a request that has no answer after ``stuck_after`` seconds; its engine still owes the answer."""

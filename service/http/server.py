@@ -11,6 +11,7 @@ import resource
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
@@ -371,6 +372,8 @@ def run(
         beside: second app of the process on a port of its own; it ends first.
         watchdog: measures the event loop; None only logs.
     """
+    # Python's default lets a thread in Python code keep the event loop waiting for 5 ms.
+    sys.setswitchinterval(0.001)
     watchdog, guard = watchdog or LoopWatchdog(), SignalGuard()
 
     async def until_signal() -> None:

@@ -43,8 +43,7 @@ class PolicySettings(Group):
     )
     load_timeout: Seconds = Field(
         default=600.0,
-        description="Seconds that building and compiling a policy may take, after its files were read; then it is "
-        "given up.",
+        description="Seconds that an engine may take to build a policy, and to compile it; a slower policy is refused.",
     )
     stuck_after: Seconds = Field(default=5.0, description="Seconds after which a running inference is given up.")
     engine_batch_sizes: Counts = Field(

@@ -2,12 +2,9 @@
 
 import asyncio
 import logging
-import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import NoReturn
 from weakref import WeakKeyDictionary
 
@@ -53,15 +50,13 @@ class Dispatcher:
         observation: Mapping[str, np.ndarray],
         due: float | None,
         *,
-        is_alone: bool,
         has_stuck: bool = False,
     ) -> InferenceResult:
-        """Run the policy on some device.
+        """Run the policy on a device.
 
         Args:
             due: when the caller's plan runs dry, on the monotonic clock; as soon as possible when None.
-            is_alone: it is not batched with others, because it may spoil what they get.
-            has_stuck: a device was given up because it did not answer this request.
+            has_stuck: whether a device was given up because it did not answer this request.
 
         Raises:
             PolicyFailed: the policy raised, with a text for sessions.
@@ -72,22 +67,20 @@ class Dispatcher:
         replica = usable[0] if len(usable) == 1 else min(usable, key=self._busyness)
         worker = devices.workers[replica.worker_id]
         try:
-            result = await worker.submit(
-                replica, observation, due, is_alone=is_alone, may_move=loaded.is_on_several_devices
-            )
+            result = await worker.submit(replica, observation, due, may_move=loaded.is_on_several_devices)
         except DeviceGone as error:
             self._replica_manager.retire_device(replica.policy.device, str(error))
             is_stuck = isinstance(error, DeviceStuck)
             if is_stuck and has_stuck:
                 raise InferenceStuck(f"two engines were given up because of it: {error}") from error
-            return await self.run(loaded, observation, due, is_alone=is_alone, has_stuck=has_stuck or is_stuck)
+            return await self.run(loaded, observation, due, has_stuck=has_stuck or is_stuck)
         except (JaxModelsError, InputRefused, WorkerClosed) as error:
             _raise_refusal(error)
         except Exception as error:
             try:
                 return await self._run_elsewhere(loaded, replica, observation, due, error)
             except DeviceGone:
-                return await self.run(loaded, observation, due, is_alone=is_alone)
+                return await self.run(loaded, observation, due)
         if devices.health.failures:
             devices.health.record_success(replica.policy.device)
         return result
@@ -105,9 +98,9 @@ class Dispatcher:
         due: float | None,
         failure: Exception,
     ) -> InferenceResult:
-        """Ask another device, and return its answer or a late one of the first device, whichever comes first."""
+        """Ask another device; return the first answer, which may be a late answer of the first device."""
         late = failure.answer if isinstance(failure, Overdue) else None
-        # Devices may have left meanwhile.
+        # Devices may have left since the request was sent.
         others = [replica for replica in loaded.usable if replica.policy.device != failed.policy.device]
         if not others and late is None:
             _raise_refusal(failure)
@@ -124,19 +117,16 @@ class Dispatcher:
         finally:
             for task in tasks:
                 task.cancel()
-        what = f"it raises {type(failure).__name__}"
-        if isinstance(failure, Overdue):
-            if failure.is_counted:
-                return result
-            failure.is_counted, what = True, "it does not answer in time"
-        self._replica_manager.record_failure(failed.policy.device, what, other.policy.device, failure)
+        if not isinstance(failure, Overdue):
+            what = f"it raises {type(failure).__name__}"
+            self._replica_manager.record_failure(failed.policy.device, what, other.policy.device, failure)
         return result
 
     async def _run_alone(
         self, replica: Replica, observation: Mapping[str, np.ndarray], due: float | None
     ) -> InferenceResult:
         try:
-            return await self._devices.workers[replica.worker_id].submit(replica, observation, due, is_alone=True)
+            return await self._devices.workers[replica.worker_id].submit(replica, observation, due)
         except DeviceGone as error:
             self._replica_manager.retire_device(replica.policy.device, str(error))
             raise
@@ -165,29 +155,20 @@ def _raise_refusal(error: Exception) -> NoReturn:
     raise PolicyFailed(f"the policy raised {type(error).__name__} {summarize_error(error)}") from error
 
 
-# Seconds that a trial waits for a moment in which no robot waits.
-MAX_TRIAL_WAIT = 1.0
-# Successful requests that a caller needs after a failure before its requests are batched again.
-PROBATION = 16
+# How much lower the priority of trials is than that of robots.
+TRIAL_NICENESS = 5
+# Seconds for which a trial waits until no robot waits, and between two checks of that.
+MAX_TRIAL_WAIT, TRIAL_POLL = 1.0, 0.005
 # Seconds without a request after which the engine counts as idle: direct clients send requests at any time.
 QUIET_SECONDS = 3.0
-
-
-@dataclass(eq=False, slots=True)
-class _Caller:
-    """Lock that one sender's requests take in turn, and successes needed before they are batched again."""
-
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    probation: int = 0
 
 
 class Engine:
     """Loads policies in their own threads and runs each device's batches on one thread per device.
 
     Requests are batched if that makes none late (``service.inference.batching``). A failed batch runs again member by
-    member, so only the faulty observation fails. An overdue batch is abandoned with its thread. Several devices replace
-    each other, and a device that fails repeatedly is excluded (``service.inference.replicas``). All threads run at a
-    lower priority than the event loop.
+    member, so only the faulty observation fails. Several devices replace each other, and a device that fails repeatedly
+    is excluded (``service.inference.replicas``).
 
     Attributes:
         stuck_after: seconds after which a running inference is given up.
@@ -204,8 +185,6 @@ class Engine:
         self,
         *,
         stuck_after: float = 5.0,
-        niceness: int = 5,
-        switch_interval: float | None = 0.001,
         durations: LoadDurations | None = None,
         batch_sizes: Sequence[int] = (1,),
         devices: Sequence[str] = (),
@@ -227,24 +206,20 @@ class Engine:
         self.stuck_after = stuck_after
         self.durations = durations or LoadDurations()
         self.has_running_robot: Callable[[], bool] = lambda: False
-        self._niceness = niceness
-        # Python's default of 5 ms is how long a thread in Python code may keep the event loop waiting.
-        if switch_interval is not None:
-            sys.setswitchinterval(switch_interval)
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._pending, self._last_used_at = 0, -QUIET_SECONDS
-        self._callers: WeakKeyDictionary[object, _Caller] = WeakKeyDictionary()
+        self._turns: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
         self.reservations = Reservations(max_load)
         workers: Sequence[DeviceWorker] = ()
         if not are_remote:
             names = ["device", *(f"device:{number}" for number in range(1, len(devices)))]
-            workers = [InferenceWorker(name, niceness, stuck_after) for name in names]
+            workers = [InferenceWorker(name, stuck_after) for name in names]
         self.devices = Devices(workers, devices, join_timeout if are_remote else 0.0)
-        self.batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches, niceness)
-        limit = math.inf if are_remote else load_timeout
+        self.batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches)
         self.policy_cache = PolicyCache(
-            self.devices.replicate, self._on_policy_loaded, niceness, are_remote=are_remote, build_timeout=limit
+            self.devices.replicate,
+            self._on_policy_loaded,
+            are_remote=are_remote,
+            load_timeout=None if are_remote else load_timeout,
         )
         self.replica_manager = ReplicaManager(self.devices, self.policy_cache)
         self._dispatcher = Dispatcher(self.devices, self.replica_manager)
@@ -276,38 +251,21 @@ class Engine:
 
         Args:
             due: monotonic time at which the caller's plan ends; None is as soon as possible.
-            caller: weakly referenced sender; its requests run in turn, and alone for a while after a failure.
+            caller: weakly referenced sender; its requests run in turn.
 
         Raises:
             PolicyFailed: the policy raised.
-            InferenceStuck: no result came in ``stuck_after`` seconds; the thread was replaced.
+            InferenceStuck: no result came in ``stuck_after`` seconds.
         """
-
-        state = _Caller() if caller is None else self._callers.get(caller)
-        if state is None:
-            state = self._callers[caller] = _Caller()
-        async with state.turn:
+        async with nullcontext() if caller is None else self._turns.setdefault(caller, asyncio.Lock()):
             self._pending += 1
-            self._idle.clear()
             try:
                 if loaded.own_names:
                     loaded, observation = loaded.unnamed, loaded.to_own_names(observation)
-                result = await self._dispatcher.run(loaded, observation, due, is_alone=state.probation > 0)
-            except Exception:
-                state.probation = PROBATION
-                raise
+                return await self._dispatcher.run(loaded, observation, due)
             finally:
                 self._pending -= 1
                 self._last_used_at = time.monotonic()
-                if not self._pending:
-                    self._idle.set()
-            state.probation = max(state.probation - 1, 0)
-            return result
-
-    async def wait_until_idle(self) -> None:
-        """Wait until no session waits for an inference."""
-        while self._pending:
-            await self._idle.wait()
 
     async def run_trial(self, loaded: LoadedPolicy, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
         """Run one low-priority inference for no robot; returns the chunk and its seconds. Raises PolicyFailed."""
@@ -319,14 +277,13 @@ class Engine:
             chunk = loaded.policy.act(named)
             return chunk, time.perf_counter() - began
 
-        # Robots that keep the device busy all the time are yielded to by the thread's priority alone.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(MAX_TRIAL_WAIT):
-                await self.wait_until_idle()
+        until = time.monotonic() + MAX_TRIAL_WAIT
+        while self._pending and time.monotonic() < until:  # noqa: ASYNC110 - the wait is short
+            await asyncio.sleep(TRIAL_POLL)
         try:
-            return await call_in_thread(infer, "policy-trial", 2 * self._niceness)
+            return await call_in_thread(infer, "policy-trial", TRIAL_NICENESS)
         except PolicyFailed:
-            raise  # in words that a session may hear
+            raise
         except JaxModelsError as error:
             raise PolicyFailed(f"the policy refused its input: {error}") from error
         except Exception as error:
@@ -342,10 +299,7 @@ class Engine:
             "devices": self.devices.get_stats(policies),
             "policies_loaded": len(policies),
             "policies_loading": self.policy_cache.loading_count,
-            "loads_left_behind": self.policy_cache.abandoned_loads,
-            "loads_refused": self.policy_cache.why_refused(),
             "inferences_waiting": self.devices.waiting,
-            "threads_replaced": self.devices.abandoned,
             "batch_sizes_to_compile": self.batch_compiler.remaining,
             "promised_per_second": round(self.reservations.per_second, 2),
             "promised_load": round(self.reservations.load, 4),

@@ -78,7 +78,7 @@ class InferenceResult(NamedTuple):
 
 
 class InferenceStuck(PolicyFailed):
-    """An inference did not return in time; its thread was abandoned."""
+    """An inference did not return in time."""
 
     @classmethod
     def after(cls, seconds: float) -> "InferenceStuck":

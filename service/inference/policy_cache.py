@@ -1,7 +1,6 @@
-"""Policy cache: loads and compiles each policy once, larger batches later; unneeded loads are cancelled."""
+"""Policy cache: loads and compiles each policy once, larger batches later; a load without a session is cancelled."""
 
 import asyncio
-import gc
 import logging
 import traceback
 import weakref
@@ -12,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from jaxmodels.errors import JaxModelsError
-from service.errors import LoadsStuck, PolicyError, PolicyFailed
+from service.errors import PolicyError, PolicyFailed
 from service.inference.batching import FrameSizesKey
 from service.inference.device_worker import DeviceGone, EngineLost
 from service.inference.loaded_policy import (
@@ -23,16 +22,15 @@ from service.inference.loaded_policy import (
     Replica,
     describe_sizes,
 )
-from service.inference.sandbox import BuildSlot, LoadCancelled, LoadJob
-from service.threads import call_in_thread
+from service.inference.sandbox import LoadCancelled, LoadJob
+from service.threads import call_in_thread, mark_retrieved
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Threads of ended loads that still compile, or still fetch and read: with so many of them nothing new is begun.
-MAX_ABANDONED_BUILDS = 4
-MAX_ABANDONED_READS = 32
+# Policies that a server has its engines load or compile at a time. Each engine builds one policy at a time.
+MAX_REMOTE_BUILDS = 64
 # Characters of an error: enough to list 200 tensors.
 MAX_ERROR_LENGTH = 20_000
 # Path, revision, and the folder in which they are.
@@ -48,39 +46,36 @@ class _Entry:
 
 
 class PolicyCache:
-    """Policies in memory; each is loaded in its own thread, and one at a time is built and compiled.
+    """Policies in memory; each is loaded in its own thread, and in an engine one at a time is compiled.
 
     Args:
         replicate: copies a policy to each of its devices, in a thread.
         on_loaded: called with each ready policy.
         are_remote: devices belong to other processes, so latencies of a similar policy are not inherited.
-        build_timeout: seconds for building and compiling one policy.
+        load_timeout: seconds for reading a policy, and for compiling it; None without a limit.
+
+    Attributes:
+        building: held while something is compiled.
+        has_lost_thread: whether a thread may still run although its time is over.
     """
 
     def __init__(
         self,
         replicate: Callable[[Policy], tuple[Replica, ...]],
         on_loaded: Callable[[LoadedPolicy], None],
-        niceness: int,
         *,
         are_remote: bool = False,
-        build_timeout: float = float("inf"),
+        load_timeout: float | None = None,
     ):
         self._replicate = replicate
         self._on_loaded = on_loaded
-        self._niceness = niceness
         self._are_remote = are_remote
         self._entries: dict[_Key, _Entry] = {}
         self._compiling: dict[tuple[LoadedPolicy, FrameSizesKey], asyncio.Task[None]] = {}
-        self._is_frozen = False
-        self._build_timeout = build_timeout
-        self._building = BuildSlot()
-        self._running_jobs: set[LoadJob] = set()
-
-    @property
-    def building(self) -> asyncio.Semaphore:
-        """Semaphore held while something builds or compiles, so that only one thing at a time does."""
-        return self._building.semaphore
+        self._load_timeout = load_timeout
+        # Two compilations at once would take both cores of a small machine away from the inferences.
+        self.building = asyncio.Semaphore(MAX_REMOTE_BUILDS if are_remote else 1)
+        self.has_lost_thread = False
 
     @property
     def all(self) -> list[LoadedPolicy]:
@@ -88,21 +83,9 @@ class PolicyCache:
         return [entry.loading.result() for entry in tuple(self._entries.values()) if _is_loaded(entry)]
 
     @property
-    def abandoned_loads(self) -> int:
-        """Number of threads that still run though their load was cancelled."""
-        return sum(load.is_cancelled for load in self._running_jobs)
-
-    @property
     def loading_count(self) -> int:
         """Number of policies that are being loaded."""
         return sum(not _is_loaded(entry) for entry in self._entries.values())
-
-    def why_refused(self) -> str | None:
-        """Return why nothing more is loaded at the moment; None when it is."""
-        left = [load.is_building for load in self._running_jobs if load.is_cancelled]
-        if sum(left) < MAX_ABANDONED_BUILDS and len(left) < MAX_ABANDONED_READS:
-            return None
-        return f"{len(left)} loads that were ended still run; nothing is loaded until one of them is over"
 
     @asynccontextmanager
     async def open_policy(
@@ -131,7 +114,7 @@ class PolicyCache:
             key = next((one for one in self._entries if one[:2] == (path, revision)), key)
         entry = self._entries.get(key)
         if entry is None or (entry.loading.done() and entry.loading.exception() is not None):
-            job, listeners = LoadJob(self._building, self._build_timeout), list[Callable[[str], None]]()
+            job, listeners = LoadJob(), list[Callable[[str], None]]()
             loading = asyncio.create_task(self._load(load, key, like, job, listeners), name=f"load {path}")
             entry = _Entry(job, loading, listeners=listeners)
             entry.loading.add_done_callback(lambda task: self._drop_unused(key, task))
@@ -150,7 +133,7 @@ class PolicyCache:
             if entry.loading.done():
                 self._drop_unused(key, entry.loading)
             elif not entry.users:
-                entry.job.cancel("nobody waits for it any more")
+                entry.job.cancel()
                 if self._entries.get(key) is entry:
                     del self._entries[key]
 
@@ -176,13 +159,12 @@ class PolicyCache:
             for listener in tuple(listeners):
                 listener(stage)
 
-        def load_and_compile() -> tuple[Replica, ...]:
-            policy = load(*source, like=like, on_progress=report)
-            job.begin_building()
+        built: list[Policy] = []  # Empty once it is compiled: sessions keep errors, which must not keep weights.
+
+        def compile_copies() -> tuple[Replica, ...]:
             report("compiling")
             before = self._replicas_by_worker(like)
-            replicas = self._replicate(policy)
-            job.raise_if_cancelled()
+            replicas = self._replicate(built.pop())
             # All of them first: two on one device share their programs, and what is prepared is compiled for both.
             for replica in replicas:
                 if replica.worker_id in before:
@@ -196,9 +178,11 @@ class PolicyCache:
             return replicas
 
         try:
-            replicas = await self._run(job, load_and_compile, "policy-loader")
-        except (PolicyError, PolicyFailed, LoadsStuck):
-            raise  # its text is right already, or it is not the policy: what it was to run on is gone
+            await self._call(job, lambda: built.append(load(*source, like=like, on_progress=report)))
+            replicas = await self._build(job, compile_copies)
+            job.raise_if_cancelled()
+        except (PolicyError, PolicyFailed):
+            raise
         except (JaxModelsError, LoadCancelled) as error:
             raise PolicyError(f"policy {path!r} cannot be loaded: {truncate_error(error)}") from error
         except Exception as error:
@@ -206,39 +190,28 @@ class PolicyCache:
             logger.exception("loading policy %r failed", path)
             clear_frames(error)
             raise PolicyError(f"policy {path!r} cannot be loaded {summarize_error(error)}") from error
-        if not self._is_frozen:
-            # The modules that a first policy brings are for life; the collector need not visit them in every round.
-            gc.freeze()
-            self._is_frozen = True
         loaded = LoadedPolicy(replicas[0].policy, replicas)
         self._on_loaded(loaded)
         return loaded
 
-    async def _run(self, job: LoadJob, call: Callable[[], Result], name: str) -> Result:
-        """Call in a thread that is abandoned when the job is cancelled; raises LoadCancelled or LoadsStuck."""
-        if (why := self.why_refused()) is not None:
-            raise LoadsStuck(why)
-        thread = call_in_thread(partial(job.run, call), name, self._niceness)
-        self._running_jobs.add(job)
-        try:
-            await asyncio.wait((thread, job.cancelled), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if thread.done():
-                self._on_thread_done(job, thread)
-            else:
-                job.cancel("the server ends")
-                thread.add_done_callback(partial(self._on_thread_done, job))
-        if not thread.done():
-            if job.is_building:
-                logger.warning("%s: %s; its thread is left behind", name, job.cancelled.result())
-            raise LoadCancelled(job.cancelled.result())
-        return thread.result()
+    async def _build(self, job: LoadJob, call: Callable[[], Result]) -> Result:
+        """Call in a thread while nothing else is compiled; raises LoadCancelled if the job was cancelled before."""
+        async with self.building:
+            return await self._call(job, call)
 
-    def _on_thread_done(self, job: LoadJob, thread: asyncio.Future[Result]) -> None:
-        job.finish()
-        self._running_jobs.discard(job)
-        if not thread.cancelled() and (error := thread.exception()) is not None and job.is_cancelled:
-            clear_frames(error)
+    async def _call(self, job: LoadJob, call: Callable[[], Result]) -> Result:
+        """Call in a thread; raises JaxModelsError after ``load_timeout`` seconds. The thread cannot be ended then."""
+        limit = asyncio.timeout(self._load_timeout)
+        try:
+            async with limit:
+                return await call_in_thread(partial(job.run, call), "policy-loader")
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            self.has_lost_thread = True
+            raise JaxModelsError(
+                f"building and compiling it took over {self._load_timeout:g} s (load_timeout)"
+            ) from error
 
     def _replicas_by_worker(self, like: Policy | None) -> dict[int, Replica]:
         """Return the replicas of a resembling policy by worker id; the new one may share their programs."""
@@ -255,18 +228,14 @@ class PolicyCache:
         task = self._compiling.get(key)
         if task is None:
             task = self._compiling[key] = asyncio.create_task(self._compile(loaded, sizes), name="compile")
-            task.add_done_callback(_retrieve_exception)
+            task.add_done_callback(mark_retrieved)
         # A caller that stops waiting does not cancel the compile, and can ask again.
         await asyncio.shield(task)
 
     async def _compile(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
-        job = LoadJob(self._building, self._build_timeout)
-
         def compile_all() -> None:
-            job.begin_building()
             gone = []
             for replica in (replicas := loaded.replicas):
-                job.raise_if_cancelled()
                 try:
                     replica.prepare(1, sizes)
                 except DeviceGone as error:  # it gets no more requests once that is noticed
@@ -275,12 +244,12 @@ class PolicyCache:
                 raise gone[0]
 
         try:
-            await self._run(job, compile_all, "policy-compiler")
-        except (PolicyFailed, LoadsStuck):
+            await self._build(LoadJob(), compile_all)
+        except PolicyFailed:
             raise  # it is not the policy: what it was to run on is gone
         except DeviceGone as error:
             raise EngineLost(f"policy is not compiled for {describe_sizes(sizes)}: {error}; try again") from error
-        except (JaxModelsError, LoadCancelled) as error:
+        except JaxModelsError as error:
             raise PolicyFailed(f"policy cannot be compiled for {describe_sizes(sizes)}: {error}") from error
         except Exception as error:
             logger.exception("compiling for %s failed", describe_sizes(sizes))
@@ -294,30 +263,22 @@ class PolicyCache:
     async def copy(self, loaded: LoadedPolicy, device: str, worker: int) -> Replica:
         """Copy a policy to another device and compile it for all present frame sizes; raises the device's errors."""
 
-        job = LoadJob(self._building, self._build_timeout)
-
         def copy_and_compile() -> Replica:
-            job.begin_building()
             replica = Replica(loaded.policy.on(device), worker)
             replica.prepare(1, None)
             for frames in {frames for other in loaded.replicas for frames in other.compiled_frames}:
                 replica.prepare(1, dict(frames))
             return replica
 
-        return await self._run(job, copy_and_compile, "policy-loader")
+        return await self._build(LoadJob(), copy_and_compile)
 
     def close(self) -> None:
         """Cancel all loads and compilations."""
         for entry in self._entries.values():
+            entry.job.cancel()
             entry.loading.cancel()
         for task in self._compiling.values():
             task.cancel()
-
-
-def _retrieve_exception(task: asyncio.Task[None]) -> None:
-    """Mark a task's exception as retrieved: the callers may have left."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _is_loaded(entry: _Entry) -> bool:
@@ -367,10 +328,9 @@ class BatchCompiler:
         idle: set while nothing is compiled.
     """
 
-    def __init__(self, batches: Sequence[int], is_allowed: Callable[[], bool], niceness: int):
+    def __init__(self, batches: Sequence[int], is_allowed: Callable[[], bool]):
         self._batches = sorted(set(batches) - {1})
         self._is_allowed = is_allowed
-        self._niceness = niceness
         self._jobs: list[_CompileJob] = []
         self._task: asyncio.Task[None] | None = None
         self.idle = asyncio.Event()
@@ -416,7 +376,7 @@ class BatchCompiler:
                 replica.prepare(job.batch, job.sizes, profile_seconds)
 
         try:
-            await call_in_thread(compile_all, "policy-compiler", self._niceness)
+            await call_in_thread(compile_all, "policy-compiler")
         except Exception as error:
             # Smaller batches do; larger ones would hardly be better.
             logger.warning("batches of %d and more are not used: %s", job.batch, type(error).__name__)

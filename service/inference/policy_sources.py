@@ -30,7 +30,7 @@ MAX_CONCURRENT_READS = 2
 
 
 class PolicyReader:
-    """Reads the requirements of policies in threads below the event loop's priority."""
+    """Reads the requirements of policies in threads."""
 
     def __init__(self, read: ReadRequirements, concurrency: int = MAX_CONCURRENT_READS):
         self._read = read
@@ -41,9 +41,9 @@ class PolicyReader:
         async with self._slots:
             load = LoadJob()
             try:
-                return await call_in_thread(lambda: load.run(lambda: self._read(path, revision)), "policy-reader", 5)
+                return await call_in_thread(lambda: load.run(lambda: self._read(path, revision)), "policy-reader")
             except asyncio.CancelledError:
-                load.cancel("nobody waits for it any more")
+                load.cancel()
                 raise
             except JaxModelsError as error:
                 raise PolicyError(f"policy {path!r} cannot be used: {truncate_error(error)}") from error

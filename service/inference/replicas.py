@@ -156,11 +156,6 @@ class Devices:
         """Requests that have not begun to run, on all devices."""
         return sum(worker.waiting for worker in self.workers.values())
 
-    @property
-    def abandoned(self) -> int:
-        """Threads abandoned in a batch that did not return in time, of all devices."""
-        return sum(worker.abandoned for worker in self.workers.values())
-
     def get_stats(self, policies: Sequence[LoadedPolicy]) -> list[dict[str, object]]:
         """Return the load and batch latencies of each device; JSON-ready."""
         return [self._get_worker_stats(number, worker, policies) for number, worker in self.workers.items()]

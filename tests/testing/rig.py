@@ -151,7 +151,7 @@ class SessionRig:
         self.sessions = Sessions(
             transport=self.transport,
             load=self.load,
-            engine=Engine(stuck_after=stuck_after, switch_interval=None, batch_sizes=batch_sizes),
+            engine=Engine(stuck_after=stuck_after, batch_sizes=batch_sizes),
             settings=settings or SessionSettings(),
             publish=lambda event, about: self.events.append((event, about)),
         )

@@ -558,7 +558,7 @@ class Loop:
         self.world, self.slept, self._passes = world, list[float](), passes
         world.buffer.put_frame("front", FRAME, world.now)
         policy = LoadedPolicy(ScriptedPolicy())
-        runner = PolicyRunner(policy, engine=Engine(switch_interval=None))
+        runner = PolicyRunner(policy, engine=Engine())
         self.io = RobotIO(world.buffer.joints, world.control, runner, clock=lambda: world.now, sleep=self._sleep)
 
     async def _sleep(self, seconds: float) -> None:

@@ -30,7 +30,7 @@ def loaded(**options: Any) -> LoadedPolicy:
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    engine = Engine(switch_interval=None)
+    engine = Engine()
     yield engine
     await engine.close()
 

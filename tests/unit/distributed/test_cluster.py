@@ -30,7 +30,7 @@ from service.distributed.gateway import Gateway
 from service.distributed.pool import Listed, Listing
 from service.distributed.ray_connection import CannotJoin, NoAnswer, call_actor, connect
 from service.distributed.scaling import Bounds
-from service.engines import engine_set, host_process, retries
+from service.engines import engine_set, host_process
 from service.engines.messages import Begun, EngineFacts, EngineOptions, Loaded, Refusal
 from service.engines.process import serve
 from service.engines.remote_policy import RemoteLoader
@@ -156,20 +156,14 @@ class Resident:
             house.gate()
             if refusals := house.refusals.get(self._name):
                 return refusals.pop(0)
-            return Loaded(artifact.sha, SO100_REQUIREMENTS, [dict(SO100_REQUIREMENTS.cameras)])
+            return Loaded(artifact.sha, SO100_REQUIREMENTS, {frozenset(SO100_REQUIREMENTS.cameras.items()): 0.01})
         finally:
             house.leave(self._name)
-
-    def stage(self, sha: str) -> str | None:
-        return "reading" if self._name in self._house.loading else None
 
     def facts(self, handles: Sequence[str], has_running_robot: bool) -> EngineFacts:
         if error := self._house.unreached.get(self._name):
             raise error
         return EngineFacts(load=self._house.load)
-
-    def profile(self, handle: str, sizes: Any) -> float:
-        return 0.001
 
     def act(self, handle: str, observation: Any, due: float | None) -> InferenceResult:
         return InferenceResult(np.zeros((1, 20, 6), np.float32), 0.0, 0.0, 0.001, 0.0, 0.001)
@@ -231,8 +225,7 @@ async def begin(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Hous
             monkeypatch.setattr(gateway_module.ray, "put", house.put)
             monkeypatch.setattr(gateway_module, "get_or_create_pool", lambda options, bounds: Actor(house))
             cluster = Cluster("auto", "front", EngineOptions(), Bounds())
-            cluster.engines.read_trouble = lambda: cluster.trouble
-            engine = Engine(switch_interval=None, are_remote=True)
+            engine = Engine(are_remote=True)
             cluster.engines.open(engine)
             running = asyncio.create_task(cluster.run())
             await cluster.is_tried.wait()
@@ -286,7 +279,7 @@ async def test_so_is_another_one_where_robots_ask(begin: Any, folder: Path) -> N
 
 
 async def test_failed_copy_is_reported_and_retried(begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "FIRST_RETRY", 0.05)
+    monkeypatch.setattr(engine_set, "RETRY_PERIOD", 0.05)
     house = House(3)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 4
     front = await begin(house)
@@ -302,7 +295,7 @@ async def test_failed_copy_is_reported_and_retried(begin: Any, folder: Path, mon
 
 
 async def test_unwanted_copy_is_not_retried(begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "FIRST_RETRY", 0.3)
+    monkeypatch.setattr(engine_set, "RETRY_PERIOD", 0.3)
     house = House(2)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
     front = await begin(house)
@@ -326,7 +319,7 @@ async def test_calls_of_an_engine_that_leaves_fail_at_once(begin: Any, folder: P
         await asyncio.wait_for(asyncio.wrap_future(answer), 30)
     gate.set()
     with pytest.raises(DeviceGone, match="engine 2 is not there any more"):
-        front.cluster.engines.ask("2", "stage", "0" * 64).result(0)
+        front.cluster.engines.ask("2", "prepare_task", "0" * 64, "").result(0)
 
 
 async def test_a_pool_that_does_not_answer_is_said_and_engines_go_on(begin: Any, folder: Path) -> None:

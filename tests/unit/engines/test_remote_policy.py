@@ -1,6 +1,6 @@
 """A policy in an engine elsewhere stands where one of this process stands."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +31,7 @@ class Engines:
         self.not_ready: list[tuple[str, str, str]] = []
         self.answers: dict[str, Any] = {}
         self.idle: Sequence[str] = ()
+        self.stages: dict[str, str] = {}
 
     def pick(self) -> tuple[str, Sequence[str]]:
         return "one", self.idle
@@ -57,11 +58,20 @@ class Engines:
             artifact, like = arguments
             self.artifacts.append(artifact)
             self.likes.append(like)
-            return Loaded(artifact.sha, SO100_REQUIREMENTS, [SIZES])
-        return {"try_out": (np.zeros((1, 20, 6), np.float32), 0.25), "profile": 0.125}.get(method)
+            return Loaded(artifact.sha, SO100_REQUIREMENTS, {frozenset(SIZES.items()): 0.125})
+        return {"try_out": (np.zeros((1, 20, 6), np.float32), 0.25), "compile": 0.5}.get(method)
 
-    def keep_copy(self, engine: str, loaded: Loaded) -> None:
-        self.copies.append(engine)
+    def read_stages(self, engines: Collection[str], sha: str) -> list[str]:
+        return [self.stages[engine] for engine in engines if engine in self.stages]
+
+    def load(self, engine: str, files: LocalFolder, like: str | None) -> "Future[Loaded]":
+        loading: Future[Loaded] = Future()
+        try:
+            loading.set_result(check_answer(self.ask(engine, "load", files, like).result()))
+            self.copies.append(engine)
+        except Exception as error:
+            loading.set_exception(error)
+        return loading
 
     def record_failure(self, engine: str, handle: str, why: str) -> None:
         self.not_ready.append((engine, handle, why))
@@ -177,26 +187,29 @@ def test_progress_is_of_the_slowest_engine(engines: Engines, folder: Path, monke
     monkeypatch.setattr(remote_policy, "POLL_PERIOD", 0.001)
     engines.idle, told = ("two",), []
     slow = {name: Future[Any]() for name in ("one", "two")}
-    stages = iter([("reading", "reading"), ("compiling", "reading"), ("compiling", "compiling"), (None, "compiling")])
-    now: dict[str, str | None] = {}
-    ask = engines.ask
+    stages = iter(
+        [
+            {"one": "reading", "two": "reading"},
+            {"one": "compiling", "two": "reading"},
+            {"one": "compiling", "two": "compiling"},
+            {"two": "compiling"},
+        ]
+    )
 
-    def ask_slowly(engine: str, method: str, *arguments: Any) -> "Future[Any]":
-        if method == "load":
-            engines.artifacts.append(arguments[0])
-            return slow[engine]
-        if engine == "one":  # the first that is asked, each time
-            now["one"], now["two"] = next(stages)
-        engines.answers["stage"] = now[engine]
-        return ask(engine, method, *arguments)
+    def load_slowly(engine: str, files: LocalFolder, like: str | None) -> "Future[Any]":
+        engines.artifacts.append(files)
+        engines.stages = next(stages) if engine == "one" else engines.stages
+        return slow[engine]
 
     def tell(word: str) -> None:
         told.append(word)
+        if len(told) > 1:
+            engines.stages = next(stages, {})
         if len(told) == 5:  # downloads are not: reading the folder here, and four times what engines do
             for one in slow.values():
-                one.set_result(Loaded(engines.artifacts[0].sha, SO100_REQUIREMENTS, [SIZES]))
+                one.set_result(Loaded(engines.artifacts[0].sha, SO100_REQUIREMENTS, {frozenset(SIZES.items()): 0.125}))
 
-    monkeypatch.setattr(engines, "ask", ask_slowly)
+    monkeypatch.setattr(engines, "load", load_slowly)
     make_loader(engines)(str(folder), on_progress=tell)
     assert told == ["reading", "reading", "reading", "compiling", "compiling"]
 
@@ -220,6 +233,7 @@ def test_policy_is_compiled_once_per_frame_size_if_it_can_be(engines: Engines, p
         policy.compile(1, {"front": (8, 8)})
     assert len(engines.calls) == before + 1
     assert policy.is_compiled(1, {"front": (8, 8)})
+    assert policy.profile(1, {"front": (8, 8)}) == 0.5
     engines.answers["compile"] = Refusal("policy", "too large")
     with pytest.raises(CheckpointError, match="too large"):
         policy.compile(1, {"front": (9, 9)})

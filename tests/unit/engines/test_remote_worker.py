@@ -4,7 +4,6 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ from service.engines.remote_worker import RemoteWorker
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
-from service.threads import settle_threadsafe
+from service.threads import settle
 from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.waiting import until
 
@@ -35,26 +34,14 @@ class Engine:
         self.answers: list[Any] = []  # results or errors of the next calls
         self.done: list[Callable[[Any], None]] = []  # settle all other calls
 
-    def ask(self, method: str, *arguments: Any) -> "Future[Any]":
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         self.asked.append((method, arguments))
-        answer: Future[Any] = Future()
-
-        def settle(result: Any) -> None:
-            if isinstance(result, Exception):
-                answer.set_exception(result)
-            else:
-                answer.set_result(result)
-
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self.answers:
-            settle(self.answers.pop(0))
+            settle(answer, self.answers.pop(0))
         else:
-            self.done.append(settle)
+            self.done.append(lambda result: settle(answer, result))
         return answer
-
-    def send(self, outcome: asyncio.Future[Any], *arguments: Any) -> None:
-        self.ask("act", *arguments).add_done_callback(
-            lambda answer: settle_threadsafe(outcome.get_loop(), outcome, answer.exception() or answer.result())
-        )
 
     async def until_asked(self, times: int = 1) -> None:
         await until(lambda: len(self.asked) >= times)
@@ -74,7 +61,7 @@ def check_answer(**seconds: float) -> InferenceResult:
 @pytest.fixture
 def replica() -> Replica:
     replication: Any = SimpleNamespace(commit=None)
-    return Replica(RemotePolicy(replication, "one", Loaded("handle", SO100_REQUIREMENTS, ())), 0)
+    return Replica(RemotePolicy(replication, "one", Loaded("handle", SO100_REQUIREMENTS, {})), 0)
 
 
 @pytest.fixture
@@ -86,7 +73,7 @@ def engine() -> Engine:
 async def worker(engine: Engine) -> AsyncIterator[RemoteWorker]:
     unheard: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: unheard.append(about))
-    worker = RemoteWorker("one", engine.send, stuck_after=60.0)
+    worker = RemoteWorker("one", engine.call, stuck_after=60.0)
     yield worker
     await worker.close(1.0)
     await until(lambda: not [one for one in threading.enumerate() if one.name.startswith("engine one")])

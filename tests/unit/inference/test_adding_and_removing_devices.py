@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timed
 class ScriptedWorker:
     """A `DeviceWorker` without a thread; the next requests raise its `failures`, or wait for them."""
 
-    abandoned = waiting = 0
+    waiting = 0
     is_late = False
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class House:
     """An engine whose devices are elsewhere."""
 
     def __init__(self, stack: AsyncExitStack, patience: float = 30.0):
-        self.engine = Engine(switch_interval=None, are_remote=True, join_timeout=patience)
+        self.engine = Engine(are_remote=True, join_timeout=patience)
         self.workers: dict[str, ScriptedWorker] = {}
         self.failures_of: dict[str, Exception | threading.Event] = {}
         self.copied: list[str] = []
@@ -200,7 +200,7 @@ async def test_one_that_left_is_not_copied_to(house: House) -> None:
 async def test_a_failed_device_of_this_process_is_not_copied_to() -> None:
     async with AsyncExitStack() as stack:
         house = House(stack)
-        engine = house.engine = Engine(switch_interval=None, devices=("a", "b"))
+        engine = house.engine = Engine(devices=("a", "b"))
         engine.replica_manager.retire_device("a", "it raises")
         served = await house.load()
         await house.settled()
@@ -229,7 +229,7 @@ class LateWorker(ScriptedWorker):
     async def submit(self, *args: object, **more: object) -> InferenceResult:
         self.acted += 1
         late = Overdue("a is slow")
-        late.is_counted, late.answer = True, self.said
+        late.answer = self.said
         raise late
 
     def answer(self) -> InferenceResult:

@@ -152,7 +152,7 @@ def test_unmeasured_pictures_are_expected_to_cost_the_most() -> None:
 def a_house() -> Sessions:
     """One inference takes 50 ms here, so 18 a second are promised; a session asks for 5."""
     loader = ScriptedLoader(lambda: ScriptedPolicy(NEEDS, latency=0.05))
-    return Sessions(transport=MemoryTransport(), load=loader, engine=Engine(switch_interval=None, max_load=0.9))
+    return Sessions(transport=MemoryTransport(), load=loader, engine=Engine(max_load=0.9))
 
 
 async def test_a_session_beyond_capacity_is_refused_or_slowed_down() -> None:
@@ -187,7 +187,7 @@ async def test_a_session_beyond_capacity_is_refused_or_slowed_down() -> None:
 
 async def test_admission_counts_the_pictures_that_robots_send() -> None:
     loader, transport = ScriptedLoader(lambda: Sized(NEEDS, latency=0.025)), MemoryTransport()
-    sessions = Sessions(transport=transport, load=loader, engine=Engine(switch_interval=None, max_load=0.9))
+    sessions = Sessions(transport=transport, load=loader, engine=Engine(max_load=0.9))
 
     def promised() -> object:
         return sessions.engine.get_stats()["promised_load"]

@@ -1,12 +1,9 @@
 """A device that fails where another one answers: nobody notices but the log, and it is not asked any more."""
 
-import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
-import numpy as np
 import pytest
 
 from service.errors import PolicyFailed
@@ -14,20 +11,12 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
 from service.inference.replicas import MAX_FAILURES
 from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
-from tests.testing.pauses import Pauses
 from tests.testing.rig import OBSERVATION
-from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
 
-STUCK = 4.0
+STUCK = 1.0
 DEAD = RuntimeError("device halted: /root/secret")
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That a machine stood still for a tenth of `STUCK` is noticed; less than that makes no device late."""
-    monkeypatch.setattr("service.inference.device_worker.MIN_OVERDUE", STUCK / 10)
 
 
 class House:
@@ -35,7 +24,7 @@ class House:
 
     def __init__(self, devices: tuple[str, ...], stack: AsyncExitStack):
         self.on: dict[str, ScriptedPolicy] = {}
-        self.engine = Engine(switch_interval=None, devices=devices, batch_sizes=(1, 2, 8), stuck_after=STUCK)
+        self.engine = Engine(devices=devices, batch_sizes=(1, 2, 8), stuck_after=STUCK)
         self._stack = stack
         self.served: LoadedPolicy
 
@@ -116,53 +105,16 @@ async def test_an_answer_in_between_makes_up_for_failures(house: House) -> None:
     assert house.engine.get_stats()["devices_failed"] == []
 
 
-async def test_a_device_that_hangs_keeps_nobody_waiting_for_long(house: House, pauses: Pauses) -> None:
+async def test_other_device_is_used_after_one_hangs(house: House) -> None:
     gate = threading.Event()
-    house.on["a"].failures = [gate] * 100
+    house.on["a"].failures = [gate]
     try:
-        for _ in range(MAX_FAILURES):
-            began = time.monotonic()
-            await house.ask()
-            assert pauses.running(began) < STUCK / 2, "long before an inference is stuck"
+        await house.ask()  # when the first device counts as stuck
         before = house.acted("a")
         await house.ask()
-        assert house.acted("a") == before
-        assert house.engine.get_stats()["devices"][0]["failed"] == "it does not answer in time"  # type: ignore[index]
+        assert (house.acted("a"), house.acted("b")) == (before, 2)
     finally:
-        house.on["a"].failures = []
         gate.set()
-
-
-async def test_a_hung_batch_of_many_robots_is_one_failure(house: House) -> None:
-    async with asyncio.timeout(30):
-        await until(lambda: not house.engine.get_stats()["batch_sizes_to_compile"])
-    gate = threading.Event()
-    house.on["a"].failures = [np.zeros((1, 20, 6), np.float32), gate]
-    for policy in house.on.values():
-        policy.latency = 0.2  # while the first of each device is answered, the others gather
-    async with asyncio.timeout(30), asyncio.TaskGroup() as robots:
-        for _ in range(2):
-            robots.create_task(house.ask(asyncio.Event()))
-        await until(lambda: house.acted("a") == house.acted("b") == 1)
-        for _ in range(16):
-            robots.create_task(house.ask(asyncio.Event()))
-    gate.set()
-    async with asyncio.timeout(30):
-        # The batch that hung comes back, and was one of many.
-        await until(lambda: "8" in house.engine.get_stats()["devices"][0]["batches"])  # type: ignore[index]
-    assert house.engine.get_stats()["devices_failed"] == []
-
-
-async def test_no_simultaneous_request_waits_for_a_hung_device(house: House, pauses: Pauses) -> None:
-    gate = threading.Event()
-    house.on["a"].failures = [gate] * 100
-    began = time.monotonic()
-    try:
-        await asyncio.gather(*(house.ask(asyncio.Event()) for _ in range(8)))
-    finally:
-        house.on["a"].failures = []
-        gate.set()
-    assert pauses.running(began) < 0.75 * STUCK
 
 
 async def test_two_lanes_of_one_device_are_one_device() -> None:

@@ -128,9 +128,7 @@ def test_a_policy_is_copied_to_another_device_or_spread_over_several() -> None:
     assert done.stdout.strip() == "well", done.stderr[-2000:]
 
 
-async def test_the_least_busy_device_is_used(monkeypatch) -> None:
-    # The requests that the test holds do not go to the other device.
-    monkeypatch.setattr("service.inference.device_worker.MIN_OVERDUE", 60.0)
+async def test_the_least_busy_device_is_used() -> None:
     made: list[ScriptedPolicy] = []
     gate = threading.Event()
 
@@ -143,7 +141,7 @@ async def test_the_least_busy_device_is_used(monkeypatch) -> None:
         made.append(policy := Copied(device="a", failures=[gate]))
         return policy
 
-    engine = Engine(switch_interval=None, devices=("a", "b"), batch_sizes=(1, 2))
+    engine = Engine(devices=("a", "b"), batch_sizes=(1, 2))
     async with engine.policy_cache.open_policy(ScriptedLoader(make), "p", None, lambda word: None) as served:
         made[1].failures.clear()
         held = asyncio.create_task(engine.infer(served, OBSERVATION))
@@ -164,7 +162,7 @@ async def test_the_least_busy_device_is_used(monkeypatch) -> None:
 @pytest.mark.parametrize("devices", [(), ("a",), ("a", "a")])
 async def test_any_number_of_devices_is_closed(devices: tuple[str, ...]) -> None:
     before = set(threading.enumerate())  # another test's may still be busy
-    engine = Engine(switch_interval=None, devices=devices)
+    engine = Engine(devices=devices)
     assert len(set(threading.enumerate()) - before) == max(len(devices), 1)
     await engine.close()
     assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("device")]

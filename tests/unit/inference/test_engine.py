@@ -14,9 +14,9 @@ from service.errors import PolicyError, PolicyFailed
 from service.inference.device_worker import InferenceWorker, WorkerClosed
 from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceStuck, LoadedPolicy, describe_sizes
-from service.threads import Worker, call_in_thread
+from service.threads import call_in_thread
 from tests.testing.doubles import ScriptedLoader, ScriptedPolicy, ignore
-from tests.testing.rig import OBSERVATION, latency_model
+from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -24,15 +24,9 @@ pytestmark = pytest.mark.timed
 
 @pytest.fixture
 async def engine():
-    made = Engine(stuck_after=60.0, switch_interval=None)
+    made = Engine(stuck_after=60.0)
     yield made
     await made.close()
-
-
-@pytest.fixture
-def never_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No batch is left for another thread, however busy the machine is."""
-    monkeypatch.setattr("service.inference.device_worker.MIN_OVERDUE", 60.0)
 
 
 @dataclass
@@ -260,53 +254,8 @@ async def test_an_error_that_is_kept_does_not_keep_the_policy(engine: Engine, ca
     assert kept.value.__cause__ is OUT_OF_MEMORY
 
 
-async def test_a_stuck_inference_gets_a_new_thread_for_others() -> None:
-    engine, never = Engine(stuck_after=1.0, switch_interval=None), threading.Event()
-    stuck, fine = ScriptedPolicy(failures=[never]), ScriptedPolicy()
-    async with (
-        engine.policy_cache.open_policy(ScriptedLoader(lambda: stuck), "stuck", None, ignore) as first,
-        engine.policy_cache.open_policy(ScriptedLoader(lambda: fine), "fine", None, ignore) as second,
-    ):
-        hanging = asyncio.create_task(engine.infer(first, OBSERVATION))
-        await until(lambda: stuck.acted)
-        other = asyncio.create_task(engine.infer(second, OBSERVATION))
-        with pytest.raises(InferenceStuck, match=r"did not return in 1 s"):
-            await hanging
-        await asyncio.wait_for(other, 30)
-        assert fine.threads == {"device-2"}
-        assert engine.get_stats()["threads_replaced"] == 1
-        # When it comes back after all, its thread ends and its result is nobody's.
-        never.set()
-        assert (await engine.infer(first, OBSERVATION)).chunk.shape == (1, 20, 6)
-        assert stuck.threads == {"device", "device-2"}
-    await engine.close()
-
-
-async def test_others_go_on_when_an_inference_takes_unusually_long() -> None:
-    engine = Engine(stuck_after=60.0, switch_interval=None)
-    held = threading.Event()
-    first_policy, fine = ScriptedPolicy(), ScriptedPolicy()
-    async with (
-        engine.policy_cache.open_policy(ScriptedLoader(lambda: first_policy), "held", None, ignore) as first,
-        engine.policy_cache.open_policy(ScriptedLoader(lambda: fine), "fine", None, ignore) as second,
-    ):
-        took = (await engine.infer(first, OBSERVATION)).total
-        first_policy.failures.append(held)
-        hanging = asyncio.create_task(engine.infer(first, OBSERVATION))
-        await until(lambda: first_policy.acted == 2)
-        # 0.1 s is far longer than usual here, and long before it is given up as stuck.
-        await asyncio.wait_for(engine.infer(second, OBSERVATION), 30)
-        assert not hanging.done()
-        assert (engine.get_stats()["threads_replaced"], fine.threads) == (1, {"device-2"})
-        held.set()
-        assert (await hanging).chunk.shape == (1, 20, 6), "it was only late"
-        assert latency_model(first).measured(1).p90 <= max(3 * took, 0.1), "and nobody is turned away for it"
-    await engine.close()
-
-
-@pytest.mark.usefixtures("never_overdue")
 async def test_when_the_engine_ends_nobody_is_left_waiting() -> None:
-    engine, never = Engine(stuck_after=60, switch_interval=None), threading.Event()
+    engine, never = Engine(stuck_after=60), threading.Event()
     policy = ScriptedPolicy(failures=[never])
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         waiting = [asyncio.create_task(engine.infer(served, OBSERVATION)) for _ in range(3)]
@@ -320,9 +269,8 @@ async def test_when_the_engine_ends_nobody_is_left_waiting() -> None:
     never.set()
 
 
-@pytest.mark.usefixtures("never_overdue")
 async def test_waiting_behind_a_slow_inference_is_not_being_stuck() -> None:
-    engine, gate = Engine(stuck_after=1.2, switch_interval=None), threading.Event()
+    engine, gate = Engine(stuck_after=1.2), threading.Event()
     slow, quick = ScriptedPolicy(latency=0.15, failures=[gate]), ScriptedPolicy()
     async with (
         engine.policy_cache.open_policy(ScriptedLoader(lambda: slow), "slow", None, ignore) as first,
@@ -336,7 +284,6 @@ async def test_waiting_behind_a_slow_inference_is_not_being_stuck() -> None:
         _, *slow_ones, quick_one = await asyncio.gather(*asking)
     assert slow_ones[-1].queue > 1.2
     assert all(inference.queue > quick_one.queue for inference in slow_ones)
-    assert engine.get_stats()["threads_replaced"] == 0
     await engine.close()
 
 
@@ -407,16 +354,13 @@ async def test_work_runs_at_a_lower_priority_than_the_loop() -> None:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     here = niceness()
-    worker = Worker("nice", niceness=3)
-    assert await worker.submit(niceness) == here + 3
     assert await call_in_thread(niceness, "nicer", 4) == here + 4
     assert niceness() == here
-    assert worker.close(30.0)
 
 
 async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(monkeypatch) -> None:
     never = threading.Event()
-    engine = Engine(stuck_after=60, switch_interval=None)
+    engine = Engine(stuck_after=60)
     async with engine.policy_cache.open_policy(
         ScriptedLoader(lambda: ScriptedPolicy(failures=[never])), "p", None, ignore
     ) as served:
@@ -435,16 +379,3 @@ async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
 def test_sizes_are_said_in_words() -> None:
     assert describe_sizes({"a": (480, 640), "b": (480, 640)}) == "480x640 frames"
     assert describe_sizes({"b": (4, 6), "a": (480, 640)}) == "480x640 frames of 'a', 4x6 frames of 'b'"
-
-
-def teardown_module() -> None:
-    gc.unfreeze()
-
-
-async def test_an_engine_that_is_closed_leaves_no_descriptor_open():
-    gc.collect()
-    before = os.listdir("/proc/self/fd")
-    for _ in range(8):
-        await Engine(switch_interval=None).close()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= len(before)

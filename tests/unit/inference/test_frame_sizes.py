@@ -12,7 +12,6 @@ import pytest
 
 from jaxmodels import Requirements
 from service.inference.batching import LatencyModel, read_layout
-from service.inference.device_worker import Batch
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy, ignore
@@ -40,7 +39,7 @@ class Sized(ScriptedPolicy):
 
 @asynccontextmanager
 async def asked_with_both(policy: ScriptedPolicy, batch_sizes: tuple[int, ...] = (1,)) -> AsyncIterator[Any]:
-    engine = Engine(switch_interval=None, stuck_after=60.0, batch_sizes=batch_sizes)
+    engine = Engine(stuck_after=60.0, batch_sizes=batch_sizes)
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         await engine.compile(served, LARGE)
         await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
@@ -81,7 +80,7 @@ async def test_each_size_of_pictures_has_its_own_figures() -> None:
 
 
 async def test_devices_list_latencies_of_other_picture_sizes() -> None:
-    engine = Engine(switch_interval=None, batch_sizes=(1, 4))
+    engine = Engine(batch_sizes=(1, 4))
     async with engine.policy_cache.open_policy(ScriptedLoader(Sized), "p", None, ignore) as served:
         await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
         assert milliseconds(engine) == [[OWN]]
@@ -94,21 +93,14 @@ async def test_devices_list_latencies_of_other_picture_sizes() -> None:
 
 
 @pytest.mark.usefixtures("profiled_only")
-@pytest.mark.parametrize(
-    ("observation", "soon", "overdue"), [(SMALL_SEEN, 0.002, 0.1), (LARGE_SEEN, 0.4, 0.6)], ids=["small", "large"]
-)
-async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(observation, soon, overdue) -> None:
+@pytest.mark.parametrize(("observation", "soon"), [(SMALL_SEEN, 0.002), (LARGE_SEEN, 0.4)], ids=["small", "large"])
+async def test_when_an_answer_is_due_depends_on_the_pictures(observation, soon) -> None:
     gate, policy = threading.Event(), Sized()
     async with asked_with_both(policy) as (engine, served):
         policy.failures.append(gate)
         asking = asyncio.create_task(engine.infer(served, observation))
         (worker,) = engine.devices.workers.values()
-
-        def running() -> Batch | None:
-            return next(iter([*worker._abandoned_batches, *filter(None, (worker._current,))]), None)
-
-        batch = await until(running)
-        assert batch.overdue == pytest.approx(overdue)
+        batch = await until(lambda: worker._current)
         assert batch.members[0].due - batch.members[0].submitted == pytest.approx(soon, abs=1e-6)
         gate.set()
         await asking
@@ -144,7 +136,7 @@ async def test_lone_requests_are_measured_by_size_and_refused_ones_are_not() -> 
         counted = served.replicas[0].latencies[LARGE_FRAMES]._windows[1][0].numbers
         before = len(counted)
         (worker,) = engine.devices.workers.values()
-        await worker.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
+        await worker.submit(served.replicas[0], LARGE_SEEN, None)
         assert len(counted) == before + 1
         assert latency_model(served).measured(1).median == 0.001
         with pytest.raises(Exception, match="observation has"):

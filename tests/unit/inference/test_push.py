@@ -83,7 +83,7 @@ class Rig:
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    engine, policy = Engine(switch_interval=None, devices=("a", "a"), batch_sizes=(1, 2)), Shipped(device="a")
+    engine, policy = Engine(devices=("a", "a"), batch_sizes=(1, 2)), Shipped(device="a")
     async with engine.policy_cache.open_policy(giving(policy), "p", None, ignore) as served:
         made = Rig(engine, policy, served)
         await engine.compile(served, LARGE)
@@ -160,7 +160,7 @@ async def test_a_load_that_is_like_nothing_that_is_in_memory_learns_for_itself(r
 
 
 async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() -> None:
-    engine = Engine(switch_interval=None, devices=("a", "b"))
+    engine = Engine(devices=("a", "b"))
     first = Shipped(device="a", latency=0.010)
     async with engine.policy_cache.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
@@ -170,7 +170,7 @@ async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() 
 
 
 async def test_nothing_is_taken_over_where_policies_come_compiled_from_elsewhere() -> None:
-    store = PolicyCache(lambda policy: (Replica(policy),), lambda served: None, 0, are_remote=True)
+    store = PolicyCache(lambda policy: (Replica(policy),), lambda served: None, are_remote=True)
     first = Shipped(latency=0.010)
     async with store.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
@@ -179,7 +179,7 @@ async def test_nothing_is_taken_over_where_policies_come_compiled_from_elsewhere
 
 
 async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:
-    engine = Engine(switch_interval=None)
+    engine = Engine()
     policies = {"p": Shipped()}
     policies["q"] = policies["p"].pushed()
 
@@ -198,7 +198,3 @@ async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:
         gc.collect()
         assert seen() is None
     await engine.close()
-
-
-def teardown_module() -> None:
-    gc.unfreeze()

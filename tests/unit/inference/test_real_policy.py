@@ -115,7 +115,7 @@ def load(path: str, revision: str | None = None, /, **more: object) -> jaxmodels
 @asynccontextmanager
 async def sessions_of(load: Any) -> AsyncIterator[tuple[Sessions, MemoryTransport]]:
     transport = MemoryTransport()
-    sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
+    sessions = Sessions(transport=transport, load=load, engine=Engine())
     try:
         yield sessions, transport
     finally:

@@ -40,7 +40,7 @@ class Server:
         self.sessions = Sessions(
             transport=self.transport,
             load=self.load,
-            engine=Engine(switch_interval=None),
+            engine=Engine(),
             settings=session_settings(Settings.from_values(**more)),
             publish=lambda event, about: self.told.append(event),
             records=records_in(folder),
@@ -246,7 +246,7 @@ async def test_why_somebody_elses_session_was_stopped_is_not_told(server: Server
 
 
 async def test_without_records_a_latch_outlives_its_session_all_the_same() -> None:
-    sessions = Sessions(transport=MemoryTransport(), load=ScriptedLoader(), engine=Engine(switch_interval=None))
+    sessions = Sessions(transport=MemoryTransport(), load=ScriptedLoader(), engine=Engine())
     await sessions.create(NEW)
     await sessions.emergency_stop("smoke")
     await sessions.delete("arm")

@@ -25,7 +25,7 @@ class Servers:
             Sessions(
                 transport=self.transport,
                 load=ScriptedLoader(),
-                engine=Engine(switch_interval=None),
+                engine=Engine(),
                 records=SessionRecords(),
             )
             for _ in range(2)

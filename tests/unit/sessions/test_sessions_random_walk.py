@@ -62,7 +62,7 @@ class Walk(RuleBasedStateMachine):
         return Sessions(
             transport=self.transport,
             load=self.loader,
-            engine=Engine(switch_interval=None),
+            engine=Engine(),
             settings=self.settings_,
             records=SessionRecords(Database(self.disk / "sessions.sqlite3", SCHEMA), StoreError),
         )
