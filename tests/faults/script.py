@@ -89,7 +89,8 @@ class FollowedPolicy(ScriptedPolicy):
             case "late":
                 time.sleep(1.0)
             case "hang":
-                while self._look()["serial"] == told["serial"]:
+                begins = told.get("when")
+                while self._look()["serial"] == told["serial"] and (not begins or Path(begins).exists()):
                     time.sleep(0.02)
         return chunk
 
