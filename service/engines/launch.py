@@ -50,7 +50,9 @@ def launch(module: str, niceness: int = 0, variables: Mapping[str, str] | None =
             stdin=subprocess.DEVNULL,
             env=make_environment(variables or {}),
             pass_fds=descriptors,
-            start_new_session=True,  # Ctrl-C is for the server, which ends its children in order
+            # Ctrl-C is for the server, which ends its children in order. The session stays the same, because Linux may
+            # schedule each session as a group, and a niceness counts only within its group.
+            process_group=0,
         )
     calls.close()
     answers.close()

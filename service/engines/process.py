@@ -7,8 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from pathlib import Path
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import uvloop
@@ -83,10 +82,6 @@ def main(open_host: OpenHost) -> None:
     descriptor, calls, answers, size, parent, niceness = map(int, sys.argv[1:7])
     exit_with_parent(parent, signal.SIGKILL)
     os.nice(niceness)
-    # Linux may schedule each login session as a group, and a niceness counts only within its group. The server starts
-    # its children as sessions, so that the niceness of the group must be set, too.
-    with suppress(OSError):  # not Linux, or a kernel without these groups
-        Path("/proc/self/autogroup").write_text(str(niceness))
     os.dup2(2, 1)  # the server's standard output is for its own lines
     uvloop.run(serve(open_host, descriptor, SharedMemory(calls, size), SharedMemory(answers, size)))
     os._exit(0)  # a thread inside of JAX would abort an ordinary end

@@ -245,7 +245,7 @@ class CheckpointSandbox:
             },
             cwd="/",
             pass_fds=tuple(request["files"].values()),
-            start_new_session=True,
+            process_group=0,
         )
 
 
