@@ -3,11 +3,9 @@
     python -m benchmarks.robots_per_device [--policy PATH] [--device gpu:0] [--two-lanes] [--frame 480x640]
     python -m benchmarks.robots_per_device --quick
 
-Engines in processes of their own, and robots that each ask once in a period and need the answer before they ask again:
-at every tick, or before the actions of a chunk that they execute are done. The figure is the largest number of robots
-without a miss, found by doubling and halving, as the median of several searches. Sides take turns, so other load on the
-machine meets all of them alike. Also measured: answers to robots that ask at the same moment, and processor time per
-answer.
+Engines in processes of their own, and robots that each ask once in a period and need the answer before they ask again.
+The figure is the largest number of robots without a miss, found by doubling and halving, as the median of several
+searches. Sides take turns, so other load meets all of them alike.
 
 Last figure, AMD EPYC, 2 cores, 2026-11-23, the shipped policy at 20 Hz: 56 robots one at a time, 104 batched, 136 with
 two lanes (benchmarks/results/robots_per_device.json).
