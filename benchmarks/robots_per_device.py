@@ -6,7 +6,6 @@
 Engines in processes of their own, and robots that each ask once in a period and need the answer before they ask again.
 The figure is the largest number of robots without a miss, found by doubling and halving, as the median of several
 searches. Sides take turns, so other load meets all of them alike.
-
 Last figure, AMD EPYC, 2 cores, 2026-11-23, the shipped policy at 20 Hz: 56 robots one at a time, 104 batched, 136 with
 two lanes (benchmarks/results/robots_per_device.json).
 """
