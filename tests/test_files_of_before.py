@@ -34,7 +34,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-async def test_a_state_folder_of_a_server_that_was_killed_has_its_sessions_latches_and_events(files: Path) -> None:
+async def test_state_of_a_killed_server_has_sessions_latches_and_events(files: Path) -> None:
     (files / "keys.json").chmod(0o600)
     parts = {"read_requirements": lambda path, revision: SO100_REQUIREMENTS}
     headers = {"x-api-key": (files / "key.txt").read_text().strip()}

@@ -24,7 +24,7 @@ def test_installed_and_required_versions_are_not_below_the_floor(package: str, f
     assert max(lower) >= Version(floor)
 
 
-def test_the_page_of_the_dependencies_lists_each_of_them_with_the_extras_that_have_it() -> None:
+def test_page_of_dependencies_lists_each_with_its_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: texts for name, texts in project["optional-dependencies"].items() if name != "dev"}
     wanted: dict[str, set[str]] = {Requirement(text).name: set() for text in project["dependencies"]}

@@ -222,7 +222,7 @@ async def test_tokens_and_keys_come_in_either_header_and_not_twice(server):
         assert (await server.call("GET", "/sessions", params=query))[0] == 401
 
 
-async def test_refusals_say_how_and_are_limited_per_address_while_keys_go_on_working(server, caplog):
+async def test_refusals_are_limited_per_address_while_keys_work(server, caplog):
     caplog.set_level(logging.INFO)
     guess = "rjk_" + "g" * 43
     async with server.http.get("/sessions", headers={"x-api-key": guess}) as answer:

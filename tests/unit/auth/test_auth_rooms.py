@@ -50,7 +50,7 @@ async def join(server, path, by=None, role="consumer", **more):
         return found
 
 
-async def test_a_session_and_its_robot_work_with_keys_and_its_rooms_are_its_owners(serve):
+async def test_session_with_keys_works_and_its_rooms_are_its_owners(serve):
     async with serve(real_rooms=True) as server:
         status, made = await server.create("arm", "alice", camera_names=["front"], transport_server_url=server.url)
         assert status == 200, made

@@ -106,7 +106,7 @@ def test_no_token_is_signed_that_would_not_be_let_in():
         TOKENS.sign("ann smith", Role.ADMIN, 60, NOW)
 
 
-def test_the_secret_is_made_once_for_its_owner_alone_and_another_one_ends_all_tokens(tmp_path):
+def test_secret_is_made_once_and_a_new_secret_ends_all_tokens(tmp_path):
     file = SecretFile(tmp_path / "state" / "jwt-secret")
     assert file.tokens() is None
     tokens = file.create()

@@ -147,7 +147,7 @@ def is_written_in_the_end(monkeypatch):
     monkeypatch.setattr("service.logging.FLUSH_TIMEOUT", 60.0)
 
 
-def test_a_paused_terminal_holds_nobody_up_and_what_was_left_out_is_counted(monkeypatch, is_written_in_the_end):
+def test_paused_terminal_delays_nothing_and_lost_lines_are_counted(monkeypatch, is_written_in_the_end):
     monkeypatch.setattr("service.logging.MAX_QUEUED", 3)
     gate = Gate()
     background = BackgroundHandler(gate)

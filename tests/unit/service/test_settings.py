@@ -36,7 +36,7 @@ def wrong(flags=None, file=None) -> str:
     return str(caught.value)
 
 
-def test_flags_win_over_the_environment_that_over_the_file_that_over_the_defaults(monkeypatch):
+def test_flags_win_over_environment_file_and_defaults_in_this_order(monkeypatch):
     assert load_settings().server.port == 8001
     write("port = 1111\nrate = 50\nmax_sessions = 3")
     assert load_settings().server.port == 1111
