@@ -465,9 +465,7 @@ async def test_a_room_that_is_gone_under_an_open_socket_is_noticed(connect, serv
 
 
 @pytest.mark.usefixtures("silent_rooms")
-async def test_link_checks_its_room_after_an_error_of_the_server(
-    connect, server, seen, quick, until
-):
+async def test_link_checks_its_room_after_an_error_of_the_server(connect, server, seen, quick, until):
     pace = dataclasses.replace(quick, heartbeat=3.0)
     async with connect(pace=pace) as link:
         await asyncio.sleep(pace.heartbeat / 10 + 0.05)
