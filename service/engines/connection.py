@@ -120,7 +120,7 @@ class Connection(asyncio.Protocol):
         for answer, _ in self._calls.values():
             if not answer.done():
                 answer.set_exception(ConnectionLost("the engine's process has ended"))
-                answer.exception()  # its caller may have left
+                answer.exception()  # The caller may have left.
         self._calls.clear()
         for task in self._tasks:
             task.cancel()
@@ -146,9 +146,9 @@ class Connection(asyncio.Protocol):
     def _take_answer(self, kind: int, has_shared: bool, number: int, value: Any) -> None:
         answer, blocks = self._calls.pop(number)
         self._codec.free(blocks)
-        if has_shared:  # and copied
+        if has_shared:  # The arrays were copied.
             self._write(self._codec.encode([_RELEASE, number])[0])
-        if answer.done():  # its caller has left
+        if answer.done():  # The caller has left.
             return
         if kind == _ANSWER:
             answer.set_result(value)

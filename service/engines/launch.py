@@ -60,7 +60,7 @@ def launch(module: str, niceness: int = 0, variables: Mapping[str, str] | None =
 
 
 def launch_engine(policies: PolicySettings) -> Launched | None:
-    """Start the process of the only engine before the server is imported, so that JAX is imported meanwhile.
+    """Start the process of the only engine before the server is imported, so that JAX is imported at the same time.
 
     Returns:
         None if the settings name devices, whose engines need more variables.

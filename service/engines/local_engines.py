@@ -38,7 +38,7 @@ _GPU = re.compile(r"(gpu|cuda):(\d+)")
 class EnginePlan:
     """What one process runs: its name, the devices as JAX names them there, and variables of its environment.
 
-    Without a name and devices it runs JAX's first choice, and has the name of that.
+    A plan without a name and devices runs on the device that JAX prefers, whose name it takes.
     """
 
     name: str

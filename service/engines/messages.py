@@ -86,7 +86,7 @@ class LocalFolder:
         return cls(sha, path, identities, commit)
 
     def check(self, folder: PolicyFolder) -> None:
-        """Raise CheckpointError if a file of an open folder is not the one that was verified."""
+        """Raise CheckpointError if a file of an open folder is not the file that was verified."""
         for name, identity in folder.identities.items():
             if tuple(self.identities.get(name, ())) != identity:
                 raise CheckpointError(f"{name}: was changed since it was verified; load the policy once more")

@@ -215,7 +215,7 @@ class RemoteLoader:
         report = on_progress or (lambda stage: None)
         folder, commit = find_policy(path, revision, on_progress=report, largest=self.largest)
         report("reading")
-        if commit is not None:  # a snapshot of the Hub's cache links to files beside it
+        if commit is not None:  # A snapshot in the Hub's cache consists of links to files in a neighbouring folder.
             roots: Sequence[Path] | None = folder.parents[1:2]
         else:
             roots = self.roots if like is None else copy_roots(folder)

@@ -99,7 +99,7 @@ class RemoteWorker:
             usual = self._usual_latency
             done, _ = await asyncio.wait([answer], timeout=usual)
             if not done:
-                # This does not count as a failure of the engine: it is asked last while it owes answers, and the pool
+                # This is not a failure of the engine. It gets requests last while it owes answers, and the pool
                 # finds out whether it lives. On a busy machine all engines are late, and recover a moment later.
                 late = Overdue(f"{self.name} has not answered for {usual:.2f} s")
                 late.answer = answer
