@@ -21,7 +21,7 @@ from service.distributed.pool import Listed, Listing, get_or_create_pool
 from service.distributed.ray_connection import CannotJoin, NoAnswer, call_actor, connect, means_no_answer, send_call
 from service.distributed.scaling import Bounds
 from service.engines.messages import EngineFacts, EngineOptions, LocalFolder, Refusal
-from service.engines.process import METHODS, Answer, SendEvent, main
+from service.engines.process import METHODS, Answer, AnswerNow, SendEvent, main
 from service.threads import Worker, call_in_thread, settle
 
 logger = logging.getLogger(__name__)
@@ -305,11 +305,11 @@ def describe_loss(error: BaseException) -> str:
 
 
 @asynccontextmanager
-async def open_gateway(send_event: SendEvent) -> AsyncIterator[Answer]:
+async def open_gateway(send_event: SendEvent) -> AsyncIterator[tuple[Answer, AnswerNow]]:
     """Open a gateway, which joins a cluster with the first call."""
     gateway = Gateway(send_event)
     try:
-        yield gateway.answer
+        yield gateway.answer, lambda method, arguments: None
     finally:
         await gateway.close()
 

@@ -1,8 +1,9 @@
 """Encoding of the messages between a server and its engines: msgpack, with large arrays in shared memory."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -11,9 +12,11 @@ import numpy as np
 from service.engines.shared_memory import SharedMemory
 
 # Arrays from this size on (bytes) go through the shared memory; smaller ones are part of the message.
-SHARED_BYTES = 2048
+SHARED_BYTES = 16384
 # Bytes of one message without the arrays in shared memory.
 MAX_MESSAGE = 64 << 20
+# First bytes of the buffer of an encoder, which grows. The library takes 256 KiB for each, which costs 10 us.
+_BUFFER = 1024
 _TUPLE, _SET, _RECORD, _ARRAY, _SHARED_ARRAY = range(5)
 
 # Start and bytes of a block of the shared memory.
@@ -33,7 +36,7 @@ class MessageCodec:
         records: dataclasses and named tuples that messages may have.
         outgoing: memory for the arrays of encoded messages; None puts all of them into the message.
         incoming: memory with the arrays of decoded messages.
-        copies: whether decoded arrays are copied out of the incoming memory; views of it otherwise.
+        copies: whether decoded arrays are copies that can be written to; views of the message or the memory otherwise.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class MessageCodec:
         copies: bool = False,
     ):
         self._records: Mapping[str, type] = {record.__name__: record for record in records}
+        self._readers = {record: _read_record(record) for record in records}
         self._outgoing, self._incoming, self._copies = outgoing, incoming, copies
         self._blocks: list[Block] = []
         self._has_shared = False
@@ -90,17 +94,15 @@ class MessageCodec:
         return msgpack.unpackb(data, ext_hook=self._unpack_extension, strict_map_key=False)
 
     def _pack(self, value: Any) -> bytes:
-        packed: Any = msgpack.packb(value, default=self._pack_other, strict_types=True)
+        packed: Any = msgpack.packb(value, default=self._pack_other, strict_types=True, buf_size=_BUFFER)
         return packed
 
     def _pack_other(self, value: Any) -> Any:
         kind = type(value)
         if kind is np.ndarray:
             return self._pack_array(value)
-        if self._records.get(kind.__name__) is kind:
-            names = [field.name for field in fields(value)] if is_dataclass(value) else value._fields
-            record = (kind.__name__, *(getattr(value, name) for name in names))
-            return msgpack.ExtType(_RECORD, self._pack(list(record)))
+        if (read := self._readers.get(kind)) is not None:
+            return msgpack.ExtType(_RECORD, self._pack([kind.__name__, *read(value)]))
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, str):
@@ -135,13 +137,12 @@ class MessageCodec:
             kind, shape = np.dtype(dtype), tuple(map(int, sizes))
             if kind.hasobject:
                 raise MessageError("an array of objects")
-            if code == _ARRAY:
-                return np.frombuffer(content, kind).reshape(shape)
-            if self._incoming is None:
-                raise MessageError("an array in shared memory, which this connection does not have")
-            self._has_shared = True
-            count = math.prod(shape) * kind.itemsize
-            array = np.frombuffer(self._incoming.view(int(content), count), kind).reshape(shape)
+            if code == _SHARED_ARRAY:
+                if self._incoming is None:
+                    raise MessageError("an array in shared memory, which this connection does not have")
+                self._has_shared = True
+                content = self._incoming.view(int(content), math.prod(shape) * kind.itemsize)
+            array = np.frombuffer(content, kind).reshape(shape)
             return array.copy() if self._copies else array
         values = self._unpack(data)
         if code == _TUPLE:
@@ -151,3 +152,11 @@ class MessageCodec:
         if code == _RECORD and values[0] in self._records:
             return self._records[values[0]](*values[1:])
         raise MessageError(f"an unknown extension {code}")
+
+
+def _read_record(record: Any) -> Callable[[Any], Iterable[Any]]:
+    """Return a function that gives the values of a record in the order of its constructor."""
+    if not is_dataclass(record):
+        return tuple
+    names = [field.name for field in fields(record)]
+    return attrgetter(*names) if len(names) > 1 else lambda value: (getattr(value, names[0]),)

@@ -32,6 +32,7 @@ class Connection(asyncio.Protocol):
         codec: of this end.
         answer: returns the answer to a call (method, arguments); an unexpected error of it is logged here, and raised
             as `EngineFault` at the other end.
+        answer_now: returns the answer to a call that arrived alone, or None if it needs time; then `answer` is called.
         on_event: called with name and arguments of each event.
         on_lost: called once when the connection ends.
     """
@@ -41,10 +42,12 @@ class Connection(asyncio.Protocol):
         codec: MessageCodec,
         *,
         answer: Callable[[str, tuple[Any, ...]], Awaitable[Any]] | None = None,
+        answer_now: Callable[[str, tuple[Any, ...]], Any] = lambda method, arguments: None,
         on_event: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None,
         on_lost: Callable[[], None] = lambda: None,
     ):
-        self._codec, self._answer, self._on_event, self._on_lost = codec, answer, on_event, on_lost
+        self._codec, self._answer, self._answer_now = codec, answer, answer_now
+        self._on_event, self._on_lost = on_event, on_lost
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._numbers = itertools.count()
@@ -106,10 +109,10 @@ class Connection(asyncio.Protocol):
             if len(self._received) < end:
                 break
             message = bytes(memoryview(self._received)[start + _HEADER.size : end])
-            start = end
+            is_alone, start = start == 0 and end == len(self._received), end
             try:
                 content, has_shared = self._codec.decode(message)
-                self._take(has_shared, *content)
+                self._take(has_shared, is_alone, *content)
             except (MessageError, TypeError, LookupError):
                 logger.exception("the connection is closed")
                 self.close()
@@ -130,9 +133,11 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(_HEADER.pack(len(data)) + data)
 
-    def _take(self, has_shared: bool, kind: int, *content: Any) -> None:
+    def _take(self, has_shared: bool, is_alone: bool, kind: int, *content: Any) -> None:
         if kind == _CALL:
             number, method, arguments = content
+            if is_alone and self._answer_at_once(number, method, tuple(arguments)):
+                return
             task = asyncio.get_running_loop().create_task(self._run(number, method, tuple(arguments)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -155,16 +160,28 @@ class Connection(asyncio.Protocol):
         else:
             answer.set_exception(EngineFault(value))
 
+    def _answer_at_once(self, number: int, method: str, arguments: tuple[Any, ...]) -> bool:
+        try:
+            if (value := self._answer_now(method, arguments)) is None:
+                return False
+            self._send_answer(number, value)
+        except Exception:  # `answer` raises it again.
+            return False
+        return True
+
     async def _run(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         assert self._answer is not None, "this end takes no calls"
         try:
-            value = await self._answer(method, arguments)
-            data, blocks = self._codec.encode([_ANSWER, number, value])
-            if blocks:
-                self._answered[number] = blocks
+            self._send_answer(number, await self._answer(method, arguments))
         except Exception as error:
             logger.exception("%s failed", method)
             text = f"{method} raised {type(error).__name__}; the server's log says more"
-            data, _ = self._codec.encode([_FAULT, number, text])
+            if self.is_open:
+                self._write(self._codec.encode([_FAULT, number, text])[0])
+
+    def _send_answer(self, number: int, value: Any) -> None:
+        data, blocks = self._codec.encode([_ANSWER, number, value])
+        if blocks:
+            self._answered[number] = blocks
         if self.is_open:
             self._write(data)

@@ -189,6 +189,17 @@ class EngineHost:
         self._queues.append((time.monotonic(), inference.queue))
         return inference
 
+    def act_now(
+        self, handle: str, observation: Mapping[str, np.ndarray], due_in: float | None
+    ) -> InferenceResult | None:
+        """Run a policy like `act` if it can be done at once; returns None otherwise."""
+        if self._engine is None or (cached := self._find_policy(handle)) is None:
+            return None
+        result = self._engine.infer_now(cached.served, observation)
+        if result is not None:
+            self._queues.append((time.monotonic(), result.queue))
+        return result
+
     async def try_out(self, handle: str, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float] | Refusal:
         """Run one inference that no robot waits for; returns its chunk and seconds."""
         if (cached := self._find_policy(handle)) is None:

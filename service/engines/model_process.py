@@ -6,12 +6,12 @@ from typing import Any
 
 from service.engines.messages import ModelRefusal
 from service.engines.model_host import ModelHost
-from service.engines.process import Answer, SendEvent, main
+from service.engines.process import Answer, AnswerNow, SendEvent, main
 from service.errors import ServiceError
 
 
 @asynccontextmanager
-async def open_models(send_event: SendEvent) -> AsyncIterator[Answer]:
+async def open_models(send_event: SendEvent) -> AsyncIterator[tuple[Answer, AnswerNow]]:
     """Open a host of models, which are loaded with the first call."""
     host = ModelHost()
 
@@ -21,7 +21,7 @@ async def open_models(send_event: SendEvent) -> AsyncIterator[Answer]:
         except ServiceError as error:
             return ModelRefusal(error.code, str(error), getattr(error, "loc", ()))
 
-    yield answer
+    yield answer, lambda method, arguments: None
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ MAX_LOG_LINE = 8192  # characters
 # Sends an event to the server: (name, arguments); answers a call of the server: (method, arguments).
 SendEvent = Callable[..., None]
 Answer = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
-OpenHost = Callable[[SendEvent], AbstractAsyncContextManager[Answer]]
+# Answers a call at once, or returns None; see `Connection`.
+AnswerNow = Callable[[str, tuple[Any, ...]], Any]
+OpenHost = Callable[[SendEvent], AbstractAsyncContextManager[tuple[Answer, AnswerNow]]]
 
 
 class _LogToServer(logging.Handler):
@@ -50,8 +52,8 @@ async def serve(open_host: OpenHost, descriptor: int, calls: SharedMemory, answe
     """
     closed = asyncio.Event()
     codec = make_codec(answers, calls, copies=False)
-    async with open_host(lambda name, *arguments: connection.send_event(name, *arguments)) as answer:
-        connection = Connection(codec, answer=answer, on_lost=closed.set)
+    async with open_host(lambda name, *arguments: connection.send_event(name, *arguments)) as (answer, now):
+        connection = Connection(codec, answer=answer, answer_now=now, on_lost=closed.set)
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: connection, sock=socket.socket(fileno=descriptor))
         logging.basicConfig(level=logging.INFO, handlers=[_LogToServer(connection, loop)], format="%(message)s")
@@ -59,7 +61,7 @@ async def serve(open_host: OpenHost, descriptor: int, calls: SharedMemory, answe
 
 
 @asynccontextmanager
-async def open_engine(send_event: SendEvent) -> AsyncIterator[Answer]:
+async def open_engine(send_event: SendEvent) -> AsyncIterator[tuple[Answer, AnswerNow]]:
     """Open an engine on this machine, which begins with the first call."""
     host: EngineHost | None = None
     importing = call_in_thread(import_jax, "import-jax")  # The server may still be starting.
@@ -74,7 +76,10 @@ async def open_engine(send_event: SendEvent) -> AsyncIterator[Answer]:
             raise ValueError(f"no method {method!r}")
         return await getattr(host, method)(*arguments)
 
-    yield answer
+    def answer_now(method: str, arguments: tuple[Any, ...]) -> Any:
+        return host.act_now(*arguments) if method == "act" and host is not None else None
+
+    yield answer, answer_now
 
 
 def main(open_host: OpenHost) -> None:

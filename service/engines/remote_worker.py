@@ -11,7 +11,7 @@ from jaxmodels.errors import ObservationError
 from service.engines.connection import ConnectionLost
 from service.engines.messages import EngineFacts
 from service.engines.remote_policy import RemotePolicy, check_answer
-from service.inference.batching import FrameSizesKey, LatencyModel, read_layout
+from service.inference.batching import LatencyModel, read_layout
 from service.inference.device_worker import DeviceGone, DeviceStuck, InputRefused, Overdue, WorkerClosed
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
 from service.threads import mark_retrieved, settle
@@ -91,8 +91,9 @@ class RemoteWorker:
         result: asyncio.Future[Any] = loop.create_future()
         self._pending[outcome] = self.last_used_at = now
         timer = loop.call_later(self._stuck_after, self._give_up, result)
-        outcome.add_done_callback(lambda outcome: self._end(outcome, result, timer))
-        answering = self._answer(result, replica, read_layout(observation).frames, now)
+        latency = replica.latencies[read_layout(observation).frames]
+        outcome.add_done_callback(lambda outcome: self._end(outcome, result, timer, now, latency))
+        answering = self._answer(result)
         if may_move:
             answer = loop.create_task(answering)
             answer.add_done_callback(mark_retrieved)
@@ -113,23 +114,39 @@ class RemoteWorker:
         usual = max(3 * usual, MIN_OVERDUE) if self._latency.is_measured else DEFAULT_OVERDUE
         return min(usual, self._stuck_after)
 
-    async def _answer(
-        self, result: asyncio.Future[Any], replica: Replica, frames: FrameSizesKey, sent_at: float
-    ) -> InferenceResult:
-        answer = await result
-        total = time.monotonic() - sent_at
-        inference = _to_result(answer, total)
-        self._latency.record(1, total)
-        replica.latencies[frames].record(inference.batch, inference.compute)
-        return inference
+    @staticmethod
+    async def _answer(result: asyncio.Future[Any]) -> InferenceResult:
+        try:
+            return check_answer(await result)
+        except ObservationError as error:
+            raise InputRefused(str(error)) from error
 
-    def _end(self, outcome: asyncio.Future[Any], result: asyncio.Future[Any], timer: asyncio.TimerHandle) -> None:
+    def _end(
+        self,
+        outcome: asyncio.Future[Any],
+        result: asyncio.Future[Any],
+        timer: asyncio.TimerHandle,
+        sent_at: float,
+        latency: LatencyModel,
+    ) -> None:
         timer.cancel()
         del self._pending[outcome]
         error = outcome.exception()
         if isinstance(error, ConnectionLost):
             error = DeviceGone(f"engine {self.name}: its process ended")
-        settle(result, error or outcome.result())
+        answer = error or outcome.result()
+        if isinstance(answer, InferenceResult):
+            total = time.monotonic() - sent_at
+            # The transport counts as waiting.
+            waited = max(total - answer.to_device - answer.compute - answer.to_host, answer.queue)
+            answer = answer._replace(queue=waited, total=total)
+            # Robots get their answers before the latency is recorded.
+            outcome.get_loop().call_soon(outcome.get_loop().call_soon, self._record, answer, latency)
+        settle(result, answer)
+
+    def _record(self, answer: InferenceResult, latency: LatencyModel) -> None:
+        self._latency.record(1, answer.total)
+        latency.record(answer.batch, answer.compute)
 
     def _give_up(self, result: asyncio.Future[Any]) -> None:
         """Fail a request that has no answer after ``stuck_after`` seconds; its engine still owes the answer."""
@@ -149,15 +166,3 @@ class RemoteWorker:
         for outcome in tuple(self._pending):
             settle(outcome, WorkerClosed("the server is ending"))
         return True
-
-
-def _to_result(answer: Any, total: float) -> InferenceResult:
-    """Convert an engine's answer that took `total` seconds to arrive."""
-    try:
-        answer = check_answer(answer)
-    except ObservationError as error:
-        raise InputRefused(str(error)) from error
-    inside = answer.queue + answer.to_device + answer.compute + answer.to_host
-    waited = answer.queue + max(total - inside, 0.0)  # the transport counts as waiting
-    # The chunk is copied, because arrays of the object store are read-only.
-    return answer._replace(chunk=np.array(answer.chunk), queue=waited, total=total)

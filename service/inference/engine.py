@@ -267,6 +267,15 @@ class Engine:
                 self._pending -= 1
                 self._last_used_at = time.monotonic()
 
+    def infer_now(self, loaded: LoadedPolicy, observation: Mapping[str, np.ndarray]) -> InferenceResult | None:
+        """Run the policy on the event loop if it can be answered at once; see `InferenceWorker.run_now`."""
+        worker = next(iter(self.devices.workers.values()))
+        if len(loaded.usable) != 1 or not isinstance(worker, InferenceWorker):
+            return None
+        result = worker.run_now(loaded.usable[0], observation)
+        self._last_used_at = time.monotonic()
+        return result
+
     async def run_trial(self, loaded: LoadedPolicy, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
         """Run one low-priority inference for no robot; returns the chunk and its seconds. Raises PolicyFailed."""
 

@@ -26,11 +26,15 @@ def make_memory() -> SharedMemory:
 
 
 @asynccontextmanager
-async def connect(answer: Callable[[str, tuple[Any, ...]], Any], **options: Any) -> AsyncIterator[Any]:
-    """Connect a server's end, which is returned with its memory, to an engine's end with this `answer`."""
+async def connect(
+    answer: Callable[[str, tuple[Any, ...]], Any],
+    answer_now: Callable[[str, tuple[Any, ...]], Any] = lambda method, arguments: None,
+    **options: Any,
+) -> AsyncIterator[Any]:
+    """Connect a server's end, which is returned with its memory, to an engine's end with these answers."""
     ours, theirs = socket.socketpair()
     calls, answers = make_memory(), make_memory()
-    engine = Connection(make_codec(answers, calls, copies=False), answer=answer)
+    engine = Connection(make_codec(answers, calls, copies=False), answer=answer, answer_now=answer_now)
     server = Connection(make_codec(calls, answers, copies=True), **options)
     loop = asyncio.get_running_loop()
     await loop.create_unix_connection(lambda: engine, sock=theirs)
@@ -76,8 +80,20 @@ async def test_arrays_arrive_whole_and_leave_the_memory_free(count: int) -> None
             (answer,) = await server.call("act", frames)
             np.testing.assert_array_equal(answer["state"], frames["state"])
             assert answer["task"][0] == "pick"
+            answer["state"][:] = 0.0  # It can be written to.
         await server.call("act")  # the release of the last answer has arrived before
         assert [memory.allocate(SIZE) for memory in (calls, answers)] == [0, 0]
+
+
+async def test_only_a_call_that_arrives_alone_is_answered_at_once() -> None:
+    def answer_now(method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "raise":
+            raise TypeError
+        return "now" if method == "now" else None
+
+    async with connect(echo, answer_now) as (server, *_):
+        assert [await server.call(method) for method in ("now", "later", "raise")] == ["now", (), ()]
+        assert await asyncio.gather(server.call("now"), server.call("now")) == [(), ()]
 
 
 async def test_result_of_an_inference_does_not_depend_on_shared_memory() -> None:
@@ -93,6 +109,7 @@ async def test_result_of_an_inference_does_not_depend_on_shared_memory() -> None
     assert isinstance(first, InferenceResult)
     assert (first.chunk == 1).all()
     assert first.batch == 2
+    first.chunk[:] = 3.0  # It can be written to.
 
 
 async def test_unexpected_error_is_a_fault_without_its_text(caplog: pytest.LogCaptureFixture) -> None:

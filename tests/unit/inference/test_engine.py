@@ -11,6 +11,7 @@ import pytest
 
 from jaxmodels.errors import ConfigError, ObservationError
 from service.errors import PolicyError, PolicyFailed
+from service.inference.batching import WINDOW
 from service.inference.device_worker import InferenceWorker, WorkerClosed
 from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceStuck, LoadedPolicy, describe_sizes
@@ -51,6 +52,29 @@ async def test_an_inference_runs_on_the_device_thread_with_timings(engine: Engin
     assert policy.threads == {"device"}
     assert 0.01 <= inference.compute <= inference.total
     assert inference.queue >= 0
+
+
+async def test_only_a_short_inference_on_an_idle_device_runs_at_once(engine: Engine) -> None:
+    policy = ScriptedPolicy()
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        (latency,) = served.replicas[0].latencies.values()
+        latency.record(1, 1.0)
+        assert engine.infer_now(served, OBSERVATION) is None, "it may be long"
+        for _ in range(2 * WINDOW):
+            latency.record(1, 0.0)
+        policy.threads.clear()
+        result = engine.infer_now(served, OBSERVATION)
+        assert result is not None
+        np.testing.assert_array_equal(result.chunk, (await engine.infer(served, OBSERVATION)).chunk)
+        assert policy.threads == {threading.current_thread().name, "device"}
+        policy.failures = [ValueError()]
+        assert engine.infer_now(served, OBSERVATION) is None, "it raised"
+        policy.failures = [gate := threading.Event()]
+        other = asyncio.create_task(engine.infer(served, OBSERVATION))
+        await asyncio.sleep(0)
+        assert engine.infer_now(served, OBSERVATION) is None, "another request waits"
+        gate.set()
+        await other
 
 
 async def test_a_policy_is_loaded_once_and_dropped_after_its_last_session(engine: Engine) -> None:
