@@ -81,7 +81,7 @@ class Cluster(HostProcess):
             self._remove_engine(*arguments)
         elif name == "lost":
             logger.error("%s; the cluster is joined again as soon as its head answers", *arguments)
-            self.retire_all("the cluster is lost")
+            self.on_ended("the cluster is lost")
             if self._connection is not None:
                 self._connection.close()
         else:
@@ -131,10 +131,10 @@ class Cluster(HostProcess):
         task = asyncio.get_running_loop().create_task(self.engines.forget(member))
         task.add_done_callback(lambda task: task.exception())
 
-    def retire_all(self, why: str) -> None:
+    def on_ended(self, why: str) -> None:
         """Send no more requests to the engines until the cluster is joined again."""
         self._listing_trouble = f"{why}; the cluster is joined again"
-        super().retire_all(why)
+        super().on_ended(why)
 
     def share(self, folder: PolicyFolder, commit: str | None) -> LocalFolder:
         """Have the gateway put the files of a verified folder into the object store; blocks.

@@ -20,8 +20,6 @@ from service.threads import Worker
 
 logger = logging.getLogger(__name__)
 
-# Bytes of addresses for the arrays of calls, and of answers; the system gives pages only to what is used.
-MEMORY_BYTES = 1 << 30
 # Seconds before a process is started again. They double, up to the second figure, after each process that lived for a
 # shorter time than the third.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
@@ -177,10 +175,6 @@ class HostProcess(SupervisedProcess):
         self.members: dict[str, EngineMember] = {}
 
     def on_ended(self, why: str) -> None:
-        """Retire the engines."""
-        self.retire_all(why)
-
-    def retire_all(self, why: str) -> None:
         """Send no more requests to the engines: pending requests go to other engines, or wait for one."""
         for member in self.members.values():
             self.engines.retire(member, why)
