@@ -269,7 +269,7 @@ class EngineSet:
         return first.name, [one.name for one in others if not one.worker.facts.load]
 
     def read_stages(self, engines: Collection[str], sha: str) -> list[str]:
-        """Return the stages in which these engines load a policy, as far as they have reported it."""
+        """Return the stages in which these engines load a policy, if they reported it."""
         members = [member for member in tuple(self.members.values()) if member.name in engines]
         return [stages[sha] for member in members if sha in (stages := member.worker.facts.stages)]
 
@@ -301,7 +301,7 @@ class EngineSet:
             ) from error
 
     def load(self, engine: str, files: Any, like: str | None) -> "Future[Loaded]":
-        """Have an engine load a policy, and keep it there for as long as the answer is referenced.
+        """Have an engine load a policy, and keep it there while the answer is referenced.
 
         Args:
             like: handle of a policy that this one probably resembles.

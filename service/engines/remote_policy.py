@@ -115,7 +115,7 @@ class PolicyReplication:
 
 
 class RemotePolicy:
-    """A policy in an engine, which keeps it as long as this object is referenced.
+    """A policy in an engine, which keeps it while this object is referenced.
 
     All methods but `is_compiled` wait for the engine, and `prepare_task` waits for a limited time.
 

@@ -78,15 +78,14 @@ def compute_admission(
     before = other_load + sum(peer_rates) * seconds / devices
     share = per_second * seconds / devices
     left = max(limit - before, 0.0) * devices / seconds if seconds else per_second
-    # One at a time there is no more than what one inference leaves, whatever the others do.
+    # A session runs one inference at a time.
     alone = 1 / latency.measured(1).p90 if latency.measured(1).p90 else per_second
     possible = min(left, alone, per_second)
     description = "" if frames == first.trained_frames else f"{describe_sizes(dict(frames))}, "
     text = (
         f"an inference takes {seconds * 1e3:.1f} ms here ({description}in batches of {batch}), {len(peer_rates)} other "
         f"sessions like it and {before:.0%} of the device's time are promised (engine_load allows {limit:.0%}); "
-        f"this session "
-        f"asks for {per_second:.1f} inferences per second and there is time for {possible:.1f}"
+        f"this session asks for {per_second:.1f} inferences per second and there is time for {possible:.1f}"
     )
     return Admission(before + share <= limit + 1e-9 and per_second <= alone, share, possible, text)
 
@@ -128,8 +127,8 @@ class Reservations:
         """Return whether the devices have time for this many more inferences per second; reserves nothing.
 
         Args:
-            read_sizes: returns the sizes of the frames that the session sends. Until they are known and measured, the
-                sizes of this policy's most expensive session count, or those that the policy was trained with.
+            read_sizes: returns the sizes of the frames that the session sends. Before they are measured, the sizes of
+                this policy's most expensive session count, or the sizes that the policy was trained with.
             holder: session whose present reservation is left out, because this one replaces it.
         """
         loaded, read_sizes = loaded.unnamed, _to_own_names(loaded, read_sizes)

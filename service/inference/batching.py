@@ -11,14 +11,14 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-# Newest measurements of each size; a device that got slower is known after half as many batches.
+# Newest measurements of each size; half of them decide the median.
 WINDOW = 32
-# What a size took so many batches ago says little, and is soon outweighed: so few of its measurements still count.
+# Batches after which the measurements of a size are stale, and the number of stale measurements that still count.
 STALE_AFTER = 32
 KEPT_WHEN_STALE = 4
 # Newest batches, of any size, that determine the device's pace. Even, so that two alternating sizes average.
 PACE_WINDOW = 6
-# So far from 1 the pace is not let: in a day of batches it wanders, and what is remembered with it the other way.
+# The pace stays between this figure and its inverse, because it drifts over many batches.
 MAX_PACE = 2.0
 # Seconds below which a batch computes nothing, and its time is the thread's.
 MIN_SECONDS = 1e-6
@@ -40,7 +40,7 @@ class _Known(NamedTuple):
 
 
 class _SlidingWindow:
-    """The newest ``WINDOW`` numbers, kept sorted too: sorting them anew for each batch took 8 us of 14."""
+    """The newest ``WINDOW`` numbers, which are also kept sorted, because sorting them takes 8 us."""
 
     def __init__(self, numbers: Iterable[float] = ()) -> None:
         self.numbers: deque[float] = deque()
@@ -63,23 +63,22 @@ class _SlidingWindow:
 class LatencyModel:
     """Seconds by batch size, thread-safe.
 
-    A shared machine is slower now and then for all sizes. Therefore ``predict`` scales each size's time by the device's
-    present pace, and a size that ran in a slow moment is not avoided later. ``measured`` returns unscaled times for
-    statistics and reservations.
+    A shared machine is slower at times. Therefore ``predict`` scales by the device's present pace, and a size that was
+    measured in a slow moment is not avoided later. ``measured`` returns unscaled times for statistics and reservations.
     """
 
     def __init__(self) -> None:
         self.is_measured = False
         self._lock = threading.Lock()
-        # Of each size the seconds, and the same divided by the device's pace at the time.
+        # For each size: the seconds, and the seconds divided by the device's pace at the time.
         self._windows: dict[int, tuple[_SlidingWindow, _SlidingWindow]] = {}
         self._count = 0
-        self._ratios = deque([1.0] * PACE_WINDOW, PACE_WINDOW)  # one slow batch at the start must not set the pace
+        self._ratios = deque([1.0] * PACE_WINDOW, PACE_WINDOW)  # the first batch may be slow
         # Latencies by size, and the pace. Replaced and never mutated, so that readers need no lock.
         self._now: tuple[Mapping[int, _Known], float] = ({}, 1.0)
 
     def record(self, size: int, seconds: float) -> None:
-        """Record that a batch of this size took so many seconds."""
+        """Record the seconds of a batch of this size."""
         with self._lock:
             known, pace = self._now
             before = known.get(size)
@@ -87,10 +86,10 @@ class LatencyModel:
                 windows = self._windows[size] = (_SlidingWindow(), _SlidingWindow())
             most = WINDOW
             if before is not None and self._count - before.ran_at >= STALE_AFTER:
-                most = min(KEPT_WHEN_STALE + 1, len(windows[0].numbers))  # of a single one that is stale, none counts
+                most = min(KEPT_WHEN_STALE + 1, len(windows[0].numbers))
             self._count += 1
             windows[0].append(seconds, most)
-            windows[1].append(seconds / pace, most)  # by the pace of those before it: it says nothing about itself
+            windows[1].append(seconds / pace, most)
             known = {**known, size: _Known(windows[0].latency, windows[1].latency, self._count)}
             if before is not None and before.normalized.median >= MIN_SECONDS:
                 self._ratios.append(max(seconds, MIN_SECONDS) / before.normalized.median)
@@ -100,7 +99,7 @@ class LatencyModel:
             self._now, self.is_measured = (known, pace), True
 
     def mark_fresh(self) -> None:
-        """Mark all sizes as measured just now: what ran since was profiling, while nothing else could run."""
+        """Mark all sizes as measured just now, after profiling, during which nothing else ran."""
         with self._lock:
             known, pace = self._now
             self._now = {size: one._replace(ran_at=self._count) for size, one in known.items()}, pace
@@ -137,7 +136,7 @@ class LatencyModel:
         return self._now[0].keys()
 
     def is_stale(self, size: int) -> bool:
-        """Return whether a size was measured so many batches ago that it should be measured again."""
+        """Return whether the measurements of a size are stale, so that it should be measured again."""
         one = self._now[0].get(size)
         return one is not None and self._count - one.ran_at >= STALE_AFTER
 
@@ -179,9 +178,9 @@ def _scale(latencies: Mapping[int, Latency], size: int) -> Latency:
     return Latency(latencies[nearest].median * factor, latencies[nearest].p90 * factor)
 
 
-# A larger batch has to give so many times more answers per second: what it gives, each member waits longer for.
+# Factor by which a larger batch has to increase the answers per second, because its members wait longer.
 MIN_THROUGHPUT_GAIN = 1.02
-# So much later than reckoned all others may be served, in times of the best batch: more come, or the device is slower.
+# Reserve for the deadlines of later requests, in times of the best batch.
 SLACK = 0.5
 
 
@@ -220,9 +219,9 @@ class BatchScheduler(Generic[Request]):
     """Queues of requests, one per program, and the choice of the next batch. Has no clock and no threads.
 
     A free device always runs something; no request waits for others to join. The request that must begin soonest goes
-    first. Others join it unless that makes a request late that could be in time, in any queue. Of the remaining sizes
-    the one with the highest throughput wins, or occasionally a full one whose measurement is stale. Under overload,
-    throughput alone decides, because sparing one request delays more of the others.
+    first. Others join it unless that makes a request of any queue late. Among the remaining sizes the highest
+    throughput wins, or occasionally a full batch whose measurement is stale. Under overload, throughput alone decides,
+    because sparing one request delays several others.
     """
 
     def __init__(self) -> None:
@@ -243,21 +242,21 @@ class BatchScheduler(Generic[Request]):
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = _RequestQueue(latency, (), [])
-        queue.sizes = sorted({1, *sizes})  # more of them come while robots stand still
+        queue.sizes = sorted({1, *sizes})  # more sizes are compiled while robots stand still
         queue.requests.append(request)
 
     def next_batch(self, now: float) -> BatchPlan[Request] | None:
-        """Remove and return the requests that run next; None when nobody waits."""
+        """Remove and return the requests that run next; None when no request waits."""
         if len(self._queues) == 1:
             ((key, queue),) = self._queues.items()
             if len(queue.requests) == 1 and queue.requests[0].is_awaited:
-                del self._queues[key]  # nothing to decide, as with one robot
+                del self._queues[key]
                 return BatchPlan(key, queue.requests, 1, queue.latency)
         heads: dict[Hashable, Request] = {}
         for key, queue in list(self._queues.items()):
             queue.requests = [request for request in queue.requests if request.is_awaited]
             if not queue.requests:
-                del self._queues[key]  # with it a policy, and its weights, would wait for the next request
+                del self._queues[key]  # It refers to a policy with its weights.
                 continue
             queue.requests.sort(key=lambda request: request.due)
             heads[key] = queue.requests[0]
@@ -361,7 +360,7 @@ class _QueueForecast:
         return True
 
 
-# XLA takes an array of the host as it is when it begins on such a boundary; others it copies first.
+# XLA reads an array of the host in place when it begins at a multiple of this; it copies other arrays first.
 ALIGNMENT = 64
 MAX_BUFFERS = 8
 
@@ -386,7 +385,7 @@ class ObservationLayout(NamedTuple):
 
 
 def read_layout(observation: Mapping[str, np.ndarray]) -> ObservationLayout:
-    """Return the layout of an observation; what is no array belongs to none."""
+    """Return the layout of an observation; values that are not arrays are ignored."""
     frames, shapes, is_stackable = set(), [], True
     for name, array in observation.items():
         if not isinstance(array, np.ndarray):
@@ -412,7 +411,7 @@ class StackingBuffers:
     ) -> Mapping[str, np.ndarray]:
         """Stack observations of one shape into a batch of ``size``; valid until the next call.
 
-        Padding repeats the first member's numbers: leftovers of a refused observation would be refused again.
+        Padding repeats the first member's numbers, because an earlier observation may be invalid.
         """
         arrays = self._arrays.pop((shape, size), None)
         if arrays is None:

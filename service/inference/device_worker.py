@@ -45,7 +45,7 @@ class DeviceStuck(DeviceGone):
 
 
 class EngineLost(PolicyFailed):
-    """The engine ended while it did something that is asked again when another one has the policy."""
+    """The engine ended during a call that is repeated when another engine has the policy."""
 
     status = 503
     code = "engine_lost"
@@ -69,7 +69,7 @@ class DeviceWorker(Protocol):
         pending: number of requests that have no answer yet.
         waiting: number of requests that have not begun to run.
         last_used_at: monotonic time of the newest request.
-        is_late: whether an answer takes longer than usual; other devices are asked first then.
+        is_late: whether an answer takes longer than usual; other devices get requests first then.
         batches: number of batches run, by batch size.
     """
 
@@ -338,11 +338,10 @@ class InferenceWorker:
         replica = request.replica
         try:
             frames, shape = read_layout(request.observation)
-        except Exception:  # the policy, asked alone, says what is wrong with it
+        except Exception:  # The policy gets it alone and describes what is wrong.
             frames, shape = ObservationLayout(frozenset(), None)
         request.shape, request.latency = None if is_alone else shape, replica.latencies[frames]
         sizes = () if request.is_alone else replica.batch_sizes.get(frames, ())
-        # What runs alone has the place in line that its policy has, with such frames.
         self._scheduler.add((replica, frames, request.shape), request, request.latency, sizes)
 
 

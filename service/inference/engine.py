@@ -1,4 +1,4 @@
-"""Inference engine: sends each request to a device, and to another one when that fails."""
+"""Inference engine: sends each request to a device, and to another device when that fails."""
 
 import asyncio
 import logging
@@ -111,7 +111,7 @@ class Dispatcher:
         except DeviceGone:
             raise
         except Exception as error:
-            # Neither: it is the observation, or the policy.
+            # Both failed because of the observation or the policy.
             is_another = isinstance(failure, Overdue) or isinstance(error, WorkerClosed | InputRefused)
             _raise_refusal(error if is_another else failure)
         finally:

@@ -65,7 +65,7 @@ class Devices:
         self.workers: dict[int, DeviceWorker] = dict(enumerate(workers))
         self.health = DeviceHealth()
         self._configured_names = dict(enumerate(names))  # names in the settings; may be empty
-        self._device_names = dict(self._configured_names)  # as policies call them
+        self._device_names = dict(self._configured_names)  # the names in policies
         self._numbers = count(len(names) or 1)
         self.join_timeout = join_timeout
         self.joined = asyncio.Event()
@@ -123,9 +123,9 @@ class Devices:
             try:
                 name = self._configured_names[number]
                 copies[number] = policy if not copies and policy.device == name else policy.on(name)
-            except (DeviceGone, KeyError) as error:  # it left meanwhile, or cannot have it
+            except (DeviceGone, KeyError) as error:
                 logger.warning("a policy could not be copied to a device (%s)", type(error).__name__)
-            policy = next(iter(copies.values()), policy)  # where it was loaded may be out by now
+            policy = next(iter(copies.values()), policy)  # its first device may have left
         if not copies:
             raise DeviceGone("no device could take the policy")
         return copies
@@ -139,7 +139,7 @@ class Devices:
 
         Raises:
             WorkerClosed: the server is ending.
-            InferenceStuck: none came in time; a robot that stood still for so long does not go on by itself.
+            InferenceStuck: none came in time; a person has to restart the robot then.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self.join_timeout):
@@ -197,7 +197,7 @@ class ReplicaManager:
             self._start_copying(self._devices.add(device, worker), self._policy_cache.all)
 
     def add_policy(self, loaded: LoadedPolicy) -> None:
-        """Copy a new policy to devices that joined since it was loaded, and drop those that left."""
+        """Copy a new policy to devices that joined since it was loaded, and drop its copies on devices that left."""
         self._refresh(loaded)
         there = {replica.worker_id for replica in loaded.replicas}
         for number in sorted(self._devices.workers.keys() - there):
@@ -224,7 +224,7 @@ class ReplicaManager:
                 return  # it left
             try:
                 replica = await self._policy_cache.copy(loaded, device, number)
-            except DeviceGone as error:  # it left, or says itself why it cannot
+            except DeviceGone as error:
                 logger.warning("%s goes without a policy: %s", device, error)
                 clear_frames(error)
                 continue
