@@ -54,6 +54,7 @@ TOO_MANY_RESPONSE = (
 
 class _Http(Http):
     HEADER_MAX_SIZE = MAX_HEAD  # Sanic's own limit is shared by all apps of a process
+    __slots__ = ("_is_pipelined", "_pieces")
 
     def init_for_request(self) -> None:
         super().init_for_request()
@@ -124,6 +125,24 @@ class DeadlineProtocol(WebSocketProtocol):
     """
 
     HTTP_CLASS = _Http
+    __slots__ = (
+        "_asking",
+        "_backlog",
+        "_counted",
+        "_deadline",
+        "_flow",
+        "_frames",
+        "_has_waited",
+        "_inbox",
+        "_is_fresh",
+        "_is_handed_over",
+        "_is_known",
+        "_pausing",
+        "_queue",
+        "_reading",
+        "_request_deadline",
+        "is_spare",
+    )
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

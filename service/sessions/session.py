@@ -23,7 +23,7 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import FrameSizes, LoadedPolicy, LoadPolicy
 from service.inference.progress import Progress
 from service.logging import bind_log_context
-from service.sessions.base_session import BaseSession, describe_overlap
+from service.sessions.base_session import BaseSession
 from service.sessions.compatibility import configure_control, make_limits, prepare_instruction, reserve_rate
 from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
@@ -190,10 +190,6 @@ class Session(BaseSession):
         robot_io.instruct(instruction)
         robot_io.runner.tokens_cut = cut
         self.new = replace(self.new, language_instruction=instruction)
-
-    def describe_overlap(self) -> dict[str, object]:
-        """Return how it joins chunks and when it requests them; JSON-ready."""
-        return describe_overlap(self.require_robot_io())
 
     def emergency_stop(self, reason: str) -> None:
         """Stop the robot where it is, and latch that until a reset."""
