@@ -48,7 +48,7 @@ class UnitsDiffer(InvalidRequest, code="joints_units"):
 
 
 class Unauthorized(ServiceError, status=401, code="unauthorized"):
-    """The request needs a key or token, and has none or one that is not known (any more)."""
+    """The request has no key or token, or an unknown one."""
 
     headers = MappingProxyType({"www-authenticate": "Bearer"})
 
@@ -94,7 +94,7 @@ class Overloaded(ServiceError, status=409, code="overloaded"):
 
 
 class TooManySessions(ServiceError, status=429, code="too_many_sessions"):
-    """The server has as many sessions as the settings allow."""
+    """The server has the largest number of sessions that the settings allow."""
 
 
 class PolicyError(ServiceError, status=422, code="policy"):
@@ -150,7 +150,7 @@ class NotKept(ServiceError, status=503, code="not_kept"):
 
 
 class UnknownRecording(ServiceError, status=404, code="unknown_recording"):
-    """No recording has this name, or it belongs to somebody else's session."""
+    """No recording has this name, or it belongs to a session of another owner."""
 
 
 class RecordingRefused(ServiceError, status=409, code="recording_refused"):
@@ -178,11 +178,11 @@ class ModelBusy(ServiceError, status=503, code="model_busy", retry_after=1):
 
 
 class UnknownForm(ServiceError, status=415, code="unknown_form"):
-    """The request's body has a format that is not read; the message names those that are."""
+    """The format of the request's body is not supported; the message names the supported formats."""
 
 
 class NotAcceptable(ServiceError, status=406, code="not_acceptable"):
-    """The answer is asked for in a format that is not written; the message names those that are."""
+    """The request accepts no supported format of the response; the message names the supported formats."""
 
 
 class TooLarge(ServiceError, status=413, code="too_large"):

@@ -12,14 +12,10 @@ Result = TypeVar("Result")
 
 
 def lower_priority(niceness: int) -> None:
-    """Raise the niceness of this thread by so many steps, and that of threads it will start.
+    """Raise the niceness of this thread, and of threads that it starts later, on Linux only.
 
-    On Linux niceness belongs to a thread and is inherited, so a numeric library whose thread pool
-    is first used from here computes below the event loop. Elsewhere it would be the whole process's: left alone.
-
-    It is for what computes without Python's lock. A thread that keeps the lock for milliseconds, as a parser of JSON
-    does, must not stand below the event loop: where other programs use the machine, too, they take its core away, and
-    the loop waits for the lock meanwhile (27 ms instead of 10 with four of them on two cores).
+    Use it only for work without Python's lock: the event loop would wait for a thread that holds the lock and gets no
+    core.
     """
     if niceness and sys.platform == "linux":
         thread = threading.get_native_id()
@@ -48,7 +44,7 @@ def as_plain_exception(error: BaseException) -> BaseException:
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
-    """Call a function on an event loop, from any thread. When the loop is closed, nobody waits and nothing happens."""
+    """Call a function on an event loop, from any thread; do nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
@@ -110,6 +106,6 @@ def settle(outcome: asyncio.Future[Any], result: Any) -> None:
 
 
 def mark_retrieved(answer: asyncio.Future[Any]) -> None:
-    """Mark a future's error as retrieved, so that asyncio does not log it when nobody awaits it."""
+    """Mark a future's error as retrieved, so that asyncio does not log it."""
     if not answer.cancelled():
         answer.exception()

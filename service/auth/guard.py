@@ -35,7 +35,7 @@ class Admissions:
 
     Args:
         keys, secret: their files, which need not be there yet.
-        requires_key: whether a key is wanted even before there is one.
+        requires_key: whether a key is required even if none exists.
     """
 
     def __init__(
@@ -190,20 +190,20 @@ def _read_ticket(request: "Request[Any, Any]") -> str | None:
 # Method ("*": any), what a route's path begins with, and the least role; None: it has a proof of its own or needs none.
 Rule = tuple[str, str, Role | None]
 SAFE_METHODS = ("GET", "HEAD")
-# Failed attempts of one address: per second, and at once. Successful requests are never limited, because a stranger
-# behind the same proxy could otherwise keep the operator from stopping a robot. 256 random bits cannot be guessed.
+# Failed attempts of one address, per second and at once. Successful requests are never limited, so that other clients
+# behind the same proxy cannot keep an operator from stopping a robot.
 REFUSALS = (1 / 6, 10)
 
 
 class Guard:
     """Guard of all routes of an app: the API, the rooms, the dashboard and its socket.
 
-    A route says in its ``ctx_role`` which role it wants, or None; the routes of others follow ``rules``, the first
-    that fits. What says nothing is for admins.
+    The ``ctx_role`` of a route is the required role, or None. For routes without it, the first matching rule counts;
+    all other routes require an admin.
 
     Args:
-        is_local: whether only this machine reaches the server, by its address. Then, and without keys, the Host header
-            has to name this machine: the name of a foreign page may have been pointed at it (DNS rebinding).
+        is_local: whether the server listens on a loopback address. Then, and without keys, the Host header must name
+            this machine, against DNS rebinding.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ class PolicySlots:
         if taken.done():
             self._on_promoted(taken)
         else:
-            taken.add_done_callback(self._on_promoted)  # whether or not somebody still waits
+            taken.add_done_callback(self._on_promoted)  # also if the caller no longer waits
         name = f"session {self._new.session_id!r}"
         try:
             async with asyncio.timeout(timeout):

@@ -88,7 +88,7 @@ class SessionCommander:
         return matches_secret(claim, self._session.claim)
 
     def refuse_stranger(self) -> CommandRefused:
-        """Count a command of somebody else, and return the error for it."""
+        """Count a command of another sender, and return the error for it."""
         session = self._session
         latched = ", and an emergency stop of it is latched" if session.latch is not None else ""
         self._count(ROBOT_TAKEN, "somebody else wanted to command its robot, and was refused")
@@ -192,5 +192,5 @@ class LatchedCommander:
 
 
 def _has_other_owner(room: str | None, session: str | None) -> bool:
-    """Return whether a room and a session have different owners; None stands for any owner."""
+    """Return whether a room and a session have different owners; None equals every owner."""
     return room is not None and session is not None and room != session

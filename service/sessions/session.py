@@ -124,8 +124,6 @@ class Session(BaseSession):
     def _kind_stats(self) -> dict[str, object]:
         return {"stops": self.stops, **self._admission}
 
-    # What may be asked of it.
-
     async def ready(self) -> None:
         """Wait until it is ready, or raise the ServiceError of its failure. Cancellation does not end the session."""
         await self._ready_or_failed.wait()
@@ -161,9 +159,9 @@ class Session(BaseSession):
         if "language_instruction" in changes:
             new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
             cut = await prepare_instruction(robot_io.runner.loaded, new.language_instruction, new.prompt_cut)
-            robot_io = self.require_robot_io()  # it may have ended meanwhile
+            robot_io = self.require_robot_io()  # raises if the session has ended
         if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
-            changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
+            changes = {"temporal_ensemble_coeff": None, **changes}  # the coefficient of the previous overlap
         new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
         self._settings.check(new)
         _, asked = configure_control(robot_io.runner.loaded.requirements, new, self._settings)
@@ -348,7 +346,7 @@ class Session(BaseSession):
                     is_dry=new.dry_run,
                 )
                 self._event_source = robot_io
-                del loaded  # another one may take over, and then this one's weights are let go
+                del loaded  # so that the weights are freed when another policy takes over
                 self.progress.report("joining rooms")
                 async with self._transport.connect(
                     new.transport_server_url,

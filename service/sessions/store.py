@@ -91,7 +91,7 @@ class Sessions:
             InvalidRequest: a field cannot be used.
             SessionExists: the id is taken.
             RoomsTaken: another session uses one of its rooms.
-            TooManySessions: there are as many as the settings allow.
+            TooManySessions: the settings allow no more sessions.
             NotKept: its record cannot be written; no room was made.
             PolicyError: the policy cannot be loaded or does not fit; no room was made.
             TransportError: the rooms cannot be made or joined.
@@ -112,7 +112,7 @@ class Sessions:
         # Chosen before the rooms are made, so that the next process can find them after a kill.
         record = SessionRecord(replace(new, workspace_id=str(uuid4())) if is_ours else new)
         if existing is not None:
-            record = replace(record, claim=existing.claim)  # its rooms elsewhere may still know it by that
+            record = replace(record, claim=existing.claim)  # another server may still know its rooms by the claim
         of_before = () if before is None else reused_rooms(before.record, record)
         self._sessions.pop(new.session_id, None)
         self._forget_old_failures()
@@ -247,8 +247,6 @@ class Sessions:
     def get_warning(self) -> Mapping[str, str]:
         """Return the warning that answers carry while something is not written down; empty when all is."""
         return self._journal.get_warning()
-
-    # What is asked of one.
 
     async def start(self, session_id: str) -> AnySession:
         """Let a session move its robot."""
