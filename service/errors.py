@@ -78,11 +78,7 @@ class RobotTaken(ServiceError, status=409, code="robot_taken"):
 
 
 class TooManyRequests(ServiceError, status=429, code="too_many_requests"):
-    """The caller sent more requests than it may in this time.
-
-    Attributes:
-        headers: ``retry-after`` with whole seconds.
-    """
+    """The caller sent more requests than it may in this time; ``headers`` has ``retry-after`` in whole seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0):
         super().__init__(message)
@@ -158,11 +154,7 @@ class RecordingRefused(ServiceError, status=409, code="recording_refused"):
 
 
 class SessionLoading(ServiceError, status=503, code="loading"):
-    """The session's policy is still being loaded; try again later.
-
-    Attributes:
-        headers: ``retry-after`` with whole seconds.
-    """
+    """The session's policy is still being loaded; ``headers`` has ``retry-after`` in whole seconds."""
 
     def __init__(self, message: str, retry_after: int):
         super().__init__(message)

@@ -59,7 +59,7 @@ _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     # A run of such letters is looked through once, for the first that could begin there: if it is none, none is.
     (re.compile(r"(?<![\w-])((?>[\w-]*?(?=\beyJ)))eyJ[\w-]{8,}+\.[\w-]++\.[\w-]*"), r"\1***"),
     (re.compile(r"\brj[kotx]_[A-Za-z0-9_-]{8,}"), "rj*_***"),
-    # Of a URL's scheme, the last letter: there may be any number of them.
+    # Only the last letter of a URL's scheme, so that a long scheme is read once.
     (re.compile(r"(?i)([a-z0-9+.-]://)[^/@\s]++@"), r"\1***@"),
 )
 # An absolute path keeps its last part; paths of URLs follow a host and are left alone.

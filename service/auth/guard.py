@@ -1,6 +1,5 @@
 """Admits or refuses every request; slows guessing."""
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from service.auth.config import AccessSettings, keys_path, secret_path
 from service.auth.keys import OWN_KEY_FOR, OWN_KEY_HEADER, OWN_PREFIX, PREFIX, Key, KeyFile, OwnKey
 from service.auth.tokens import BadToken, SecretFile, Tickets, TokenExpired, Tokens
 from service.errors import Forbidden, ServiceError, TooManyRequests, Unauthorized
+from service.http.bodies import json_response
 from service.http.limits import Rates
 from service.http.origins import Origins, is_loopback
 from service.reloading_file import Content, FileUnusable
@@ -319,8 +319,7 @@ def _set_admission(request: "Request[Any, Any]", admission: Admission) -> None:
 
 
 def _error_response(error: ServiceError) -> HTTPResponse:
-    text = json.dumps({"detail": str(error), "code": error.code}, separators=(",", ":"))
-    return HTTPResponse(text, status=error.status, headers=dict(error.headers), content_type="application/json")
+    return json_response({"detail": str(error), "code": error.code}, error.status, error.headers)
 
 
 def _with_article(role: Role) -> str:

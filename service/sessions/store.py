@@ -185,7 +185,7 @@ class Sessions:
             if isinstance(error, NotKept) and session.stage is not Stage.DELETED:
                 session.begin_close()
                 await session.wait_closed()
-            # Unless somebody deleted it, or made another one, meanwhile.
+            # The session may have been deleted or replaced while it started.
             if self._journal.is_current(writer):
                 self._undo_start(error, session, before)
                 if orphan is not None:
