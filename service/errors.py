@@ -29,7 +29,7 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError, status=422, code="invalid"):
-    """The request parsed, but one of its values cannot be used.
+    """The request parsed, but a value cannot be used.
 
     Attributes:
         loc: where it stands, as in a ValidationError, e.g. ``("body", "camera_names", 0)``.
@@ -166,7 +166,7 @@ class Compiling(ServiceError, status=503, code="compiling", retry_after=5):
 
 
 class ModelBusy(ServiceError, status=503, code="model_busy", retry_after=1):
-    """As many forward passes run as are allowed, or one did not finish in time."""
+    """The largest allowed number of forward passes runs, or a pass did not finish in time."""
 
 
 class UnknownForm(ServiceError, status=415, code="unknown_form"):

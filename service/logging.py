@@ -278,7 +278,7 @@ class LogSettings(Group):
     log_format: Common[Literal["text", "json"]] = Field(
         default="text", description="Lines for people, or one JSON object per line."
     )
-    log_file: Private[str | None] = Field(default=None, description="File that is logged to besides standard error.")
+    log_file: Private[str | None] = Field(default=None, description="Log file, in addition to standard error.")
     log_file_bytes: int = Field(
         default=10 << 20, ge=10_000, description="Bytes after which the log file is set aside and a new one begun."
     )

@@ -105,7 +105,7 @@ Steps = Annotated[Step | Mapping[str, Step] | None, BeforeValidator(_from_json)]
 
 
 class SettingsError(Exception):
-    """Settings that cannot be used; the text names each setting, its source, what was found and what was wanted."""
+    """Settings that cannot be used; the text has each setting, its source, its value and the accepted values."""
 
 
 class Mark(Enum):

@@ -48,7 +48,7 @@ API_ROUTES = tuple(
 
 def build_config(limits: LimitSettings) -> Config:
     """Build Sanic's own settings."""
-    config = Config(env_prefix="")  # without a prefix, Sanic reads nothing from the environment
+    config = Config(env_prefix="")  # Sanic reads nothing from the environment
     config.update(
         REQUEST_MAX_SIZE=limits.max_body,
         RESPONSE_TIMEOUT=limits.answer_deadline,
@@ -88,7 +88,7 @@ def build_blueprint(prefix: str, routes: Sequence[Route], origins: Origins) -> B
         )
         methods.setdefault(route.sanic_path, []).extend(answered)
     for number, (path, allowed) in enumerate(methods.items()):
-        # The default value binds the methods of this path; a closure would see those of the last path.
+        # The default value binds the methods of this path; a closure would see the last path's methods.
         async def options(request: Request, allowed: Any = (*allowed, "OPTIONS"), **parts: str) -> HTTPResponse:
             return answer_preflight(request, allowed)
 

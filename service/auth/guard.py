@@ -62,7 +62,7 @@ class Admissions:
         """Read the files of keys and secrets, and return whether they hold a key that has not expired, or a secret.
 
         Raises:
-            FileUnusable: one of the files cannot be used.
+            FileUnusable: a file cannot be used.
         """
         keys = () if self._keys is None else self._keys.read_keys()
         has_tokens = self._secret is not None and self._secret.tokens() is not None

@@ -46,7 +46,7 @@ class Key:
 
     @property
     def caller(self) -> Caller:
-        """The caller that this key stands for."""
+        """The caller with this key."""
         return Caller(self.name, self.role, self.owner)
 
 
@@ -201,7 +201,7 @@ class OwnKey:
         return {OWN_KEY_HEADER: self._key} | ({} if owner is None else {OWN_KEY_FOR: quote(owner, safe="")})
 
     def identify(self, sent: str, behalf: str | None) -> Caller | None:
-        """Return the caller that a sent key stands for, if it is this process's own key."""
+        """Return the caller if the sent key is this process's own key, else None."""
         if not hmac.compare_digest(sent.encode(errors="replace"), self._key.encode()):
             return None
         owner = None if behalf is None else unquote(behalf)

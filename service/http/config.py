@@ -66,7 +66,7 @@ class ServerSettings(Group):
 
 
 def format_url(host: str, port: int) -> str:
-    """Return the HTTP URL of an address, with a loopback host in place of one that means all interfaces."""
+    """Return the HTTP URL of an address, with a loopback host in place of the host for all interfaces."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -89,7 +89,7 @@ class _Lane:
         return caller
 
     def charge(self, flow: Flow, caller: _Caller, cost: float) -> None:
-        # An idle flow has no claim to unused time.
+        # Idle time gives a flow no advantage.
         caller.now = max(caller.now, flow.start)
         flow.start = caller.now + cost
         self._now = max(self._now, caller.start)

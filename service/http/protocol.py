@@ -226,7 +226,7 @@ class DeadlineProtocol(WebSocketProtocol):
     def begin_next_request(self) -> bool:
         """Begin the next request after a response; returns whether it was pipelined."""
         if self._is_fresh:
-            self._is_fresh = False  # its deadline runs since the first byte
+            self._is_fresh = False  # the deadline runs since its first byte
             return False
         self._disarm()
         if self.recv_buffer:
@@ -253,7 +253,7 @@ class DeadlineProtocol(WebSocketProtocol):
             self.recv_buffer += data
             unread = self.recv_buffer
             if len(unread) >= self.app.config.REQUEST_BUFFER_SIZE and self.transport is not None:
-                self.transport.pause_reading()  # until the request is read
+                self.transport.pause_reading()  # the request is read first
             if not self._is_known and (len(unread) >= MAX_HEAD or b"\r\n\r\n" in unread):
                 self._queue_first_request()
             return

@@ -259,7 +259,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a bound socket; port 0 lets the system choose.
 
     Raises:
-        CannotListen: the port is taken, or the address is not one of this machine.
+        CannotListen: the port is taken, or the address is not of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -129,7 +129,7 @@ class SessionJournal:
         records = self._records.interrupted
         listed = records[-limit:]
         for record in records[: len(records) - len(listed)]:
-            logger.warning("session %s, which nobody restarted or deleted, is forgotten", record.new.session_id)
+            logger.warning("session %s, which was neither restarted nor deleted, is forgotten", record.new.session_id)
             self._records.drop(record.new.session_id)
         return list(listed)
 

@@ -78,7 +78,7 @@ class PolicySlots:
             held = await self._acquire(commit, on_progress, folder=folder, like=running)
             if running is None or self.running is not running:
                 await held.stack.aclose()
-                raise MoveRefused("the session changed its policy, or ended, meanwhile")
+                raise MoveRefused("the session changed its policy, or ended, while another policy was loaded")
             if misfits := list_differences(running.loaded, held.loaded, self._new.joint_names):
                 await held.stack.aclose()
                 raise IncompatiblePolicy("; ".join(misfits) + "; create a new session for it")

@@ -267,7 +267,7 @@ class Session(BaseSession):
             return
         stage = self._move(move, reason)
         if move in (Move.LINK_BACK, Move.RECOVERED):
-            logger.info("session %s goes on", self.id)
+            logger.info("session %s continues", self.id)
         else:
             logger.warning("session %s is %s: %s", self.id, stage, reason)
 
@@ -346,7 +346,7 @@ class Session(BaseSession):
                     is_dry=new.dry_run,
                 )
                 self._event_source = robot_io
-                del loaded  # so that the weights are freed when another policy takes over
+                del loaded  # frees the weights when another policy takes over
                 self.progress.report("joining rooms")
                 async with self._transport.connect(
                     new.transport_server_url,

@@ -90,7 +90,7 @@ class Sessions:
         Raises:
             InvalidRequest: a field cannot be used.
             SessionExists: the id is taken.
-            RoomsTaken: another session uses one of its rooms.
+            RoomsTaken: another session uses a room of this session.
             TooManySessions: the settings allow no more sessions.
             NotKept: its record cannot be written; no room was made.
             PolicyError: the policy cannot be loaded or does not fit; no room was made.
@@ -124,7 +124,7 @@ class Sessions:
         if self._check_request is not None:
             await self._check_request(before.new)
         if self._sessions.get(before.id) is not before:
-            raise MoveRefused(f"session {before.id!r} was restarted or deleted meanwhile")
+            raise MoveRefused(f"session {before.id!r} was restarted or deleted by another request")
         self._check_capacity()
         self._check_rooms(before.new)
         again = replace(before.record, stage=str(Stage.INITIALIZING), reason=None, is_shut_down=False)
