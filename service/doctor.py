@@ -95,7 +95,7 @@ def _packages() -> Finding:
 
 
 def _devices() -> Finding:
-    # In a new process, because a broken driver can crash it.
+    # A new process runs this, because a broken driver can crash it.
     error, output = _run(_DEVICES, {})
     if error is not None:
         return Finding("JAX devices", "fail", error, "pip install --force-reinstall jax; on a GPU the extra cuda")
@@ -161,7 +161,7 @@ def _describe_running_server(server: ServerSettings) -> str | None:
     key = (os.environ.get("ROBOJAX_KEY") or "").strip()
     try:
         request = urllib.request.Request(f"{url}/health", headers={"authorization": f"Bearer {key}"} if key else {})
-        # The server is on this machine: a proxy of the environment must not be asked.
+        # The server is on this machine, so no proxy of the environment is used.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=_ANSWER_SECONDS) as answer:
             health = json.loads(answer.read(_MAX_ANSWER))
@@ -182,9 +182,9 @@ def _keys(access: AccessSettings, server: ServerSettings, state: str | None) -> 
         return Finding("keys", "fail", str(error), "docs/operate/access.md says how keys are made and kept")
     path = keys_path(access, state)
     if is_keyed:
-        return Finding("keys", "ok", f"wanted from everybody; they are in {path}")
+        return Finding("keys", "ok", f"required for every request; they are in {path}")
     if is_loopback(server.host):
-        return Finding("keys", "ok", "none: whoever is on this machine may do everything")
+        return Finding("keys", "ok", "none: every user of this machine may do everything")
     found = f"none, and {server.host} is open to the network"
     fix = "robojax token new --role operator --name me, with the --port, --state or --keys-file of the server"
     return Finding("keys", "warn" if access.insecure else "fail", found, fix)
@@ -244,7 +244,7 @@ def _group_of(path: Path) -> str:
 def _compile_cache(policies: PolicySettings) -> Finding:
     compiled = jaxmodels.cache_folder("xla", policies.compile_cache)
     if compiled is None:
-        return Finding("compile cache", "warn", "off", "every start compiles anew; unset compile_cache")
+        return Finding("compile cache", "warn", "off", "every start compiles again; unset compile_cache")
     return _folder("compile cache", compiled, "set compile_cache to a folder that can be written", "warn")
 
 

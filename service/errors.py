@@ -29,7 +29,7 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError, status=422, code="invalid"):
-    """The request parsed, but one of its values cannot be used.
+    """The request parsed, but a value cannot be used.
 
     Attributes:
         loc: where it stands, as in a ValidationError, e.g. ``("body", "camera_names", 0)``.
@@ -48,7 +48,7 @@ class UnitsDiffer(InvalidRequest, code="joints_units"):
 
 
 class Unauthorized(ServiceError, status=401, code="unauthorized"):
-    """The request needs a key or token, and has none or one that is not known (any more)."""
+    """The request has no key or token, or an unknown one."""
 
     headers = MappingProxyType({"www-authenticate": "Bearer"})
 
@@ -78,11 +78,7 @@ class RobotTaken(ServiceError, status=409, code="robot_taken"):
 
 
 class TooManyRequests(ServiceError, status=429, code="too_many_requests"):
-    """The caller sent more requests than it may in this time.
-
-    Attributes:
-        headers: ``retry-after`` with whole seconds.
-    """
+    """The caller sent more requests than it may in this time; ``headers`` has ``retry-after`` in whole seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0):
         super().__init__(message)
@@ -94,7 +90,7 @@ class Overloaded(ServiceError, status=409, code="overloaded"):
 
 
 class TooManySessions(ServiceError, status=429, code="too_many_sessions"):
-    """The server has as many sessions as the settings allow."""
+    """The server has the largest number of sessions that the settings allow."""
 
 
 class PolicyError(ServiceError, status=422, code="policy"):
@@ -150,7 +146,7 @@ class NotKept(ServiceError, status=503, code="not_kept"):
 
 
 class UnknownRecording(ServiceError, status=404, code="unknown_recording"):
-    """No recording has this name, or it belongs to somebody else's session."""
+    """No recording has this name, or it belongs to a session of another owner."""
 
 
 class RecordingRefused(ServiceError, status=409, code="recording_refused"):
@@ -158,11 +154,7 @@ class RecordingRefused(ServiceError, status=409, code="recording_refused"):
 
 
 class SessionLoading(ServiceError, status=503, code="loading"):
-    """The session's policy is still being loaded; try again later.
-
-    Attributes:
-        headers: ``retry-after`` with whole seconds.
-    """
+    """The session's policy is still being loaded; ``headers`` has ``retry-after`` in whole seconds."""
 
     def __init__(self, message: str, retry_after: int):
         super().__init__(message)
@@ -174,15 +166,15 @@ class Compiling(ServiceError, status=503, code="compiling", retry_after=5):
 
 
 class ModelBusy(ServiceError, status=503, code="model_busy", retry_after=1):
-    """As many forward passes run as are allowed, or one did not finish in time."""
+    """The largest allowed number of forward passes runs, or a pass did not finish in time."""
 
 
 class UnknownForm(ServiceError, status=415, code="unknown_form"):
-    """The request's body has a format that is not read; the message names those that are."""
+    """The format of the request's body is not supported; the message names the supported formats."""
 
 
 class NotAcceptable(ServiceError, status=406, code="not_acceptable"):
-    """The answer is asked for in a format that is not written; the message names those that are."""
+    """The request accepts no supported format of the response; the message names the supported formats."""
 
 
 class TooLarge(ServiceError, status=413, code="too_large"):

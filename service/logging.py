@@ -30,7 +30,7 @@ def log_context() -> Mapping[str, str]:
 
 
 def bind_log_context(**ids: str | None) -> None:
-    """Add these ids to the log lines of this task and of those that it starts; None removes one."""
+    """Add these ids to the log lines of this task and of tasks that it starts; None removes an id."""
     merged = {**_LOG_CONTEXT.get(), **ids}
     _LOG_CONTEXT.set({name: value for name, value in merged.items() if value is not None})
 
@@ -43,7 +43,7 @@ NOISY = ("aioice", "aiortc", "sanic.root", "sanic.access", "sanic.server", "webs
 NOISY += ("absl", "httpx2")
 FLUSH_TIMEOUT = 1.0  # seconds that the end of the process waits for them
 
-# Characters of a message that strangers may have written parts of; to mask as many takes 2 ms.
+# Characters of a logged message; masking takes 2 ms.
 MAX_MESSAGE = 1 << 13
 # Each pattern reads a text once, because 16 KiB of "a.a.a" took 1.5 s with backtracking.
 _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -59,7 +59,7 @@ _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     # A run of such letters is looked through once, for the first that could begin there: if it is none, none is.
     (re.compile(r"(?<![\w-])((?>[\w-]*?(?=\beyJ)))eyJ[\w-]{8,}+\.[\w-]++\.[\w-]*"), r"\1***"),
     (re.compile(r"\brj[kotx]_[A-Za-z0-9_-]{8,}"), "rj*_***"),
-    # Of a URL's scheme, the last letter: there may be any number of them.
+    # Only the last letter of a URL's scheme, so that a long scheme is read once.
     (re.compile(r"(?i)([a-z0-9+.-]://)[^/@\s]++@"), r"\1***@"),
 )
 # An absolute path keeps its last part; paths of URLs follow a host and are left alone.
@@ -124,7 +124,7 @@ class TextFormatter(logging.Formatter):
         return redact_secrets(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Format the message on one line, so that nobody outside can write a line of their own."""
+        """Format the message on one line, so that no client can forge a line."""
         return super().formatMessage(record).translate(_ONE_LINE)
 
 
@@ -212,7 +212,7 @@ class BackgroundHandler(logging.Handler):
             except queue.Full:
                 pass
         if not self._thread.is_alive():
-            # A terminal that is paused holds its handler's lock, and nobody knows for how long.
+            # The thread of a paused terminal holds its handler's lock without a limit.
             for handler in self._handlers:
                 handler.close()
         super().close()
@@ -278,7 +278,7 @@ class LogSettings(Group):
     log_format: Common[Literal["text", "json"]] = Field(
         default="text", description="Lines for people, or one JSON object per line."
     )
-    log_file: Private[str | None] = Field(default=None, description="File that is logged to besides standard error.")
+    log_file: Private[str | None] = Field(default=None, description="Log file, in addition to standard error.")
     log_file_bytes: int = Field(
         default=10 << 20, ge=10_000, description="Bytes after which the log file is set aside and a new one begun."
     )

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-BLOCKED_AFTER = 0.25  # seconds without a heartbeat; robots that move are held after as long (service.control.watchdog)
+BLOCKED_AFTER = 0.25  # seconds without a heartbeat; service.control.watchdog holds moving robots after the same time
 HEARTBEAT_INTERVAL = 0.05  # between heartbeats of the event loop
 CHECK_INTERVAL = 0.1  # between checks of the thread
 # If neither the loop nor the thread ran, but the process computed for at least this share of the time, something kept
 # the interpreter's lock; below it, the process was paused.
 BUSY_SHARE = 0.1
-MAX_FRAMES = 10  # of a stack that are logged, innermost first
+MAX_FRAMES = 10  # logged frames of a stack, innermost first
 
 logger = logging.getLogger(__name__)
 

@@ -93,7 +93,7 @@ async def child(name: str, module: str, *arguments: str) -> AsyncIterator[Child]
 
 def exit_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
     """Have this process get a signal when the thread of `parent` that started it is gone; on Linux only."""
-    # In the child and not between fork and exec, where Python code must not run beside other threads.
+    # The child calls this itself, because Python code between fork and exec is unsafe with several threads.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG, by its number: `service.inference.sandbox` copies this
     if os.getppid() != parent:  # it was gone before

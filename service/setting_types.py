@@ -14,8 +14,7 @@ from pydantic_core import PydanticCustomError
 # do not percent-encode.
 NAME_PATTERN = r"^(?!\.+$)[A-Za-z0-9_.-]{1,64}$"
 NAME = re.compile(NAME_PATTERN.removesuffix("$") + r"\Z")  # `$` alone would let a last newline pass
-# In an instruction, control characters besides newline and tab would act in records, logs and pages, and no encoding
-# has lone surrogates.
+# Control characters other than newline and tab, and lone surrogates, which no encoding has.
 CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -106,7 +105,7 @@ Steps = Annotated[Step | Mapping[str, Step] | None, BeforeValidator(_from_json)]
 
 
 class SettingsError(Exception):
-    """Settings that cannot be used; the text names each setting, its source, what was found and what was wanted."""
+    """Settings that cannot be used; the text has each setting, its source, its value and the accepted values."""
 
 
 class Mark(Enum):

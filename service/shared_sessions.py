@@ -8,12 +8,13 @@ from yarl import URL
 
 from service.api.context import App
 from service.errors import NoDatabase
+from service.http.config import format_url
 from service.http.origins import Origins
 from service.sessions.request import CheckRequest, NewSession
 from service.sessions.store import Sessions
 from service.setting_types import SettingsError
 
-# Any address outside of this machine. Nothing is sent; the route to it shows this machine's own address.
+# Any address outside of this machine. Nothing is sent; the route shows this machine's own address.
 _OUTSIDE_ADDRESS = ("192.0.2.1", 9)
 
 
@@ -98,7 +99,7 @@ def front_url(app: App) -> str:
     host, port = _own_address(app)
     if host in ("0.0.0.0", "::"):
         host = _find_own_host(app.ctx.settings.cluster.database)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return format_url(host, port)
 
 
 def _own_address(app: App) -> tuple[str, int]:

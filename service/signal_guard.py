@@ -26,7 +26,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CAUGHT = b"Stack (most recent call first)"
 _ACKNOWLEDGED = b"\0"
 _PIPE_BYTES = 4096  # bytes that a pipe takes whole, or not at all
-_STACK_LINES = 12  # of the stack, innermost first
+_STACK_LINES = 12  # lines of the stack, innermost first
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class SignalGuard:
         os.set_blocking(writing, False)
         try:
             self._process = subprocess.Popen(
-                # Without what is installed it starts in 15 ms, whatever the server's own packages do.
+                # Without installed packages the guard starts in 15 ms.
                 [sys.executable, "-I", "-S", __file__, str(os.getpid())],
                 stdin=reading,
                 stdout=subprocess.DEVNULL,
@@ -59,7 +59,7 @@ class SignalGuard:
             os.close(reading)
         self._pipe, self._signals = writing, signals
         for number in signals:
-            faulthandler.register(number, writing, all_threads=False, chain=True)  # and then as before
+            faulthandler.register(number, writing, all_threads=False, chain=True)
 
     def acknowledge(self) -> None:
         """Report that the event loop handles a signal; the guard ignores further signals."""
@@ -124,10 +124,10 @@ def _kill_server(server: int, process: int | None, why: str, after: float, writt
     )
     poll = select.poll()
     poll.register(2, select.POLLOUT)
-    with contextlib.suppress(OSError):  # nobody reads it
+    with contextlib.suppress(OSError):  # the terminal is closed
         if poll.poll(0):  # a terminal that is paused must not keep the server alive
             os.write(2, said.encode()[:_PIPE_BYTES])
-    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+    with contextlib.suppress(ProcessLookupError):  # the server has ended
         if process is not None:
             signal.pidfd_send_signal(process, signal.SIGKILL)
         elif os.getppid() == server:

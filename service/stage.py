@@ -21,7 +21,7 @@ class Stage(StrEnum):
 
 
 class Move(StrEnum):
-    """What can happen to a session. Those in ``REQUESTABLE`` are requested by somebody, the others just happen."""
+    """Change of a session. Clients request the moves in ``REQUESTABLE``; events cause the others."""
 
     START = "start"
     STOP = "stop"
@@ -40,70 +40,30 @@ class Move(StrEnum):
 
 REQUESTABLE = (Move.START, Move.STOP, Move.RESTART, Move.RESET, Move.EMERGENCY_STOP, Move.DELETE)
 
-# `reconnecting` only ever means "running, but a room is lost", and `degraded` "running, but held for seconds already
-# because it cannot see": coming back is one move. A stop asked for twice is no error: a person who presses stop again
-# must not be told that it was refused. `interrupted` is a session of a process that was killed: it has no policy and
-# no rooms, and a restart loads and joins them anew but moves nothing.
+_STOPPABLE = tuple(map(Stage, ("ready", "running", "degraded", "reconnecting", "stopped", "timeout")))
+# `reconnecting` means "running, but a room is lost", and `degraded` means "running, but held for seconds because input
+# is missing". A second stop is allowed, so that a person who presses stop again sees no error. An `interrupted` session
+# has no policy and no rooms; a restart loads and joins them, but moves nothing.
+_MOVES: tuple[tuple[Move, Stage | None, tuple[Stage, ...]], ...] = (  # move, next stage (None: the same), from stages
+    (Move.LOADED, Stage.READY, (Stage.INITIALIZING,)),
+    (Move.START, Stage.RUNNING, (Stage.READY, Stage.STOPPED)),
+    (Move.RESTART, Stage.RUNNING, (*_STOPPABLE, Stage.ERROR)),
+    (Move.RESTART, Stage.INITIALIZING, (Stage.INTERRUPTED,)),
+    (Move.STOP, Stage.STOPPED, _STOPPABLE),
+    (Move.EMERGENCY_STOP, Stage.STOPPED, _STOPPABLE),
+    # The latch of a session that is being deleted also holds for the next session with its id.
+    (Move.EMERGENCY_STOP, None, (Stage.INITIALIZING, Stage.ERROR, Stage.INTERRUPTED, Stage.DELETED)),
+    (Move.RESET, None, (Stage.INITIALIZING, Stage.READY, Stage.STOPPED, Stage.ERROR, Stage.INTERRUPTED)),
+    (Move.FAILED, Stage.ERROR, (Stage.INITIALIZING, *_STOPPABLE, Stage.ERROR)),
+    (Move.EXPIRED, Stage.TIMEOUT, (Stage.READY, Stage.RUNNING, Stage.DEGRADED, Stage.RECONNECTING)),
+    (Move.LINK_LOST, Stage.RECONNECTING, (Stage.RUNNING, Stage.DEGRADED)),
+    (Move.LINK_BACK, Stage.RUNNING, (Stage.RECONNECTING,)),
+    (Move.BLINDED, Stage.DEGRADED, (Stage.RUNNING,)),
+    (Move.RECOVERED, Stage.RUNNING, (Stage.DEGRADED,)),
+    (Move.DELETE, Stage.DELETED, tuple(stage for stage in Stage if stage is not Stage.DELETED)),
+)
 TRANSITIONS: dict[tuple[Stage, Move], Stage] = {
-    (Stage.INITIALIZING, Move.LOADED): Stage.READY,
-    (Stage.INITIALIZING, Move.FAILED): Stage.ERROR,
-    (Stage.INITIALIZING, Move.EMERGENCY_STOP): Stage.INITIALIZING,
-    (Stage.INITIALIZING, Move.RESET): Stage.INITIALIZING,
-    (Stage.INITIALIZING, Move.DELETE): Stage.DELETED,
-    (Stage.READY, Move.START): Stage.RUNNING,
-    (Stage.READY, Move.RESTART): Stage.RUNNING,
-    (Stage.READY, Move.STOP): Stage.STOPPED,
-    (Stage.READY, Move.RESET): Stage.READY,
-    (Stage.READY, Move.EMERGENCY_STOP): Stage.STOPPED,
-    (Stage.READY, Move.FAILED): Stage.ERROR,
-    (Stage.READY, Move.EXPIRED): Stage.TIMEOUT,
-    (Stage.READY, Move.DELETE): Stage.DELETED,
-    (Stage.RUNNING, Move.STOP): Stage.STOPPED,
-    (Stage.RUNNING, Move.RESTART): Stage.RUNNING,
-    (Stage.RUNNING, Move.EMERGENCY_STOP): Stage.STOPPED,
-    (Stage.RUNNING, Move.FAILED): Stage.ERROR,
-    (Stage.RUNNING, Move.LINK_LOST): Stage.RECONNECTING,
-    (Stage.RUNNING, Move.EXPIRED): Stage.TIMEOUT,
-    (Stage.RUNNING, Move.DELETE): Stage.DELETED,
-    (Stage.RUNNING, Move.BLINDED): Stage.DEGRADED,
-    (Stage.DEGRADED, Move.RECOVERED): Stage.RUNNING,
-    (Stage.DEGRADED, Move.STOP): Stage.STOPPED,
-    (Stage.DEGRADED, Move.RESTART): Stage.RUNNING,
-    (Stage.DEGRADED, Move.EMERGENCY_STOP): Stage.STOPPED,
-    (Stage.DEGRADED, Move.FAILED): Stage.ERROR,
-    (Stage.DEGRADED, Move.LINK_LOST): Stage.RECONNECTING,
-    (Stage.DEGRADED, Move.EXPIRED): Stage.TIMEOUT,
-    (Stage.DEGRADED, Move.DELETE): Stage.DELETED,
-    (Stage.RECONNECTING, Move.LINK_BACK): Stage.RUNNING,
-    (Stage.RECONNECTING, Move.STOP): Stage.STOPPED,
-    (Stage.RECONNECTING, Move.RESTART): Stage.RUNNING,
-    (Stage.RECONNECTING, Move.EMERGENCY_STOP): Stage.STOPPED,
-    (Stage.RECONNECTING, Move.FAILED): Stage.ERROR,
-    (Stage.RECONNECTING, Move.EXPIRED): Stage.TIMEOUT,
-    (Stage.RECONNECTING, Move.DELETE): Stage.DELETED,
-    (Stage.STOPPED, Move.START): Stage.RUNNING,
-    (Stage.STOPPED, Move.RESTART): Stage.RUNNING,
-    (Stage.STOPPED, Move.STOP): Stage.STOPPED,
-    (Stage.STOPPED, Move.RESET): Stage.STOPPED,
-    (Stage.STOPPED, Move.EMERGENCY_STOP): Stage.STOPPED,
-    (Stage.STOPPED, Move.FAILED): Stage.ERROR,
-    (Stage.STOPPED, Move.DELETE): Stage.DELETED,
-    (Stage.TIMEOUT, Move.STOP): Stage.STOPPED,
-    (Stage.TIMEOUT, Move.RESTART): Stage.RUNNING,
-    (Stage.TIMEOUT, Move.EMERGENCY_STOP): Stage.STOPPED,
-    (Stage.TIMEOUT, Move.FAILED): Stage.ERROR,
-    (Stage.TIMEOUT, Move.DELETE): Stage.DELETED,
-    (Stage.ERROR, Move.RESTART): Stage.RUNNING,
-    (Stage.ERROR, Move.RESET): Stage.ERROR,
-    (Stage.ERROR, Move.EMERGENCY_STOP): Stage.ERROR,
-    (Stage.ERROR, Move.FAILED): Stage.ERROR,
-    (Stage.ERROR, Move.DELETE): Stage.DELETED,
-    (Stage.INTERRUPTED, Move.RESTART): Stage.INITIALIZING,
-    (Stage.INTERRUPTED, Move.RESET): Stage.INTERRUPTED,
-    (Stage.INTERRUPTED, Move.EMERGENCY_STOP): Stage.INTERRUPTED,
-    (Stage.INTERRUPTED, Move.DELETE): Stage.DELETED,
-    # While it lets go of its rooms: the next one of its id is latched.
-    (Stage.DELETED, Move.EMERGENCY_STOP): Stage.DELETED,
+    (stage, move): following or stage for move, following, stages in _MOVES for stage in stages
 }
 
 # Moves that set the arm going: they need a loaded policy and living rooms, and no emergency stop.
@@ -118,12 +78,12 @@ class Lifecycle:
     Attributes:
         stage: where it stands.
         reason: why, when it is not by request: the text of an error, a timeout or an emergency stop.
-        latch: the reason of an emergency stop that nobody has reset yet, or None.
+        latch: the reason of an emergency stop that has not been reset, or None.
         is_loaded: whether policy and rooms are there to be started.
     """
 
     def __init__(self, session_id: str, latch: str | None = None):
-        """Start initializing; ``latch`` is an emergency stop of this id that nobody has reset yet."""
+        """Start initializing; ``latch`` is an emergency stop of this id that has not been reset."""
         self.stage = Stage.INITIALIZING
         self.reason: str | None = None
         self.latch = latch
@@ -144,7 +104,7 @@ class Lifecycle:
         """Refuse a move that is not allowed now.
 
         Raises:
-            MoveRefused: the message names the allowed moves, and the one that helps.
+            MoveRefused: the message names the allowed moves and the next step.
         """
         if not self.is_allowed(move):
             raise MoveRefused(self._refusal(move))
@@ -158,7 +118,7 @@ class Lifecycle:
         self.check(move)
         self.stage = TRANSITIONS[self.stage, move]
         if move is Move.EMERGENCY_STOP:
-            # The first reason stays: it is what somebody has to look at before the reset.
+            # The first reason stays, because a person must check it before the reset.
             self.latch = self.latch or reason or "no reason given"
         elif move is Move.RESET:
             self.latch = None

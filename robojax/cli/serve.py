@@ -57,7 +57,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     except SettingsError as error:
         listener.close()
         fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help-all` lists all")
-    beside = None if openpi is None else (create_openpi_app(app), openpi)
+    second = None if openpi is None else (create_openpi_app(app), openpi)
     also = "" if openpi is None else f"; openpi clients: port {openpi.getsockname()[1]}"
     see_cluster = "docs/operate/cluster.md says"
     advice: dict[type[Exception], str] = {
@@ -75,7 +75,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
             lambda url: typer.echo(
                 f"robojax serves at {url} ({rooms}; page: {url}/ui, API: {url}/docs{also}). Ctrl-C ends it."
             ),
-            beside,
+            second,
             app.ctx.loop_watchdog,
         )
     except tuple(advice) as error:

@@ -40,7 +40,7 @@ ROUTES: tuple[Route, ...] = (
     *pages.DOCUMENT_ROUTES,
     *pages.DASHBOARD_ROUTES,
 )
-# RobotHub's page and clients send these requests to ``/api`` of the server. Emergency stops are there for every client.
+# RobotHub's page and clients send these requests to ``/api``; emergency stops are included for every client.
 API_ROUTES = tuple(
     route for route in ROUTES if route.is_specified or route.is_stop or route.handler is sessions.get_session_status
 ) + tuple(pages.DOCUMENT_ROUTES)
@@ -48,13 +48,11 @@ API_ROUTES = tuple(
 
 def build_config(limits: LimitSettings) -> Config:
     """Build Sanic's own settings."""
-    # Without a prefix it reads nothing from the environment: ROBOJAX_* is the one way to configure.
-    config = Config(env_prefix="")
+    config = Config(env_prefix="")  # Sanic reads nothing from the environment
     config.update(
         REQUEST_MAX_SIZE=limits.max_body,
         RESPONSE_TIMEOUT=limits.answer_deadline,
-        # Sanic's own request timeout starts anew with every byte; service.http.protocol has the deadline that counts.
-        REQUEST_TIMEOUT=limits.request_deadline,
+        REQUEST_TIMEOUT=limits.request_deadline,  # Sanic restarts it with every byte; see service.http.protocol
         REQUEST_DEADLINE=limits.request_deadline,
         CONNECTIONS=Connections(
             ConnectionLimits(limits.max_connections, limits.max_all_connections, limits.limit_local, SPARE_CONNECTIONS)
@@ -64,8 +62,7 @@ def build_config(limits: LimitSettings) -> Config:
         FALLBACK_ERROR_FORMAT="json",
         AUTO_EXTEND=False,
         MOTD=False,
-        # It rewrites Sanic's own classes from their source: a second app of one process would not start.
-        TOUCHUP=False,
+        TOUCHUP=False,  # it rewrites Sanic's classes, so that a second app of the process does not start
     )
     return config
 
@@ -91,7 +88,7 @@ def build_blueprint(prefix: str, routes: Sequence[Route], origins: Origins) -> B
         )
         methods.setdefault(route.sanic_path, []).extend(answered)
     for number, (path, allowed) in enumerate(methods.items()):
-        # Bound now: a closure would see the last path only.
+        # The default value binds the methods of this path; a closure would see the last path's methods.
         async def options(request: Request, allowed: Any = (*allowed, "OPTIONS"), **parts: str) -> HTTPResponse:
             return answer_preflight(request, allowed)
 
@@ -99,10 +96,7 @@ def build_blueprint(prefix: str, routes: Sequence[Route], origins: Origins) -> B
             options, prefix + path, methods=["OPTIONS"], name=f"options{number}", error_format="json", ctx_role=None
         )
 
-    # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
-    @blueprint.on_request
-    async def refuse(request: Request) -> HTTPResponse | None:
-        return origins.refuse_request(request)
+    origins.install(blueprint)
 
     @blueprint.on_response
     async def permit(request: Request, response: HTTPResponse) -> None:
@@ -134,13 +128,12 @@ def install_middleware(app: App) -> None:
         route = _path_template(request.route.path) if request.route else "unknown"
         seconds = time.perf_counter() - getattr(request.ctx, "began", time.perf_counter())
         app.ctx.metrics.count_answer(request.method if request.route else "any", route, response.status, seconds)
-        # Changes are logged with their caller; reads are too many.
         level = logging.DEBUG if request.method in ("GET", "HEAD", "OPTIONS") else logging.INFO
         log.log(level, "%s %s: %d in %.1f ms", request.method, request.path, response.status, seconds * 1e3)
 
 
 def install_path_check(app: App) -> None:
-    """Answer 422 when a part of the path holds NUL: no id contains it, and PostgreSQL cannot store it."""
+    """Answer 422 if a part of the path has a NUL character, which PostgreSQL cannot store."""
 
     @app.on_request
     async def check_path(request: Request) -> None:

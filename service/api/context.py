@@ -20,6 +20,7 @@ from service.dashboard.live import Live
 from service.engines.engine_set import EngineSet
 from service.engines.model_server import ModelServer
 from service.errors import UnknownSession
+from service.http.bodies import json_response
 from service.http.limits import CreateLimiter
 from service.inference.policy_sources import PolicyReader, SourceRules
 from service.logging import RecentLogs
@@ -33,7 +34,7 @@ from service.threads import Worker
 from service.transport.server.rooms import RoomTable
 
 if TYPE_CHECKING:
-    # These modules import Ray and the driver of PostgreSQL, which only some servers need.
+    # These modules import the driver of PostgreSQL, which only some servers need.
     from service.api.redirects import Redirects
     from service.distributed.peers import PeerSessions
 
@@ -56,20 +57,20 @@ class Route:
     The handler's name gives the operation id and summary as FastAPI makes them, its docstring the description.
 
     Attributes:
-        path: with ``{session_id}`` parts, as OpenAPI writes them.
-        tag: the group in the documents.
-        answer, content_type: JSON schema or model of the 200 answer, and its content type.
-        is_specified: whether the specification's document contains it.
-        body, specified_body: model of the request's body, and its replacement in the specification's document.
+        path: path with ``{session_id}`` parts, as in OpenAPI.
+        tag: group in the documents.
+        answer, content_type: JSON schema or model of the 200 response, and its content type.
+        is_specified: whether the specified document has the route.
+        body, specified_body: model of the request's body, and its replacement in the specified document.
         errors: statuses of its errors.
         optional_body: JSON schema of an optional body.
-        forms, answer_forms: JSON schemas by content type, of the body and of further 200 answers.
-        query: its query parameters.
-        is_patient: whether it may take longer than other answers.
-        is_streamed: whether it reads and limits its body itself.
-        is_stop: whether it stops robots, so that every caller who can be authenticated at all is admitted.
-        is_own: whether this server answers it, wherever in the cluster the session is.
-        role: least role of a key that may call it, or None.
+        forms, answer_forms: JSON schemas by content type, of the body and of other 200 responses.
+        query: query parameters.
+        is_patient: whether the response may take longer than others.
+        is_streamed: whether the handler reads and limits the body itself.
+        is_stop: whether it stops robots, so that every known caller is admitted.
+        is_own: whether this server answers it for sessions of other servers, too.
+        role: lowest role of a key that may call it, or None.
     """
 
     method: str
@@ -128,20 +129,17 @@ class Context:
     """Objects that all requests share: the app's ``ctx``.
 
     Attributes:
-        documents: file name to content of the served documents.
+        documents: content of the served documents by file name.
         page: the documentation's HTML and its Content-Security-Policy.
-        versions: of this package and its dependencies.
+        versions: versions of this package and its dependencies by name.
         room_table: rooms of the embedded transport, or None.
-        guard: authenticates callers.
-        create_limiter: limits new sessions per caller.
         stream_clients: clients without rooms.
-        loop_watchdog: counts the event loop's stalls.
         sessions, models, updates, recordings, list_worker: exist while the server runs.
         source_rules: allowed sources of policies.
         policy_reader: reads the requirements of policies before they are loaded.
         live: viewers of the dashboard.
-        peer_sessions, other_servers: this server and the others with the same database; None without one.
-        engines: engines in other processes; None if policies run in this one.
+        peer_sessions, other_servers: this server and its peers with the same database; None without a database.
+        engines: engines in other processes; None if policies run in this process.
         started_at: monotonic time.
     """
 
@@ -174,6 +172,12 @@ App: TypeAlias = sanic.Sanic[Config, Context]
 Request: TypeAlias = sanic.Request[App, SimpleNamespace]
 
 
+def session_response(request: Request, message: str, session: AnySession) -> HTTPResponse:
+    """Return the response to a request that changed a session, with the warning of records that are not written."""
+    about = {"message": message, "session_id": session.id, "status": str(session.stage)}
+    return json_response({**about, **request.app.ctx.sessions.get_warning()})
+
+
 def list_visible_sessions(request: Request) -> list[AnySession]:
     """Return all sessions that this caller may see, oldest first."""
     caller = caller_of(request)
@@ -181,7 +185,7 @@ def list_visible_sessions(request: Request) -> list[AnySession]:
 
 
 def get_visible_session(request: Request, session_id: str) -> AnySession:
-    """Return the session of this id; raises UnknownSession if it is unknown or belongs to another owner."""
+    """Return the session with this id; raises UnknownSession if it is unknown or belongs to another owner."""
     session = request.app.ctx.sessions.get(session_id)
     if not caller_of(request).sees(session.new.owner):
         raise UnknownSession(f"Session {session_id} not found")

@@ -1,4 +1,4 @@
-"""Pages of lists that grow with the disk: query parameters, building in a thread, address of the next page."""
+"""Pages of long lists: query parameters, building in a thread, address of the next page."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -61,24 +61,24 @@ async def answer_page(request: Request, worker: Worker, build: BuildPage, field:
     """Answer with a page of a list, which is built and encoded in a thread.
 
     Args:
-        worker: one thread, so that many requests do not keep the event loop from Python's lock.
-        field: field of the answer that holds the rows; None: the answer is the list itself.
+        worker: thread for all lists.
+        field: field of the response with the rows; None if the response is the list itself.
 
     Raises:
         InvalidRequest: a query parameter cannot be used.
     """
     sent = request.get_args(keep_blank_values=True)
-    query = {name: str(values[0]) for name, values in sent.items() if name != "ticket"}  # a ticket is used up
+    query = {name: str(values[0]) for name, values in sent.items() if name != "ticket"}  # a ticket is valid once
     limit, before = _read_limit(query.get("limit", str(DEFAULT_LIMIT))), query.get("before")
 
     def build_text() -> tuple[str, str | None]:
         rows, following = build(limit, before)
-        # One by one, because the encoder does not release Python's lock.
+        # Row by row, because the encoder holds Python's lock.
         text = f"[{','.join(map(encode_json, rows))}]"
         return text if field is None else f"{{{encode_json(field)}:{text}}}", following
 
     text, following = await worker.submit(build_text)
-    # Relative to the request's URL, because a proxy may have another path than this server.
+    # The link is relative, because a proxy may serve another path.
     headers = {} if following is None else {"link": f'<?{urlencode({**query, "before": following})}>; rel="next"'}
     return HTTPResponse(text, headers=headers, content_type="application/json")
 

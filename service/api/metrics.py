@@ -70,11 +70,11 @@ class Metrics:
         self._thread = ThreadPoolExecutor(1, "figures")
         self._is_free = asyncio.Semaphore(1)
         self._next: asyncio.Task[bytes] | None = None
-        self._registry.register(_Sessions(sessions))
-        self._registry.register(_Models(models))
-        self._registry.register(_Devices(engine))
+        self._registry.register(_Collector(lambda: _collect_sessions(sessions())))
+        self._registry.register(_Collector(lambda: _collect_models(models())))
+        self._registry.register(_Collector(lambda: _collect_devices(engine())))
         if watchdog is not None:
-            self._registry.register(_Loop(watchdog))
+            self._registry.register(_Collector(lambda: _collect_stalls(watchdog)))
         labels = ("method", "route", "status")
         self._requests = Counter("robojax_requests", "HTTP requests answered", labels, registry=self._registry)
         self._seconds = Histogram(
@@ -94,15 +94,14 @@ class Metrics:
         self._seconds.labels(method, route).observe(seconds)
 
     def record_preparation(self, steps: Mapping[str, float]) -> None:
-        """Record the preparation of a session; its steps in seconds."""
+        """Record the steps of a session's preparation, in seconds."""
         for step, seconds in steps.items():
             self._preparing.labels(step.replace(" ", "_")).observe(seconds)
 
     async def text(self, own: Collection[str] | None = None) -> bytes:
         """Return metrics in Prometheus's text format, of the ``own`` sessions or all (None).
 
-        Many sessions take 60 ms, so one thread writes at most half of the time, and concurrent callers share its
-        result.
+        One thread builds the text for at most half of the time, and concurrent callers share its result.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._generate_blocking(), name="figures")
@@ -123,7 +122,7 @@ class Metrics:
 
     def _generated(self) -> bytes:
         for _ in range(_ATTEMPTS):
-            # Sessions change while they are read: one that is added or removed meanwhile raises RuntimeError.
+            # A session that is added or removed at the same time raises RuntimeError.
             with suppress(RuntimeError):
                 return generate_latest(self._registry)
         return generate_latest(self._registry)
@@ -134,53 +133,54 @@ def _filter_sessions(text: bytes, own: Collection[bytes]) -> bytes:
     return b"".join(line for line, session in found if session is None or session[1] in own)
 
 
-class _Sessions(Collector):
-    def __init__(self, sessions: Callable[[], Sequence[AnySession]]):
-        self._sessions = sessions
+class _Collector(Collector):
+    """Collector that calls a function for each request of the metrics."""
 
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: the registry would otherwise collect at once, before there is a server."""
-        return []
+    def __init__(self, read: Callable[[], Iterable[Metric]]):
+        self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        """Collect all sessions as they are now."""
-        sessions = self._sessions()
-        statuses = [(session.id, session.status()) for session in sessions]
-        stages = GaugeMetricFamily("robojax_sessions", "Sessions by stage", labels=["stage"])
-        for stage in _STAGES:
-            stages.add_metric([str(stage)], sum(session.stage is stage for session in sessions))
-        yield stages
-        stats = {name: status.stats for name, status in statuses}
-        for metric, (key, text) in _COUNTERS.items():
-            family = CounterMetricFamily(f"robojax_{metric}", text, labels=["session"])
-            for name, found in stats.items():
-                if key in found:
-                    family.add_metric([name], _number(found[key]))
-            yield family
-        for metric, (key, label, text) in _LABELLED.items():
-            family = CounterMetricFamily(f"robojax_{metric}", text, labels=["session", label])
-            for name, found in stats.items():
-                for value, count in _mapping(found.get(key)).items():
-                    family.add_metric([name, value], _number(count))
-            yield family
-        yield _histogram(
-            "robojax_tick_lateness_seconds",
-            "How late ticks came",
-            ("session",),
-            (((session.id,), session.robot_io.controller.lateness) for session in sessions if session.robot_io),
-        )
-        yield _histogram(
-            "robojax_stage_seconds",
-            "Time from a picture to the plan made of it, by stage: the age of the picture when it was asked, waiting "
-            "for the device, to it, computing, back from it, the whole inference, the same as the control loop saw it",
-            ("session", "stage"),
-            (
-                ((session.id, stage), figures)
-                for session in sessions
-                if session.robot_io
-                for stage, figures in _stages(session.robot_io).items()
-            ),
-        )
+        """Collect the present values."""
+        return self._read()
+
+
+def _collect_sessions(sessions: Sequence[AnySession]) -> Iterable[Metric]:
+    statuses = [(session.id, session.status()) for session in sessions]
+    stages = GaugeMetricFamily("robojax_sessions", "Sessions by stage", labels=["stage"])
+    for stage in _STAGES:
+        stages.add_metric([str(stage)], sum(session.stage is stage for session in sessions))
+    yield stages
+    stats = {name: status.stats for name, status in statuses}
+    for metric, (key, text) in _COUNTERS.items():
+        family = CounterMetricFamily(f"robojax_{metric}", text, labels=["session"])
+        for name, found in stats.items():
+            if key in found:
+                family.add_metric([name], _number(found[key]))
+        yield family
+    for metric, (key, label, text) in _LABELLED.items():
+        family = CounterMetricFamily(f"robojax_{metric}", text, labels=["session", label])
+        for name, found in stats.items():
+            for value, count in _mapping(found.get(key)).items():
+                family.add_metric([name, value], _number(count))
+        yield family
+    yield _histogram(
+        "robojax_tick_lateness_seconds",
+        "How late ticks came",
+        ("session",),
+        (((session.id,), session.robot_io.controller.lateness) for session in sessions if session.robot_io),
+    )
+    yield _histogram(
+        "robojax_stage_seconds",
+        "Time from a picture to the plan made of it, by stage: the age of the picture when it was asked, waiting "
+        "for the device, to it, computing, back from it, the whole inference, the same as the control loop saw it",
+        ("session", "stage"),
+        (
+            ((session.id, stage), figures)
+            for session in sessions
+            if session.robot_io
+            for stage, figures in _stages(session.robot_io).items()
+        ),
+    )
 
 
 def _stages(robot_io: RobotIO) -> Mapping[str, Recent]:
@@ -189,69 +189,43 @@ def _stages(robot_io: RobotIO) -> Mapping[str, Recent]:
     return {"frame_age": robot_io.runner.frame_age, **inference, **whole}
 
 
-class _Models(Collector):
-    def __init__(self, models: Callable[[], Sequence[ServedModel]]):
-        self._models = models
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, as with sessions."""
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        """Collect all models as they are now."""
-        models = self._models()
-        yield GaugeMetricFamily("robojax_models", "Models loaded", value=len(models))
-        for metric, text, value in _MODEL_COUNTERS:
-            family = CounterMetricFamily(f"robojax_model_{metric}", text, labels=["model"])
-            for served in models:
-                family.add_metric([served.name], value(served))
-            yield family
+def _collect_models(models: Sequence[ServedModel]) -> Iterable[Metric]:
+    yield GaugeMetricFamily("robojax_models", "Models loaded", value=len(models))
+    for metric, text, value in _MODEL_COUNTERS:
+        family = CounterMetricFamily(f"robojax_model_{metric}", text, labels=["model"])
+        for served in models:
+            family.add_metric([served.name], value(served))
+        yield family
 
 
-class _Devices(Collector):
-    def __init__(self, engine: Callable[[], Mapping[str, Any]]):
-        self._engine = engine
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, as with sessions."""
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        """Collect all devices as they are now; two workers of one device are told apart by their number."""
-        facts = self._engine()
-        load = GaugeMetricFamily("robojax_device_load", "Share of the newest seconds in use", labels=["device", "lane"])
-        waiting = GaugeMetricFamily("robojax_device_waiting", "Inferences that wait", labels=["device", "lane"])
-        failed = GaugeMetricFamily(
-            "robojax_device_failed", "Whether it is not used any more", labels=["device", "lane"]
-        )
-        batches = CounterMetricFamily("robojax_batches", "Batches by padded size", labels=["device", "lane", "size"])
-        for lane, figures in enumerate(facts.get("devices", ())):
-            labels = [figures["device"] or "", str(lane)]
-            load.add_metric(labels, figures["load"])
-            waiting.add_metric(labels, figures["waiting"])
-            failed.add_metric(labels, float(figures["failed"] is not None))
-            for size, count in figures["batches"].items():
-                batches.add_metric([*labels, size], count)
-        yield from (load, waiting, failed, batches)
-        yield GaugeMetricFamily(
-            "robojax_promised_load", "Devices' time promised to sessions", value=facts.get("promised_load", 0)
-        )
+def _collect_devices(facts: Mapping[str, Any]) -> Iterable[Metric]:
+    labels = ["device", "lane"]
+    load = GaugeMetricFamily("robojax_device_load", "Share of the newest seconds in use", labels=labels)
+    waiting = GaugeMetricFamily("robojax_device_waiting", "Inferences that wait", labels=labels)
+    failed = GaugeMetricFamily("robojax_device_failed", "Whether it is not used any more", labels=labels)
+    batches = CounterMetricFamily("robojax_batches", "Batches by padded size", labels=[*labels, "size"])
+    for lane, figures in enumerate(facts.get("devices", ())):
+        values = [figures["device"] or "", str(lane)]
+        load.add_metric(values, figures["load"])
+        waiting.add_metric(values, figures["waiting"])
+        failed.add_metric(values, float(figures["failed"] is not None))
+        for size, count in figures["batches"].items():
+            batches.add_metric([*values, size], count)
+    yield from (load, waiting, failed, batches)
+    yield GaugeMetricFamily(
+        "robojax_promised_load", "Devices' time promised to sessions", value=facts.get("promised_load", 0)
+    )
 
 
-class _Loop(Collector):
-    def __init__(self, watchdog: LoopWatchdog):
-        self._watchdog = watchdog
-
-    def collect(self) -> Iterable[Metric]:
-        """Collect the stalls of the event loop."""
-        blocked, paused = self._watchdog.blocked, self._watchdog.paused
-        for name, text, value in (
-            ("loop_blocked", "Times that the event loop was blocked for 250 ms or longer", blocked.count),
-            ("loop_blocked_seconds", "Time that the event loop was blocked so", blocked.seconds),
-            ("process_paused", "Times that the whole process stood still for so long", paused.count),
-            ("process_paused_seconds", "Time that the whole process stood still so", paused.seconds),
-        ):
-            yield CounterMetricFamily(f"robojax_{name}", text, value=value)
+def _collect_stalls(watchdog: LoopWatchdog) -> Iterable[Metric]:
+    blocked, paused = watchdog.blocked, watchdog.paused
+    for name, text, value in (
+        ("loop_blocked", "Times that the event loop was blocked for 250 ms or longer", blocked.count),
+        ("loop_blocked_seconds", "Time that the event loop was blocked so", blocked.seconds),
+        ("process_paused", "Times that the whole process stood still for so long", paused.count),
+        ("process_paused_seconds", "Time that the whole process stood still so", paused.seconds),
+    ):
+        yield CounterMetricFamily(f"robojax_{name}", text, value=value)
 
 
 def _histogram(name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Recent]]) -> Metric:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 from sanic import HTTPResponse
 
-from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions
+from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions, session_response
 from service.api.lists import Rows, answer_page, page_query, take_page
 from service.api.metrics import CONTENT_TYPE
 from service.api.schemas import AdoptRequest
@@ -30,14 +30,14 @@ LEVELS = ("debug", "info", "warning", "error")
 async def emergency_stop(request: Request) -> HTTPResponse:
     """Stop every robot now and latch it: each session needs a reset and a start before it moves again.
 
-    The body may give a reason, ``{"reason": "..."}``. Whatever else is sent, and whatever the key's role, the stop
-    happens, for the sessions of others too; `stopped` names those that the caller may see. Where servers
-    share a database, the robots of all are stopped; `fronts_not_reached` names those of which that is not known.
+    The body may give a reason, ``{"reason": "..."}``. No other content and no role of the key prevents the stop, which
+    includes sessions of other owners; `stopped` lists the sessions that the caller may see. If servers share a
+    database, the robots of all servers are stopped; `fronts_not_reached` lists the servers that did not confirm it.
     """
     sessions = request.app.ctx.sessions
     reason = await read_reason(request)
     others = request.app.ctx.other_servers
-    # The other servers do not wait for the disk and the database of this one.
+    # Other servers stop at once, without waiting for the disk and the database of this server.
     elsewhere_stop = None if others is None else others.stop_all(request, reason)
     stopped = await sessions.emergency_stop(reason)
     own = {session.id for session in list_visible_sessions(request)}
@@ -46,35 +46,32 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     elsewhere: dict[str, Any] = {} if elsewhere_stop is None else await asyncio.shield(elsewhere_stop)
     seen += elsewhere.pop("stopped", [])
     count = len(stopped) + elsewhere.pop("count", 0)
-    told = {"message": f"Emergency stop of {count} sessions", "count": count}
-    return json_response({**told, "stopped": seen, **elsewhere, **sessions.get_warning()})
+    about = {"message": f"Emergency stop of {count} sessions", "count": count}
+    return json_response({**about, "stopped": seen, **elsewhere, **sessions.get_warning()})
 
 
 async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:
-    """Take the latch of an emergency stop off; nothing moves by it."""
+    """Reset the latch of an emergency stop; nothing moves."""
     sessions = request.app.ctx.sessions
     try:
         session = get_visible_session(request, session_id)
         read_empty_body(request)
         session = await sessions.reset(session.id)
     except UnknownSession:
-        # A latch stays with the id of a session that was deleted, and keeps the next one from starting.
+        # The id of a deleted session keeps its latch, which stops the next session with this id.
         caller, front = caller_of(request), request.app.ctx.peer_sessions
         is_reset = await sessions.clear_latch(session_id, caller.sees)
         if front is not None:
             is_reset = await front.forget_latch(session_id, caller) or is_reset
         if not is_reset:
             raise
-        told = {"message": f"Session {session_id} reset", "session_id": session_id, "status": str(Stage.DELETED)}
-        return json_response({**told, **sessions.get_warning()})
-    message = f"Session {session.id} reset"
-    return json_response(
-        {"message": message, "session_id": session.id, "status": str(session.stage), **sessions.get_warning()}
-    )
+        about = {"message": f"Session {session_id} reset", "session_id": session_id, "status": str(Stage.DELETED)}
+        return json_response({**about, **sessions.get_warning()})
+    return session_response(request, f"Session {session.id} reset", session)
 
 
 async def get_session_queue_info(request: Request, session_id: str) -> HTTPResponse:
-    """What a session is about to do: its actions with their due times, rates, and the age of what it sees."""
+    """Queued actions of a session with their due times, rates, and the ages of its inputs."""
     return json_response(dict(get_visible_session(request, session_id).queue()))
 
 
@@ -162,14 +159,13 @@ async def root(request: Request) -> HTTPResponse:
 async def health_check(request: Request) -> HTTPResponse:
     """What runs here: sessions, device, versions, seconds since the start."""
     context = request.app.ctx
-    # Where keys are required, a caller without one learns only that the server runs.
+    # If keys are required, a caller without a key sees only that the server runs.
     if caller_of(request) is STRANGER:
         active = sum(session.stage is not Stage.INTERRUPTED for session in context.sessions.list())
         return json_response(
             {"status": "healthy", "server_running": True, "active_sessions": active, "session_ids": []}
         )
     sessions = list_visible_sessions(request)
-    # Sessions of an earlier process: they run no policy and have no rooms until somebody restarts them.
     interrupted = sum(session.stage is Stage.INTERRUPTED for session in sessions)
     facts = context.sessions.engine.get_stats()
     models = context.models.list()
@@ -177,7 +173,7 @@ async def health_check(request: Request) -> HTTPResponse:
     return json_response(
         {
             "status": "healthy",
-            "server_running": True,  # what clients of the transport server's own health look for
+            "server_running": True,  # clients of the transport server read this field
             "active_sessions": len(sessions) - interrupted,
             "interrupted_sessions": interrupted,
             "session_ids": [session.id for session in sessions],
@@ -191,10 +187,10 @@ async def health_check(request: Request) -> HTTPResponse:
 
 
 async def readiness(request: Request) -> HTTPResponse:
-    """Whether a new session can be made now, and what that would wait for: 200 when it can, 503 when it cannot.
+    """Whether a new session can be created now (200), or why not (503).
 
-    `loading` lists what is downloaded, read or compiled at this moment (one thing at a time: a new policy waits for
-    it), with the seconds it will probably still take, or null where nothing of the kind was ever measured here.
+    `loading` lists the policies that are downloaded, read or compiled now, one at a time, with the estimated remaining
+    seconds, or null if this server has no estimate.
     """
     context = request.app.ctx
     waiting_for = []
@@ -243,13 +239,13 @@ async def cluster(request: Request) -> HTTPResponse:
 async def adopt_session(request: Request, session_id: str) -> HTTPResponse:
     """Take over a session of a front that died. It is `interrupted` here until it is restarted, and moves nothing.
 
-    A front without a heartbeat may still move its robots: where it is not sure that it ended, this is
-    refused. The body `{"force": true}` says that somebody has seen that it is off.
+    A front without a heartbeat may still move its robots, so the request is refused if the front may still run. The
+    body `{"force": true}` confirms that a person has checked that the front is off.
     """
     front = request.app.ctx.peer_sessions
     if front is None:
-        get_visible_session(request, session_id)  # sessions of others are answered as if they did not exist
-        raise MoveRefused("this server shares its sessions with no other one; --database names one for all")
+        get_visible_session(request, session_id)  # raises UnknownSession for sessions of other owners
+        raise MoveRefused("this server shares its sessions with no other server; --database names a shared database")
     body = read_body(request, AdoptRequest) if request.body else AdoptRequest()
     session = await front.adopt(session_id, caller_of(request), force=body.force)
     return json_response(
@@ -273,9 +269,9 @@ CLUSTER_ROUTES = (
 
 
 async def make_ticket(request: Request) -> HTTPResponse:
-    """A ticket lets one GET or WebSocket in, as `?ticket=...`, within 30 s and as the caller who got it.
+    """A ticket admits one GET or WebSocket request with `?ticket=...` within 30 s, as the caller who received it.
 
-    It stands in an address, which is written down in places; so it is used up at once, and changes nothing itself.
+    A ticket is part of a URL, which proxies log, so it is valid once and only for requests that change nothing.
     """
     read_empty_body(request)
     ticket = request.app.ctx.guard.admissions.issue_ticket(request.ctx.admission)
@@ -291,7 +287,7 @@ TICKET_ROUTES = (Route("POST", "/tickets", make_ticket, "Access", _TICKET, role=
 
 
 async def get_metrics(request: Request) -> HTTPResponse:
-    """Figures in Prometheus's text format: requests, and counters and latencies of every session of the caller's."""
+    """Figures in Prometheus's text format: requests, and counters and latencies of the caller's sessions."""
     own = None if caller_of(request).sees_all else {session.id for session in list_visible_sessions(request)}
     return HTTPResponse(await request.app.ctx.metrics.text(own), content_type=CONTENT_TYPE)
 

@@ -45,8 +45,7 @@ FILES = read_static_files()
 async def get_page(request: Request) -> HTTPResponse:
     """The page that shows what happens and stops it."""
     if request.path.endswith("/"):
-        # Its links are relative: with a trailing slash they would point one level too deep.
-        return redirect("../ui")
+        return redirect("../ui")  # relative links of the page need a path without a trailing slash
     return _answer(FILES[PAGE])
 
 
@@ -75,16 +74,11 @@ def build_live_blueprint(origins: Origins) -> Blueprint:
         await request.app.ctx.live.serve(websocket, caller_of(request), request.ctx.is_still_authorized)
 
     blueprint.add_websocket_route(live, "/ui/live", name="live", error_format="json", ctx_role=Role.VIEWER)
-
-    # A function, because Sanic's blueprints silently ignore a bound method as middleware.
-    @blueprint.on_request
-    async def refuse(request: Request) -> HTTPResponse | None:
-        return origins.refuse_request(request)
-
+    origins.install(blueprint)
     return blueprint
 
 
-# The page asks for a key itself, so it is served without one; its socket is not.
+# The page is served without a key and asks for the key of its socket.
 DASHBOARD_ROUTES = (
     Route("GET", "/ui", get_page, "Documents", {"type": "string"}, content_type="text/html", role=None),
     Route(
@@ -163,7 +157,7 @@ _MEANINGS = {
 
 
 def specified_document(routes: Iterable[Route]) -> Json:
-    """Build the specified document, which never changes, so that generated clients keep working."""
+    """Build the specified document, which never changes, because clients are generated from it."""
     return {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "summary": SUMMARY, "version": VERSION},
@@ -227,8 +221,12 @@ def _full(route: Route) -> Json:
     elif route.optional_body is not None:
         operation["requestBody"] = {"content": _content(route.optional_body), "required": False}
     elif route.forms:
-        operation["requestBody"] = {"content": _forms(route.forms), "required": True}
-        operation["responses"]["200"]["content"] |= _forms(route.answer_forms)
+        content: Json = {}
+        for kind, schema in route.forms.items():
+            content |= _content(schema, kind)
+        operation["requestBody"] = {"content": content, "required": True}
+        for kind, schema in route.answer_forms.items():
+            operation["responses"]["200"]["content"] |= _content(schema, kind)
     operation.setdefault("parameters", []).extend(
         {"name": query.name, "in": "query", "required": False, "schema": query.schema, "description": query.description}
         for query in route.query
@@ -238,14 +236,13 @@ def _full(route: Route) -> Json:
     responses: Json = operation["responses"]
     if route.query or route.body or route.forms:
         responses["422"] = {"description": "Validation Error", "content": _content(_reference(HTTPValidationError))}
-    if route.role is None:
-        operation["security"] = []
-    else:
-        # A server without keys requires none.
+    statuses = {*_EVERY_ROUTE, *route.errors}
+    operation["security"] = []
+    if route.role is not None:
+        statuses |= {401, 429}
         operation["security"] = [{"ApiKeyAuth": []}, {"BearerAuth": []}]
         operation["description"] = f"{operation['description']}\n\nRole: {route.role}."
-    keys = {401, 429} if route.role is not None else set()
-    for status in sorted({*_EVERY_ROUTE, *keys, *route.errors}):
+    for status in sorted(statuses):
         responses[str(status)] = {"$ref": f"#/components/responses/{_response_name(status)}"}
     return operation
 
@@ -279,10 +276,6 @@ def _content(schema: Mapping[str, Any], content_type: str = "application/json") 
     return {content_type: {"schema": dict(schema)}}
 
 
-def _forms(forms: Mapping[str, Mapping[str, Any]]) -> Json:
-    return {content_type: {"schema": dict(schema)} for content_type, schema in forms.items()}
-
-
 def _error(status: int) -> Json:
     headers = {"X-Request-Id": {"description": "The request's name in the log", "schema": {"type": "string"}}}
     return {"description": _MEANINGS[status], "headers": headers, "content": _content(_reference(ErrorResponse))}
@@ -297,7 +290,7 @@ def _tags(tags: Mapping[str, str]) -> list[Json]:
 
 
 def build_docs_page() -> tuple[bytes, str]:
-    """Build the documentation page, and the Content-Security-Policy that lets exactly its own script and style run."""
+    """Build the documentation page, and a Content-Security-Policy that allows only its own script and style."""
     text = files("service.api").joinpath("docs.html").read_text()
     hashes = {
         kind: " ".join(_hash(part) for part in re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL))

@@ -20,7 +20,6 @@ from service.engines.model_server import ForwardRequest
 from service.errors import Forbidden, InvalidRequest, PolicyError, ServiceError, UnknownDeployment
 from service.http.array_formats import ARRAY_FORMATS, choose_answer_format, find_body_format
 from service.http.bodies import (
-    InvalidBody,
     choose_form,
     discard_body,
     find_form,
@@ -30,16 +29,18 @@ from service.http.bodies import (
     read_streamed_body,
     send_response,
     show_to_sender,
+    to_invalid_body,
 )
 from service.rollout.records import Record
 from service.sessions.compatibility import configure_control, find_mismatches, make_limits
+from service.sessions.policy_slots import RenameRefused
 from service.sessions.request import NewSession, SessionSettings
 from service.setting_types import NAME
 from service.streaming import codec, direct_inference
 
 
 async def list_deployments(request: Request) -> HTTPResponse:
-    """Policy updates, newest first: what set each off, its commit, its stages with their times, what became of it."""
+    """Policy updates, newest first, each with its trigger, commit, stages with times, and result."""
     session_id = request.get_args(keep_blank_values=True).get("session_id")
     updates, select = request.app.ctx.updates, _make_filter(request)
 
@@ -76,14 +77,14 @@ async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
 
 
 async def rollback_session_policy(request: Request, session_id: str) -> HTTPResponse:
-    """Bring back the policy that the session ran before the last update; it is in memory still."""
+    """Restore the policy that the session ran before the last update; it is still in memory."""
     get_visible_session(request, session_id)
     read_empty_body(request)
     return json_response((await request.app.ctx.updates.rollback(session_id)).as_json())
 
 
 async def list_quarantine(request: Request) -> HTTPResponse:
-    """Commits that were refused or taken back; they are not deployed again by themselves."""
+    """Commits that were refused or rolled back. The server does not deploy them again by itself."""
     return json_response([one.as_json() for one in request.app.ctx.updates.quarantine.list()])
 
 
@@ -95,10 +96,7 @@ async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse
 
 
 def _make_filter(request: Request) -> Callable[[Record], Mapping[str, Any] | None]:
-    """Return a function that serializes a deployment with only the caller's own present sessions.
-
-    The function returns None when no session remains. It may be called in another thread.
-    """
+    """Return a function that serializes a deployment with only the caller's present sessions, or None without any."""
     if caller_of(request).sees_all:
         return Record.as_json
     own = {session.id: session.created_at for session in list_visible_sessions(request)}
@@ -160,22 +158,20 @@ DEPLOYMENT_ROUTES = (
 
 
 async def check_policy(request: Request) -> HTTPResponse:
-    """What a policy needs, and what of a request would not fit it, from its small files; nothing is loaded.
+    """Requirements of a policy, and the fields of a request that do not fit it, from its small files.
 
-    A policy that fits may still fail to load. `POST /sessions` refuses a policy that does not fit with the same text.
+    Nothing is loaded, so a policy that fits may still fail to load. `POST /sessions` refuses with the same text.
     """
     body = read_body(request, PolicyCheckRequest)
     fields: dict[str, Any] = dict(body)
     try:
         requirements = await request.app.ctx.policy_reader.read(fields["policy_path"], fields["revision"])
     except PolicyError as error:
-        entry = {"loc": ["body", "policy_path"], "msg": show_to_sender(str(error), body), "type": error.code}
-        raise InvalidBody([entry]) from error
+        raise to_invalid_body(error, body) from error
     try:
         requirements = rename_cameras(requirements, fields["rename"] or {})
     except JaxModelsError as error:
-        entry = {"loc": ["body", "rename"], "msg": show_to_sender(str(error), body), "type": PolicyError.code}
-        raise InvalidBody([entry]) from error
+        raise to_invalid_body(RenameRefused(str(error)), body) from error
     return json_response(_check_request(requirements, body, request.app.ctx.sessions.settings))
 
 
@@ -185,11 +181,11 @@ def _check_request(
     cameras = sorted(requirements.cameras)
     fields: dict[str, Any] = dict(body)
     if body.camera_names is None:
-        fields["camera_names"] = tuple(filter(NAME.match, cameras))  # The others have to be renamed.
+        fields["camera_names"] = tuple(filter(NAME.match, cameras))  # other names require `rename`
     if body.policy_type is None:
         fields["policy_type"] = requirements.policy_type
     if fields["language_instruction"] is None:
-        fields["language_instruction"] = "do it"  # A missing instruction is no mismatch here; a blank one is.
+        fields["language_instruction"] = "do it"  # a missing instruction is not a mismatch here
     new = NewSession(**fields)
     mismatches, joints, rate = find_mismatches(requirements, new), None, None
     try:
@@ -229,7 +225,7 @@ CHECK_ROUTES = (
 
 
 async def list_models(request: Request) -> HTTPResponse:
-    """All models: what each is, which inputs it takes, and how it fared."""
+    """All models with their inputs, outputs and statistics."""
     return json_response([served.describe() for served in request.app.ctx.models.list()])
 
 
@@ -339,24 +335,24 @@ _FORMS = {JSON: JSON, MSGPACK: MSGPACK, "application/x-msgpack": MSGPACK, "appli
 
 
 async def act(request: Request, session_id: str) -> HTTPResponse:
-    """What the policy would do about this observation, for a session that was made with `transport_server_url` direct.
+    """Actions of the policy for an observation, in a session that was created with `transport_server_url` direct.
 
-    Nothing is sent to any robot, because the client runs its own control loop. The chunk has passed the checks of all
+    Nothing is sent to a robot, because the client runs its own control loop. The chunk has passed the checks of all
     sessions. docs/robots/direct.md describes an observation as JSON and as msgpack.
     """
-    doors = request.app.ctx.stream_clients
+    clients = request.app.ctx.stream_clients
     try:
         session = get_visible_session(request, session_id)
         form = find_form(request.headers.get("content-type"), _FORMS, _KNOWN_FORMS)
         answer_type = choose_form(request.headers.get("accept"), form, _FORMS, _KNOWN_FORMS)
-        inference = doors.get_inference(session, caller_of(request))
+        inference = clients.get_inference(session, caller_of(request))
         inference.check_available()
-        max_bytes = codec.MAX_JSON if form == JSON else doors.settings.socket.bytes
-        body = b"".join(
-            await read_streamed_body(request, max_bytes, "msgpack may have more" if form == JSON else "of one act")
-        )
+        max_bytes, setting = clients.settings.socket.bytes, "of one act"
+        if form == JSON:
+            max_bytes, setting = codec.MAX_JSON, "msgpack may have more"
+        body = b"".join(await read_streamed_body(request, max_bytes, setting))
     except ServiceError:
-        await discard_body(request, 2 * doors.settings.socket.bytes)
+        await discard_body(request, 2 * clients.settings.socket.bytes)
         raise
     message = await codec.read_json(body) if form == JSON else codec.unpack(body)
     if not isinstance(message, Mapping):

@@ -115,7 +115,7 @@ class Redirects:
         """Answer about a session whose server died."""
         last = _last_part(request)
         if not entry.status and request.method != "DELETE":
-            raise UnknownSession(f"Session {entry.id} not found")  # its id was reserved, but it was never created
+            raise UnknownSession(f"Session {entry.id} not found")  # the id was reserved, but not used
         if request.method in ("GET", "HEAD") and last == entry.id:
             return json_response(make_status(entry))
         if request.method == "DELETE" and last == entry.id:

@@ -36,7 +36,7 @@ def _model_of(names: Iterable[str], *, is_bare: bool = False, **defaults: object
     return create_model("Fields", **found)
 
 
-# Without a docstring, which the specified document would show.
+# A docstring would change the specified document.
 class CreateSessionRequest(_model_of(SPECIFIED, is_bare=True)):
     pass
 
@@ -64,7 +64,7 @@ class SessionStatusResponse(BaseModel):
 class AdoptRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    force: bool = Field(default=False, strict=True, description="Somebody has seen that the session's front is off.")
+    force: bool = Field(default=False, strict=True, description="A person has checked that the session's front is off.")
 
 
 class ValidationError(BaseModel):
@@ -108,7 +108,7 @@ class PolicyRequest(BaseModel):
 
     revision: Revision | None = Field(
         default=None,
-        description="Branch, tag or commit; null for the one that is staged, else the newest that the session follows.",
+        description="Branch, tag or commit; null for the staged commit, else the newest of the session's revision.",
     )
     force: bool = Field(default=False, description="Take a commit out of the quarantine for it.")
 
@@ -144,7 +144,7 @@ class PolicyCheck(BaseModel):
     camera_names: list[str]
     camera_sizes: dict[str, list[int]] = Field(description="Height and width; frames of other sizes are resized.")
     joint_names: list[str] | None = Field(
-        description="In the order of the actions; null when it does not fit, or when the session needs joint_names."
+        description="Joints in the order of the actions; null if it does not fit, or the session needs joint_names."
     )
     rate: float | None = Field(description="Ticks per second the session would have; null when it does not fit.")
     requirements: dict[str, Any]
@@ -179,7 +179,7 @@ class DeploymentStage(BaseModel):
 
     name: str
     at: float = Field(description="Seconds since 1970.")
-    seconds: float | None = Field(default=None, description="How long it took; null while it goes on.")
+    seconds: float | None = Field(default=None, description="Duration in seconds; null while it runs.")
 
 
 class Deployment(BaseModel):
@@ -192,11 +192,11 @@ class Deployment(BaseModel):
     sha: str | None
     trigger: str = Field(description="webhook, poll, request or folder.")
     webhook_id: str | None
-    delivery_ids: list[str] = Field(description="Webhook-Id of each delivery that told of it, of the newest 100.")
+    delivery_ids: list[str] = Field(description="Webhook-Id of each delivery of this update, of the newest 100.")
     sessions: list[str] = Field(description="Those it was for; the first went ahead of the others.")
     stages: list[DeploymentStage]
     result: str | None = Field(
-        description="swapped, staged, rejected, rolled_back, superseded, failed, noop or alert; null while it goes on."
+        description="swapped, staged, rejected, rolled_back, superseded, failed, noop or alert; null while it runs."
     )
     reason: str | None = Field(description="Stable code of why it was refused or taken back.")
     text: str
@@ -217,7 +217,7 @@ class Quarantined(BaseModel):
 class ErrorResponse(BaseModel):
     """Every answer that is neither 200 nor 422."""
 
-    detail: str = Field(description="What was found, what was wanted, what to do.")
+    detail: str = Field(description="The value found, the accepted values, and what to do.")
     code: str = Field(description="Stable name of the error, for programs.")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from sanic import HTTPResponse
 
-from service.api.context import Request, Route, get_visible_session, list_visible_sessions
+from service.api.context import Request, Route, get_visible_session, list_visible_sessions, session_response
 from service.api.lists import Rows, answer_page, page_query, take_page
 from service.api.schemas import (
     AdjustRequest,
@@ -19,8 +19,8 @@ from service.api.schemas import (
 from service.auth.caller import ANYBODY, Caller, Role, caller_of
 from service.errors import InvalidRequest, ServiceError, SessionExists, UnknownSession
 from service.http.bodies import REASON, json_response, read_body, read_empty_body, read_reason, to_invalid_body
+from service.sessions.base_session import describe_overlap
 from service.sessions.request import NewSession
-from service.sessions.store import AnySession, Sessions
 
 
 async def list_sessions(request: Request) -> HTTPResponse:
@@ -28,7 +28,6 @@ async def list_sessions(request: Request) -> HTTPResponse:
 
     In a cluster those of the other fronts come after, each with its `front` in `stats`, as they stood a moment ago.
     """
-    # Not dataclasses.asdict, which copies every figure of every session while robots wait for their ticks.
     listed = [vars(session.status()) for session in list_visible_sessions(request)]
     front = request.app.ctx.peer_sessions
     if front is None:
@@ -83,7 +82,7 @@ async def delete_session(request: Request, session_id: str) -> HTTPResponse:
 
 
 def _check_id(request: Request, caller: Caller, session_id: str) -> None:
-    """Refuse an id of somebody else's session, whatever became of it; nothing more is told of it."""
+    """Refuse the id of a session of another owner, without any details of that session."""
     try:
         session = request.app.ctx.sessions.get(session_id)
     except UnknownSession:
@@ -138,17 +137,16 @@ log = logging.getLogger(__name__)
 
 async def start_inference(request: Request, session_id: str) -> HTTPResponse:
     """Let the policy move the robot, as soon as every camera and every joint is fresh."""
-    sessions, session = request.app.ctx.sessions, get_visible_session(request, session_id)
+    session = get_visible_session(request, session_id)
     read_empty_body(request)
-    return _move_response(sessions, "Inference started", await sessions.start(session.id))
+    session = await request.app.ctx.sessions.start(session.id)
+    return session_response(request, f"Inference started for session {session_id}", session)
 
 
 async def stop_inference(request: Request, session_id: str) -> HTTPResponse:
     """Hold the robot where it is."""
-    sessions = request.app.ctx.sessions
-    return _move_response(
-        sessions, "Inference stopped", await sessions.stop(get_visible_session(request, session_id).id)
-    )
+    session = await request.app.ctx.sessions.stop(get_visible_session(request, session_id).id)
+    return session_response(request, f"Inference stopped for session {session_id}", session)
 
 
 async def restart_inference(request: Request, session_id: str) -> HTTPResponse:
@@ -157,29 +155,23 @@ async def restart_inference(request: Request, session_id: str) -> HTTPResponse:
     One that is interrupted, because its server ended, loads its policy and joins its rooms anew; it is `ready` then and
     waits for its start.
     """
-    sessions, session = request.app.ctx.sessions, get_visible_session(request, session_id)
+    session = get_visible_session(request, session_id)
     read_empty_body(request)
-    return _move_response(sessions, "Inference restarted", await sessions.restart(session.id))
+    session = await request.app.ctx.sessions.restart(session.id)
+    return session_response(request, f"Inference restarted for session {session_id}", session)
 
 
 async def emergency_stop_session(request: Request, session_id: str) -> HTTPResponse:
     """Stop this robot now and latch it: it needs a reset and a start before it moves again.
 
-    The body may give a reason, ``{"reason": "..."}``. Whatever else is sent, whatever the key's role, and whosever
-    the session is, the stop happens.
+    The body may give a reason, ``{"reason": "..."}``. No other content, no role of the key and no owner of the session
+    prevents the stop.
     """
     sessions = request.app.ctx.sessions
     await sessions.emergency_stop(await read_reason(request), session_id)
     log.warning("emergency stop of session %s by %s", session_id, caller_of(request).name)
     return json_response(
         {"message": f"Emergency stop of session {session_id}", "stopped": [session_id], **sessions.get_warning()}
-    )
-
-
-def _move_response(sessions: Sessions, what: str, session: AnySession) -> HTTPResponse:
-    message = f"{what} for session {session.id}"
-    return json_response(
-        {"message": message, "session_id": session.id, "status": str(session.stage), **sessions.get_warning()}
     )
 
 
@@ -222,9 +214,9 @@ CONTROL_ROUTES = (
 
 
 async def record_session(request: Request, session_id: str) -> HTTPResponse:
-    """Record every tick of a session from now on (from its next start when it does not move), or no more.
+    """Record every tick of a session from now on (from its next start if it does not move), or stop recording.
 
-    The answer is what the session's `stats.recording` says from now on. A recording that ended becomes a dataset.
+    The response is the new `stats.recording` of the session. A recording that ended becomes a dataset.
     """
     body = read_body(request, RecordRequest)
     figures = request.app.ctx.recordings.set_recording(get_visible_session(request, session_id), body.on)
@@ -244,7 +236,7 @@ async def list_recordings(request: Request) -> HTTPResponse:
 
 
 async def delete_recording(request: Request, name: str) -> HTTPResponse:
-    """Remove a recording, and the dataset that was made of it. None is ever removed by itself."""
+    """Remove a recording and its dataset. The server never removes a recording by itself."""
     await request.app.ctx.recordings.remove(name, caller_of(request).sees)
     return json_response({"message": f"Recording {name} deleted"})
 
@@ -274,10 +266,10 @@ RECORDING_ROUTES = (
 
 
 async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
-    """Tell the policy something else, join chunks in another way or ask for them at other moments: from the next chunk
-    on, and no tick is missed.
+    """Change the instruction, the overlap of chunks or the times of inferences from the next chunk on, without a missed
+    tick.
 
-    What is left out stays as it is, null goes back to the default. It is kept as what the session was made with is.
+    Omitted fields stay as they are, and null restores the default. The session keeps the new values.
     """
     sessions = request.app.ctx.sessions
     session = get_visible_session(request, session_id)
@@ -292,7 +284,7 @@ async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
         {
             "message": f"Session {session.id} adjusted",
             "session_id": session.id,
-            **adjusted.describe_overlap(),
+            **describe_overlap(adjusted.require_robot_io()),
             "language_instruction": adjusted.new.language_instruction,
             "accept_units": adjusted.new.accept_units,
             "warnings": warnings,

@@ -53,10 +53,7 @@ def build_streams_blueprint(origins: Origins) -> Blueprint:
             handler, path, name=name, error_format="json", ctx_role=role, ctx_is_handed_over=True
         )
 
-    # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
-    @blueprint.on_request
-    async def refuse(request: Request) -> HTTPResponse | None:
-        return origins.refuse_request(request)
+    origins.install(blueprint)
 
     @blueprint.on_request
     async def find(request: Request) -> None:
@@ -69,13 +66,13 @@ def create_openpi_app(app: App) -> App:
     """Create a second app for its own port with the first app's sessions, keys and limits: ``/`` and ``/healthz``."""
     settings = app.ctx.settings
     origins, session_id = Origins(settings.server.origins), settings.server.openpi_session
-    beside: App = Sanic(
+    second: App = Sanic(
         f"openpi-{secrets.token_hex(4)}", config=build_config(settings.limits), ctx=app.ctx, configure_logging=False
     )
-    beside.config.CONNECTIONS = app.config.CONNECTIONS
-    install_middleware(beside)
-    app.ctx.guard.install(beside)
-    install_errors(beside)
+    second.config.CONNECTIONS = app.config.CONNECTIONS
+    install_middleware(second)
+    app.ctx.guard.install(second)
+    install_errors(second)
 
     async def openpi(request: Request, websocket: WebsocketImplProtocol) -> None:
         await _serve_openpi(request, websocket)
@@ -83,21 +80,18 @@ def create_openpi_app(app: App) -> App:
     async def healthz(request: Request) -> HTTPResponse:
         return text("OK\n")
 
-    beside.add_websocket_route(
+    second.add_websocket_route(
         openpi, "/", name="openpi", error_format="json", ctx_role=Role.OPERATOR, ctx_is_handed_over=True
     )
-    beside.add_route(healthz, "/healthz", methods=["GET", "HEAD"], name="healthz", error_format="json", ctx_role=None)
+    second.add_route(healthz, "/healthz", methods=["GET", "HEAD"], name="healthz", error_format="json", ctx_role=None)
+    origins.install(second)
 
-    @beside.on_request
-    async def refuse(request: Request) -> HTTPResponse | None:
-        return origins.refuse_request(request)
+    # This app ends first and waits for its clients, so it also holds the robots.
+    @second.before_server_stop
+    async def hold(app: App) -> None:
+        app.ctx.sessions.begin_close()
 
-    # This port ends before the first one does, and waits for its clients: no robot may go on meanwhile.
-    @beside.before_server_stop
-    async def hold(beside: App) -> None:
-        beside.ctx.sessions.begin_close()
-
-    @beside.on_request
+    @second.on_request
     async def find(request: Request) -> None:
         if request.route is not None and request.route.name.endswith(".openpi"):
             doors = request.app.ctx.stream_clients
@@ -106,18 +100,18 @@ def create_openpi_app(app: App) -> App:
                 get_visible_session(request, session_id) if session_id else doors.find_only_session(caller_of(request)),
             )
 
-    return beside
+    return second
 
 
 def _prepare(request: Request, session: AnySession) -> None:
-    """Find the session before the upgrade, so that refusals are HTTP answers. Loading sessions accept and wait."""
+    """Set the session before the upgrade, so that refusals are HTTP responses. A loading session is no refusal."""
     with suppress(SessionLoading):
         request.app.ctx.stream_clients.create_inference(session).get_link()
     request.ctx.session = session
 
 
 def _bind_stop(request: Request) -> Callable[[str], Awaitable[list[str]]]:
-    """Return a function that makes an emergency stop of the request's session, for a reason."""
+    """Return a function that makes an emergency stop of the request's session for a reason."""
     return partial(request.app.ctx.sessions.emergency_stop, session_id=request.ctx.session.id)
 
 

@@ -64,9 +64,9 @@ class Admission:
     is_still_authorized: Callable[[], bool]
 
 
-# Where no key is configured, everybody who reaches the port is this one.
+# The caller of every request if no key is configured.
 ANYBODY = Caller("anybody", Role.ADMIN, None)
-# On the routes that want no key: it sees nothing that belongs to somebody.
+# The caller without a key on routes that need none; it sees no owner's sessions or rooms.
 STRANGER = Caller("stranger", Role.VIEWER, "")
 
 

@@ -13,12 +13,12 @@ class AccessSettings(Group):
 
     insecure: Common[bool] = Field(
         default=False,
-        description="Let everybody who reaches the port in, also from other machines, although no key is there.",
+        description="Admit all requests, also from other machines, although no key is there.",
     )
     keys_file: Common[Private[str | None]] = Field(
         default=None,
         description="File of the keys that `robojax token new` makes; default: keys.json in the state folder. With a "
-        "key in it, a key is wanted from everybody.",
+        "key in it, every request needs a key.",
     )
     jwt_secret_file: Private[str | None] = Field(
         default=None,

@@ -1,6 +1,5 @@
 """Admits or refuses every request; slows guessing."""
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from service.auth.config import AccessSettings, keys_path, secret_path
 from service.auth.keys import OWN_KEY_FOR, OWN_KEY_HEADER, OWN_PREFIX, PREFIX, Key, KeyFile, OwnKey
 from service.auth.tokens import BadToken, SecretFile, Tickets, TokenExpired, Tokens
 from service.errors import Forbidden, ServiceError, TooManyRequests, Unauthorized
+from service.http.bodies import json_response
 from service.http.limits import Rates
 from service.http.origins import Origins, is_loopback
 from service.reloading_file import Content, FileUnusable
@@ -35,7 +35,7 @@ class Admissions:
 
     Args:
         keys, secret: their files, which need not be there yet.
-        requires_key: whether a key is wanted even before there is one.
+        requires_key: whether a key is required even if none exists.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Admissions:
         """Read the files of keys and secrets, and return whether they hold a key that has not expired, or a secret.
 
         Raises:
-            FileUnusable: one of the files cannot be used.
+            FileUnusable: a file cannot be used.
         """
         keys = () if self._keys is None else self._keys.read_keys()
         has_tokens = self._secret is not None and self._secret.tokens() is not None
@@ -190,20 +190,20 @@ def _read_ticket(request: "Request[Any, Any]") -> str | None:
 # Method ("*": any), what a route's path begins with, and the least role; None: it has a proof of its own or needs none.
 Rule = tuple[str, str, Role | None]
 SAFE_METHODS = ("GET", "HEAD")
-# Failed attempts of one address: per second, and at once. Successful requests are never limited, because a stranger
-# behind the same proxy could otherwise keep the operator from stopping a robot. 256 random bits cannot be guessed.
+# Failed attempts of one address, per second and at once. Successful requests are never limited, so that other clients
+# behind the same proxy cannot keep an operator from stopping a robot.
 REFUSALS = (1 / 6, 10)
 
 
 class Guard:
     """Guard of all routes of an app: the API, the rooms, the dashboard and its socket.
 
-    A route says in its ``ctx_role`` which role it wants, or None; the routes of others follow ``rules``, the first
-    that fits. What says nothing is for admins.
+    The ``ctx_role`` of a route is the required role, or None. For routes without it, the first matching rule counts;
+    all other routes require an admin.
 
     Args:
-        is_local: whether only this machine reaches the server, by its address. Then, and without keys, the Host header
-            has to name this machine: the name of a foreign page may have been pointed at it (DNS rebinding).
+        is_local: whether the server listens on a loopback address. Then, and without keys, the Host header must name
+            this machine, against DNS rebinding.
     """
 
     def __init__(
@@ -319,8 +319,7 @@ def _set_admission(request: "Request[Any, Any]", admission: Admission) -> None:
 
 
 def _error_response(error: ServiceError) -> HTTPResponse:
-    text = json.dumps({"detail": str(error), "code": error.code}, separators=(",", ":"))
-    return HTTPResponse(text, status=error.status, headers=dict(error.headers), content_type="application/json")
+    return json_response({"detail": str(error), "code": error.code}, error.status, error.headers)
 
 
 def _with_article(role: Role) -> str:

@@ -20,8 +20,8 @@ from service.setting_types import NAME
 
 PREFIX = "rjk_"
 MAX_KEY = 128
-ALL_OWNERS = "*"  # in the file: the owner of a key that sees everybody's sessions
-# Others may see names and hashes (a mounted secret is often readable), but nobody else may add a key.
+ALL_OWNERS = "*"  # owner in the file of a key that sees all sessions
+# Other users may read names and hashes (a mounted secret is often readable), but not add keys.
 FORBIDDEN_MODE = 0o022
 
 
@@ -46,7 +46,7 @@ class Key:
 
     @property
     def caller(self) -> Caller:
-        """The caller that this key stands for."""
+        """The caller with this key."""
         return Caller(self.name, self.role, self.owner)
 
 
@@ -78,7 +78,7 @@ class KeyFile:
         return self._file.last or ()
 
     def find(self, sent: str, keys: tuple[Key, ...] | None = None) -> Key | None:
-        """Find the key that was sent, among those of the file or the given ones; it may have expired.
+        """Return the stored key of the sent text, from the file or from ``keys``; it may have expired.
 
         Raises:
             FileUnusable: as ``read_keys``.
@@ -86,7 +86,7 @@ class KeyFile:
         if not sent.startswith(PREFIX) or len(sent) > MAX_KEY or not sent.isascii():
             return None
         digest, match = hash_key(sent), None
-        # Every one is looked at, and each in the same time, wherever and whether it differs.
+        # The time of the comparison reveals nothing about the stored keys.
         for key in self.read_keys() if keys is None else keys:
             if hmac.compare_digest(key.digest, digest):
                 match = key
@@ -96,7 +96,7 @@ class KeyFile:
         """Create a key and return its text, which can be read only now.
 
         Args:
-            owner: whose sessions it works on; None for everybody's.
+            owner: owner of the sessions that the key controls; None for all owners.
 
         Raises:
             KeyRefused: the name cannot be used or is taken.
@@ -201,7 +201,7 @@ class OwnKey:
         return {OWN_KEY_HEADER: self._key} | ({} if owner is None else {OWN_KEY_FOR: quote(owner, safe="")})
 
     def identify(self, sent: str, behalf: str | None) -> Caller | None:
-        """Return the caller that a sent key stands for, if it is this process's own key."""
+        """Return the caller if the sent key is this process's own key, else None."""
         if not hmac.compare_digest(sent.encode(errors="replace"), self._key.encode()):
             return None
         owner = None if behalf is None else unquote(behalf)

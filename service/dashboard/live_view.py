@@ -160,11 +160,6 @@ class PictureEncoder:
             self._due[view] = now + self._settings.period
             self._encoding = asyncio.create_task(self._encode_frames(view, newer), name="pictures of the page")
 
-    async def close(self) -> None:
-        """Wait for the pictures under way."""
-        if self._encoding is not None:
-            await asyncio.gather(self._encoding, return_exceptions=True)
-
     async def _encode_frames(self, view: LiveView, frames: dict[str, NewestFrame]) -> None:
         try:
             encoded, took = await call_in_thread(lambda: self._encode(frames), "ui-pictures", NICENESS)

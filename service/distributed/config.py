@@ -13,8 +13,8 @@ class ClusterSettings(Group):
     engine: Common[Where] = Field(
         default="local",
         description="Where policies run: local, in a process for each device of this machine; ray-local, on a Ray that "
-        "is started for it; ray-auto, in the Ray cluster of which this machine is a node; ray://HOST:PORT, in one of "
-        "which it is none, through Ray's client server there.",
+        "is started for it; ray-auto, in the Ray cluster of which this machine is a node; ray://HOST:PORT, in "
+        "another Ray cluster through its client server.",
     )
     engines: int = Field(default=1, ge=1, le=10_000, description="Engines that a cluster has at least.")
     engines_most: int | None = Field(
@@ -34,14 +34,14 @@ class ClusterSettings(Group):
     engine_patience: Seconds = Field(
         default=60.0,
         description="Seconds that a robot without any engine is held before its session fails; an engine that "
-        "ended is started again meanwhile.",
+        "ended is started again.",
     )
     database: Common[Private[DatabaseUrl | None]] = Field(
         default=None,
         repr=False,
         description="PostgreSQL (postgresql://USER@HOST/NAME) in which several servers share their sessions: each id "
-        "is on one of them, and what is asked of another is sent on. Default: none; a server's sessions are in SQLite, "
-        "in its state folder. A password belongs into PGPASSFILE, or ROBOJAX_DATABASE.",
+        "is on one server, and requests to other servers are redirected. Default: none; sessions are in SQLite, in the "
+        "state folder. A password belongs into PGPASSFILE, or ROBOJAX_DATABASE.",
     )
     front_name: str | None = Field(
         default=None,

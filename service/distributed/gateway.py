@@ -26,8 +26,8 @@ from service.threads import Worker, call_in_thread, settle
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two polls of the pool, for its answers, for its first answer, for joining, for leaving at the end, and
-# for the first engine at a start. After the last figure, an engine that failed here joins again if the pool lists it.
+# Seconds between two polls of the pool, and limits in seconds for its answers, its first answer, joining, leaving, and
+# the first engine. An engine that failed here joins again after the last value if the pool lists it.
 POLL_PERIOD = 0.5
 ANSWER_TIMEOUT = 3.0
 BEGIN_TIMEOUT = 60.0

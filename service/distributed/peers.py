@@ -80,7 +80,7 @@ async def probe_liveness(front: Peer, machine: str) -> Liveness:
 async def stop_session(
     front: Peer, session_id: str, move: str, headers: Mapping[str, str], reason: str
 ) -> tuple[int, Any]:
-    """Ask another server for a stop of one of its sessions.
+    """Ask another server to stop a session.
 
     Args:
         move: `emergency_stop` or `stop`.
@@ -102,9 +102,7 @@ async def stop_session(
 
 
 async def stop_all(fronts: Sequence[Peer], headers: Mapping[str, str], reason: str) -> dict[str, Any]:
-    """Ask other servers for an emergency stop of all their sessions; returns the stopped ones, and servers that did
-    not answer.
-    """
+    """Ask other servers to stop all their sessions; return the stopped sessions, and the servers without an answer."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         answers = await asyncio.gather(
             *(_stop_all(client, front, headers, reason) for front in fronts), return_exceptions=True
@@ -219,10 +217,7 @@ class PeerSessions:
         self._task = asyncio.create_task(self._run(), name="front")
 
     async def _retry(self, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """Call `ask` until it succeeds: at the start the database may be away, or a killed server may hold the name.
-
-        The lease of a killed server on its name lasts as long as its last heartbeat.
-        """
+        """Call `ask` until it succeeds: the database may be away, or the lease of a killed server may hold the name."""
         time, reported = asyncio.get_running_loop().time, ""
         start = time()
         while True:

@@ -1,8 +1,7 @@
 """Pool of engines: one Ray actor that creates, watches and scales engine actors for all servers.
 
-Ray restarts the pool on another machine when its own fails. The engines continue meanwhile, and the new pool finds them
-by their names. Ray Serve is not used: a call through its handle takes 1.75 times as long as a call to an actor, and its
-router hides which engine owes an answer, so a server could not ask another engine in time.
+Ray restarts the pool on another machine when its machine fails. The engines continue, and the new pool finds them by
+their names. Ray Serve is slower, and hides which engine owes an answer, so a server could not ask another in time.
 """
 
 import asyncio

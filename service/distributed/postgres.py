@@ -10,7 +10,7 @@ import asyncpg
 
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
-# asyncpg's own type says that it may be one of a pool, which this never is.
+# asyncpg's own type includes connections of a pool.
 Sql: TypeAlias = Any
 
 # A paused or unreachable server must not block others by its locks.
@@ -29,7 +29,7 @@ _PERMANENT_ERRORS = (
 
 
 class DatabaseUnavailable(Exception):
-    """The database does not answer, or cannot do what was asked; the text says why, for this server's log."""
+    """The database does not answer, or a transaction failed; the text says why, for this server's log."""
 
 
 class DatabaseUnusable(DatabaseUnavailable):
@@ -119,7 +119,7 @@ class Postgres:
     async def _migrate(self, connection: asyncpg.Connection) -> None:
         table = f"{self._prefix}schema"
         async with connection.transaction():
-            # Asked first: a user that may not create tables can use those that are there.
+            # A user without the right to create tables can use existing tables.
             if await connection.fetchval("SELECT to_regclass($1)", table) is None:
                 await connection.execute("SELECT pg_advisory_xact_lock($1)", _MIGRATION_LOCK)
                 await connection.execute(f"CREATE TABLE IF NOT EXISTS {table} (version integer NOT NULL)")

@@ -20,16 +20,15 @@ def explain_shortage(
     waiting: int,
     seconds: float,
 ) -> str:
-    """Explain why engines have not started; empty as long as they still may.
+    """Explain why engines have not started; return an empty text while they may still start.
 
-    What an engine needs is taken from `free` as soon as Ray has chosen its place, long before its process answers: too
-    little that is free says nothing by itself.
+    Ray subtracts an engine's resources from `free` before its process answers, so a low value alone means nothing.
 
     Args:
-        required: what one engine takes.
-        total, free: all that the cluster has, and what of it is not in use.
-        running, waiting: engines that have answered, and that have not.
-        seconds: how long one has been waited for.
+        required: resources of one engine by name.
+        total, free: all resources of the cluster, and the unused resources.
+        running, waiting: number of engines that have answered, and that have not.
+        seconds: time since the oldest waiting engine was created.
     """
     names = [*required]
     has = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in names)
@@ -83,7 +82,7 @@ class Scaling:
 
         Args:
             engines: facts of the engines that answer.
-            coming: number of engines that are starting; no other change is decided meanwhile.
+            coming: number of engines that are starting; they prevent other changes.
         """
         bounds, current = self.bounds, len(engines) + coming
         if current < bounds.least or current > bounds.most:

@@ -1,4 +1,4 @@
-"""Arrays of models as JSON or npz: their limits, their formats, and the choice by content type."""
+"""Arrays of models as JSON or npz: limits, formats, and the choice by content type."""
 
 import io
 import json
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from tokenize import TokenError  # of headers that Python 2 wrote
+from tokenize import TokenError
 from types import MappingProxyType
 from typing import IO, Any, NoReturn
 
@@ -22,15 +22,12 @@ from service.errors import InvalidRequest, TooLarge
 from service.http.bodies import choose_form, find_form
 from service.http.strict_json import decode_text, has_many_values, loads, loads_slowly
 
+_NUMPY_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
+)
 DTYPES: Mapping[str, np.dtype] = MappingProxyType(
-    {
-        name: np.dtype(name)
-        for name in (
-            *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-            *("float16", "float32", "float64"),
-        )
-    }
-    | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+    {name: np.dtype(name) for name in _NUMPY_DTYPES} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
 )
 MAX_RANK = 8
 MAX_NAME = 128
@@ -54,11 +51,11 @@ class Allowance:
         self._names: set[str] = set()
 
     def take(self, name: str, shape: Sequence[int], dtype: np.dtype) -> int:
-        """Account for the next array before any of it is read; returns its size in bytes.
+        """Count the next array before it is read, and return its size in bytes.
 
         Raises:
-            InvalidRequest: its name was there already, or its shape is none.
-            TooLarge: it is more than is allowed.
+            InvalidRequest: the name is repeated, or the shape is invalid.
+            TooLarge: the limits are exceeded.
         """
         if name in self._names:
             raise array_error(name, "is there twice; wanted each array once")
@@ -78,28 +75,19 @@ class Allowance:
         return size
 
 
-def check_name(name: object) -> str:
-    """Return an array's name; raises InvalidRequest unless it is text of 1 to ``MAX_NAME`` characters."""
+def _check_name(name: object) -> str:
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
         raise InvalidRequest(f"names of arrays are text of 1 to {MAX_NAME} characters", ("body", "inputs"))
     return name
 
 
-def read_dtype(name: str, value: object) -> np.dtype:
-    """Return the dtype of this name; raises InvalidRequest if it is not allowed."""
+def _read_dtype(name: str, value: object) -> np.dtype:
     if not isinstance(value, str) or value not in DTYPES:
         raise array_error(name, f"has a dtype that is not allowed; wanted one of {', '.join(DTYPES)}")
     return DTYPES[value]
 
 
-def read_shape(name: str, value: object) -> tuple[int, ...]:
-    """Return a shape from JSON or msgpack; raises InvalidRequest unless it is a list of integers."""
-    if not isinstance(value, list) or any(type(size) is not int for size in value):
-        raise array_error(name, "has no shape; wanted a list of integers")
-    return tuple(value)
-
-
-def check_finite(name: str, array: np.ndarray) -> np.ndarray:
+def _check_finite(name: str, array: np.ndarray) -> np.ndarray:
     """Return the array, booleans as 0 or 1; raises InvalidRequest for NaN or infinity."""
     if array.dtype == bool:
         return array.view(np.uint8) != 0
@@ -109,12 +97,12 @@ def check_finite(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def array_error(name: str, what: str) -> InvalidRequest:
-    """Create an error about one array; a name that was sent is repeated only when it is plain."""
+    """Create an error about one array; the sent name is repeated only when it is plain."""
     called = name if _PLAIN.fullmatch(name) else "an array"
     return InvalidRequest(f"{called} {what}", ("body", "inputs", called))
 
 
-# Python's encoder and decoder keep every other thread waiting until they are done: a millisecond at a time is enough.
+# Values per call of Python's encoder or decoder, which holds Python's lock: about a millisecond.
 _CHUNK_VALUES = 1024
 _VALUES = 4096
 
@@ -123,11 +111,11 @@ def decode_json(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> 
     """Decode arrays by name from ``{"inputs": {name: array}}``.
 
     Args:
-        dtypes: by name, for arrays that come without one: JSON has one kind of number for 1 and 1.0.
+        dtypes: default dtypes by name, because JSON does not distinguish integers from floats.
 
     Raises:
-        InvalidRequest: it is not JSON, or holds something else than arrays of finite numbers.
-        TooLarge: it holds more than is allowed.
+        InvalidRequest: the body is not JSON, or not arrays of finite numbers.
+        TooLarge: the limits are exceeded.
     """
     parsed = _parse_json(body)
     inputs = parsed.get("inputs") if isinstance(parsed, dict) else None
@@ -135,17 +123,15 @@ def decode_json(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> 
         raise InvalidRequest('wanted {"inputs": {name: array, ...}}', ("body", "inputs"))
     allowance = Allowance(limits)
     return {
-        check_name(name): _read_json_array(name, value, allowance, dtypes.get(name)) for name, value in inputs.items()
+        _check_name(name): _read_json_array(name, value, allowance, dtypes.get(name)) for name, value in inputs.items()
     }
 
 
 def encode_json(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float]) -> list[bytes]:
-    """Encode arrays as ``{"outputs": {name: {"dtype", "shape", "data"}}, "timings_ms": {stage: number}}`` in pieces.
-
-    ``data`` is nested lists.
+    """Encode arrays as ``{"outputs": {name: {"dtype", "shape", "data"}}, "timings_ms": {stage: number}}``.
 
     Raises:
-        ValueError: a number is NaN or infinite, which JSON does not have.
+        ValueError: a number is NaN or infinite.
     """
     pieces: list[str] = ['{"outputs":{']
     for position, (name, array) in enumerate(outputs.items()):
@@ -187,26 +173,24 @@ def _parse_json(body: bytes) -> Any:
         raise InvalidRequest("JSON decode error; wanted JSON, whose numbers are finite", ("body",)) from error
 
 
-def _read_json_array(name: str, value: object, allowance: Allowance, default: str | None) -> np.ndarray:
-    shape = None
-    dtype_name = default
+def _read_json_array(name: str, value: object, allowance: Allowance, dtype_name: object) -> np.ndarray:
+    about: dict[str, Any] = {}
     if isinstance(value, dict):
-        dtype_name = value.get("dtype", default)
-        shape = read_shape(name, value["shape"]) if "shape" in value else None
-        value = value.get("data")
-    dtype = None if dtype_name is None else read_dtype(name, dtype_name)
-    array = _count_numbers(name, value)
-    if shape is not None:
-        allowance.take(name, shape, array.dtype)
-        if math.prod(shape) != array.size:
-            raise array_error(name, f"has shape {list(shape)}, but {array.size} numbers")
-        array = array.reshape(shape)
-    else:
-        allowance.take(name, array.shape, array.dtype)
-    return check_finite(name, array if dtype is None else _cast_array(name, array, dtype))
+        about, value = value, value.get("data")
+        if "shape" in about and not (isinstance(about["shape"], list) and all(type(n) is int for n in about["shape"])):
+            raise array_error(name, "has no shape; wanted a list of integers")
+    dtype_name = about.get("dtype", dtype_name)
+    dtype = None if dtype_name is None else _read_dtype(name, dtype_name)
+    array = _read_numbers(name, value)
+    shape = about.get("shape", array.shape)
+    allowance.take(name, shape, array.dtype)
+    if math.prod(shape) != array.size:
+        raise array_error(name, f"has shape {shape}, but {array.size} numbers")
+    array = array.reshape(shape)
+    return _check_finite(name, array if dtype is None else _cast_array(name, array, dtype))
 
 
-def _count_numbers(name: str, value: object) -> np.ndarray:
+def _read_numbers(name: str, value: object) -> np.ndarray:
     try:
         array = _to_array(value)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -217,7 +201,7 @@ def _count_numbers(name: str, value: object) -> np.ndarray:
 
 
 def _to_array(value: object, rank: int = MAX_RANK) -> np.ndarray:
-    """Convert nested lists as ``np.array`` does, a thousand numbers at a time so that other threads get a turn."""
+    """Convert nested lists as ``np.array`` does, but let other threads run after each thousand numbers."""
     if not isinstance(value, list) or not value or not rank:
         return np.array(value)
     each, part = 1, value[0]
@@ -244,7 +228,10 @@ def _cast_array(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return cast
 
 
-_END = struct.Struct("<4s4H2LH")  # a zip's last record: signature, disks and counts, size and offset of the directory
+# Last record of a zip file: signature, disks and counts, size and offset of the directory.
+_END = struct.Struct("<4s4H2LH")
+# ValueError: names that are not UTF-8. OverflowError: offsets that no file has.
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, OSError, ValueError, OverflowError)
 _DIRECTORY_PER_ARRAY = 512
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _HEADER = 4096
@@ -254,8 +241,8 @@ def decode_npz(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> d
     """Decode arrays by name from an npz archive.
 
     Raises:
-        InvalidRequest: it is no npz, or holds something else than arrays of finite numbers.
-        TooLarge: it holds more than is allowed; found from what it claims, before anything is unpacked.
+        InvalidRequest: the body is not an npz, or holds something else than arrays of finite numbers.
+        TooLarge: the declared sizes exceed the limits; nothing is unpacked then.
     """
     _check_directory(body, limits)
     allowance = Allowance(limits)
@@ -265,22 +252,12 @@ def decode_npz(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> d
             if sum(member.file_size for member in members) > limits.bytes + len(members) * _HEADER:
                 raise TooLarge(f"the arrays are more than {limits.bytes} bytes (max_forward_bytes) when unpacked")
             return dict(_read_npz_array(archive, member, allowance) for member in members)
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        struct.error,
-        EOFError,
-        NotImplementedError,
-        RuntimeError,
-        OSError,
-        ValueError,  # names that are no UTF-8
-        OverflowError,  # places beyond what a file can have
-    ) as error:
+    except _ZIP_ERRORS as error:
         raise InvalidRequest("the npz is damaged or incomplete; write it with numpy.savez", ("body",)) from error
 
 
 def encode_npz(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float]) -> list[memoryview]:
-    """Encode arrays as an npz archive; it has no place for timings, which are in a header of the answer."""
+    """Encode arrays as an npz archive, without the timings."""
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **dict(outputs))
     return [buffer.getbuffer()]
@@ -291,37 +268,37 @@ def _check_directory(body: bytes, limits: ArrayLimits) -> None:
     if len(body) < _END.size:
         raise InvalidRequest("the npz is empty or cut off; write it with numpy.savez", ("body",))
     signature, _, _, _, count, size, offset, comment = _END.unpack(body[-_END.size :])
-    # The large form of zip would name other sizes than these.
+    # The sizes of a ZIP64 file are stored elsewhere.
     is_large = body[-_END.size - 20 : -_END.size - 16] == b"PK\x06\x07"
     if signature != b"PK\x05\x06" or comment or is_large:
         raise InvalidRequest("the body is no npz (no zip, or one with extras); write it with numpy.savez", ("body",))
     if count > limits.arrays or size > limits.arrays * _DIRECTORY_PER_ARRAY:
         raise TooLarge(f"more than {limits.arrays} arrays in the npz; send those that the model takes")
-    # zipfile takes a wrong offset for something in front of the zip, and moves all members by the difference.
+    # zipfile would shift all members by the difference.
     if offset + size != len(body) - _END.size:
         raise InvalidRequest("the npz is damaged or incomplete; write it with numpy.savez", ("body",))
 
 
 def _read_npz_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance: Allowance) -> tuple[str, np.ndarray]:
-    name = check_name(member.filename.removesuffix(".npy"))
+    name = _check_name(member.filename.removesuffix(".npy"))
     if not member.filename.endswith(".npy") or member.flag_bits & 1:
         raise array_error(name, "is no plain npy file; write the npz with numpy.savez")
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise array_error(name, "is packed in a way that is not read; write the npz with numpy.savez")
     with archive.open(member) as file:
         shape, kind = _read_npz_header(name, file)
-        dtype = read_dtype(name, kind.name)
+        dtype = _read_dtype(name, kind.name)
         if member.file_size - file.tell() != allowance.take(name, shape, dtype):
             raise array_error(name, f"says shape {list(shape)} of {dtype.name}, but has another number of bytes")
     with archive.open(member) as file:
         found = npy.read_array(file, allow_pickle=False, max_header_size=_HEADER)
-        if file.read(1):  # also reads on to the end, where the checksum is compared
+        if file.read(1):  # zipfile compares the checksum at the end of the member
             raise array_error(name, "goes on after its end")
-    return name, check_finite(name, np.ascontiguousarray(found, dtype).reshape(shape))
+    return name, _check_finite(name, np.ascontiguousarray(found, dtype).reshape(shape))
 
 
 def _read_npz_header(name: str, file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype, before room is made for the numbers."""
+    """Return shape and dtype, before memory is allocated for the numbers."""
     try:
         read = _HEADERS[npy.read_magic(file)]
         shape, _, kind = read(file, max_header_size=_HEADER)
@@ -342,10 +319,10 @@ class ArrayFormat:
 
     Attributes:
         aliases: other accepted content types.
-        decode: (body, limits, usual dtypes by name) to arrays by name.
-        encode: (arrays, milliseconds by stage) to a body in pieces.
-        max_numbers: limit of an answer, or None.
-        is_small: whether the limit of ordinary requests applies, because reading is slow.
+        decode: converts (body, limits, default dtypes by name) to arrays by name.
+        encode: converts (arrays by name, milliseconds by stage) to pieces of a body.
+        max_numbers: largest number of values in a response, or None.
+        is_small: whether the body limit of ordinary requests applies.
     """
 
     content_type: str
@@ -374,7 +351,7 @@ def find_body_format(content_type: str | None) -> ArrayFormat:
 
 
 def choose_answer_format(accept: str | None, default: ArrayFormat) -> ArrayFormat:
-    """Return the format that an Accept header prefers; ``default`` when the header allows every format.
+    """Return the format that an Accept header prefers; ``default`` if it allows every format.
 
     Raises:
         NotAcceptable: the header allows other formats only.

@@ -25,16 +25,15 @@ from service.logging import redact_secrets, sanitize_text
 Model = TypeVar("Model", bound=BaseModel)
 Form = TypeVar("Form")
 
-# Match strings too, so that constants are found only outside of them. Possessive matching avoids backtracking.
+# The pattern matches strings too, so that it finds constants only outside of strings. It never backtracks.
 _CONSTANT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|(-?Infinity|NaN)|[^"IN-]++', re.DOTALL)
-# Bytes; none that means something has as many, and reading a MiB of brackets keeps every robot waiting for 0.1 s.
+# Bytes of a JSON body. Parsing a MiB of brackets would block the event loop for 0.1 s.
 MAX_BODY = 1 << 17
-# Values in a body, and names in its object. The largest that has a meaning names 64 cameras and 256 joints, twice.
-MAX_VALUES = 4096
-_MAX_NAMES = 256
+# Values in a body, and names in its object. The largest useful request has 64 cameras and 256 joints, twice.
+MAX_VALUES, _MAX_NAMES = 4096, 256
 # Without this limit, a body with 12,000 unknown fields would produce a 2 MB error response.
 _MAX_ERRORS = 64
-# Characters of one value that an error repeats, of a whole error, and of a name that is compared with known names.
+# Characters of one value in an error, of a whole error, and of an unknown name that is compared with known names.
 _MAX_VALUE, _MAX_TEXT, _MAX_NAME = 200, 8192, 40
 _JSON_TYPES = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
 _TYPE_NAME = re.compile(r"constrained-|dict\[constrained-")
@@ -42,7 +41,7 @@ _SECRET_NAME = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 
 
 class InvalidBody(Exception):
-    """The body of a request does not fit; ``detail`` is the list of an HTTPValidationError."""
+    """The body of a request is invalid; ``detail`` is the list of an HTTPValidationError."""
 
     def __init__(self, detail: Sequence[dict[str, Any]]):
         super().__init__("; ".join(entry["msg"] for entry in detail))
@@ -53,7 +52,7 @@ def read_body(request: Request[Any, Any], model: type[Model]) -> Model:
     """Parse the required JSON body of a request as a model.
 
     Raises:
-        InvalidBody: missing, too long, of another content type, not JSON, or not what the model wants.
+        InvalidBody: the body is missing, too long, of another content type, not JSON, or does not fit the model.
     """
     if not request.body:
         raise _invalid_body_error("missing", "Field required")
@@ -80,7 +79,7 @@ class _EmptyBody(BaseModel):
 
 
 def read_empty_body(request: Request[Any, Any]) -> None:
-    """Refuse fields in a request that takes none, because ``{"dry_run": true}`` of a start would protect nothing.
+    """Refuse fields in a request that takes none, e.g. ``{"dry_run": true}`` in a start.
 
     Raises:
         InvalidBody: there is a body, and it is not an empty object.
@@ -90,29 +89,29 @@ def read_empty_body(request: Request[Any, Any]) -> None:
 
 
 def to_invalid_body(error: ServiceError, sent: BaseModel) -> InvalidBody:
-    """Turn an error that was found after the body was read into the 422 response of a body."""
+    """Convert an error that was found after parsing to the 422 response of a body."""
     loc = list(getattr(error, "loc", ("body", "policy_path")))
     return InvalidBody([{"loc": loc, "msg": show_to_sender(str(error), sent), "type": error.code}])
 
 
 def show_to_sender(text: str, sent: BaseModel) -> str:
-    """Return an error's text for the sender: long values are shortened, control characters escaped, secrets removed."""
+    """Return the text of an error for the sender, with shortened values and without control characters and secrets."""
     for value in _list_strings([getattr(sent, name) for name in sent.model_fields_set]):
         shown = _shorten(value)
         if shown != value:
             text = text.replace(value, shown).replace(repr(value)[1:-1], shown)
     if len(text) > _MAX_TEXT:
-        text = f"{text[:_MAX_TEXT].rpartition(' ')[0]} ..."  # half of a secret would not be recognised
+        text = f"{text[:_MAX_TEXT].rpartition(' ')[0]} ..."  # half of a secret would not be recognized
     return _escape(redact_secrets(text))
 
 
 def describe_unknown_field(name: str, known: Collection[str]) -> str:
-    """Return the text of the error for a field that a request does not have, with the nearest known name."""
+    """Return the error text for an unknown field of a request, with the nearest known name."""
     shown = redact_secrets(repr(_shorten(name)))
     if not known:
         return f"unknown field {shown}; this request takes no fields"
     given = name[:_MAX_NAME].lower().replace("-", "_")
-    # A name that was begun (``age`` of ``age_ms``) is nearer than any other of the same similarity.
+    # A known name that begins with the given name (``age`` of ``age_ms``) comes first.
     near = sorted(get_close_matches(given, known, 3), key=lambda other: not other.startswith(given))
     if near:
         return f"unknown field {shown}; did you mean {near[0]!r}? Correct it or leave it out"
@@ -121,7 +120,7 @@ def describe_unknown_field(name: str, known: Collection[str]) -> str:
 
 def _describe_error(entry: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """Convert an error of pydantic to an entry of a 422 response."""
-    # If a value may have several types, pydantic adds a name for each type, which the sender does not know.
+    # For a union, pydantic adds the name of a type to the location.
     parts = [part for part in entry["loc"] if not (isinstance(part, str) and _TYPE_NAME.match(part))]
     place = [_escape(_shorten(part)) if isinstance(part, str) else part for part in parts]
     message, value = entry["msg"], entry.get("input")
@@ -146,7 +145,7 @@ def _list_strings(value: object) -> Iterator[str]:
 
 
 def _shorten(value: str) -> str:
-    """Return at most ``_MAX_VALUE`` characters of a value, and of an address with a password only what follows it."""
+    """Return at most ``_MAX_VALUE`` characters of a value, without the password of a URL."""
     before, _, after = value.rpartition("@")
     if ":" in before:
         value = f"***@{after}"
@@ -160,7 +159,7 @@ def _escape(text: str) -> str:
 
 
 class _Constant(ValueError):
-    """NaN or Infinity in JSON, which Python would accept."""
+    """NaN or Infinity in JSON; Python would accept both."""
 
 
 def _refuse_constant(literal: str) -> NoReturn:
@@ -169,7 +168,7 @@ def _refuse_constant(literal: str) -> NoReturn:
 
 def _decode(raw: bytes) -> Any:
     try:
-        # Brackets are not counted: the most that fit take 5 ms.
+        # Square brackets are not counted: a body full of brackets takes 5 ms.
         return loads(
             raw, MAX_VALUES, counted=",{", parse_constant=_refuse_constant, object_pairs_hook=reject_repeated_names
         )
@@ -180,13 +179,12 @@ def _decode(raw: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise _invalid_body_error("json_invalid", "JSON decode error", error.pos) from None
     except (ValueError, RecursionError) as error:
-        # NaN, infinity, too long numbers, not UTF-8, nested too deep. Only the first two are located in the text.
-        is_looked_for = isinstance(error, _Constant)
-        found = next((match for match in _CONSTANT.finditer(raw) if match[1]), None) if is_looked_for else None
-        text = (
-            f"JSON decode error: {error} is not a JSON number; send a finite number" if found else "JSON decode error"
-        )
-        raise _invalid_body_error("json_invalid", text, found.start() if found else 0) from None
+        # NaN, infinity, too long numbers, not UTF-8, nested too deep. Only constants are located in the text.
+        found = next(filter(lambda match: match[1], _CONSTANT.finditer(raw)), None)
+        if found is None or not isinstance(error, _Constant):
+            raise _invalid_body_error("json_invalid", "JSON decode error", 0) from None
+        text = f"JSON decode error: {error} is not a JSON number; send a finite number"
+        raise _invalid_body_error("json_invalid", text, found.start()) from None
 
 
 def _is_json(content_type: str) -> bool:
@@ -205,12 +203,12 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def encode_json(body: object) -> str:
-    """Encode a value as JSON. A number that JSON does not have is an error of this server and raises ValueError."""
+    """Encode a value as JSON; raises ValueError for NaN and infinity."""
     return json.dumps(body, allow_nan=False, separators=(",", ":"))
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> HTTPResponse:
-    """Create a JSON answer."""
+    """Create a JSON response."""
     return HTTPResponse(encode_json(body), status=status, headers=dict(headers or {}), content_type="application/json")
 
 
@@ -227,7 +225,7 @@ def install_errors(app: Sanic[Any, Any]) -> None:
     app.exception(InvalidBody)(_invalid_body)
     app.exception(ServiceError)(_service_error)
     app.exception(SanicException)(_http_error)
-    app.exception(RequestCancelled)(_client_gone)  # pyright: ignore[reportArgumentType] - a CancelledError, which it takes
+    app.exception(RequestCancelled)(_client_gone)  # pyright: ignore[reportArgumentType] - Sanic accepts a CancelledError
     app.exception(Exception)(_unexpected)
 
 
@@ -248,13 +246,12 @@ async def _service_error(request: Request[Any, Any], error: ServiceError) -> HTT
 
 
 async def _client_gone(request: Request[Any, Any], error: RequestCancelled) -> HTTPResponse:
-    # Nobody is there to read it, and nothing of ours failed: it only counts, under nginx's number for this.
-    return HTTPResponse(status=499)
+    return HTTPResponse(status=499)  # nginx's status for a closed connection, for the metrics
 
 
 async def _http_error(request: Request[Any, Any], error: SanicException) -> HTTPResponse:
     status = error.status_code or 500
-    phrase = STATUS_CODES[status].decode()  # our codes are made of it, and HTTPStatus has others in Python 3.13
+    phrase = STATUS_CODES[status].decode()  # HTTPStatus has other phrases since Python 3.13
     if status >= 500:
         log.error("%s %s [%s]: %s", request.method, request.path, request_id(request), phrase)
     headers = {name: str(value) for name, value in (error.headers or {}).items()}
@@ -265,7 +262,7 @@ async def _http_error(request: Request[Any, Any], error: SanicException) -> HTTP
 
 
 def _is_routed(request: Request[Any, Any], method: str) -> bool:
-    """Whether the router knows this method for the path; Sanic itself only says so for paths without variable parts."""
+    """Return whether the router has this method for the path."""
     try:
         request.app.router.get(request.path, method, None)
     except (NotFound, MethodNotAllowed):
@@ -284,8 +281,6 @@ _DETAILS: dict[int, str] = {
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The request's body or head is too large",
     HTTPStatus.SERVICE_UNAVAILABLE: "The answer took too long; look at GET /sessions for what became of it",
 }
-
-
 _AT_ONCE = 1 << 18
 
 
@@ -293,17 +288,14 @@ async def read_streamed_body(request: Request[Any, Any], most: int, setting: str
     """Read the whole body of a streamed route, in pieces.
 
     Raises:
-        TooLarge: it has more than ``most`` bytes, which ``setting`` says; found from its head when that tells.
+        TooLarge: the body, or its Content-Length, has more than ``most`` bytes, the value of ``setting``.
     """
-    pieces: list[bytes] = []
-    async for piece in _read_stream(request, most, setting):
-        pieces.append(piece)
-    return pieces
+    return [piece async for piece in _read_stream(request, most, setting)]
 
 
 async def discard_body(request: Request[Any, Any], most: int) -> None:
-    """Read and drop a body: a client that sends before it listens would not receive the answer otherwise."""
-    # Who asks before sending will not send.
+    """Read and drop a body, because some clients read the response only after they sent everything."""
+    # A client that sent Expect does not send the body.
     if request.headers.get("expect") is None:
         with suppress(TooLarge):
             async for _ in _read_stream(request, most, "it is not looked at"):
@@ -316,8 +308,7 @@ async def _read_stream(request: Request[Any, Any], most: int, setting: str) -> A
     if declared.isdecimal() and int(declared[:20]) > most:
         raise TooLarge(refusal)
     count = 0
-    # Sanic calls the type of its own stream Stream, which is less than it is.
-    async for piece in cast(AsyncIterator[bytes], request.stream):
+    async for piece in cast(AsyncIterator[bytes], request.stream):  # Sanic's own annotation is too narrow
         count += len(piece)
         if count > most:
             raise TooLarge(refusal)
@@ -332,7 +323,11 @@ async def send_response(
     *,
     timeout: float,
 ) -> HTTPResponse | None:
-    """Answer 200 with these bytes (None: already sent); a client that reads for over ``timeout`` seconds is cut off."""
+    """Answer 200 with these bytes; a client that reads for more than ``timeout`` seconds is disconnected.
+
+    Returns:
+        None if the response has been sent already.
+    """
     size = sum(len(piece) for piece in pieces)
     if size <= _AT_ONCE:
         return HTTPResponse(b"".join(pieces), headers=dict(headers), content_type=content_type)
@@ -350,19 +345,18 @@ async def send_response(
     return None
 
 
-# Seconds that a stop waits for the rest of a body; a client that sends it at once sends it with the head.
+# Seconds that a stop waits for the rest of its body. Most clients send it with the head.
 REASON_TIMEOUT = 0.05
 
-# No types: nothing that is sent is refused.
+# The schema has no types, because no body of a stop is refused.
 REASON = {"properties": {"reason": {"title": "Reason", "description": "Text that each session's status then shows."}}}
 
 
 async def read_reason(request: Request[Any, Any]) -> str:
-    """Read the reason from the body of an emergency stop, as far as it has arrived, because a stop must not wait."""
+    """Read the reason of an emergency stop from the part of the body that has arrived, because a stop must not wait."""
     body = bytearray()
     with suppress(TimeoutError, SanicException):
         async with asyncio.timeout(REASON_TIMEOUT):
-            # Sanic calls the type of its own stream Stream, which is less than it is.
             async for piece in cast(AsyncIterator[bytes], request.stream):
                 body += piece
                 if len(body) > MAX_BODY:
@@ -383,14 +377,14 @@ def parse_reason(body: bytes) -> str:
 
 
 def find_form(content_type: str | None, forms: Mapping[str, Form], known: str) -> Form:
-    """Return the form of a body that a Content-Type header names.
+    """Return the format of a body that a Content-Type header names.
 
     Args:
-        forms: media type to form.
-        known: the media types that the error lists.
+        forms: formats by media type.
+        known: media types for the error.
 
     Raises:
-        UnknownForm: the header is missing, or names another form.
+        UnknownForm: the header is missing, or names another format.
     """
     form = forms.get(_media_type(content_type or ""))
     if form is None:
@@ -399,10 +393,10 @@ def find_form(content_type: str | None, forms: Mapping[str, Form], known: str) -
 
 
 def choose_form(accept: str | None, usual: Form, forms: Mapping[str, Form], known: str) -> Form:
-    """Return the form of an answer that an Accept header prefers; ``usual`` when the header allows every form.
+    """Return the format of a response that an Accept header prefers; ``usual`` if it allows every format.
 
     Raises:
-        NotAcceptable: the header allows other forms only.
+        NotAcceptable: the header allows other formats only.
     """
     accepted = [(_quality(part), _media_type(part)) for part in (accept or "*/*").split(",")]
     for quality, kind in sorted(accepted, key=lambda entry: -entry[0]):

@@ -16,12 +16,12 @@ class LimitSettings(Group):
         ge=1,
         description="Connections of one address at a time, this machine's apart; a robot with 8 cameras has about 20.",
     )
-    max_all_connections: int = Field(default=4096, ge=16, description="Connections of everybody at a time.")
+    max_all_connections: int = Field(default=4096, ge=16, description="Connections of all addresses at a time.")
     creates_per_minute: int = Field(
         default=20,
         ge=1,
-        description="Sessions that one key (or one address, where no key is wanted) may make in a minute, "
-        "this machine's own callers without a key apart.",
+        description="Sessions that one key (or one address, if no key is required) may create in a minute. "
+        "Callers on this machine without a key are not limited.",
     )
     limit_local: bool = Field(
         default=False,
@@ -46,25 +46,29 @@ class ServerSettings(Group):
     origins: Common[Names] = Field(
         default=(),
         description="Web pages that may call the session API and the rooms, as exact origins (https://host). "
-        "Pages of this server and of this machine always may; '*' is everybody.",
+        "Pages of this server and of this machine always may; '*' allows all.",
     )
     openpi_port: Common[int | None] = Field(
         default=None,
         ge=0,
         le=65535,
-        description="A second port, which speaks openpi's WebSocket protocol: for clients that are told a host and "
-        "a port only.",
+        description="A second port with openpi's WebSocket protocol, for clients that accept a host and a port only.",
     )
     openpi_session: str | None = Field(
         default=None,
-        description="The session that port is for; else the only direct one that a client's key sees.",
+        description="The session of that port. Default: the only direct session that a client's key sees.",
     )
 
     @property
     def local_url(self) -> str:
         """URL at which this machine reaches the server."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return format_url(self.host, self.port)
+
+
+def format_url(host: str, port: int) -> str:
+    """Return the HTTP URL of an address, with a loopback host in place of the host for all interfaces."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class TransportSettings(Group):
@@ -73,8 +77,8 @@ class TransportSettings(Group):
     embedded_transport: bool = Field(default=True, description="Serve rooms too, at / and under /api.")
     transport_hosts: Common[Names] = Field(
         default=(),
-        description="Transport servers that sessions may be sent to besides this machine's and this server itself: "
-        "host, host:8000, *.lan, 192.168.1.0/24.",
+        description="Other transport servers that sessions may use: host, host:8000, *.lan, 192.168.1.0/24. This "
+        "server and transport servers of this machine are always allowed.",
     )
     ice_servers: Common[Names] = Field(
         default=(), description="STUN and TURN URLs; none are needed on a local network."

@@ -1,8 +1,8 @@
-"""Fair queueing of what a server reads: all sockets of an event loop, a little of each per turn.
+"""Fair queueing of what a server reads from the sockets of an event loop.
 
-Sixty sockets within their own limits can still keep the loop busy, and delay control ticks and emergency stops. So
-connections read in turns. Those within their budget, as robots are, go first; the others share the remaining time. Each
-class uses start-time fair queueing (Goyal 1996): callers share the time, and connections their caller's.
+Connections read in turns, so that many sockets do not delay control ticks and emergency stops. Connections within their
+budget go first; the others share the remaining time. Each class uses start-time fair queueing (Goyal 1996) between
+callers, and between the connections of a caller.
 """
 
 import asyncio
@@ -18,21 +18,19 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from service.http.limits import Bucket
 
-# Seconds of reading in one turn of the loop; the unused part of a turn carries over. A stop over a new connection takes
-# ten turns.
+# Seconds of reading in one turn of the loop. A stop over a new connection takes ten turns.
 TURN_SECONDS = 0.001
-# Share of the loop's time for flows beyond their budgets, and seconds that may be made up after idle time.
+# Share of the loop's time for flows beyond their budgets, and seconds that idle time adds at most.
 SHARE, CREDIT = 0.8, 0.01
-# A connection's budget, in seconds a second and at once: 120 messages a second, where a robot sends 50; 30 requests.
+# Budget of a connection: seconds per second (120 messages, where a robot sends 50), and burst seconds (30 requests).
 BUDGET, BURST = 0.03, 0.015
-# Unread bytes up to which a connection counts as keeping up, however late it is read.
+# Unread bytes up to which a connection counts as keeping up.
 UNREAD = 16_384
-# Estimated later work in seconds per message, request and connection; ``measure_steps`` corrects it by
-# ``FairQueue.correct_credit``.
+# Estimated seconds of later work per message, request and connection. ``FairQueue.correct_credit`` corrects them.
 MESSAGE, REQUEST, CONNECTION = 250e-6, 1e-3, 100e-6
-# New connections with budgets of their own, per caller: a second and at once. A robot with eight cameras has twenty.
+# New connections of a caller with a full budget, per second and at once. A robot with eight cameras has twenty.
 NEWCOMERS, NEWCOMERS_AT_ONCE = 20.0, 64.0
-# Priority requests of one caller, a second and at once.
+# Priority requests of one caller, per second and at once.
 URGENT, URGENT_AT_ONCE = 50.0, 20.0
 
 
@@ -40,16 +38,12 @@ class Flow:
     """One connection's place in the queue: its next step, and the budget for its steps.
 
     Attributes:
-        step: does one piece; returns the seconds of later work that it causes, and whether there is more now.
-        unread: received bytes that wait, if known.
-        idle_at: start of its idle time. The budget grows while it is idle and while little waits, so that a constant
-            sender stays beyond its budget, but a robot that was late once does not.
-        is_own: a session's commands of this server; always first, without a budget.
+        step: runs one step; returns the seconds of later work that it causes, and whether there is more now.
+        unread: returns the number of received bytes that wait.
+        idle_at: start of its idle time. The budget grows while the flow is idle or keeps up.
+        is_greedy: whether the flow is beyond its budget.
+        is_own: whether it carries commands of this server's sessions; they are always first, without a budget.
     """
-
-    __slots__ = (
-        "budget", "burst", "callers", "idle_at", "is_greedy", "is_own", "is_waiting", "rate", "start", "step", "unread",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -69,8 +63,6 @@ class Flow:
 
 class _Caller:
     """All flows from one address in one lane; ``now`` is the virtual time of its flows, ``start`` its own."""
-
-    __slots__ = ("__weakref__", "flows", "is_waiting", "newcomers", "now", "start", "urgent")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.newcomers = Bucket(NEWCOMERS, NEWCOMERS_AT_ONCE, clock)
@@ -97,7 +89,7 @@ class _Lane:
         return caller
 
     def charge(self, flow: Flow, caller: _Caller, cost: float) -> None:
-        # An idle flow has no claim to unused time.
+        # Idle time gives a flow no advantage.
         caller.now = max(caller.now, flow.start)
         flow.start = caller.now + cost
         self._now = max(self._now, caller.start)
@@ -122,7 +114,7 @@ class _Lane:
 
 
 class FairQueue:
-    """Fair queue of one event loop, got by ``FairQueue.of_running_loop()``."""
+    """Fair queue of one event loop; ``FairQueue.of_running_loop()`` returns it."""
 
     _queues: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "FairQueue"]] = WeakKeyDictionary()
 
@@ -132,7 +124,7 @@ class FairQueue:
         clock: Callable[[], float] = time.monotonic,
         cpu: Callable[[], float] = time.thread_time,
     ):
-        """Create a queue. ``cpu`` measures what a step costs; ``clock`` would include other processes' time."""
+        """Create a queue; ``cpu`` returns the processor seconds of this thread."""
         self._loop = loop
         self._clock, self._cpu = clock, cpu
         self._prompt, self._greedy = _Lane(clock), _Lane(clock)
@@ -146,7 +138,7 @@ class FairQueue:
 
     @classmethod
     def of_running_loop(cls) -> "FairQueue":
-        """Return the queue of the running loop; made the first time."""
+        """Return the queue of the running loop; the first call creates it."""
         loop = asyncio.get_running_loop()
         queue = cls._queues.get(loop)
         if queue is None:
@@ -166,7 +158,7 @@ class FairQueue:
         """Create flows of a new connection; they start beyond budget if their caller opens too many connections."""
         flows, now = [self.create_flow(caller, step) for step in steps], self._clock()
         source = flows[0].callers[0]
-        # Nobody is forgotten before its bucket is full again: else each of its connections would be its first.
+        # A reference keeps each caller until its bucket is full again.
         while self._recent and self._recent[0][0] < now - NEWCOMERS_AT_ONCE / NEWCOMERS:
             self._recent.popleft()
         if not self._recent or self._recent[-1] != (now, source):
@@ -177,9 +169,9 @@ class FairQueue:
         return flows
 
     def take_urgent(self, flow: Flow, cost: float) -> bool:
-        """Whether this flow may run work of this cost at once, before all others; then the cost is charged."""
+        """Charge work of this cost if the flow may run it before all others, and return whether it may."""
         if not flow.callers[0].urgent.take():
-            # Too many for that; but somebody's stop may be among them, and waits for no one beyond a budget.
+            # A stop beyond the limit still goes before all flows beyond their budgets.
             flow.budget, flow.is_greedy = flow.burst, False
             return False
         self.charge_turn(cost)
@@ -215,7 +207,7 @@ class FairQueue:
         await waiter
 
     def correct_credit(self, difference: float) -> None:
-        """Subtract what the work of a flow beyond its budget took more (or less) than it was charged for."""
+        """Subtract the difference between measured and charged seconds of flows beyond their budgets."""
         self._credit = min(self._credit - difference, CREDIT)
 
     def charge_turn(self, cost: float) -> None:
@@ -238,7 +230,7 @@ class FairQueue:
             flow.is_greedy, flow.start = False, 0.0
 
     def _is_free(self, flow: Flow) -> bool:
-        """Whether a flow may run without waiting."""
+        """Return whether a flow may run without waiting."""
         if self._is_working or self._own:
             return False
         if flow.is_own:
@@ -249,7 +241,7 @@ class FairQueue:
 
     def _seconds_until_credit(self) -> float:
         """Return seconds until flows beyond their budgets may run."""
-        # What comes late has no more credit for it: then the loop has other things to do, or no core to do them.
+        # The time by which a turn is late adds no credit, because the loop or its core was busy.
         now = min(self._clock(), self._due)
         self._credit = min(self._credit + max(now - self._at, 0.0) * SHARE, CREDIT)
         self._at = max(now, self._at)
@@ -297,7 +289,7 @@ class FairQueue:
         if self._own or self._prompt.waiting or (pause := self._seconds_until_credit()) <= 0:
             self._scheduled = self._loop.call_soon(self._run_turn)
             return
-        pause = max(pause, 0.001)  # a timer of less than half a millisecond is none to uvloop
+        pause = max(pause, 0.001)  # uvloop rounds shorter timers to zero
         self._due = self._clock() + pause
         self._scheduled = self._loop.call_later(pause, self._run_turn)
 
@@ -347,5 +339,5 @@ def measure_steps(work: Coroutine[Any, Any, None], report: Callable[[float], Non
             report(time.thread_time() - began)
         try:
             step, value = work.send, (yield awaited)
-        except BaseException as error:  # it is for what is done here, be it a cancellation
+        except BaseException as error:  # the coroutine handles every error, also a cancellation
             step, value = work.throw, error

@@ -12,13 +12,12 @@ from service.errors import TooManyRequests
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits on connections that are open at the same time. A robot with eight cameras has about twenty.
+    """Limits on connections that are open at the same time.
 
     Attributes:
-        per_address: per address; an IPv6 /64 network counts as one address.
-        total: in all, so that descriptors are left for policies and logs.
-        is_local_limited: whether ``per_address`` applies to this machine, as it does behind a local proxy. All robots
-            of one machine and the server's own sessions share its address.
+        per_address: connections of one address, or of one IPv6 /64 network.
+        total: connections of all addresses.
+        is_local_limited: whether ``per_address`` applies to this machine, e.g. behind a local proxy.
         spare: additional connections that accept emergency stops only.
     """
 
@@ -37,7 +36,7 @@ class Connections:
         self._spare: deque[Callable[[], None]] = deque()
 
     def enter(self, address: str) -> bool:
-        """Count a connection from this address; False, and not counted, when there are too many already."""
+        """Count a connection from this address, and return True; return False if there are too many already."""
         who = source_key(address)
         is_limited = self.limits.is_local_limited or not is_local(address)
         if self._open.total() >= self.limits.total or (is_limited and self._open[who] >= self.limits.per_address):
@@ -73,8 +72,6 @@ class Connections:
 class Bucket:
     """Token bucket: ``rate`` tokens per second, and at most ``burst`` at once."""
 
-    __slots__ = ("_at", "_clock", "_left", "burst", "rate")
-
     def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic):
         self.rate, self.burst = rate, burst
         self._left, self._at, self._clock = float(burst), clock(), clock
@@ -90,19 +87,19 @@ class Bucket:
         return True
 
     def seconds_until_next(self) -> float:
-        """Return seconds until there is a token again, after ``take`` found none."""
+        """Return seconds until the next token, after ``take`` returned False."""
         return (1 - self._left) / self.rate
 
 
 class Rates:
-    """Token bucket for each source; beyond ``max_sources`` the least recently used is forgotten."""
+    """Token buckets by source; beyond ``max_sources`` the least recently used bucket is dropped."""
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic, max_sources: int = 4096):
         self._rate, self._burst, self._clock, self._most = rate, burst, clock, max_sources
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
     def take(self, source: str) -> float:
-        """Take a token of this source; returns 0, or the seconds until there is one."""
+        """Take a token of this source; returns 0, or the seconds until the next token."""
         bucket = self._buckets[source] = self._buckets.pop(source, None) or Bucket(self._rate, self._burst, self._clock)
         if len(self._buckets) > self._most:
             self._buckets.popitem(last=False)
@@ -110,7 +107,7 @@ class Rates:
 
 
 class CreateLimiter:
-    """Limits how often a caller may make a session: each one loads and compiles a policy on the robots' cores."""
+    """Limits how often a caller may create a session, because each session loads and compiles a policy."""
 
     def __init__(self, rates: Rates, is_local_limited: bool = False):
         self._rates = rates
@@ -120,7 +117,7 @@ class CreateLimiter:
         """Count one new session of a caller.
 
         Args:
-            key: name of the caller's key; without one the address counts, and local callers are not limited.
+            key: name of the caller's key. Without a key the address counts, and local callers are not limited.
 
         Raises:
             TooManyRequests: the limit is reached.
@@ -130,23 +127,22 @@ class CreateLimiter:
         wait = self._rates.take(f"key {key}" if key is not None else source_key(address))
         if wait > 0:
             raise TooManyRequests(
-                f"too many sessions were asked for in the last minute; the next may be made in {wait:.0f} s "
+                f"too many sessions were requested in the last minute; the next may be made in {wait:.0f} s "
                 "(setting creates_per_minute)",
                 wait,
             )
 
 
-# These are asked a few times for each connection, of which thousands may come and go.
 @lru_cache(maxsize=4096)
 def is_local(address: str) -> bool:
-    """Whether a peer's address is this machine's loopback; a Unix socket, which has no address, counts too."""
+    """Return whether a peer's address is this machine's loopback; a Unix socket counts too."""
     parsed = _parse_address(address)
     return parsed is None or parsed.is_loopback
 
 
 @lru_cache(maxsize=4096)
 def source_key(address: str) -> str:
-    """Return the key under which a peer's connections are counted: its IPv4 address, or its IPv6 network of 64 bits."""
+    """Return the key that a peer's connections are counted by: its IPv4 address, or its IPv6 /64 network."""
     parsed = _parse_address(address)
     if parsed is None:
         return "here"

@@ -1,4 +1,4 @@
-"""Which web pages may call the API, the rooms and their WebSockets, and the headers that enforce it."""
+"""Rules for web pages that call the API, the rooms and their WebSockets, and security headers."""
 
 import ipaddress
 import re
@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from sanic import HTTPResponse, Request
+from sanic import Blueprint, HTTPResponse, Request, Sanic
 
-# An origin as browsers send it: scheme://host[:port] (RFC 6454, 6.2). Readers disagree about anything else.
+# An origin as browsers send it: scheme://host[:port] (RFC 6454, 6.2).
 _HOST = r"(?P<name>[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::\d{1,5})?"
 _HOST_HEADER = re.compile(_HOST, re.IGNORECASE | re.ASCII)
 _ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://(?P<host>{_HOST})", re.IGNORECASE | re.ASCII)
 
 
 class Origins:
-    """Rules for which web pages may call. Without them, any page could move a robot on localhost.
+    """Rules for web pages that may call. Without them, any page could move a robot on localhost.
 
-    A request without an Origin header comes from no web page and passes; an invalid origin is refused. ``allowed``
-    lists further exact origins, or ``*`` for every page.
+    A request without an Origin header passes, because no web page sent it. An invalid origin is refused.
+
+    Args:
+        allowed: exact origins, or ``*`` for all, in addition to pages of this machine.
     """
 
     def __init__(self, allowed: Sequence[str] = ()):
@@ -29,7 +31,7 @@ class Origins:
         self._hosts = {urlsplit(origin).hostname for origin in self._allowed}
 
     def allows(self, origin: str | None, host: str | None) -> bool:
-        """Whether a request with these Origin and Host headers may pass."""
+        """Return whether a request with these Origin and Host headers may pass."""
         if origin is None:
             return True
         found = _ORIGIN.fullmatch(origin)
@@ -42,26 +44,33 @@ class Origins:
         name = found["name"].lower().strip("[]")
         if is_loopback(name):
             return True
-        # A page of our own. A name that is not ours could be any page's, pointed at this address by its DNS.
+        # A page of this server. Any other name could be a foreign page's, with a DNS entry for this address.
         return found["host"] == host and (name in self._own_names or _is_address(name))
 
     def allows_host(self, host: str | None) -> bool:
-        """Whether a Host header names this machine or a page that may call. Other names may be any page's."""
+        """Return whether a Host header names this machine or an allowed page."""
         if host is None or "*" in self._allowed:
             return True
         found = _HOST_HEADER.fullmatch(host)
         name = found["name"].lower().strip("[]") if found else None
         return name is not None and (name in self._own_names or name in self._hosts or _is_address(name))
 
+    def install(self, target: "Sanic[Any, Any] | Blueprint") -> None:
+        """Refuse requests of foreign pages to this app or blueprint."""
+
+        @target.on_request
+        async def refuse(request: Request[Any, Any]) -> HTTPResponse | None:
+            return self.refuse_request(request)
+
     def refuse_request(self, request: Request[Any, Any]) -> HTTPResponse | None:
-        """Return a 403 answer for a page that may not call, or None when it may."""
+        """Return a 403 response for a page that may not call, else None."""
         if self.allows(request.headers.get("origin"), request.headers.get("host")):
             return None
         text = '{"detail":"This origin may not call; add it to the setting origins","code":"origin_refused"}'
         return HTTPResponse(text, status=403, content_type="application/json")
 
     def add_cors_headers(self, request: Request[Any, Any], response: HTTPResponse | None) -> None:
-        """Let an allowed page of another origin read the answer; it gets no cookies or logins of the browser."""
+        """Let an allowed page of another origin read the response, without the browser's cookies and logins."""
         origin = request.headers.get("origin")
         if response is None or origin is None or not self.allows(origin, request.headers.get("host")):
             return
@@ -71,7 +80,7 @@ class Origins:
 
 
 def add_security_headers(response: HTTPResponse) -> None:
-    """Add headers against sniffing, framing, caching and sharing; an answer that is not a page may load nothing."""
+    """Add headers against sniffing, framing, caching, sharing, and loading of other content."""
     for name, value in _HEADERS:
         response.headers.setdefault(name, value)
 
@@ -100,11 +109,8 @@ def answer_preflight(request: Request[Any, Any], methods: Sequence[str]) -> HTTP
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or ``localhost``, is only for this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    """Return whether a host is ``localhost`` or a loopback address."""
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def _is_address(name: str) -> bool:

@@ -25,8 +25,8 @@ from service.http.limits import Connections, source_key
 log = logging.getLogger(__name__)
 
 MAX_HEAD = 8192  # bytes of a request's first line and headers
-_PIPELINE_PAUSE = 0.001  # seconds from an answer to the next of requests that were sent at once
-# Bytes of a WebSocket read per turn; frames as a burst, and frames a second.
+_PIPELINE_PAUSE = 0.001  # seconds between a response and the next pipelined request
+# Bytes of a WebSocket read per turn; frames as a burst, and frames per second.
 _READ_BYTES = 512
 _FRAMES, _FRAMES_PER_SECOND = 2000, 1000
 # Chunks of a body read per turn; and the length and form of a chunk's size line.
@@ -37,16 +37,15 @@ _LENGTH = re.compile(r"[0-9]{1,19}")
 _METHOD = _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _HOST = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.%A-Za-z]+\](?::[0-9]*)?")  # RFC 3986, 3.2.2
-_TARGET = re.compile(r"[!\"$-~]+")  # letters that can be seen, and no "#", of which a server never hears
-_LINGER = 1.0  # seconds in which a late client can read why it is cut
-# Seconds for each byte that is read and thrown away: of a flood uvloop reads 2 MB of each connection in one turn.
-_DISCARD_COST = 1e-9
-# Bytes of an answer that a reader takes in each `REQUEST_DEADLINE`, or it is cut: 3 kB/s, less than any modem.
+_TARGET = re.compile(r"[!\"$-~]+")  # visible ASCII without "#", because clients do not send fragments
+_LINGER = 1.0  # seconds in which a late client can read the reason before it is disconnected
+_DISCARD_COST = 1e-9  # estimated seconds for each byte that is read and dropped
+# Bytes of a response that a client must read in each `REQUEST_DEADLINE`, else it is disconnected (3 kB/s).
 _MIN_READ_BYTES = 32_768
-# A request that stops robots, as its first line says; of such a route (``is_stop``), below whatever path it is served.
+# First line of a request that stops robots (``is_stop``), with any path prefix.
 STOP_LINE = re.compile(rb"POST [!\"$-~]{0,512}/emergency_stop(?:\?[!\"$-~]{0,512})? HTTP/1\.[01]\r\n")
 TOO_MANY_BODY = b'{"detail":"Too many connections (setting max_connections); close some","code":"too_many_requests"}'
-SPARE_TIMEOUT = 5.0  # seconds that one connection too many has for a stop
+SPARE_TIMEOUT = 5.0  # seconds in which a connection beyond the limit must send a stop
 TOO_MANY_RESPONSE = (
     "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
     f"content-length: {len(TOO_MANY_BODY)}\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
@@ -54,8 +53,7 @@ TOO_MANY_RESPONSE = (
 
 
 class _Http(Http):
-    # Of this class, because Sanic's own holds one number for all apps of a process.
-    HEADER_MAX_SIZE = MAX_HEAD
+    HEADER_MAX_SIZE = MAX_HEAD  # Sanic's own limit is shared by all apps of a process
     __slots__ = ("_is_pipelined", "_pieces")
 
     def init_for_request(self) -> None:
@@ -68,26 +66,22 @@ class _Http(Http):
             await self._read_head()
         except asyncio.CancelledError:
             if self.request is None:
-                self.create_empty_request()  # whose method Sanic logs
+                self.create_empty_request()  # Sanic logs its method
             raise
 
     async def _read_head(self) -> None:
         if self._is_pipelined:
-            # Buffered requests are answered without waiting: a long run of them would delay robots and emergency stops.
+            # Pipelined requests are answered without waiting, and many of them would delay robots and emergency stops.
             await asyncio.sleep(_PIPELINE_PAUSE)
-        await self._receive_head()
+        while b"\r\n\r\n" not in self.recv_buffer and len(self.recv_buffer) < MAX_HEAD:
+            await self._receive_more()
         await cast(DeadlineProtocol, self.protocol).wait_for_turn(STOP_LINE.match(self.recv_buffer) is not None)
         await super().http1_request_header()
         if not _is_strict(self.request, self.request_body):
             raise BadRequest("Bad Request")
 
-    async def _receive_head(self) -> None:
-        """Wait until the whole head has arrived: a turn is for answering, not for waiting."""
-        while b"\r\n\r\n" not in self.recv_buffer and len(self.recv_buffer) < MAX_HEAD:
-            await self._receive_more()
-
     async def read(self) -> bytes | None:
-        """Read a piece of the body; the buffer may hold a hundred thousand chunks of one byte each."""
+        """Read a piece of the body; wait for a turn after each ``_PIECES`` pieces."""
         self._pieces += 1
         if self._pieces % _PIECES == 0:
             await cast(DeadlineProtocol, self.protocol).wait_for_turn()
@@ -96,7 +90,7 @@ class _Http(Http):
         return await super().read()
 
     async def _check_chunk(self) -> None:
-        """Reject a chunk size that only Python accepts (``0x2``; RFC 9112, 7.1), and a chunk with a wrong end."""
+        """Reject a chunk with a wrong end, or with a size that only Python accepts (``0x2``; RFC 9112, 7.1)."""
         buffer = self.recv_buffer
         if self.expecting_continue:
             self.expecting_continue = False
@@ -108,7 +102,7 @@ class _Http(Http):
             raise BadRequest("Bad chunked encoding")
 
     async def error_response(self, exception: Exception) -> None:
-        """Answer an error, unless the client went away before its request was complete."""
+        """Answer an error, unless the client disconnected before its request was complete."""
         transport = self.protocol.transport
         if self.stage is Stage.REQUEST and (transport is None or transport.is_closing()):
             self.keep_alive = False
@@ -119,8 +113,7 @@ class _Http(Http):
         try:
             super().create_empty_request()
         except BadRequest:
-            # It replaces a URL that cannot be parsed, so it is not parsed either.
-            self.url = None
+            self.url = None  # it cannot be parsed
             super().create_empty_request()
 
 
@@ -128,12 +121,11 @@ class DeadlineProtocol(WebSocketProtocol):
     """Sanic's protocol with deadlines, because Sanic's own request timeout restarts with every byte.
 
     The app's ``REQUEST_DEADLINE`` (seconds) limits a whole request with its body; ``CONNECTIONS`` limits connections. A
-    connection beyond them (``is_spare``) may only stop robots.
+    connection beyond the limits (``is_spare``) may only stop robots.
     """
 
     HTTP_CLASS = _Http
     __slots__ = (
-        "_address",
         "_asking",
         "_backlog",
         "_counted",
@@ -164,22 +156,21 @@ class DeadlineProtocol(WebSocketProtocol):
         self._pausing: asyncio.TimerHandle | None = None
         self._is_handed_over = False
         self._is_fresh = True  # no request has begun
-        self._is_known = False  # whether the queue knows it
+        self._is_known = False  # whether it has flows in the queue
         self._has_waited = False  # whether the first request had its turn
         self._frames = (float(_FRAMES), 0.0)  # remaining frames, and the time of that count
 
     def set_peer(self, address: str, is_spare: bool) -> None:
-        """Set the address under which this connection is counted, before it is made."""
+        """Set the address that this connection is counted for, before ``connection_made``."""
         self._counted, self.is_spare = address, is_spare
 
     def connection_made(self, transport: Any) -> None:
-        """Begin with a connection whose peer has sent something."""
+        """Begin a connection whose peer has sent something."""
         if self.is_spare:
             self.loop.call_later(SPARE_TIMEOUT, self.abort)
         self._queue = FairQueue.of_running_loop()
         self._queue.charge_turn(CONNECTION)
-        # Create the task and the HTTP state only when there is a request: short-lived connections must not delay a
-        # stop.
+        # The first request creates the task and the HTTP state, so that short-lived connections do not delay a stop.
         self.transport = transport
         self.connections.add(self)
         self.recv_buffer = bytearray()
@@ -192,7 +183,7 @@ class DeadlineProtocol(WebSocketProtocol):
             self.close()
 
     def _queue_first_request(self) -> None:
-        """Wait for the turn of the first request, whose head is complete; a stop goes before all others."""
+        """Wait for the turn of the first request, whose head is complete; a stop is answered first."""
         self._create_flows()
         if STOP_LINE.match(self.recv_buffer) and self._queue.take_urgent(self._asking, REQUEST):
             self._begin_http()
@@ -207,11 +198,11 @@ class DeadlineProtocol(WebSocketProtocol):
         self._is_known = True
 
     def mark_own(self) -> None:
-        """Mark the connection as this server's own: its messages wait behind nobody."""
+        """Mark the connection as this server's own, so that its messages are read first."""
         self._flow.is_own = True
 
     def _unread_bytes(self) -> int:
-        """Return how many bytes of a WebSocket have arrived and were not taken."""
+        """Return the number of received bytes of a WebSocket that no handler has taken."""
         return len(self._backlog) + sum(map(len, self._inbox.messages))
 
     def _begin_in_turn(self) -> tuple[float, bool]:
@@ -221,7 +212,7 @@ class DeadlineProtocol(WebSocketProtocol):
         return REQUEST, False
 
     def _begin_http(self) -> None:
-        """Become an HTTP connection, now that there is a request to read."""
+        """Let Sanic read the first request."""
         unread = self.recv_buffer
         if self._callback_check_timeouts is not None:
             self._callback_check_timeouts.cancel()
@@ -233,9 +224,9 @@ class DeadlineProtocol(WebSocketProtocol):
         return self.app.config.CONNECTIONS
 
     def begin_next_request(self) -> bool:
-        """Begin the next request after the last one was answered; returns whether it was pipelined."""
+        """Begin the next request after a response; returns whether it was pipelined."""
         if self._is_fresh:
-            self._is_fresh = False  # the deadline of its first byte applies
+            self._is_fresh = False  # the deadline runs since its first byte
             return False
         self._disarm()
         if self.recv_buffer:
@@ -243,7 +234,7 @@ class DeadlineProtocol(WebSocketProtocol):
         return bool(self.recv_buffer)
 
     def answer_and_close(self) -> None:
-        """Close the connection after the answer that is about to be sent."""
+        """Close the connection after the next response."""
         if self.http is not None:
             self.http.keep_alive = False
 
@@ -262,7 +253,7 @@ class DeadlineProtocol(WebSocketProtocol):
             self.recv_buffer += data
             unread = self.recv_buffer
             if len(unread) >= self.app.config.REQUEST_BUFFER_SIZE and self.transport is not None:
-                self.transport.pause_reading()  # until the request is read
+                self.transport.pause_reading()  # the request is read first
             if not self._is_known and (len(unread) >= MAX_HEAD or b"\r\n\r\n" in unread):
                 self._queue_first_request()
             return
@@ -281,13 +272,13 @@ class DeadlineProtocol(WebSocketProtocol):
         """Wait for the fair turn of this caller's request; emergency stops go first, at a limited rate."""
         if not self._has_waited:
             self._has_waited = True
-            return  # it did before there was a task to wait
+            return  # the first request had its turn in _queue_first_request
         if is_stop and self._queue.take_urgent(self._asking, REQUEST):
             return
         await self._queue.wait_turn(self._asking, REQUEST)
 
     async def _receive(self, timeout: float | None = None) -> str | bytes | None:
-        """Return the next message or raise WebsocketClosed; Sanic's own ``recv`` makes a task per message."""
+        """Return the next message or raise WebsocketClosed; Sanic's own ``recv`` creates a task for each message."""
         inbox = self._inbox
         if inbox.offered is None and (inbox.messages or not inbox.is_over):
             waiter = inbox.waiter = self.loop.create_future()
@@ -307,7 +298,7 @@ class DeadlineProtocol(WebSocketProtocol):
         return message
 
     def _step(self) -> tuple[float, bool]:
-        """Read a piece of what has arrived, or offer the next message."""
+        """Read a part of the received bytes, or offer the next message."""
         socket, transport, inbox = self.websocket, self.transport, self._inbox
         if socket is None or transport is None or transport.is_closing():
             self._backlog.clear()
@@ -315,16 +306,16 @@ class DeadlineProtocol(WebSocketProtocol):
         later = 0.0
         if _is_cut_off(socket) or socket.ws_proto.state is State.CLOSED:
             later = len(self._backlog) * _DISCARD_COST
-            self._backlog.clear()  # it is read so that the peer can read why
+            self._backlog.clear()
         elif self._backlog and not inbox.messages:
             if self._pausing is not None or not self._can_write.is_set():
-                return 0.0, False  # a peer that does not read its pongs is not read either
+                return 0.0, False  # nothing is read from a peer that does not read its pongs
             self._read_piece(socket)
         if inbox.messages and inbox.offered is None:
             inbox.offer()
             later += MESSAGE
         if inbox.messages:
-            return later, False  # whoever takes the one that is offered enters the queue again
+            return later, False  # _receive enters the queue again
         if self._backlog:
             return later, self._pausing is None
         if self._pausing is None and not transport.is_closing():
@@ -332,9 +323,9 @@ class DeadlineProtocol(WebSocketProtocol):
         return later, False
 
     def _read_piece(self, socket: WebsocketImplProtocol) -> None:
-        """Read at most ``_READ_BYTES`` of what has arrived, and answer pings."""
+        """Parse at most ``_READ_BYTES`` received bytes, and answer pings."""
         proto = socket.ws_proto
-        is_ending = proto.close_sent is not None  # this side closed, so messages are not read
+        is_ending = proto.close_sent is not None  # messages after this side's close are dropped
         proto.receive_data(bytes(self._backlog[:_READ_BYTES]))
         del self._backlog[:_READ_BYTES]
         events = proto.events_received()
@@ -369,10 +360,11 @@ class DeadlineProtocol(WebSocketProtocol):
         if self._inbox.is_empty:
             self._end_connection()
         else:
-            self.loop.call_later(_LINGER, self._end_connection)  # at the latest: a stop right before a close is a stop
+            # The handler may still read a stop that arrived right before the close.
+            self.loop.call_later(_LINGER, self._end_connection)
 
     def _end_connection(self) -> None:
-        """Let Sanic end the connection, as it does when it reads the end itself."""
+        """Let Sanic end the connection as it does when it reads the close itself."""
         socket = self.websocket
         if socket is None or self.transport is None:
             return
@@ -387,7 +379,7 @@ class DeadlineProtocol(WebSocketProtocol):
         self._queue.enter(self._flow, is_idle=False)
 
     def eof_received(self) -> bool | None:
-        """Note that the peer sends no more; what it sent before is still taken."""
+        """Note that the peer sends no more; messages from before are still delivered."""
         if self.websocket is None or self._is_handed_over:
             return super().eof_received()
         self.websocket.ws_proto.receive_eof()
@@ -396,7 +388,7 @@ class DeadlineProtocol(WebSocketProtocol):
         return not self._inbox.is_empty
 
     def _frame_delay(self, count: int) -> float:
-        """Return seconds until more may be read, after this many frames."""
+        """Count frames, and return the seconds until more may be read."""
         left, at = self._frames
         now = time.monotonic()
         left = min(left + (now - at) * _FRAMES_PER_SECOND, _FRAMES) - count
@@ -404,8 +396,7 @@ class DeadlineProtocol(WebSocketProtocol):
         return max(-left / _FRAMES_PER_SECOND, 0.0)
 
     async def websocket_handshake(self, request: Request[Any, Any], subprotocols: Sequence[str] | None = None) -> Any:
-        """Upgrade to a WebSocket. A malformed upgrade answers 400, where Sanic's own answers 500."""
-        # Before anything may come on it.
+        """Upgrade to a WebSocket. A malformed upgrade is answered with 400, where Sanic answers with 500."""
         self._is_handed_over = getattr(request.route and request.route.ctx, "is_handed_over", False)
         try:
             socket = await super().websocket_handshake(request, subprotocols)
@@ -425,8 +416,8 @@ class DeadlineProtocol(WebSocketProtocol):
     async def _close_down(self, socket: WebsocketImplProtocol) -> None:
         """End the connection after the WebSocket is closed; Sanic's own closer fails if the peer is already gone.
 
-        Data that arrives after the close is discarded for a moment. Unread data would make the kernel reset the
-        connection, and the peer would lose the close frame with the reason (RFC 6455, 7.1.1; RFC 2525, 2.17).
+        Data after the close is discarded for a moment, because unread data makes the kernel reset the connection, and
+        the peer would lose the reason of the close (RFC 6455, 7.1.1; RFC 2525, 2.17).
         """
         assert socket.data_finished_fut is not None
         assert socket.connection_lost_waiter is not None
@@ -449,7 +440,7 @@ class DeadlineProtocol(WebSocketProtocol):
             transport.abort()
 
     def pause_writing(self) -> None:
-        """Start the deadline of a peer that does not read: its answer keeps memory and a handler."""
+        """Start the deadline of a peer that does not read."""
         super().pause_writing()
         self._watch_reader()
 
@@ -461,13 +452,13 @@ class DeadlineProtocol(WebSocketProtocol):
             self._queue.enter(self._flow)
 
     def check_timeouts(self) -> None:
-        """Check Sanic's timeouts, except that a connection still sending its last answer is not idle."""
+        """Check Sanic's timeouts, except that a connection that still sends a response is not idle."""
         if self.http is not None and self.http.stage is Stage.IDLE and self._unsent_bytes():
             self._time = time.monotonic()
         super().check_timeouts()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Clean up after the peer is gone."""
+        """Clean up after the connection is closed."""
         if self.is_spare:
             self._connection_counts.leave_spare(self.abort)
         else:
@@ -477,7 +468,7 @@ class DeadlineProtocol(WebSocketProtocol):
             self._pausing.cancel()
         if self._callback_check_timeouts is not None:
             self._callback_check_timeouts.cancel()
-        if self.conn_info is None:  # it has not begun
+        if self.conn_info is None:  # no request has begun
             self.connections.discard(self)
             self.transport = None
         else:
@@ -492,7 +483,6 @@ class DeadlineProtocol(WebSocketProtocol):
         self._reading = self.loop.call_later(self._request_deadline, self._check_reader, self._unsent_bytes())
 
     def _check_reader(self, before: int) -> None:
-        # With an answer of pieces the rest is written only once this is read: then this is all there is to look at.
         if self.transport is not None and before - self._unsent_bytes() < _MIN_READ_BYTES:
             log.info("a connection is cut: %d bytes of its answer are not read", self._unsent_bytes())
             self.transport.abort()
@@ -514,28 +504,25 @@ class DeadlineProtocol(WebSocketProtocol):
 
     def _on_deadline(self) -> None:
         if self._task is None and self._is_fresh:
-            # Half a request, and all that there will be: it is answered as every late one, in a moment.
+            # The request is incomplete. It is answered as a late request after Sanic has begun.
             if not self._is_known:
                 self._create_flows()
             self._begin_http()
             self._deadline = self.loop.call_later(_PIPELINE_PAUSE, self._on_deadline)
             return
         http = self.http
-        # The timer object stays: a request is late once, and an answered one may take its time.
+        # The timer stays set, so that it does not start a second time for this request.
         if http is None or self._task is None or self.websocket is not None:
             return
         if http.stage in (Stage.IDLE, Stage.REQUEST) or http.request_body:
             http.exception = RequestTimeout("Request Timeout")
             self._task.cancel()
-            # Sanic would go on to read the rest of the body; what the client has of the answer by then is enough.
+            # Sanic would read the rest of the body after the response.
             self._deadline = self.loop.call_later(_LINGER, self.abort)
 
 
 def _is_strict(request: Request[Any, Any], body: object) -> bool:
-    """Whether proxies and the origin rules read this request as Sanic does.
-
-    Sanic accepts malformed headers. A request that two readers could assign to different hosts or lengths gets 400.
-    """
+    """Return whether proxies and the origin rules read the host and the length of this request as Sanic does."""
     headers = request.headers
     if not all(_NAME.fullmatch(name) and not _CONTROL.search(value) for name, value in headers.items()):
         return False
@@ -552,39 +539,37 @@ def _is_strict(request: Request[Any, Any], body: object) -> bool:
 
 
 def _is_target(request: Request[Any, Any], host: str) -> bool:
-    """Whether the request's target is a path of the host that its Host header names."""
+    """Return whether the request's target is a path of the host in its Host header."""
     target = request.raw_url.decode("latin-1")
     if not _METHOD.fullmatch(request.method) or not _TARGET.fullmatch(target):
         return False
     if target.startswith("/") or (target == "*" and request.method == "OPTIONS"):
         return True
     scheme, _, rest = target.partition("://")
-    # RFC 9112, 3.2.2: the host of a whole URL counts; then it has to be the one that origins and guards look at.
+    # RFC 9112, 3.2.2: the host of a whole URL counts, so it must equal the Host header, which the guard checks.
     return scheme.lower() in ("http", "https", "ws", "wss") and re.split(r"[/?]", rest)[0].lower() == host.lower()
 
 
 def _is_cut_off(socket: WebsocketImplProtocol) -> bool:
-    """Whether the peer got a close frame with an error, after which its data is ignored."""
+    """Return whether a close frame with an error was sent; later data of the peer is ignored."""
     sent = socket.ws_proto.close_sent
     return sent is not None and sent.code not in (1000, 1001)
 
 
 class _Inbox:
-    """Messages of one WebSocket: complete ones, the one offered to the handler, and the handler's future."""
-
-    __slots__ = ("_data", "_is_text", "is_over", "messages", "offered", "waiter")
+    """Complete messages of one WebSocket, the message offered to the handler, and the handler's future."""
 
     def __init__(self) -> None:
         self.messages: deque[str | bytes] = deque()
         self.offered: str | bytes | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.is_over = False
-        self._data = bytearray()  # one, since a part of a message may be a byte, or none
+        self._data = bytearray()
         self._is_text = False
 
     @property
     def is_empty(self) -> bool:
-        """Whether no message waits to be taken."""
+        """Whether no message waits."""
         return self.offered is None and not self.messages
 
     def put(self, frame: Frame) -> None:
@@ -602,12 +587,12 @@ class _Inbox:
         self.wake()
 
     def end(self) -> None:
-        """Note that no more frames come."""
+        """Note that no more frames arrive."""
         self.is_over = True
         if self.is_empty:
             self.wake()
 
     def wake(self) -> None:
-        """Wake whoever waits for a message."""
+        """Wake the handler that waits for a message."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)

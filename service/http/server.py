@@ -1,7 +1,7 @@
 """HTTP server: listens on a port and serves until a signal.
 
-asyncio and uvloop create a transport for each waiting connection in one turn of the loop, which delays robots. Here a
-connection is a bare socket until its peer sends something.
+A connection is a bare socket until its peer sends something, because asyncio and uvloop create a transport for each
+waiting connection in one turn of the loop, which delays robots.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ import uvloop
 from sanic import Sanic
 from sanic.models.server_types import Signal
 
+from service.http.config import format_url
 from service.http.fair_queue import FairQueue
 from service.http.limits import Connections, source_key
 from service.http.protocol import SPARE_TIMEOUT, STOP_LINE, TOO_MANY_RESPONSE, DeadlineProtocol
@@ -32,8 +33,7 @@ from service.signal_guard import SIGNALS, SignalGuard
 
 log = logging.getLogger(__name__)
 
-# Seconds of accepting in one turn of the loop, doubled after each turn that left some waiting, up to the maximum. A
-# stop waits behind earlier connections in the kernel, so a flood must be accepted faster.
+# Seconds of accepting in one turn of the loop, doubled up to the maximum while connections wait in the kernel.
 ACCEPT_SECONDS, MOST_ACCEPT_SECONDS = 0.001, 0.004
 CONNECTIONS_PER_TURN = 4  # connections created from sockets
 MAX_READY = 1024  # sockets of one caller with data that wait for a connection
@@ -56,7 +56,7 @@ class _SilentSocket:
 
 
 class Acceptor:
-    """The listening end of a port: accepts sockets, and creates connections from those that have sent something.
+    """Accepts sockets of a port, and creates connections from the sockets that have sent something.
 
     Args:
         listener: bound socket, owned by the caller.
@@ -71,7 +71,7 @@ class Acceptor:
         self._listener, self._connections, self._make, self._timeout = listener, connections, make, timeout
         self._loop = asyncio.get_running_loop()
         self._queue = FairQueue.of_running_loop()
-        # Of its own, and watched by the loop as one: a thousand silent sockets cost the loop nothing.
+        # The loop watches this selector as one descriptor, so silent sockets cost the loop nothing.
         self._silent = selectors.DefaultSelector()
         self._newcomers: dict[int, _SilentSocket] = {}  # silent, the oldest first
         self._stops: deque[_SilentSocket] = deque()
@@ -83,7 +83,7 @@ class Acceptor:
         self._accept_seconds = ACCEPT_SECONDS
 
     def start(self, backlog: int) -> None:
-        """Listen and accept; ``backlog`` is how many connections may wait in the kernel."""
+        """Listen and accept; ``backlog`` is the number of connections that may wait in the kernel."""
         self._listener.setblocking(False)
         self._listener.listen(backlog)
         self._loop.add_reader(self._listener, self._accept)
@@ -91,7 +91,7 @@ class Acceptor:
         self._sweep()
 
     def close(self) -> None:
-        """Accept no more; sockets that have not been read are closed."""
+        """Stop accepting, and close the sockets without a connection."""
         self._loop.remove_reader(self._listener)
         self._loop.remove_reader(self._silent.fileno())
         for timer in self._timers.values():
@@ -104,7 +104,7 @@ class Acceptor:
         self._silent.close()
 
     def _accept(self) -> None:
-        """Accept sockets until none waits or this turn's time for it is up."""
+        """Accept sockets until none waits or this turn's time is used up."""
         began = now = time.thread_time()
         until = began + self._accept_seconds
         self._accept_seconds = min(2 * self._accept_seconds, MOST_ACCEPT_SECONDS)
@@ -119,17 +119,16 @@ class Acceptor:
                     raise
                 log.error("no connection can be accepted: %s; trying again in %s s", error.strerror, RETRY_DELAY)
                 self._loop.remove_reader(self._listener)
-                self._timers["again"] = self._loop.call_later(RETRY_DELAY, self._accept_again)
+                self._timers["again"] = self._loop.call_later(
+                    RETRY_DELAY, self._loop.add_reader, self._listener, self._accept
+                )
                 break
             self._receive(raw, str(peer[0]) if isinstance(peer, tuple) and peer else "")
             now = time.thread_time()
         self._queue.charge_turn(now - began)
 
-    def _accept_again(self) -> None:
-        self._loop.add_reader(self._listener, self._accept)
-
     def _receive(self, raw: socket.socket, address: str) -> None:
-        """Admit one socket; one too many is refused, or may stay for a moment to stop robots."""
+        """Admit one socket; a socket beyond the limit is refused, or has a moment to stop robots."""
         raw.setblocking(False)
         newcomer = _SilentSocket(raw, address, False, time.monotonic() + self._timeout)
         if not self._connections.enter(address):
@@ -143,7 +142,7 @@ class Acceptor:
         self._peek(newcomer)
 
     def _read_ready(self) -> None:
-        """Look at the sockets on which something has arrived."""
+        """Handle the sockets that have received something."""
         began = time.thread_time()
         for key, _ in self._silent.select(0)[:MAX_READABLE]:
             self._silent.unregister(key.fileobj)
@@ -152,7 +151,7 @@ class Acceptor:
         self._queue.charge_turn(time.thread_time() - began)
 
     def _peek(self, newcomer: _SilentSocket) -> None:
-        """Look at the first bytes of a socket; without any it goes to the silent ones."""
+        """Queue a socket by its first bytes; without any it is silent."""
         try:
             begin = newcomer.raw.recv(PEEK_BYTES, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -162,7 +161,7 @@ class Acceptor:
         except OSError:
             begin = b""
         if not begin:
-            self._drop(newcomer)  # it is gone
+            self._drop(newcomer)
             return
         caller = source_key(newcomer.address)
         if STOP_LINE.match(begin):
@@ -182,7 +181,7 @@ class Acceptor:
             self._loop.call_soon(self._connect)
 
     def _connect(self) -> None:
-        """Make connections of a few ready sockets."""
+        """Create connections from a few ready sockets."""
         self._is_scheduled = False
         for _ in range(CONNECTIONS_PER_TURN):
             if self._stops:
@@ -245,9 +244,9 @@ class Acceptor:
         self._timers["sweep"] = self._loop.call_later(SWEEP_INTERVAL, self._sweep)
 
 
-# Seconds for answers in progress. With the sessions' shutdown (3.5 s at most) it stays below five seconds.
+# Seconds for responses in progress. The sessions' shutdown takes at most 3.5 s, and both together less than five.
 CLOSE_TIMEOUT = 1.0
-# Backlog of the listening socket, Linux's limit: a refused client, a stop too, tries again only a second later.
+# Backlog of the listening socket, Linux's limit: a refused client tries again only after a second.
 BACKLOG = 4096
 MAX_DESCRIPTORS = 16_384
 
@@ -257,10 +256,10 @@ class CannotListen(Exception):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket; port 0 lets the system choose. Sanic would take 0 for its own default port.
+    """Return a bound socket; port 0 lets the system choose.
 
     Raises:
-        CannotListen: the port is taken, or the address is not one of this machine.
+        CannotListen: the port is taken, or the address is not of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -282,14 +281,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 def url_of(listener: socket.socket) -> str:
     """Return the URL that a client on this machine can use."""
-    bound, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(bound), str(bound))
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return format_url(*listener.getsockname()[:2])
 
 
 @asynccontextmanager
 async def serve_app(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterator[str]:
-    """Serve the app on the running loop; yields its URL when it answers. Takes the socket over."""
+    """Serve the app on the running loop, close the socket at the end; yields the URL when the app answers."""
     try:
         with listener:
             app.config.OWN_ADDRESS = listener.getsockname()[:2]
@@ -300,19 +297,14 @@ async def serve_app(app: Sanic[Any, Any], listener: socket.socket) -> AsyncItera
                 protocol=DeadlineProtocol,
                 return_asyncio_server=True,
                 access_log=False,
-                # Sanic would listen before its router is ready.
-                asyncio_server_kwargs={"start_serving": False},
+                asyncio_server_kwargs={"start_serving": False},  # Sanic's router is not ready yet
             )
             assert server is not None
             assert server.server is not None
             await server.startup()
             await server.before_start()
-            acceptor = Acceptor(
-                listener,
-                app.config.CONNECTIONS,
-                _protocol_factory(app, server.connections),
-                app.config.KEEP_ALIVE_TIMEOUT,
-            )
+            make_protocol = _protocol_factory(app, server.connections)
+            acceptor = Acceptor(listener, app.config.CONNECTIONS, make_protocol, app.config.KEEP_ALIVE_TIMEOUT)
             acceptor.start(BACKLOG)
             await server.after_start()
             try:
@@ -324,12 +316,11 @@ async def serve_app(app: Sanic[Any, Any], listener: socket.socket) -> AsyncItera
                 await _close_connections(server.connections)
                 await server.after_stop()
     finally:
-        # Sanic keeps every app in a registry.
         Sanic.unregister_app(app)
 
 
 def _protocol_factory(app: Sanic[Any, Any], connections: set[Any]) -> Callable[[], DeadlineProtocol]:
-    """Return what makes a protocol, with the arguments of Sanic's own server, which does not accept here."""
+    """Return a function that creates a protocol with the arguments of Sanic's own server."""
     return partial(
         DeadlineProtocol,
         loop=asyncio.get_running_loop(),
@@ -343,7 +334,7 @@ def _protocol_factory(app: Sanic[Any, Any], connections: set[Any]) -> Callable[[
 
 
 async def _close_connections(connections: set[Any]) -> None:
-    """End idle connections and WebSockets now, others when they have answered or ``CLOSE_TIMEOUT`` is over."""
+    """End idle connections and WebSockets now, and the others after their response or ``CLOSE_TIMEOUT``."""
     loop = asyncio.get_running_loop()
     until = loop.time() + CLOSE_TIMEOUT
     for connection in list(connections):
@@ -361,7 +352,7 @@ def run(
     app: Sanic[Any, Any],
     listener: socket.socket,
     started: Callable[[str], None],
-    beside: tuple[Sanic[Any, Any], socket.socket] | None = None,
+    second: tuple[Sanic[Any, Any], socket.socket] | None = None,
     watchdog: LoopWatchdog | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP (unless under nohup); ``started`` gets the URL when the server answers.
@@ -369,10 +360,10 @@ def run(
     A second signal ends the process at once, except SIGHUP. If the event loop is blocked, a guard process kills it.
 
     Args:
-        beside: second app of the process on a port of its own; it ends first.
+        second: another app of the process with its own port; it ends first.
         watchdog: measures the event loop; None only logs.
     """
-    # Python's default lets a thread in Python code keep the event loop waiting for 5 ms.
+    # With Python's default, another thread may delay the event loop by 5 ms.
     sys.setswitchinterval(0.001)
     watchdog, guard = watchdog or LoopWatchdog(), SignalGuard()
 
@@ -398,10 +389,10 @@ def run(
         try:
             async with AsyncExitStack() as served:
                 url = await served.enter_async_context(serve_app(app, listener))
-                if beside is not None:
-                    await served.enter_async_context(serve_app(*beside))
+                if second is not None:
+                    await served.enter_async_context(serve_app(*second))
                 is_started = True
-                watchdog.start()  # no robot moves before; what a start imports blocks the loop for longer
+                watchdog.start()  # imports during the start block the loop, but no robot moves before
                 started(url)
                 await asked.wait()
         except asyncio.CancelledError:
@@ -409,7 +400,7 @@ def run(
                 raise
         finally:
             watchdog.stop()
-            guard.acknowledge()  # before the loop takes its own handlers away
+            guard.acknowledge()  # before the loop removes its signal handlers
 
     _raise_descriptor_limit()
     try:
@@ -420,7 +411,7 @@ def run(
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the limit of open files: the usual 1024 are fewer than the server's connections may be."""
+    """Raise the limit of open files, because the usual 1024 are fewer than the allowed connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < target:

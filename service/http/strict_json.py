@@ -1,27 +1,26 @@
 """Strict JSON from untrusted senders: bounded reading time, no repeated names.
 
-The cost of JSON is in its values: a MiB of ``"a":0,`` holds Python's lock for 130 ms, a MiB of text for 2 ms. So values
-are counted before any is created. msgspec and pydantic are five times as fast, but accept repeated names and refuse
-half a surrogate pair, which the reason of an emergency stop may hold; pydantic reads 1e999 as infinity.
+Values are counted before any is created, because parsing holds Python's lock: 130 ms for a MiB of ``"a":0,``. msgspec
+and pydantic accept repeated names, and refuse half a surrogate pair in the reason of an emergency stop.
 """
 
 import json
 from collections.abc import Sequence
 from functools import lru_cache
 from json.decoder import JSONArray, JSONObject  # pyright: ignore[reportAttributeAccessIssue] - typeshed lacks them
-from json.scanner import py_make_scanner  # pyright: ignore[reportAttributeAccessIssue] - likewise
+from json.scanner import py_make_scanner  # pyright: ignore[reportAttributeAccessIssue] - typeshed lacks it
 from typing import Any
 
-# Reading an int takes time quadratic in its digits: 30 ms for a MiB at Python's own limit, 3 ms at this one.
+# Digits of an integer, because parsing takes quadratic time: 3 ms for a MiB of such numbers.
 MAX_DIGITS = 640
-# What is written between values, or in front of them.
+# Characters between values, or in front of them.
 _SEPARATORS = ",[{"
-# Characters in which quotes are looked for; 128 KiB of nothing else take 4 ms.
+# Characters of a text whose strings are removed before its separators are counted: 128 KiB take 4 ms.
 _MAX_SCANNED = 1 << 17
 
 
 class RepeatedName(ValueError):
-    """A name stands twice in one JSON object."""
+    """A JSON object has a name twice."""
 
 
 class TooManyValues(ValueError):
@@ -29,7 +28,7 @@ class TooManyValues(ValueError):
 
 
 def reject_repeated_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object (an ``object_pairs_hook``); raises RepeatedName, where Python alone takes the last value."""
+    """Build a JSON object (an ``object_pairs_hook``); raises RepeatedName if a name is repeated."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise RepeatedName("a name stands twice in one object")
@@ -37,11 +36,11 @@ def reject_repeated_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def loads(text: str | bytes, max_values: int, *, counted: str = _SEPARATORS, **hooks: Any) -> Any:
-    """Parse JSON as ``json.loads`` does, with at most so many values.
+    """Parse JSON as ``json.loads`` does, with a limit on the number of values.
 
     Args:
-        max_values: limit of the characters ``counted``, ignoring those in strings of short texts.
-        hooks: as for ``json.loads``, but ``parse_int``; the same functions each time.
+        max_values: largest number of the characters ``counted``, except in strings of short texts.
+        hooks: arguments of ``json.loads`` other than ``parse_int``; the same functions in each call.
 
     Raises:
         TooManyValues: the limit is exceeded.
@@ -58,26 +57,24 @@ def loads(text: str | bytes, max_values: int, *, counted: str = _SEPARATORS, **h
 
 @lru_cache(maxsize=16)
 def _get_decoder(**hooks: Any) -> json.JSONDecoder:
-    """Return the decoder of these hooks, made once: ``json.loads`` makes one for each text."""
+    """Return the decoder with these hooks; ``json.loads`` would create a decoder for each text."""
     return json.JSONDecoder(parse_int=_parse_integer, **hooks)
 
 
 def loads_slowly(text: str | bytes, **hooks: Any) -> Any:
-    """Parse JSON in Python code, in a thread: five times slower than C, but without blocking others. Raises as
-    ``loads``.
-    """
+    """Parse JSON in Python code, five times slower than C, but without blocking other threads; raises as ``loads``."""
     decoder: Any = json.JSONDecoder(parse_int=_parse_integer, **hooks)
-    # As the json package does where it has no C code.
+    # The json package does the same if it has no C code.
     decoder.parse_object, decoder.parse_array = JSONObject, JSONArray
     decoder.scan_once = py_make_scanner(decoder)
     return decoder.decode(decode_text(text))
 
 
 def decode_text(text: str | bytes) -> str:
-    """Decode JSON's bytes, in whichever of its encodings; counting bytes would miss what UTF-16 quotes.
+    """Decode the bytes of a JSON text in UTF-8, UTF-16 or UTF-32.
 
     Raises:
-        ValueError: they are none.
+        ValueError: the bytes have another encoding.
     """
     if isinstance(text, str):
         return text
@@ -85,7 +82,7 @@ def decode_text(text: str | bytes) -> str:
 
 
 def has_many_values(text: str, max_values: int) -> bool:
-    """Whether a text may have more values than this; the content of its strings counts, too."""
+    """Return whether a text may have more values than this; separators in strings count too."""
     return _add_values(text, _SEPARATORS) > max_values
 
 

@@ -124,7 +124,7 @@ def _camera_mismatches(requirements: Requirements, new: NewSession) -> list[str]
     pairs = ", ".join(f'"{camera}": ...' for camera in sorted(expected - sent))
     rename = f"rename {{{pairs}}} with the robot's names"
     if not all(map(NAME.match, expected)):
-        # No session has a camera of this name, because names stand in addresses of rooms.
+        # A session cannot have a camera with this name, because names are part of room addresses.
         advice = f"send {rename} (letters, digits, '_', '.' or '-')"
     else:
         advice = f"send camera_names {sorted(expected)}"

@@ -129,7 +129,7 @@ class SessionJournal:
         records = self._records.interrupted
         listed = records[-limit:]
         for record in records[: len(records) - len(listed)]:
-            logger.warning("session %s, which nobody restarted or deleted, is forgotten", record.new.session_id)
+            logger.warning("session %s, which was neither restarted nor deleted, is forgotten", record.new.session_id)
             self._records.drop(record.new.session_id)
         return list(listed)
 
@@ -140,12 +140,12 @@ class SessionJournal:
             used = reused_rooms(before, record)
             orphan = make_orphan(replace(before, made=tuple(room for room in before.made if room not in used)))
         if orphan is not None:
-            self._records.add_orphan(orphan)  # in one transaction with the new record
+            self._records.add_orphan(orphan)  # the new record shares its transaction
         writer = self._writers[record.new.session_id] = RecordWriter(self._records, record)
         return writer, orphan
 
     def is_current(self, writer: RecordWriter) -> bool:
-        """Return whether a session was neither deleted nor replaced by another one of its id."""
+        """Return whether a session was neither deleted nor replaced by another session with its id."""
         return self._writers.get(writer.record.new.session_id) is writer
 
     def drop(self, session_id: str) -> None:
@@ -164,10 +164,10 @@ class SessionJournal:
         return writer.record if writer is not None and writer.record.is_ready else None
 
     def adopt(self, record: SessionRecord, latch: str | None) -> None:
-        """Record a session that this server took over from another one."""
+        """Record a session that this server took over from another server."""
         self._records.put(record)
         if latch is None:
-            self._records.clear_latch(record.new.session_id)  # of one that was here before, and was reset elsewhere
+            self._records.clear_latch(record.new.session_id)  # another server has reset it
         else:
             self._records.set_latch(record.new.session_id, Latch(latch, record.new.owner))
 

@@ -78,7 +78,7 @@ class PolicySlots:
             held = await self._acquire(commit, on_progress, folder=folder, like=running)
             if running is None or self.running is not running:
                 await held.stack.aclose()
-                raise MoveRefused("the session changed its policy, or ended, meanwhile")
+                raise MoveRefused("the session changed its policy, or ended, while another policy was loaded")
             if misfits := list_differences(running.loaded, held.loaded, self._new.joint_names):
                 await held.stack.aclose()
                 raise IncompatiblePolicy("; ".join(misfits) + "; create a new session for it")
@@ -141,7 +141,7 @@ class PolicySlots:
         if taken.done():
             self._on_promoted(taken)
         else:
-            taken.add_done_callback(self._on_promoted)  # whether or not somebody still waits
+            taken.add_done_callback(self._on_promoted)  # also if the caller no longer waits
         name = f"session {self._new.session_id!r}"
         try:
             async with asyncio.timeout(timeout):

@@ -79,7 +79,7 @@ def _validate_instruction(value: str) -> str:
     return value
 
 
-# Of a tuple: in JSON it is a list, and errors call it one.
+# Validates a tuple as a list, because JSON and error messages have lists.
 _LIST = GetPydanticSchema(lambda source, handler: handler.generate_schema(list[get_args(source)[0]]))
 Text = Annotated[str, Field(max_length=4096)]
 Step = Annotated[float, Field(gt=0)]

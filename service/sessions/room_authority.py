@@ -27,7 +27,7 @@ ROBOT_TAKEN = "robot_taken"
 class RoomAuthority:
     """Finds the commander of every output room; called by the room table.
 
-    A room belongs to a session by its name and workspace as long as the session is listed, in every stage. A latched
+    A room belongs to a session by its name and workspace while the session is listed, in every stage. A latched
     emergency stop closes the room until its reset, even if the session is gone.
     """
 
@@ -88,10 +88,10 @@ class SessionCommander:
         return matches_secret(claim, self._session.claim)
 
     def refuse_stranger(self) -> CommandRefused:
-        """Count a command of somebody else, and return the error for it."""
+        """Count a command of another sender, and return the error for it."""
         session = self._session
         latched = ", and an emergency stop of it is latched" if session.latch is not None else ""
-        self._count(ROBOT_TAKEN, "somebody else wanted to command its robot, and was refused")
+        self._count(ROBOT_TAKEN, "another sender wanted to command its robot, and was refused")
         return CommandRefused(ROBOT_TAKEN, f"only session {session.id!r} may command the robot of this room{latched}")
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
@@ -192,5 +192,5 @@ class LatchedCommander:
 
 
 def _has_other_owner(room: str | None, session: str | None) -> bool:
-    """Return whether a room and a session have different owners; None stands for any owner."""
+    """Return whether a room and a session have different owners; None equals every owner."""
     return room is not None and session is not None and room != session

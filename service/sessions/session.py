@@ -23,7 +23,7 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import FrameSizes, LoadedPolicy, LoadPolicy
 from service.inference.progress import Progress
 from service.logging import bind_log_context
-from service.sessions.base_session import BaseSession, describe_overlap
+from service.sessions.base_session import BaseSession
 from service.sessions.compatibility import configure_control, make_limits, prepare_instruction, reserve_rate
 from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
@@ -124,8 +124,6 @@ class Session(BaseSession):
     def _kind_stats(self) -> dict[str, object]:
         return {"stops": self.stops, **self._admission}
 
-    # What may be asked of it.
-
     async def ready(self) -> None:
         """Wait until it is ready, or raise the ServiceError of its failure. Cancellation does not end the session."""
         await self._ready_or_failed.wait()
@@ -161,9 +159,9 @@ class Session(BaseSession):
         if "language_instruction" in changes:
             new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
             cut = await prepare_instruction(robot_io.runner.loaded, new.language_instruction, new.prompt_cut)
-            robot_io = self.require_robot_io()  # it may have ended meanwhile
+            robot_io = self.require_robot_io()  # raises if the session has ended
         if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
-            changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
+            changes = {"temporal_ensemble_coeff": None, **changes}  # the coefficient of the previous overlap
         new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
         self._settings.check(new)
         _, asked = configure_control(robot_io.runner.loaded.requirements, new, self._settings)
@@ -190,10 +188,6 @@ class Session(BaseSession):
         robot_io.instruct(instruction)
         robot_io.runner.tokens_cut = cut
         self.new = replace(self.new, language_instruction=instruction)
-
-    def describe_overlap(self) -> dict[str, object]:
-        """Return how it joins chunks and when it requests them; JSON-ready."""
-        return describe_overlap(self.require_robot_io())
 
     def emergency_stop(self, reason: str) -> None:
         """Stop the robot where it is, and latch that until a reset."""
@@ -273,7 +267,7 @@ class Session(BaseSession):
             return
         stage = self._move(move, reason)
         if move in (Move.LINK_BACK, Move.RECOVERED):
-            logger.info("session %s goes on", self.id)
+            logger.info("session %s continues", self.id)
         else:
             logger.warning("session %s is %s: %s", self.id, stage, reason)
 
@@ -352,7 +346,7 @@ class Session(BaseSession):
                     is_dry=new.dry_run,
                 )
                 self._event_source = robot_io
-                del loaded  # another one may take over, and then this one's weights are let go
+                del loaded  # frees the weights when another policy takes over
                 self.progress.report("joining rooms")
                 async with self._transport.connect(
                     new.transport_server_url,

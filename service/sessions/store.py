@@ -90,8 +90,8 @@ class Sessions:
         Raises:
             InvalidRequest: a field cannot be used.
             SessionExists: the id is taken.
-            RoomsTaken: another session uses one of its rooms.
-            TooManySessions: there are as many as the settings allow.
+            RoomsTaken: another session uses a room of this session.
+            TooManySessions: the settings allow no more sessions.
             NotKept: its record cannot be written; no room was made.
             PolicyError: the policy cannot be loaded or does not fit; no room was made.
             TransportError: the rooms cannot be made or joined.
@@ -112,7 +112,7 @@ class Sessions:
         # Chosen before the rooms are made, so that the next process can find them after a kill.
         record = SessionRecord(replace(new, workspace_id=str(uuid4())) if is_ours else new)
         if existing is not None:
-            record = replace(record, claim=existing.claim)  # its rooms elsewhere may still know it by that
+            record = replace(record, claim=existing.claim)  # another server may still know its rooms by the claim
         of_before = () if before is None else reused_rooms(before.record, record)
         self._sessions.pop(new.session_id, None)
         self._forget_old_failures()
@@ -124,7 +124,7 @@ class Sessions:
         if self._check_request is not None:
             await self._check_request(before.new)
         if self._sessions.get(before.id) is not before:
-            raise MoveRefused(f"session {before.id!r} was restarted or deleted meanwhile")
+            raise MoveRefused(f"session {before.id!r} was restarted or deleted by another request")
         self._check_capacity()
         self._check_rooms(before.new)
         again = replace(before.record, stage=str(Stage.INITIALIZING), reason=None, is_shut_down=False)
@@ -185,7 +185,7 @@ class Sessions:
             if isinstance(error, NotKept) and session.stage is not Stage.DELETED:
                 session.begin_close()
                 await session.wait_closed()
-            # Unless somebody deleted it, or made another one, meanwhile.
+            # The session may have been deleted or replaced while it started.
             if self._journal.is_current(writer):
                 self._undo_start(error, session, before)
                 if orphan is not None:
@@ -247,8 +247,6 @@ class Sessions:
     def get_warning(self) -> Mapping[str, str]:
         """Return the warning that answers carry while something is not written down; empty when all is."""
         return self._journal.get_warning()
-
-    # What is asked of one.
 
     async def start(self, session_id: str) -> AnySession:
         """Let a session move its robot."""

@@ -9,6 +9,7 @@ import pytest
 
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from service.errors import InvalidRequest, MoveRefused
+from service.sessions.base_session import describe_overlap
 from tests.testing.doubles import ScriptedPolicy
 from tests.testing.waiting import until
 from tests.unit.sessions.test_interrupted import NEW as KEPT
@@ -37,7 +38,7 @@ async def test_a_policy_with_a_prefix_gets_the_plan_at_the_next_chunk() -> None:
         control = rig.sessions.get_live("s").robot_io.controller  # type: ignore[union-attr]
         assert PREFIX_ACTIONS not in policy.heard[-1][0]
         adjusted = await rig.sessions.adjust("s", {"overlap": "rtc", "action_steps": 15})
-        assert adjusted.describe_overlap()["overlap"] == "rtc"
+        assert describe_overlap(adjusted.require_robot_io())["overlap"] == "rtc"
         chunks = control.chunks
 
         def is_as_measured() -> bool:
@@ -59,7 +60,7 @@ async def test_a_policy_with_a_prefix_gets_the_plan_at_the_next_chunk() -> None:
 async def test_what_a_policy_cannot_do_is_refused_and_nothing_changes() -> None:
     async with rigged() as rig:
         await rig.running()
-        before, asked = rig.sessions.get_live("s").describe_overlap(), rig.sessions.get_live("s").new
+        before, asked = describe_overlap(rig.sessions.get_live("s").require_robot_io()), rig.sessions.get_live("s").new
         for changes, place in (
             ({"overlap": "rtc"}, "overlap"),
             ({"action_steps": 21}, "action_steps"),
@@ -69,7 +70,7 @@ async def test_what_a_policy_cannot_do_is_refused_and_nothing_changes() -> None:
             with pytest.raises(InvalidRequest) as error:
                 await rig.sessions.adjust("s", changes)
             assert error.value.loc == ("body", place)
-        assert rig.sessions.get_live("s").describe_overlap() == before
+        assert describe_overlap(rig.sessions.get_live("s").require_robot_io()) == before
         assert rig.sessions.get_live("s").new == asked
 
 
@@ -78,10 +79,10 @@ async def test_a_coefficient_goes_with_its_ensemble() -> None:
         await rig.sessions.create(replace(NEW, temporal_ensemble_coeff=0.2))
         session = rig.sessions.get_live("s")
         told = {"overlap": "ensemble", "temporal_ensemble_coeff": 0.2, "ask_ahead": None, "action_steps": 1}
-        assert session.describe_overlap() == told
+        assert describe_overlap(session.require_robot_io()) == told
         await session.adjust({"overlap": "average"})
         changed = {"overlap": "average", "temporal_ensemble_coeff": None, "action_steps": 20}
-        assert session.describe_overlap() == told | changed
+        assert describe_overlap(session.require_robot_io()) == told | changed
 
 
 async def test_what_was_adjusted_is_there_after_a_kill_and_a_restart(tmp_path: Path) -> None:
@@ -95,4 +96,4 @@ async def test_what_was_adjusted_is_there_after_a_kill_and_a_restart(tmp_path: P
             await second.sessions.restart("arm")
             assert second.sessions.get_live("arm").new.language_instruction == "wave"
             kept = {"overlap": "conservative", "temporal_ensemble_coeff": None, "ask_ahead": None, "action_steps": 7}
-            assert second.sessions.get_live("arm").describe_overlap() == kept
+            assert describe_overlap(second.sessions.get_live("arm").require_robot_io()) == kept
