@@ -390,7 +390,7 @@ async def test_a_compile_that_takes_too_long_is_not_waited_for(monkeypatch, capl
     async with started_beside_a_compile() as (rig, policy):
         await until(lambda: has_moved(rig))
         assert policy.batches == []
-        assert "more than 0.2 s; the robot moves beside that" in caplog.text
+        assert "more than 0.2 s; the robot moves in parallel" in caplog.text
         before = len(rig.transport.link.sent)
         await until(lambda: len(rig.transport.link.sent) > before + 50)
         assert rig.sessions.get("s").status().stats["holds"] == {"compiling": 1}
