@@ -187,7 +187,7 @@ def _explain_mismatch(shadow: Requirements, first: Requirements, names: tuple[st
     elif shadow.joint_names is not None and not have_same_joints(shadow.joint_names, names):
         wrong.append(f"its joints are {list(shadow.joint_names)}, the session's {list(names)}")
     if shadow.controls_joints != first.controls_joints:
-        wrong.append("actions are targets of joints in only one of the two policies")
+        wrong.append("only one policy commands targets of joints")
     width = first.action if first.controls_joints else first.state
     if shadow.state not in (None, width):
         wrong.append(f"its state has {shadow.state} values, the session's {width}")

@@ -371,8 +371,8 @@ async def serve_participant(
 ) -> None:
     """Serve one upgraded socket: the join, then each frame.
 
-    Without a valid join in ``join_timeout`` seconds, the connection is closed silently. If the key is no longer
-    accepted, the socket is closed within ``KEY_CHECK_INTERVAL`` seconds. All sockets of the server share ``queue``.
+    A connection that does not join in ``join_timeout`` seconds is closed silently. If the key is no longer accepted,
+    the socket is closed within ``KEY_CHECK_INTERVAL`` seconds. All sockets of the server share ``queue``.
     """
     caller, claim = caller_of(request), request.headers.get(CLAIM_HEADER)
     _disable_nagle(socket)
