@@ -94,7 +94,7 @@ class CameraReceiver(SessionRoomListener):
                     async with asyncio.timeout_at(check_at):
                         signal = await self._signals.get()
                 await self._handle_signal(signal, connection)
-                # By the clock, because signals may arrive all the time.
+                # Checked at fixed times, because signals may arrive all the time.
                 if loop.time() >= check_at:
                     check_at = loop.time() + PEER_CHECK_INTERVAL
                     await self._rejoin_when_needed(connection)
