@@ -374,7 +374,7 @@ def has_moved(rig: Rig) -> bool:
 async def test_a_compile_at_a_start_ends_and_no_other_one_begins() -> None:
     async with started_beside_a_compile() as (rig, policy):
         session = rig.sessions.get("s")
-        assert "waited for" in str(session.status().stats["hold"])
+        assert "waiting for a compilation" in str(session.status().stats["hold"])
         await asyncio.sleep(0.1)
         assert not has_moved(rig), "it holds where it is"
         policy.gate.set()
