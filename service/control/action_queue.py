@@ -1,4 +1,4 @@
-"""Queue of actions by due time; late ones are dropped, new chunks are joined with what is left."""
+"""Queue of actions by due time: drops late actions, and joins new chunks with the rest of the plan."""
 
 import math
 from collections import deque
@@ -7,29 +7,25 @@ import numpy as np
 
 from service.control.aggregation import REPLACE, Aggregation
 
-# Two chunks count as whole actions apart when they are so close to it (in actions).
-_WHOLE = 0.02
-# More actions than any inference takes.
-_REMEMBERED = 2048
+_WHOLE = 0.02  # Distance from a whole number of actions that counts as whole.
+_REMEMBERED = 2048  # Number of remembered actions, more than are executed during an inference.
 
 
 class ActionQueue:
-    """The plan of one robot: action i of a chunk is due at ``observed_at + i * period``.
+    """Plan of one robot: action i of a chunk is due at ``observed_at + i * period``.
 
-    After a rest, the first tick takes the first action, and the plan is timed from that tick.
-
-    A tick takes the nearest action: at most half a period early, and never more than a period late. If ticks have
-    another rate than actions, a tick takes the point on the line between the two actions around it.
+    After a rest, the plan is timed from the tick that takes its first action. A tick takes the nearest action, at most
+    half a period early and a period late. If ticks and actions have different rates, ticks interpolate.
 
     Attributes:
         period: seconds from one action to the next.
-        is_between: whether ticks take points between two actions.
-        aggregation: how a new chunk is joined with what is left of the plan.
-        left: how many actions are left.
-        consumed: actions of this chunk that were given out, or passed over on purpose by slower ticks.
-        late: actions dropped because their time was over, of all chunks.
-        observed_at: when the frames of the newest chunk were taken, monotonic; without meaning while nothing is left.
-        begun_at: when the first action after the robot's last rest was executed, monotonic.
+        is_between: whether ticks interpolate between two actions.
+        aggregation: how a new chunk is joined with the rest of the plan.
+        left: number of remaining actions.
+        consumed: number of actions of this chunk that were taken, or skipped by slower ticks.
+        late: number of dropped late actions of all chunks.
+        observed_at: monotonic time of the newest chunk's frames; invalid without remaining actions.
+        begun_at: monotonic time of the first action after the robot's last rest.
     """
 
     def __init__(self, period: float, tick_period: float | None = None, aggregation: Aggregation = REPLACE):
@@ -39,8 +35,7 @@ class ActionQueue:
         self.late = 0
         self.is_between = tick_period is not None and not math.isclose(tick_period, period, rel_tol=1e-6)
         self._chunk = np.zeros((0, 0), np.float32)
-        # How many predictions each action was averaged from.
-        self._counts = np.zeros(0, np.int64)
+        self._counts = np.zeros(0, np.int64)  # Number of predictions in each action.
         self._taken: deque[float] = deque(maxlen=_REMEMBERED)
         self.observed_at = self._starts_at = 0.0
         self.begun_at = -math.inf
@@ -48,7 +43,7 @@ class ActionQueue:
         self.left = 0
 
     def set_aggregation(self, aggregation: Aggregation) -> None:
-        """Join chunks in another way from the next one on; the rest of the plan counts as one prediction then."""
+        """Change how the next chunks are joined; the rest of the plan then counts as one prediction."""
         self.aggregation = aggregation
         self._counts = np.ones(len(self._chunk), np.int64)
 
@@ -56,8 +51,8 @@ class ActionQueue:
         """Return the rest of the plan from ``observed_at`` on, interpolated to the moments of a new chunk.
 
         Returns:
-            The first index of such a chunk for which there is a plan, the planned actions (n, a) from there on, and the
-            number of predictions (n,) in each of them. n is 0 when nothing is left of the plan.
+            The first index of such a chunk with a planned action, the planned actions (n, a) from there on, and the
+            number of predictions (n,) in each of them. n is 0 without a plan.
         """
         if not self.left:
             return 0, self._chunk[:0], self._counts[:0]
@@ -95,15 +90,15 @@ class ActionQueue:
         return result
 
     def push(self, chunk: np.ndarray, observed_at: float, now: float, executed: int | None = None) -> int:
-        """Replace what is left of the plan by a chunk (t, a); ``aggregate`` joins the two before.
+        """Replace the rest of the plan by a chunk (t, a), after ``aggregate`` joined them.
 
         Args:
-            observed_at: when the frames of the chunk were taken. Actions that are over at ``now`` are counted as late.
-            executed: for a robot that rests: how many actions it executed since ``observed_at``. The next tick takes
-                the action after these, whenever it comes. None for a robot that moves.
+            observed_at: time of the chunk's frames. Actions whose time is over at ``now`` count as late.
+            executed: number of actions that a resting robot executed since ``observed_at``; the next tick takes the
+                next action. None for a moving robot.
 
         Returns:
-            how many actions are still usable.
+            The number of usable actions.
         """
         made_of = np.ones(len(chunk), np.int64)
         if self.left:
@@ -119,11 +114,7 @@ class ActionQueue:
         return self.left
 
     def crossfade(self, chunk: np.ndarray, observed_at: float, now: float, steps: int) -> np.ndarray:
-        """Return the chunk with its next ``steps`` actions blended with what is left of the old chunk.
-
-        For a chunk of another policy, which may differ by a jolt even if it means the same motion. If nothing is left
-        of the old chunk, the new one is returned unchanged.
-        """
+        """Return the chunk (t, a) of another policy with its next ``steps`` actions blended with the old chunk."""
         skipped, old, _ = self.remaining(observed_at, len(chunk))
         first = max(math.ceil((now - self._align(observed_at)) / self.period), 0)
         steps = min(steps, len(old) - first)
@@ -136,20 +127,20 @@ class ActionQueue:
         return result
 
     def take(self, deadline: float, now: float) -> np.ndarray | None:
-        """Return the action (a,) for the tick of this deadline; skipped earlier actions are counted as late."""
+        """Return the action (a,) for the tick of this deadline; skipped earlier actions count as late."""
         last = len(self._chunk) - 1
         if last < 0:
             return None
         before = len(self._chunk) - self.left
         if self._waits_for_tick:
-            # The robot rested until this tick, however late the tick comes.
+            # The robot rested until this tick, even if the tick is late.
             self._waits_for_tick = False
             self.begun_at, self._starts_at = deadline, deadline - before * self.period
             position = present = float(before)
         else:
             position, present = self._position(deadline, before), (now - self._starts_at) / self.period
         if present > position + 1:
-            # This tick runs so late that its own action is over: take the action that belongs to now.
+            # The action of this late tick is over, so take the present action.
             position = self._position(now, before)
         is_over = position > last and (not self.is_between or present > last + 1)
         position = min(max(position, 0.0), float(last))
@@ -157,7 +148,7 @@ class ActionQueue:
         if index < before and not (self.is_between and self.consumed):
             return None
         if index > before:
-            # Ticks slower than actions pass over some of them on purpose.
+            # Ticks that are slower than actions skip some actions.
             self.late += 0 if self.is_between else index - before
             self.left = len(self._chunk) - index
         if is_over:
@@ -170,34 +161,31 @@ class ActionQueue:
         return self._interpolate(position) if self.is_between else self._chunk[index]
 
     def first_after(self, moment: float, observed_at: float) -> tuple[int, float]:
-        """Return the index of a chunk's next action after this moment, and the share of a period (0..1] between them.
-
-        For a robot that moves.
-        """
+        """Return the index of a chunk's next action after this moment, and the share of a period (0..1] until then."""
         position = (moment - self._align(observed_at)) / self.period
         if self.is_between:
             first = math.floor(position) + 1
             return (first, first - position) if first > 0 else (0, 1.0)
-        # As in `_position`: halfway between two actions, a tick took the earlier action.
+        # Halfway between two actions, a tick takes the earlier action, as in `_position`.
         return max(math.floor(position + 0.499) + 1, 0), 1.0
 
     def clear(self) -> None:
-        """Drop what is left of the plan; it does not count as late."""
+        """Drop the rest of the plan, which does not count as late."""
         self._chunk, self._counts = self._chunk[:0], self._counts[:0]
         self.left = self.consumed = 0
         self._waits_for_tick = False
 
     def due(self, index: int) -> float:
-        """Monotonic time at which action ``index`` of this chunk is due."""
+        """Return the monotonic due time of action ``index`` of this chunk."""
         return self._starts_at + index * self.period
 
     @property
     def dry_at(self) -> float:
-        """Monotonic time at which the last action of this chunk is over."""
+        """Monotonic time at which the last action of this chunk ends."""
         return self.due(len(self._chunk))
 
     def count_taken_since(self, moment: float) -> int:
-        """Return how many actions, of any chunk, were given out for ticks from this moment on."""
+        """Return the number of actions of all chunks that ticks took from this moment on."""
         count = 0
         for deadline in reversed(self._taken):
             if deadline < moment - 1e-6:
@@ -206,22 +194,23 @@ class ActionQueue:
         return count
 
     def due_times(self) -> list[float]:
-        """Return the monotonic times at which the remaining actions are due."""
+        """Return the monotonic due times of the remaining actions."""
         return [self.due(index) for index in range(len(self._chunk) - self.left, len(self._chunk))]
 
     def _align(self, observed_at: float) -> float:
-        """Return when action 0 of a chunk is due: before the motion began, the robot rested."""
+        """Return the due time of a chunk's action 0, which is not before the start of the motion."""
         return max(observed_at, self.begun_at)
 
     def _position(self, moment: float, following: int) -> float:
-        """Index of a moment in the chunk: a whole number, unless ticks take points between two actions.
+        """Return the index of a moment in the chunk, a whole number unless ticks interpolate.
 
-        ``following`` is the index of the action that comes next.
+        Args:
+            following: index of the next action.
         """
         position = (moment - self._starts_at) / self.period
         if self.is_between:
             return position
-        # When ticks fall halfway between two actions, rounding errors must not decide which action is taken.
+        # If ticks are halfway between two actions, rounding errors must not select the action.
         return float(following) if abs(position - following) < 0.501 else math.floor(position + 0.5)
 
     def _interpolate(self, position: float) -> np.ndarray:

@@ -1,8 +1,7 @@
 """Strategies that join a new chunk with the remaining plan.
 
-Sources: lerobot/async_inference/configs.py, AGGREGATE_FUNCTIONS (old and new, of one time step, over all that both
-have); lerobot/policies/act/modeling_act.py, ACTTemporalEnsembler, and Zhao et al., arXiv 2304.13705, algorithm 2;
-real-time chunking: Black et al., arXiv 2506.07339.
+Sources: lerobot/async_inference/configs.py, AGGREGATE_FUNCTIONS; lerobot/policies/act/modeling_act.py,
+ACTTemporalEnsembler; Zhao et al., arXiv 2304.13705, algorithm 2; Black et al., arXiv 2506.07339 (real-time chunking).
 """
 
 import math
@@ -15,10 +14,8 @@ import numpy as np
 
 from jaxmodels import Requirements
 
-# Seconds; see docs/robots/motion.md.
-CROSSFADE_SECONDS = 0.24
-# ACT's own default.
-DEFAULT_COEFFICIENT = 0.01
+CROSSFADE_SECONDS = 0.24  # See docs/robots/motion.md.
+DEFAULT_COEFFICIENT = 0.01  # ACT's default.
 MAX_COEFFICIENT = 10
 ALL_ACTIONS = 1 << 30
 
@@ -31,31 +28,27 @@ class Aggregation(Protocol):
 
     @property
     def lasting_actions(self) -> int:
-        """Largest number of actions of a plan that still count after the next chunk has taken over."""
+        """Largest number of planned actions that still count after the next chunk."""
         ...
 
     @property
     def sends_plan(self) -> bool:
-        """Whether the rest of the plan is an input of the policy."""
+        """Whether the policy gets the rest of the plan as an input."""
         ...
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray | float:
-        """Return the weight (n,) in 0..1 of each new action for whose moment there is a planned one.
+        """Return the weight (n,) in 0..1 of each new action that has a planned action at its time.
 
         Args:
-            counts: (n,) of how many predictions the planned one is made.
-            after: (n,) 1 for the first action that can still be done, 2 for the next; 0 and below: it is over.
+            counts: number of predictions (n,) in each planned action.
+            after: position (n,) of each action, from 1 for the first action that can still be executed.
         """
         ...
 
 
 @dataclass(frozen=True)
 class WeightedAggregation:
-    """Weighted average in which a new action always weighs the same.
-
-    Attributes:
-        weight: of the new one; 1 replaces the plan.
-    """
+    """Weighted average with a constant ``weight`` of new actions; 1 replaces the plan."""
 
     name: str
     weight: float
@@ -67,13 +60,13 @@ class WeightedAggregation:
         return ALL_ACTIONS if self.weight < 1 else 0
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> float:
-        """Return the weight, whatever the counts are."""
+        """Return the constant weight."""
         return self.weight
 
 
 @dataclass(frozen=True)
 class EnsembleAggregation:
-    """Temporal ensemble: of the predictions for one moment the oldest weighs 1 and the k-th exp(-coefficient * k)."""
+    """Temporal ensemble, in which the k-th prediction for a moment weighs exp(-coefficient * k), the oldest 1."""
 
     coefficient: float = DEFAULT_COEFFICIENT
     name: str = "ensemble"
@@ -92,8 +85,7 @@ class EnsembleAggregation:
         c = self.coefficient
         if abs(c) < 1e-9:
             return 1.0 / (counts + 1.0)
-        # Written so that nothing overflows, whichever sign.
-        if c > 0:
+        if c > 0:  # Each branch avoids an overflow for its sign.
             ratio = math.exp(-c)
             return ratio**counts * (1 - ratio) / (1 - ratio ** (counts + 1.0))
         ratio = math.exp(c)
@@ -102,10 +94,7 @@ class EnsembleAggregation:
 
 @dataclass(frozen=True)
 class CrossfadeAggregation:
-    """Crossfade from the plan into the new chunk over ``steps`` actions, or over the rest of a shorter plan.
-
-    ``sends_plan`` makes it real-time chunking, in which the policy continues the plan.
-    """
+    """Crossfade from the plan to the new chunk over ``steps`` actions, or over the rest of a shorter plan."""
 
     steps: int
     name: str = "crossfade"
@@ -113,7 +102,7 @@ class CrossfadeAggregation:
 
     @property
     def lasting_actions(self) -> int:
-        """As many actions as the crossfade takes."""
+        """Number of actions of the crossfade."""
         return self.steps
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
@@ -126,7 +115,6 @@ REPLACE = WeightedAggregation("replace", 1.0)
 ENSEMBLE, CROSSFADE, RTC = "ensemble", "crossfade", "rtc"
 # Chosen by benchmarks/smoothness.py.
 DEFAULT_AGGREGATION = CROSSFADE
-# Keyed by the names that requests use.
 AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
     {
         one.name: one
@@ -138,7 +126,7 @@ AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
             WeightedAggregation("conservative", 0.3),
             EnsembleAggregation(),
             CrossfadeAggregation(6),
-            # What follows the actions that were given is only suggested to the policy: the seam is led over, too.
+            # A policy need not follow the plan exactly, so real-time chunking also needs a crossfade.
             CrossfadeAggregation(6, RTC, sends_plan=True),
         )
     }
@@ -157,12 +145,12 @@ def choose_aggregation(
     """Choose how chunks of this policy are joined.
 
     Args:
-        name: a key of ``AGGREGATIONS``; None for the checkpoint's, else the default.
-        coefficient: of ``ensemble``; None for the checkpoint's, else ACT's.
+        name: a key of ``AGGREGATIONS``. Defaults to the checkpoint's, then to the product's default.
+        coefficient: coefficient of ``ensemble``. Defaults to the checkpoint's, then to ACT's.
         action_rate: actions per second.
 
     Raises:
-        ValueError: it is not possible with this policy, or there is no such way; says what is possible.
+        ValueError: the name is unknown or not possible with this policy; the text lists the possible names.
     """
     own = requirements.temporal_ensemble_coeff
     if name is None:
@@ -174,7 +162,7 @@ def choose_aggregation(
         )
     if name not in possible:
         raise ValueError(
-            f"real-time chunking wants a policy that continues the plan it is shown, and this one (of type "
+            f"real-time chunking needs a policy that continues a plan, and this policy (of type "
             f"{requirements.policy_type!r}) does not; possible with this policy: {_join_names(possible)}"
         )
     if name == ENSEMBLE:

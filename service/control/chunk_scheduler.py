@@ -1,4 +1,4 @@
-"""Chunk scheduler: when to ask for the next chunk, by measured delays, and with which prefix of the plan."""
+"""Chunk scheduler: when to request the next chunk, by measured delays, and with which prefix of the plan."""
 
 import math
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from service.control.config import ControlConfig
 from service.control.observation_buffer import ObservationHistory, Snapshot
 from service.stats import Recent, Tally
 
-# Codes of answers without a chunk: a program is being compiled; the inference did not return.
+# Codes of answers without a chunk: a program is being compiled, or the inference did not return.
 COMPILING, STUCK = "compiling", "stuck"
-# When an answer arrived, against the planned moment and one action around it.
+# Arrival of an answer, compared with the planned time and one action before and after it.
 EARLY, ON_TIME, LATE = "early", "on_time", "late"
 
 
@@ -24,9 +24,8 @@ class PolicyRequest:
     """One request to the policy for a chunk.
 
     Attributes:
-        requested_at: monotonic time.
-        due: when the plan runs dry, monotonic; None when there is no plan.
-        motion: number of the motion it belongs to; answers to an earlier motion are dropped.
+        due: monotonic time of the plan's end; None without a plan.
+        motion: number of the motion; answers of an earlier motion are dropped.
     """
 
     snapshot: Snapshot
@@ -39,9 +38,9 @@ class PolicyAnswer(NamedTuple):
     """Result of a request to the policy.
 
     Attributes:
-        chunk: (1, t, a) unchecked actions, or None.
-        error: code and text of why there is no chunk: ``compiling``, ``stuck``, or any other failure.
-        fade: for the first chunk of another policy, the number of actions blended with the old plan.
+        chunk: unchecked actions (1, t, a), or None.
+        error: code and text of the reason why there is no chunk.
+        fade: number of actions of another policy's first chunk to blend with the old plan.
         inputs: inputs of the policy, for its runner.
     """
 
@@ -53,16 +52,16 @@ class PolicyAnswer(NamedTuple):
 
 
 class ChunkScheduler:
-    """Decides when a policy is asked; at most one request is in flight.
+    """Decides when to request a chunk; at most one request is in flight.
 
     Attributes:
-        ahead: seconds between a request and the need for its chunk: as configured, else as long as answers take.
-        in_flight: the request that has no answer yet, or None.
-        discarded: answers that were dropped because of a hold or a stop.
+        ahead: seconds between a request and the need for its chunk, configured or estimated from answers.
+        in_flight: request without an answer, or None.
+        discarded: number of answers that were dropped because of a hold or a stop.
         latency: seconds from request to answer, on the event loop.
-        delay: actions executed between the newest chunk's frames and its arrival; None before the second chunk.
-        delays: the same of the newest chunks.
-        timing: number of answers that were early, on time and late, against ``action_steps`` of the chunk before.
+        delay: number of actions executed between the newest chunk's frames and its arrival; None before two chunks.
+        delays: ``delay`` of the newest chunks.
+        timing: number of early, timely and late answers.
     """
 
     def __init__(self, config: ControlConfig):
@@ -84,11 +83,11 @@ class ChunkScheduler:
     def next_request(
         self, snapshot: Snapshot, history: ObservationHistory, queue: ActionQueue, now: float
     ) -> PolicyRequest | None:
-        """Return a request for a chunk that follows this snapshot and the plan; None while it is not time for it."""
+        """Return a request for a chunk that follows this snapshot and the plan, or None if it is not needed yet."""
         if self.in_flight is not None:
             return None
         delay = self.ahead / queue.period
-        # One action of margin: an answer that comes during a tick is used at the next.
+        # The margin is one action, because an answer that arrives during a tick is used at the next tick.
         is_running_dry = queue.left <= math.ceil(delay) + 1
         has_done_enough = queue.consumed + math.floor(delay) >= self.config.action_steps
         if not (self._is_hurried or is_running_dry or has_done_enough):
@@ -102,7 +101,7 @@ class ChunkScheduler:
         return self.in_flight
 
     def prefix(self, queue: ActionQueue, observed_at: float) -> Mapping[str, np.ndarray]:
-        """Return the plan from ``observed_at`` on as inputs of a policy that continues it, with a batch axis of 1."""
+        """Return the plan from ``observed_at`` on as inputs of a policy, with a batch axis of 1."""
         _, plan, _ = queue.remaining(observed_at, self.config.chunk)
         delay = self.delays.upper_estimate()
         if delay is None:
@@ -114,22 +113,21 @@ class ChunkScheduler:
         self._motion += 1
 
     def request_soon(self) -> None:
-        """Drop the answer to the request in flight, and ask for another chunk as soon as that answer is there."""
+        """Drop the answer to the request in flight, and request another chunk after it."""
         self.end_motion()
         self._is_hurried = True
 
     def withdraw(self) -> None:
-        """Forget the request in flight: it was not carried out."""
+        """Forget the request in flight, which was not executed."""
         self.in_flight = None
 
     def close(self, answer: PolicyAnswer, queue: ActionQueue, now: float) -> bool:
-        """Note that the request in flight was answered; return False when the answer is of an earlier motion."""
+        """Note an answer to the request in flight; return False if it belongs to an earlier motion."""
         request = answer.request
         if request is not self.in_flight:
             return False
         self.in_flight = None
         if request.motion != self._motion:
-            # Its frames are from before a hold or a stop.
             self.discarded += 1
             return False
         if answer.error is not None:
@@ -147,7 +145,7 @@ class ChunkScheduler:
         return True
 
     def get_stats(self, period: float) -> dict[str, object]:
-        """Latencies and delays in actions of ``period`` seconds, and how timely answers were; JSON-ready."""
+        """Return latencies and delays in actions of ``period`` seconds, and counts of answers; JSON-ready."""
 
         def in_actions(percent: float) -> float | None:
             seconds = self.latency.percentile(percent)
@@ -163,14 +161,14 @@ class ChunkScheduler:
 
 
 def plan_prefix(plan: np.ndarray, delay: int, config: ControlConfig) -> Mapping[str, np.ndarray]:
-    """Inputs of a policy that continues a plan, each with a batch axis of 1.
+    """Return the inputs of a policy that continues a plan, each with a batch axis of 1.
 
     Args:
-        plan: (n, a) what is planned from the moment of the observation on, at most a chunk of it; none is fine.
-        delay: how many of these will be over when the answer comes, as far as one knows.
+        plan: planned actions (n, a) from the observation on, at most a chunk; may be empty.
+        delay: estimated number of these actions whose time is over at the answer.
     """
     actions = np.zeros((1, config.chunk, config.width), np.float32)
-    if len(plan):  # before the first chunk not even its width is known
+    if len(plan):  # An empty plan may have another width.
         actions[0, : len(plan)] = plan
     return {
         PREFIX_ACTIONS: actions,

@@ -8,10 +8,8 @@ from pydantic import Field, FiniteFloat, model_validator
 from service.control.aggregation import REPLACE, Aggregation
 from service.setting_types import Common, Group, Private, Ranges, Seconds, Steps, conflict
 
-# What happens to a chunk that leaves the limits.
-Mode = Literal["clamp", "refuse"]
-# What happens to a robot with a frozen source.
-Frozen = Literal["warn", "hold", "stop"]
+Mode = Literal["clamp", "refuse"]  # Treatment of a chunk outside the limits.
+Frozen = Literal["warn", "hold", "stop"]  # Treatment of a robot with a frozen camera or frozen joints.
 
 
 class SafetySettings(Group):
@@ -56,7 +54,7 @@ class SafetySettings(Group):
     )
     action_age_limit: Seconds | None = Field(
         default=None,
-        description="Seconds after its frame until an action is not done any more; default: as long as a chunk lasts.",
+        description="Seconds after its frame until an action is outdated; default: the duration of a chunk.",
     )
     slow_inference: FiniteFloat = Field(
         default=2.0,
@@ -110,11 +108,11 @@ class ControlConfig:
         rate: ticks per second.
         action_rate: actions per second of the policy's chunks.
         action_steps: actions of a chunk to execute before the next one takes over.
-        chunk: steps of one chunk.
+        chunk: actions of one chunk.
         width: values of one action.
         overlap: how a new chunk joins the rest of the plan.
         ask_ahead: seconds between the request of a chunk and the need for it; None for the measured latency.
-        samples: number of newest samples that percentiles are computed from.
+        samples: number of newest samples for percentiles.
     """
 
     rate: float

@@ -1,4 +1,4 @@
-"""Controller of one robot: from observations and policy answers to commands, tick by tick; pure."""
+"""Controller of one robot: computes commands from observations and policy answers, without I/O or a clock."""
 
 import math
 from collections.abc import Mapping
@@ -18,18 +18,14 @@ from service.stage import Move
 from service.stats import Recent, Tally
 from service.transport.link import BadInput, LinkDown, LinkEvent, LinkUp, RobotLeft
 
-# An absolute grid is computed with floats: a tick may come this much early and still be that tick.
-_EARLY_TOLERANCE = 1e-6
-# Differences of what a policy asks for must be numbers, whatever it asks for.
-_MAX_TARGET = 1e30
-# Fields of a ControlConfig that may change while a robot moves.
-ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
-# Code of an obstacle: the link is up, but refuses commands.
-CHOKED = "link_choked"
+_EARLY_TOLERANCE = 1e-6  # Share of a period that a tick may be early because of rounding.
+_MAX_TARGET = 1e30  # Larger actions of a policy are clipped, so that differences of actions are finite.
+ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")  # Fields of a ControlConfig that may change during a motion.
+CHOKED = "link_choked"  # Code of an obstacle: the link is up, but refuses commands.
 
 
 class ControlEvent(NamedTuple):
-    """Event of a robot that its session has to follow: a move in the table of stages, with a reason for people."""
+    """Event of a robot for its session: a move in the table of stages, and a reason for people."""
 
     move: Move
     reason: str | None
@@ -39,11 +35,9 @@ class TickResult(NamedTuple):
     """Decision of a tick.
 
     Attributes:
-        command: (a,) to be sent.
-        request: for the policy.
-        events: for the session.
+        command: command (a,) to send.
         is_accepted: whether the answer's chunk is planned now.
-        failure: code and text of why the answer was unusable, or None.
+        failure: code and text of the reason why the answer was unusable, or None.
     """
 
     command: np.ndarray | None = None
@@ -54,13 +48,7 @@ class TickResult(NamedTuple):
 
 
 class DueTick(NamedTuple):
-    """A tick that is due.
-
-    Attributes:
-        deadline: when it was due.
-        missed: number of skipped ticks before it.
-        late: seconds since the deadline of the first tick that was not done.
-    """
+    """A due tick: its deadline, the number of skipped ticks, and seconds since the first skipped deadline."""
 
     deadline: float
     missed: int
@@ -68,7 +56,7 @@ class DueTick(NamedTuple):
 
 
 class TickClock:
-    """Grid of ticks ``period`` seconds apart, each done once or not at all."""
+    """Grid of ticks ``period`` seconds apart, each taken at most once."""
 
     def __init__(self, period: float):
         self.period = period
@@ -85,12 +73,11 @@ class TickClock:
         return self._anchor + max(self._index + 1, newest) * self.period
 
     def take(self, now: float) -> DueTick | None:
-        """Return the newest tick that is due and skip older ones; None when it was done already."""
+        """Return the newest due tick, and skip older ticks; None if it was taken already."""
         index = math.floor((now - self._anchor) / self.period + _EARLY_TOLERANCE)
         if index <= self._index:
             return None
         missed = index - self._index - 1
-        # Late against the tick that should have come next, not only against the newest.
         late = max(now - self._anchor - (self._index + 1) * self.period, 0.0)
         self._index = index
         return DueTick(self._anchor + index * self.period, missed, late)
@@ -98,17 +85,15 @@ class TickClock:
 
 @dataclass(frozen=True)
 class Hold:
-    """Reason for a hold: a stable code (``camera_stale``), a text for people, and since when (monotonic)."""
+    """Reason for a hold: a stable code (``camera_stale``), a text for people, and its start (monotonic)."""
 
     code: str
     text: str
     since: float
 
 
-# A stop that the link does not take is sent again, at most so many times as often as a hold is repeated.
-STOP_RETRIES = 25
-
-# Holds that end with a usable chunk; all other holds end when their cause is gone.
+STOP_RETRIES = 25  # Largest number of retries of a stop that the link refuses, per repeat of a hold.
+# Holds that end with a usable chunk; all other holds end with their cause.
 OF_POLICY = frozenset({"policy_invalid", "policy_failed", "policy_late", "starved"})
 # Holds because the policy is too slow.
 TOO_SLOW = frozenset({"inference_slow", "action_stale", "policy_late", "starved"})
@@ -118,10 +103,10 @@ class HoldState:
     """Hold of one robot.
 
     Attributes:
-        hold: why it is held, or None while it may move.
+        hold: reason for the hold, or None while the robot may move.
         counts: number of holds by reason.
-        repeats_left: how often the measured pose is still to be sent.
-        ramp: slows the robot down first, or None.
+        repeats_left: number of times that the measured pose is still to be sent.
+        ramp: slows the robot down before the hold, or None.
     """
 
     def __init__(self, repeats: int):
@@ -143,13 +128,13 @@ class HoldState:
             self.hold = Hold(reason.code, reason.text, self.hold.since)
 
     def enter_stop(self, is_sent: bool) -> None:
-        """Hold the robot without a reason of its own: a stop. Without ``is_sent`` no pose is sent."""
+        """Hold the robot for a stop; ``is_sent`` says whether the pose is sent."""
         self.hold, self.ramp = None, None
         self.repeats_left = self._repeats if is_sent else 0
         self._retries = STOP_RETRIES * self._repeats
 
     def retry(self) -> None:
-        """Send a stop that the link did not take once more, unless that goes on for too long."""
+        """Repeat a stop that the link refused, up to the limit of retries."""
         if self._retries:
             self._retries -= 1
             self.repeats_left += 1
@@ -167,20 +152,19 @@ class Controller:
     Attributes:
         period: seconds from tick to tick.
         clock: grid of the ticks, from ``begin`` on.
-        queue: planned actions (2 a,): as the guard lets them pass, then as the policy wanted them.
+        queue: planned actions (2 a,): allowed by the guard, then as the policy returned them.
         is_running: whether the robot was started and not halted.
-        refused_since: when the link refused the first of the newest commands; None when it took the last one.
-        command: the newest command (a,), or None.
+        refused_since: when the link refused the first of the newest commands; None if it took the newest command.
+        command: newest command (a,), or None.
         lost_rooms: rooms whose connection is lost, with the reason.
-        is_blind: whether the robot cannot be observed or reached for so long that its session is degraded.
-        starvations: how often the queue ran dry during a motion.
-        missed_ticks: ticks that were skipped because of a late wake-up.
-        ticks, chunks: their numbers.
-        rejected: chunks refused because they were not finite, not of the right shape, or outside the limits.
-        largest_step: (a,) the largest change of each joint from tick to tick that the policy wanted since the last
-            reset, before the guard. After a pause, the nearer of the command and the pose counts.
+        is_blind: whether the session is degraded because the robot cannot be observed or reached.
+        starvations: number of times that the queue was empty during a motion.
+        missed_ticks: number of skipped ticks.
+        rejected: number of refused chunks.
+        largest_step: largest change (a,) of each joint from tick to tick that the policy returned, before the guard.
+            After a pause, the change from the nearer of the command and the pose counts.
         lateness: seconds from a tick's deadline to its run.
-        late_by_chunk: number of actions of each of the newest chunks that were over on arrival.
+        late_by_chunk: number of actions of each of the newest chunks whose time was over on arrival.
     """
 
     def __init__(
@@ -189,7 +173,7 @@ class Controller:
         config: ControlConfig,
         limits: MotionLimits | None = None,
     ):
-        """Without ``limits``, those of the joint table apply."""
+        """Create a controller; without ``limits``, the limits of the joint table apply."""
         self.config = config
         self.period = 1 / config.rate
         self.buffer = buffer
@@ -229,7 +213,7 @@ class Controller:
     # Ticks.
 
     def tick(self, now: float) -> TickResult:
-        """Do the newest due tick; skip and count older ones."""
+        """Run the newest due tick; skip and count older ticks."""
         due = None if self.is_idle else self.clock.take(now)
         if due is None:
             return TickResult()
@@ -237,9 +221,9 @@ class Controller:
         self.missed_ticks += due.missed
         self.ticks += 1
         if due.missed * self.period > self.config.control.starved_after:
-            self._hold_state.ramp = None  # the arm came to rest meanwhile
+            self._hold_state.ramp = None  # The arm came to rest during the missed ticks.
         events = self._check_input(now) if self.is_running else ()
-        if not self.is_running:  # it was halted, or the watchdog stopped it just now
+        if not self.is_running:  # The robot was halted, or the watchdog has just stopped it.
             return TickResult(self._hold_command(), None, events)
         snapshot = next(iter(self._obstacles.values()), None) or self.buffer.snapshot(now)
         if isinstance(snapshot, NotReady):
@@ -258,7 +242,7 @@ class Controller:
         return TickResult(command, self.scheduler.next_request(snapshot, history, self.queue, now), events)
 
     def _check_input(self, now: float) -> tuple[ControlEvent, ...]:
-        """Apply what the watchdog finds to the tick that comes; a stop is done at once."""
+        """Apply the watchdog's report to this tick; a stop takes effect at once."""
         in_flight = self.scheduler.in_flight
         report = self.watchdog.check(
             now,
@@ -289,10 +273,10 @@ class Controller:
         return events
 
     def _move(self, action: np.ndarray, pose: np.ndarray, now: float) -> np.ndarray:
-        """The command (a,) for an action (2 a,) of the queue and a measured pose (a,), within the limits."""
+        """Return the command (a,) within the limits for an action (2 a,) of the queue and a measured pose (a,)."""
         allowed, target = action[: self.config.width], action[self.config.width :]
         if self.command is not None:
-            # A robot that stood may have been moved by hand; a gripper that holds something is never where it was sent.
+            # A resting robot may have been moved by hand, and a gripper with an object does not reach its command.
             previous = self._target if self._is_moving else pose
             step = np.abs(target - self.command)
             if previous is not None:
@@ -303,7 +287,7 @@ class Controller:
             self._history.append(self._keep_grip(pose))
         self.command = self.guard.limit(allowed, self._history[-1])
         self._history.append(self.command)
-        if not self._is_moving:  # whatever holds a robot ends its motion first
+        if not self._is_moving:  # Every hold ends the motion, so a moving robot has no hold.
             self._hold_state.end()
         self._moved_at = now
         self._is_moving, self._is_dry, self._keeps_grip = True, False, True
@@ -312,7 +296,7 @@ class Controller:
     def _wait_for_policy(self, now: float) -> None:
         held = self._hold_state
         if held.hold is not None and held.hold.code not in OF_POLICY:
-            held.hold = None  # the robot can be seen again; the policy has yet to answer
+            held.hold = None  # The robot is observed again, but the policy has not answered yet.
         if not self._is_moving:
             return
         self._history.rest()
@@ -327,10 +311,7 @@ class Controller:
             self._enter_hold(NotReady("starved", text), now)
 
     def confirm(self, is_sent: bool, now: float) -> None:
-        """Note whether a link that is up took the newest command; if not, the robot is where it was sent before.
-
-        That it took one more after others is no news.
-        """
+        """Note whether a link that is up took the newest command; if not, the command before still applies."""
         if is_sent:
             self.refused_since = None
             self.clear(CHOKED)
@@ -343,12 +324,12 @@ class Controller:
                 limit = self.config.control.starved_after * 1e3
                 self.obstruct(CHOKED, f"the link took no command for longer than {limit:.0f} ms")
         elif CHOKED in self._obstacles:
-            self._hold_state.repeats_left += 1  # until it is taken
+            self._hold_state.repeats_left += 1  # Repeat the hold until the link takes it.
 
     # Answers of the policy.
 
     def accept(self, answer: PolicyAnswer, now: float) -> TickResult:
-        """Plan the chunk of an answer, within the limits; hold, stop or fail the robot when there is none."""
+        """Plan the chunk of an answer within the limits; hold, stop or fail the robot without a usable chunk."""
         request = answer.request
         if answer.error is not None and answer.error[0] in (COMPILING, STUCK):
             code, text = answer.error
@@ -379,13 +360,13 @@ class Controller:
             text = (
                 f"the policy answers {age * 1e3:.0f} ms after its frame, its chunk covers only {covered * 1e3:.0f} ms"
             )
-            # After a pause of the whole process its answer may be read first, and what it saw is over like the frames.
+            # After a pause of the process, the frames of this answer may be outdated.
             not_ready = next(iter(self._obstacles.values()), None) or self.buffer.not_ready(now)
             self._enter_hold(not_ready or NotReady("policy_late", text), now)
         return TickResult(is_accepted=True)
 
     def _count_executed(self, request: PolicyRequest) -> int | None:
-        """Return how many actions a resting robot executed since the frames of a request; None while it moves."""
+        """Return the number of actions that a resting robot executed since a request; None while it moves."""
         if request.due is None:
             return 0  # The plan was empty at the request, so the robot executed nothing since.
         return None if self._is_moving else self.queue.count_taken_since(request.snapshot.observed_at)
@@ -395,23 +376,23 @@ class Controller:
     ) -> np.ndarray | tuple[str, str]:
         """Return the plan (t, 2 a) for a policy's chunk (1, t, a), or code and text of why it is refused.
 
-        Each row has the action as the guard lets it pass, then the same action as the policy wanted it.
+        Each row has the action that the guard allows, then the action that the policy returned.
 
         Args:
-            executed: as ``_count_executed`` returns it.
+            executed: result of ``_count_executed``.
         """
         if (wrong := self.guard.check_shape(chunk)) is not None:
             return wrong
         assert isinstance(chunk, np.ndarray)
         queue, width, observed_at = self.queue, chunk.shape[2], request.snapshot.observed_at
-        # The first action that can still be done, and what it follows.
+        # First action that can still be executed, and the share of a period before it.
         if executed is None:
             first, share = queue.first_after(self.clock.next_deadline(now) - self.period, observed_at)
         else:
             first, share = executed, 1.0
         first = min(first, self.config.chunk)
         pose = self.buffer.pose
-        assert pose is not None, "a chunk is only asked for when every joint is known"
+        assert pose is not None, "a chunk is requested only with a complete pose"
         motion = self._history.motion(
             self._keep_grip(pose), ahead=(1 - share) * queue.period, is_between=queue.is_between
         )
@@ -426,12 +407,12 @@ class Controller:
         if judged.clamped:
             plan[:, :width] = judged.actions
             if queue.is_between and first:
-                # Ticks take points between the action before and this one, so that one is where the motion comes from.
+                # Ticks interpolate from the action before, so that action is set to the start of the motion.
                 plan[first - 1, :width] = motion.position
         return plan
 
     def _note_failure(self, code: str, text: str, now: float, failure: tuple[str, str]) -> TickResult:
-        """Hold the robot after an answer that was no use; too many of them in a row end its motion."""
+        """Hold the robot after an unusable answer; too many such answers in a row end its motion."""
         self._failures += 1
         self._enter_hold(NotReady(code, text), now)
         self._flush()
@@ -443,10 +424,10 @@ class Controller:
             return self.fail(f"{code}: {text}", now, move=Move.EMERGENCY_STOP, failure=failure)
         return self.fail(text, now, failure=failure)
 
-    # What happens to a session.
+    # Events of the session and the link.
 
     def adjust(self, config: ControlConfig) -> None:
-        """Join chunks in another way, or request them at other times, from the next chunk on.
+        """Change how chunks are joined and requested, from the next chunk on.
 
         Raises:
             ValueError: fields other than ``ADJUSTABLE`` differ.
@@ -462,7 +443,7 @@ class Controller:
         )
 
     def begin(self, now: float) -> None:
-        """Start or restart: the first tick is now, and nothing of an earlier motion is left."""
+        """Start or restart without any state of an earlier motion; the first tick is now."""
         self.clock.begin(now)
         self.watchdog.begin(now)
         self._flush()
@@ -477,10 +458,10 @@ class Controller:
         self.is_running = True
 
     def halt(self, now: float, *, always_hold: bool = False) -> TickResult:
-        """Stop. The command is to be sent at once; the next ticks repeat the hold.
+        """Stop. The command must be sent at once; the next ticks repeat the hold.
 
-        A robot without any command so far gets no hold, unless ``always_hold``. A resting robot with an outdated pose
-        gets none either, because the old pose may be far away.
+        A robot that never got a command gets no hold, unless ``always_hold``. A resting robot with an outdated pose
+        gets no hold either, because that pose may be far away.
         """
         self._begin_halt(now, always_hold=always_hold)
         return TickResult(self._hold_command())
@@ -497,29 +478,29 @@ class Controller:
     def fail(
         self, reason: str, now: float, *, move: Move = Move.FAILED, failure: tuple[str, str] | None = None
     ) -> TickResult:
-        """Stop for good: the session ends in an error, or is latched by an emergency stop."""
+        """Stop until a restart: the session ends in an error, or is latched by an emergency stop."""
         self._begin_halt(now, always_hold=move is Move.EMERGENCY_STOP)
         return TickResult(self._hold_command(), events=(ControlEvent(move, reason),), failure=failure)
 
     def take_bad_input(self, reasons: Mapping[str, int], now: float) -> TickResult:
-        """Count joint values that could not be used, by reason; too many of them stop a robot that moves."""
+        """Count unusable joint values by reason; too many stop a moving robot."""
         stop = self.watchdog.note_bad_input(reasons, now)
         if stop is None or not self.is_running:
             return TickResult()
         return self.fail(str(stop), now, move=Move.EMERGENCY_STOP)
 
     def take_link_event(self, event: LinkEvent, now: float, *, carries_joints: bool) -> TickResult:
-        """Follow a change of the link; ``carries_joints`` says whether the event's room carries the joints."""
+        """Apply an event of the link; ``carries_joints`` says whether the event's room carries the joints."""
         if isinstance(event, BadInput):
             self.buffer.refuse_joints(event.reasons)
             return self.take_bad_input(event.reasons, now)
         if isinstance(event, RobotLeft):
             self.buffer.distrust_joints()
             self.watchdog.forget_frozen_joints()
-            # Its program may have released the motors, and a jaw that a person opened must not snap shut.
+            # The program may have released the motors, and a jaw that a person opened must not close.
             self.release_grip()
             if event.is_replaced:
-                # At once: the next robot may come before the next tick.
+                # Now, because the next robot may connect before the next tick.
                 self.buffer.forget_joints()
                 self._forget_robot()
         elif isinstance(event, LinkDown):
@@ -535,13 +516,13 @@ class Controller:
                 self.obstruct("link_lost", self.link_trouble or "")
             else:
                 self.clear("link_lost")
-                self.is_blind = False  # a robot that still cannot be observed is reported again
+                self.is_blind = False  # A robot that still cannot be observed is reported again.
                 return TickResult(events=(ControlEvent(Move.LINK_BACK, None),))
         return TickResult()
 
     @property
     def link_trouble(self) -> str | None:
-        """Which rooms are lost and why, or None."""
+        """Lost rooms with their reasons, or None."""
         lost = sorted(self.lost_rooms.items())
         return "; ".join(f"room {room!r} is lost: {reason}" for room, reason in lost) or None
 
@@ -559,7 +540,7 @@ class Controller:
         self._keeps_grip = False
 
     def obstruct(self, code: str, text: str) -> None:
-        """Forbid motion for something outside (a lost link, a compile), until ``clear`` of the same code."""
+        """Forbid motion (for a lost link or a compile) until ``clear`` with the same code."""
         self._obstacles[code] = NotReady(code, text)
 
     def clear(self, code: str) -> None:
@@ -567,7 +548,7 @@ class Controller:
         self._obstacles.pop(code, None)
 
     def request_soon(self) -> None:
-        """Request another chunk at the next tick, and drop the one in flight; the plan goes on until then."""
+        """Request another chunk at the next tick, and drop the request in flight; the plan continues."""
         self.scheduler.request_soon()
         self._failures = 0
 
@@ -575,17 +556,17 @@ class Controller:
 
     @property
     def hold(self) -> Hold | None:
-        """Why the robot is held, or None while it may move."""
+        """Reason for the hold, or None while the robot may move."""
         return self._hold_state.hold
 
     @property
     def holds(self) -> Tally:
-        """How often each reason held the robot."""
+        """Number of holds by reason."""
         return self._hold_state.counts
 
     @property
     def latency(self) -> Recent:
-        """Seconds from asking to answer, on the event loop's side."""
+        """Seconds from a request to its answer, on the event loop."""
         return self.scheduler.latency
 
     @property
@@ -603,7 +584,7 @@ class Controller:
     def _enter_hold(self, reason: NotReady, now: float) -> None:
         ramp = None
         if self.hold is None and self._is_moving:
-            # After a pause the arm rests already, perhaps elsewhere than where it was sent.
+            # After a pause the arm already rests, perhaps away from its command.
             is_over = now - self._moved_at > max(self.config.control.starved_after, 2 * self.period)
             if self.config.safety.on_hold == "ramp" and not is_over:
                 ramp = self._history.ramp(self.guard.limits)
@@ -614,7 +595,7 @@ class Controller:
         self._is_moving = False
 
     def _hold_command(self) -> np.ndarray | None:
-        """Return what is sent to a robot that is held, at this tick: (a,), or None."""
+        """Return the command (a,) of this tick for a robot that is held, or None."""
         held = self._hold_state
         if held.ramp is not None and (slower := held.ramp.next()) is not None:
             self._history.append(slower)
@@ -625,7 +606,7 @@ class Controller:
             return None
         held.repeats_left -= 1
         self._history.clear()
-        # A robot that is not where it is measured stays where it was sent last: the measured pose would move it.
+        # A robot whose measured pose is doubtful keeps its last command, because that pose could move it.
         is_doubted = self.buffer.units_mismatch is not None or self.watchdog.is_pose_doubted
         pose = None if is_doubted else self.buffer.pose
         if pose is not None:
@@ -633,16 +614,13 @@ class Controller:
         return pose
 
     def _keep_grip(self, pose: np.ndarray) -> np.ndarray:
-        """Return the pose (a,) at which a robot is held, and at which its next motion begins.
-
-        A gripper keeps its command: at its measured position it would no longer press, and drop the object.
-        """
+        """Return the pose (a,) of a hold, at which the next motion begins; grippers keep their command and grip."""
         if not self._keeps_grip or self.command is None:
             return pose
         return np.where(self.buffer.joints.grippers, self.command, pose)
 
     def _flush(self) -> None:
-        """Drop the plan: nothing planned before this moment may still move the robot."""
+        """Drop the plan, so that earlier actions cannot move the robot."""
         self.queue.clear()
         self.scheduler.end_motion()
         self._is_moving = self._is_dry = False

@@ -1,7 +1,7 @@
-"""Guard: judges whole chunks and limits every command, by the motion of the earlier commands.
+"""Guard: checks whole chunks and limits every command, by the motion of the earlier commands.
 
-A chunk of another shape, with values that are not finite or far outside of every range is refused in every mode. Other
-violations (position, step, velocity, acceleration, jerk, seam) are clamped or refused, as the mode of the limits says.
+A chunk with another shape, or with values that are not finite or far outside the ranges, is refused in every mode. For
+other violations (position, step, velocity, acceleration, jerk, seam), the mode selects clamping or refusal.
 """
 
 from collections import deque
@@ -13,26 +13,25 @@ import numpy as np
 from service.control.limits import REFUSAL_SLACK, MotionLimits
 from service.stats import Tally
 
-# Stands for "no limit" where sums with infinity would be NaN.
-UNLIMITED = 1e30
+UNLIMITED = 1e30  # Replaces infinity, whose differences are NaN.
 
 
 class ChunkClamp:
     """Clamps chunks to limits per action.
 
     The result always keeps position, step and velocity. It keeps acceleration if the earlier motion leaves room to
-    brake before the end of the range, and jerk as far as the other limits allow.
+    brake before the end of the range, and jerk if the other limits allow it.
     """
 
     def __init__(
         self, low: np.ndarray, high: np.ndarray, speed: np.ndarray, acceleration: np.ndarray, jerk: np.ndarray
     ):
-        """Arrays (a,); speed, acceleration and jerk per action and its powers, infinite for none."""
+        """Create it from arrays (a,); speed, acceleration and jerk are per action and its powers, or infinite."""
         self.low, self.high = np.maximum(low, -UNLIMITED), np.minimum(high, UNLIMITED)
         self.speed = np.minimum(speed, UNLIMITED)
         self.acceleration, self.jerk = np.minimum(acceleration, UNLIMITED), np.minimum(jerk, UNLIMITED)
         self.is_smooth = bool((np.minimum(acceleration, jerk) < UNLIMITED).any())
-        # Where nobody limits the braking it takes no time; infinity would make the sums below NaN.
+        # A joint without a limit of braking can stop at once; infinity would make the sums below NaN.
         widest = np.where(self.speed < UNLIMITED, self.speed, np.minimum(self.high - self.low, 1e6))
         self._brake = np.minimum(self.acceleration, 1e3 * widest)
 
@@ -59,16 +58,16 @@ class ChunkClamp:
         has_jerk, jerk = bool((self.jerk < UNLIMITED).any()), self.jerk
         harder, softer = self.acceleration, -self.acceleration
         fastest, above, below = self.speed, np.empty(len(current)), np.empty(len(current))
-        # How fast it may go to still come to rest at the end of the range: v = sqrt(b^2 + 2 b room) - b, for both ends.
-        # Krauss, Phys. Rev. E 55 (1997) 5597, eq. 4, for a leader at rest. What is kept is the radicand; a joint that
-        # is outside has no room.
+        # Largest speed from which a joint stops before the end of its range: v = sqrt(b^2 + 2 b room) - b, for both
+        # ends. Source: Krauss, Phys. Rev. E 55 (1997) 5597, eq. 4, for a leader at rest. ``top`` and ``bottom`` are
+        # the radicands; a joint outside of its range has no room.
         brake = self._brake
         twice = 2 * brake
         top = brake**2 + twice * np.maximum(self.high - current, 0.0)
         bottom = brake**2 + twice * np.maximum(current - self.low, 0.0)
         for row in targets:
             np.subtract(row, current, change)
-            np.subtract(change, before, change)  # how the speed changes, from here on
+            np.subtract(change, before, change)  # From here on, the change of the speed.
             if has_jerk:
                 np.minimum(change, np.add(bent, jerk, above), out=change)
                 np.maximum(change, np.subtract(bent, jerk, below), out=change)
@@ -88,20 +87,19 @@ class ChunkClamp:
         return targets
 
 
-# Rounding to float32 on the way is no fault of a policy.
-_RELATIVE_TOLERANCE, _ROUNDING_ERROR = 1e-4, 4e-7
-_FLOAT32_MAX = np.finfo(np.float32).max  # what is sent is float32
+_RELATIVE_TOLERANCE, _ROUNDING_ERROR = 1e-4, 4e-7  # Errors of rounding to float32 are allowed.
+_FLOAT32_MAX = np.finfo(np.float32).max  # Commands are float32.
 
 
 @dataclass(frozen=True)
 class Motion:
-    """Motion that a chunk follows; each array is (a,), of the commands, in units and seconds.
+    """Motion of the commands (a,) before a chunk, in units and seconds.
 
     Attributes:
-        position: the newest command; the measured pose when the robot stands.
-        acceleration: None when it is unknown.
-        is_at_rest: whether nothing was commanded since a start or a hold.
-        pose: the measured pose, which may be outside of the limits; None where it equals ``position``.
+        position: newest command, or the measured pose of a resting robot.
+        acceleration: None if unknown.
+        is_at_rest: whether no command was sent since a start or a hold.
+        pose: measured pose, which may be outside of the limits; None if it equals ``position``.
     """
 
     position: np.ndarray
@@ -119,7 +117,7 @@ class Ramp:
     """Commands that slow a motion down in its own direction; all joints come to rest at the same time."""
 
     def __init__(self, limits: MotionLimits, position: np.ndarray, velocity: np.ndarray, rate: float):
-        """Begin at a command (a,) that moved with this velocity (a,), in units per second."""
+        """Begin at a command (a,) with this velocity (a,), in units per second."""
         fastest = np.minimum(limits.velocity, limits.step * rate)
         velocity = np.clip(velocity, -fastest, fastest)
         braking = np.where(np.isfinite(limits.acceleration), limits.acceleration, fastest / USUAL_RAMP)
@@ -131,42 +129,42 @@ class Ramp:
         self._done = 0
 
     def next(self) -> np.ndarray | None:
-        """The command of this tick (a,) float32, or None when the arm has come to rest."""
+        """Return the command of this tick (a,) float32, or None when the arm rests."""
         self._done += 1
         if self._done > self._ticks:
             return None
         aim = self._position + self._change * (1 - self._done / (self._ticks + 1))
-        # Not further out of its range than it is: a joint may have been pushed there.
+        # A joint that was pushed out of its range must not move further out.
         low, high = np.minimum(self._limits.low, self._position), np.maximum(self._limits.high, self._position)
         self._position = np.clip(aim, low, high)
         return self._position.astype(np.float32)
 
 
 class CommandHistory(deque[np.ndarray]):
-    """The newest three commands (a,) of a motion, or the pose that it began from; empty when the robot stands."""
+    """Newest three commands (a,) of a motion, at first the pose of its start; empty for a resting robot."""
 
     def __init__(self, rate: float):
-        """``rate``: commands per second."""
+        """Create an empty history for ``rate`` commands per second."""
         super().__init__(maxlen=3)
         self._rate = rate
 
     def rest(self) -> None:
-        """Note a tick without a command: the robot goes where it was sent and rests there."""
+        """Note a tick without a command, in which the robot rests at its last command."""
         if self:
             self.append(self[-1])
 
     def take_back(self) -> np.ndarray:
-        """Take back the newest command, which the link did not take; returns the one before (a,)."""
+        """Remove the newest command, which the link refused; returns the command (a,) before."""
         self[-1] = self[-2]
         return self[-1]
 
     def motion(self, pose: np.ndarray, *, ahead: float, is_between: bool) -> Motion:
-        """Motion that a chunk follows which is done from now on.
+        """Return the motion before a chunk that is executed from now on.
 
         Args:
-            pose: (a,) as measured; a motion from rest begins here.
-            ahead: seconds that the newest command is past the due time of the action before the chunk's first.
-            is_between: whether commands are points between two actions: their bends are no matter of the policy then.
+            pose: measured pose (a,), at which a motion from rest begins.
+            ahead: seconds from the due time of the action before the chunk's first action to the newest command.
+            is_between: whether commands are interpolated between actions, so that the acceleration is unknown.
         """
         if not self:
             rest = np.zeros(len(pose))
@@ -174,11 +172,11 @@ class CommandHistory(deque[np.ndarray]):
         newest, older, oldest = self[-1], self[max(len(self) - 2, 0)], self[0]
         velocity = (newest - older).astype(np.float64) * self._rate
         bend = None if is_between else (newest - 2 * older + oldest).astype(np.float64) * self._rate**2
-        # On the grid of actions: where it was when the action before the first one was due.
+        # Position at the due time of the action before the chunk's first action.
         return Motion(newest - velocity * ahead, velocity, bend, is_at_rest=False, pose=pose)
 
     def ramp(self, limits: MotionLimits) -> Ramp | None:
-        """Ramp from the newest commands to a stop; None when the robot has no speed."""
+        """Return a ramp from the newest commands to a stop; None without a speed."""
         if len(self) < 2:
             return None
         velocity = (self[-1] - self[-2]).astype(np.float64) * self._rate
@@ -187,11 +185,11 @@ class CommandHistory(deque[np.ndarray]):
 
 @dataclass(frozen=True)
 class ChunkVerdict:
-    """Result of judging a chunk.
+    """Result of a check of a chunk.
 
     Attributes:
-        actions: (t, a) float32 inside the limits, or None when the chunk is refused.
-        reason, text: stable code of why it is refused, and a text for people.
+        actions: (t, a) float32 inside the limits, or None if the chunk is refused.
+        reason, text: stable code and text of a refusal.
         clamped: reasons for which actions were clamped.
     """
 
@@ -202,12 +200,12 @@ class ChunkVerdict:
 
 
 class Guard:
-    """Guard of one robot: judges whole chunks and limits every command.
+    """Guard of one robot: checks whole chunks and limits every command.
 
     Attributes:
         clamped: number of clamped chunks by reason; ``tick`` counts single commands.
         refused: number of refused chunks by reason.
-        joints: joint to the number of chunks that were clamped because of it.
+        joints: number of clamped chunks by joint.
     """
 
     def __init__(self, limits: MotionLimits, *, rate: float, action_rate: float, chunk: int):
@@ -228,7 +226,7 @@ class Guard:
         ends = np.abs(np.stack([limits.low, limits.high]))
         largest = np.where(np.isfinite(ends), ends, 0.0).max(axis=0)
         self._tolerance = _ROUNDING_ERROR * largest
-        # What is inside needs no more than to be compared with these, row by row as numpy is quickest at it.
+        # Limits as rows of a chunk, because numpy compares arrays of equal shape fastest.
         believable = (-np.inf, np.inf) if limits.believable is None else limits.believable
         rows = np.ones((chunk, 1))
         self._believable = (
@@ -238,11 +236,11 @@ class Guard:
         self._believable_float32 = _round_inside_float32(*self._believable)
         self._ends = rows * (self._clamping.low - self._tolerance), rows * (self._clamping.high + self._tolerance)
         self._fastest = rows * (self._clamping.speed * (1 + _RELATIVE_TOLERANCE) + self._tolerance)
-        # Places, and the changes that lead to them, compared at once.
+        # Limits of positions and of changes, which are compared at once.
         self._lowest = np.concatenate((self._ends[0], -self._fastest))
         self._highest = np.concatenate((self._ends[1], self._fastest))
         self._slack = np.where(np.isfinite(limits.high - limits.low), REFUSAL_SLACK * (limits.high - limits.low), 0.0)
-        # Per tick, in the commands' own precision.
+        # Limits per tick, in float32 as commands.
         self._step = np.minimum(limits.step, limits.velocity / rate).astype(np.float32)
         finite = np.where(np.isfinite(self._step), self._step, np.float32(0))
         self._unnoticed = (np.float32(1e-3) * finite + self._tolerance + 1e-6).astype(np.float32)
@@ -288,7 +286,7 @@ class Guard:
         )
 
     def judge(self, chunk: np.ndarray, before: Motion, first: int = 0) -> ChunkVerdict:
-        """Judge a chunk (t, a) of finite floats whose actions before ``first`` are over and will not be done."""
+        """Check a chunk (t, a) of finite floats whose actions before ``first`` will not be executed."""
         if first == 0 and self.limits.mode != "refuse" and self._is_plainly_inside(chunk, before.position):
             return ChunkVerdict(chunk)
         whole = chunk.astype(np.float64)
@@ -315,7 +313,7 @@ class Guard:
     def limit(self, action: np.ndarray, before: np.ndarray) -> np.ndarray:
         """Limit the command (a,) of one tick after the command ``before``.
 
-        A joint outside of its range is led back step by step, or slower if the action is on the way back.
+        A joint outside of its range moves back step by step, or slower if the action does.
         """
         change = action - before
         np.abs(change, out=change)
@@ -343,14 +341,14 @@ class Guard:
         }
 
     def _per_action(self, before: Motion) -> tuple[np.ndarray, np.ndarray]:
-        """Return speed and acceleration (a,) of the motion before, per action; zeros for what nobody knows."""
+        """Return speed and acceleration (a,) of the motion before, per action; zeros for an unknown acceleration."""
         speed = before.velocity / self._action_rate
         if before.acceleration is None:
             return speed, np.zeros_like(speed)
         return speed, before.acceleration / self._action_rate**2
 
     def _is_plainly_inside(self, chunk: np.ndarray, position: np.ndarray) -> bool:
-        """Whether ``_find_violations`` would find nothing; False too where that takes a closer look."""
+        """Whether ``_find_violations`` would find nothing; False if that is unknown."""
         count = len(chunk)
         if 2 * count != len(self._lowest) or self._clamping.is_smooth:
             return False
@@ -362,10 +360,10 @@ class Guard:
         return not np.count_nonzero((both < self._lowest) | (both > self._highest))
 
     def _find_violations(self, whole: np.ndarray, before: Motion, first: int) -> dict[str, np.ndarray]:
-        """Return reason to (a,) bool: which joints leave the limits for it, over the actions that will be done."""
+        """Return reason to joints (a,) bool whose actions, from ``first`` on, leave the limits."""
         violations: dict[str, np.ndarray] = {}
         clamping, tolerance = self._clamping, self._tolerance
-        # Limits are rows that are equal: as many as the chunk has, or one for all where there are fewer.
+        # All rows of limits are equal, so one row is enough for a chunk of another length.
         rows = slice(len(whole) if len(whole) <= len(self._fastest) else 1)
         out = (whole < self._ends[0][rows]) | (whole > self._ends[1][rows])
         if np.count_nonzero(out):
@@ -386,12 +384,12 @@ class Guard:
                     if (joints := inner & chosen).any():
                         violations[reason] = joints
         if clamping.is_smooth:
-            # The motion before as three places on the grid of actions, so that one difference covers chunk and seam.
+            # Three positions of the motion before, so that one difference covers the seam and the chunk.
             speed, bend = self._per_action(before)
             position = before.position.astype(np.float64)
             positions = np.concatenate(([position - 2 * speed + bend, position - speed, position], left))
             bends = np.diff(positions, 2, axis=0)
-            # A difference of differences has several roundings.
+            # Each difference adds rounding errors.
             limit = clamping.acceleration * (1 + _RELATIVE_TOLERANCE) + 8 * tolerance
             if (hard := (np.abs(bends[1:]) > limit).any(axis=0)).any():
                 violations["acceleration"] = hard
@@ -404,10 +402,10 @@ class Guard:
     def _find_refusable(
         self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray], first: int
     ) -> dict[str, np.ndarray]:
-        """Return the violations that refuse a chunk, including actions that are over.
+        """Return the violations that refuse a chunk, including actions whose time is over.
 
-        Excused are a small overshoot, the way of a resting robot to the first action, and joints that are measured
-        outside of their range.
+        Exceptions are a small overshoot, the motion of a resting robot to the first action, and joints measured outside
+        of their range.
         """
         pose = before.position if before.pose is None else before.pose
         low = np.minimum(self._clamping.low, pose) - self._slack
@@ -417,7 +415,7 @@ class Guard:
             refusable["position"] = out
         inside = np.clip(whole, self._clamping.low, self._clamping.high)
         if "seam" in outside and not before.is_at_rest:
-            # A command that was led back into the range may be far from a chunk that begins at the measured pose.
+            # A command inside the range may be far from a chunk that begins at a measured pose outside of it.
             seam = outside["seam"] & (np.abs(inside[first] - before.position) > self._fastest[0])
             if seam.any():
                 refusable["seam"] = seam
@@ -457,7 +455,7 @@ class Guard:
 
 
 def _round_inside_float32(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round these ends to float32 inside of them: for float32 the same bound, and compared in a third of the time."""
+    """Round bounds to float32 inside of them, which float32 values are compared with in a third of the time."""
     lows, highs = low.astype(np.float32), high.astype(np.float32)
     far = np.float32(np.inf)
     return (

@@ -14,7 +14,7 @@ from service.transport.link import JointValue
 # Policies compute in float32, so a value has to be finite in float32 too.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NUMBERS = (int, float, np.integer, np.floating)
-# A joint that is further outside of its range than this share of it is probably reported in another unit.
+# Share of its range by which a joint may be outside of it; values further outside are probably in another unit.
 OUT_OF_RANGE_SHARE = 0.1
 # Names of grippers: gripper.pos, Jaw, left_gripper, panda_finger_joint1.
 _GRIPPER = re.compile("gripper|jaw|finger", re.IGNORECASE)
@@ -25,10 +25,10 @@ class Joint:
     """One joint of a robot.
 
     Attributes:
-        name: on the wire.
-        index: its position in the robot's joint order, sent along with the value.
-        low, high: range of its commands; infinite when the range is unknown. Measured values may be outside.
-        alias: a second name that updates may use.
+        name: name on the wire.
+        index: position in the robot's joint order, which is sent with the value.
+        low, high: range of commands, infinite if unknown. Measured values may be outside.
+        alias: second name, which updates may use.
     """
 
     name: str
@@ -60,9 +60,9 @@ class ReadJoints:
     """Usable values of one joint update.
 
     Attributes:
-        values: joint position in the table to value, as measured; it may be outside of the joint's range.
-        dropped: reason to number of values that were not usable.
-        out_of_range: part of ``values``: values that are far outside of their range and may be in another unit.
+        values: position of the joint in the table to its measured value, which may be out of range.
+        dropped: reason to number of unusable values.
+        out_of_range: the part of ``values`` that is far out of range and may be in another unit.
     """
 
     values: Mapping[int, float]
@@ -98,11 +98,11 @@ class JointTable:
         return len(self.joints)
 
     def find(self, name: object) -> int | None:
-        """Return the position of the joint with this name; None when no joint has it."""
+        """Return the position of the joint with this name, or None."""
         return self._position.get(name) if isinstance(name, str) else None
 
     def read_update(self, values: Mapping[str, object]) -> ReadJoints:
-        """Read one partial update from the wire. Unusable values are dropped, never replaced or brought into range."""
+        """Read one partial update from the wire. Unusable values are dropped, never replaced or clamped."""
         usable: dict[int, float] = {}
         dropped: dict[str, int] = {}
         odd: dict[int, float] = {}
@@ -116,12 +116,12 @@ class JointTable:
             else:
                 try:
                     value = float(raw)
-                except OverflowError:  # of an integer with hundreds of digits
+                except OverflowError:  # The integer is larger than any double.
                     value = math.inf
-                if not abs(value) <= _FLOAT32_MAX:  # also true of NaN
+                if not abs(value) <= _FLOAT32_MAX:  # True for NaN.
                     reason = "not_finite"
                 elif position in contradicting or usable.get(position, value) != value:
-                    # The same joint under several of its names with different values: none can be trusted.
+                    # One update has different values for two names of a joint, so none is used.
                     reason = "contradicting"
                     contradicting.add(position)
                     usable.pop(position, None)
@@ -139,11 +139,11 @@ class JointTable:
 
         Args:
             values: one command per joint.
-            pose: the measured pose (a,), or None. A joint that is measured outside of its range may be held
-                there, or be led back step by step: its command may be anywhere between its range and that value.
+            pose: measured pose (a,), or None. The command of a joint that is measured out of range may be between its
+                range and that value.
 
         Raises:
-            ValueError: the shape is wrong, or a value is not finite. The whole command must not be sent then.
+            ValueError: the shape is wrong, or a value is not finite. No part of the command may be sent then.
         """
         if values.shape != (len(self.joints),):
             raise ValueError(f"command has shape {values.shape}, wanted ({len(self.joints)},)")
@@ -168,15 +168,15 @@ def create_joint_table(
     """Create the joint table of a policy with actions of this width.
 
     Names come from the checkpoint, else from the request. Joints of an SO-100 in any spelling (``shoulder_pan``,
-    ``shoulder_pan.pos``, ``main_shoulder_pan``, ``Rotation``) get its wire names and ranges; other joints are unbounded
-    unless ``ranges`` names them.
+    ``shoulder_pan.pos``, ``main_shoulder_pan``, ``Rotation``) get its wire names and ranges.
 
     Args:
+        ranges: ranges of other joints, which are otherwise unlimited.
         is_positional: whether unnamed joints are allowed, as ``action_1``, ``action_2``, ..., without ranges.
 
     Raises:
-        InvalidRequest: the requested names do not fit the policy, or nothing names its joints.
-        PolicyError: the checkpoint's names do not fit its own actions.
+        InvalidRequest: the requested names do not fit the policy, or neither source has names.
+        PolicyError: the checkpoint's names do not fit its actions.
     """
     if requested is not None:
         _check_names(requested, width, partial(InvalidRequest, loc=JOINT_NAMES), "joint_names of the request")
@@ -192,7 +192,7 @@ def create_joint_table(
         example = ", ".join(f'"{joint.alias}"' for joint in SO100)
         raise InvalidRequest(
             f"joint_names is missing: the checkpoint does not name the joints of its actions; send {width} "
-            f"name{'s' if width > 1 else ''} in the order of the policy's actions, e.g. for an SO-101 [{example}]; or "
+            f"name{'s' if width > 1 else ''} in the order of the policy's actions (for an SO-101: [{example}]); or "
             'write them as "joint_names" into robojax.json in the policy\'s folder',
             JOINT_NAMES,
         )
@@ -208,7 +208,7 @@ def create_joint_table(
 
 
 def have_same_joints(names: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether two lists name the same joints in the same order, in any of their spellings."""
+    """Return whether two lists name the same joints in the same order, in any spelling."""
     return [*map(_to_wire_name, names)] == [*map(_to_wire_name, others)]
 
 
@@ -223,10 +223,7 @@ def strip_feature_name(name: str) -> str:
 
 
 def _other_spellings(positions: Mapping[str, int]) -> dict[str, int]:
-    """Return further spellings of these names, as LeRobot writes them: ``shoulder_pan.pos``, ``main_shoulder_pan``.
-
-    A spelling that is itself a name of the table, or that could mean two joints, is left out.
-    """
+    """Return LeRobot's spellings of these names (``shoulder_pan.pos``, ``main_shoulder_pan``) that are unambiguous."""
     found: dict[str, int] = {}
     ambiguous = set(positions)
     for name, position in positions.items():

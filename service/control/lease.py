@@ -1,4 +1,4 @@
-"""Leases: one controlling session per robot."""
+"""Leases of robots: one controlling session per robot."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +12,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class LeaseHolder(Protocol):
-    """Whoever commands a robot: a session."""
+    """A session that commands a robot."""
 
     @property
     def id(self) -> str: ...
@@ -28,10 +28,7 @@ class RobotAddress:
 
 
 def find_robot(url: str, workspace: str, room: str) -> RobotAddress:
-    """Return the address of the robot behind a room of a transport server.
-
-    ``/api`` at the end is dropped, and all names of this machine are equal. Other kinds of addresses are not changed.
-    """
+    """Return the address of the robot of a room, without ``/api`` at the end and with one name for this machine."""
     try:
         base = Address.parse(url).base
     except InvalidRequest:
@@ -46,33 +43,31 @@ def find_robot(url: str, workspace: str, room: str) -> RobotAddress:
 
 
 class Leases:
-    """Leases of robots: which session commands which robot, in one process."""
+    """Leases of all robots in one process."""
 
     def __init__(self) -> None:
         self._holders: dict[RobotAddress, LeaseHolder] = {}
 
     def take(self, robot: RobotAddress, holder: LeaseHolder) -> None:
-        """Lease a robot to one session until it is released.
-
-        A session of the same id takes it over, because its predecessor was deleted and cannot send any more.
+        """Lease a robot to one session, or to its successor with the same id, until it is released.
 
         Raises:
-            RobotTaken: another session has it.
+            RobotTaken: another session has the robot.
         """
         before = self._holders.get(robot)
         if before is not None and before.id != holder.id:
             raise RobotTaken(
                 f"session {holder.id!r} would command the robot of room {robot.room!r} in workspace "
-                f"{robot.workspace!r}, which session {before.id!r} commands; delete that one first, or use another "
-                "workspace"
+                f"{robot.workspace!r}, which session {before.id!r} commands; delete that session first, or use "
+                "another workspace"
             )
         self._holders[robot] = holder
 
     def release(self, robot: RobotAddress, holder: LeaseHolder) -> None:
-        """Release a robot; nothing changes when somebody else holds it."""
+        """Release a robot, unless another session has it."""
         if self._holders.get(robot) is holder:
             del self._holders[robot]
 
     def holder(self, robot: RobotAddress) -> LeaseHolder | None:
-        """Return who commands a robot."""
+        """Return the session that commands a robot, or None."""
         return self._holders.get(robot)

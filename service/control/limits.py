@@ -15,24 +15,22 @@ from service.control.config import Mode, SafetySettings
 from service.control.joints import SO100, Joint, JointTable, strip_feature_name
 from service.errors import InvalidRequest
 
-# A URDF of a humanoid with all its meshes named is below one megabyte.
-MAX_FILE = 4 << 20
+MAX_FILE = 4 << 20  # Bytes; the URDF of a humanoid has less than 1 MiB.
 _MAX_JOINTS = 4096
-# Characters of a line of TOML. Dots in one take the square of their number: 128 KiB of "a.a.a" took 4 s.
-_MAX_LINE = 1024
+_MAX_LINE = 1024  # Characters of a line of TOML, because the time to parse dotted keys is quadratic.
 
 
 class LimitsError(ValueError):
-    """A limits file that cannot be used; the text names the file, each joint, what was found and what was wanted."""
+    """An invalid limits file; the text names the file, each joint, the found value and the accepted values."""
 
 
 @dataclass(frozen=True)
 class FileLimits:
-    """Limits of one joint in a file, in the joint's unit on the wire and seconds; None where it gives none.
+    """Limits of one joint in a file, in the joint's unit on the wire and seconds; None if missing.
 
     Attributes:
         origin: name of the file.
-        is_unscaled_urdf: whether the range is a URDF's without a scale.
+        is_unscaled_urdf: whether the range comes from a URDF without a scale.
     """
 
     low: float | None = None
@@ -55,7 +53,7 @@ def read_limits(path: str | Path) -> LimitsFile:
     """Read a TOML file with ``[joints.NAME]`` tables, or a URDF (``.urdf``, ``.xml``).
 
     Raises:
-        LimitsError: it cannot be read or used; lists everything that is wrong.
+        LimitsError: the file cannot be read or has errors, which are all listed.
     """
     path = Path(path).expanduser()
     if path.suffix.lower() in (".urdf", ".xml"):
@@ -133,14 +131,14 @@ def _read_joint(name: str, table: Mapping[str, Any], origin: str, wrong: list[st
 
 
 def _read_number(value: object, what: str, wrong: list[str]) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:  # also true of NaN
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:  # True for NaN.
         wrong.append(f"{what}: found {value!r:.40}; wanted a finite number")
         return None
     return float(value)
 
 
 def _merge_limits(limits: FileLimits, base: FileLimits) -> FileLimits:
-    """Merge what the TOML gives, and for the rest what the URDF gives."""
+    """Merge limits of the TOML with limits of the URDF, which the TOML overrides."""
     given: dict[str, Any] = {key: getattr(limits, key) for key in _LIMIT_KEYS if getattr(limits, key) is not None}
     unscaled = base.is_unscaled_urdf and not {"low", "high"} <= set(given)
     return replace(base, **given, is_unscaled_urdf=unscaled)
@@ -186,9 +184,9 @@ def _check_file(path: Path, joints: Mapping[str, FileLimits], wrong: list[str]) 
 
 
 def _read_urdf(path: Path) -> dict[str, dict[str, float]]:
-    """Read joint name to ``lower``, ``upper`` and ``velocity`` of its limit, of ``<robot><joint><limit>`` only.
+    """Return joint name to ``lower``, ``upper`` and ``velocity`` of ``<robot><joint><limit>``.
 
-    Expat alone, with no document type and no entity let through: what cannot be declared cannot expand or be fetched.
+    Document types and entities are refused, so that nothing expands or is fetched.
     """
     joints: dict[str, dict[str, float]] = {}
     elements: list[tuple[str, Mapping[str, str]]] = []
@@ -227,7 +225,7 @@ def _read_urdf_limit(
         return
     if name in joints:
         wrong.append(f"joint {name!r}: found it twice; wanted each name once")
-    # The format's own default of an end that is left out is 0; a continuous joint has no ends.
+    # A missing end is 0 in this format; a continuous joint has no ends.
     values = {} if kind == "continuous" else {"lower": limit.get("lower", "0"), "upper": limit.get("upper", "0")}
     values |= {"velocity": limit["velocity"]} if "velocity" in limit else {}
     joints[name] = {}
@@ -258,14 +256,12 @@ def _read_text(path: Path) -> str:
 
 _ROUNDING = 1e-6
 
-# Largest speed in ranges per second of a joint without a known speed. It limits jumps, not normal motion: the demo's
-# policy reaches 0.4 (its jaw 1.8, and 2.5 between chunks), the servos of an SO-100 about 1.25. The range of a policy's
-# data is often a small part of the joint's range, so that its factor is larger.
+# Largest speed in ranges per second of a joint without a known speed, for known ranges and for ranges of a policy's
+# data. It limits jumps, not normal motion: an SO-100 reaches about 1.25.
 DEFAULT_VELOCITY, DEFAULT_DATA_VELOCITY = 4.0, 5.0
-# How far a policy may go beyond its data, as a part of the joint's span, and at least of the widest joint's span.
+# Share of the joint's span, and at least of the widest joint's span, by which a policy may exceed its data.
 DATA_MARGIN, MIN_DATA_MARGIN = 0.25, 0.05
-# Part of the range by which an action may overshoot before a refusing guard refuses it; it is clamped.
-REFUSAL_SLACK = 0.05
+REFUSAL_SLACK = 0.05  # Share of the range by which an action may overshoot; it is clamped instead of refused.
 
 
 @dataclass(frozen=True)
@@ -274,14 +270,13 @@ class MotionLimits:
 
     Attributes:
         names: wire names of the joints.
-        low, high: position.
         step: largest change of a command from one tick to the next, LeRobot's ``max_relative_target``.
-        velocity, acceleration, jerk: largest first, second and third derivative of the commanded positions.
-        mode: whether a chunk outside of the limits is clamped, or refused.
+        velocity, acceleration, jerk: largest derivatives of the commanded positions.
+        mode: whether a chunk outside of the limits is clamped or refused.
         origin: joint to the sources of its limits, the most trusted first; ``none`` without a source.
         unmatched: joints of the limits file that the session does not have.
-        believable: (2, a) lowest and highest value of a working policy, one range beyond the joint's own range. A
-            chunk outside of it is refused in every mode: the policy is broken, or uses another unit.
+        believable: lowest and highest value (2, a) of a working policy, one range beyond the joint's own range. A
+            chunk outside of it is refused in every mode.
     """
 
     names: tuple[str, ...]
@@ -342,13 +337,12 @@ def create_motion_limits(
     """Combine all limits of a session.
 
     Args:
-        file: content of the settings' file of limits.
-        requested: ``max_relative_target`` of the request, for all joints or by name; the smaller of it and the settings
-            applies.
+        file: content of the limits file of the settings.
+        requested: ``max_relative_target`` of the request, for all joints or by name; settings may lower it.
         action_range: smallest and largest value (a,) of each joint in the policy's training data.
 
     Raises:
-        InvalidRequest: a name that is no joint of the session, or sources that contradict each other.
+        InvalidRequest: a name is not a joint of the session, or sources contradict each other.
     """
     safety = safety or SafetySettings()
     joints = table.joints
@@ -378,7 +372,7 @@ def create_motion_limits(
 
 
 def _believable_range(joints: Sequence[Joint], data: Sequence[tuple[float, float] | None]) -> np.ndarray:
-    # Not the limits of a file: those may keep a joint to a small part of what its policy rightly asks for.
+    # Limits of a file do not count, because a working policy may exceed them.
     unknown = (-math.inf, math.inf)
     own = [(joint.low, joint.high) for joint in joints]
     ranges = np.array(
@@ -492,7 +486,7 @@ def _data_ranges(
         return [None] * width
     least, most = np.array(action_range[0], np.float64), np.array(action_range[1], np.float64)
     spans = most - least
-    # Statistics of nothing, or of one number, are no range.
+    # Statistics without values, or of constant values, are not usable.
     usable = np.isfinite(spans) & (spans >= 0) & (np.abs(least) < 1e30) & (np.abs(most) < 1e30)
     widest = float(spans[usable].max(initial=0.0))
     if widest == 0:

@@ -1,4 +1,4 @@
-"""Newest frame of each camera and newest joint values of a robot; snapshots when all of it is fresh."""
+"""Newest frames and joint values of a robot, and snapshots of them while they are fresh."""
 
 import math
 from collections import deque
@@ -15,7 +15,7 @@ from service.stats import Rate, Tally
 
 @dataclass(frozen=True)
 class NotReady:
-    """Reason for which a robot must not move now: a stable code, and a text for people."""
+    """Reason why a robot must not move now: a stable code, and a text for people."""
 
     code: str
     text: str
@@ -27,10 +27,10 @@ class Snapshot:
 
     Attributes:
         frames: camera to picture, uint8 (h, w, 3).
-        joints: (a,) float32, in the order of the joint table.
-        observed_at: when the oldest of the newest frames was seen.
+        joints: values (a,) float32 in the order of the joint table.
+        observed_at: time of the oldest of these frames.
         sizes: camera to (height, width).
-        prefix: the rest of the plan, for a policy that continues it (``jaxmodels.types.PREFIX_ACTIONS``).
+        prefix: rest of the plan, for a policy that continues it (``jaxmodels.types.PREFIX_ACTIONS``).
         past: frames and joints of the ``Requirements.observation_steps - 1`` moments before, oldest first.
     """
 
@@ -42,7 +42,7 @@ class Snapshot:
     past: Sequence[tuple[Mapping[str, np.ndarray], np.ndarray]] = ()
 
     def observation(self) -> dict[str, np.ndarray]:
-        """Return LeRobot feature names to arrays with a batch axis of 1, and with a past an axis of time after it."""
+        """Return LeRobot feature name to array, with a batch axis of 1 and, if there is a past, an axis of time."""
         features = {"observation.state": self.joints[None].copy()}
         for camera, frame in self.frames.items():
             features[f"observation.images.{camera}"] = frame[None]
@@ -55,15 +55,11 @@ class Snapshot:
         return features
 
 
-# Seconds for which a pose counts as measured after another one came: a hold is on its way meanwhile.
-RECENT_POSES = 1.0
+RECENT_POSES = 1.0  # Seconds for which an old pose still counts as measured, because a hold takes time to arrive.
 
 
 class ObservationHistory:
-    """Past observations of a robot, for policies that read several observations at once.
-
-    One observation per tick is kept. ``before`` selects the nearest ones at the policy's own period; where none is near
-    (at the start, after a hold), the next newer observation replaces it, as in LeRobot.
+    """Past observations of a robot, one per tick, for policies that read several observations at once.
 
     Args:
         steps: number of observations that the policy reads, including the newest.
@@ -81,17 +77,20 @@ class ObservationHistory:
             self._moments.popleft()
 
     def clear(self) -> None:
-        """Forget all observations: the robot starts again."""
+        """Forget all observations."""
         self._moments.clear()
 
     def before(self, now: float, snapshot: Snapshot) -> Sequence[tuple[Mapping[str, np.ndarray], np.ndarray]]:
-        """The ``steps - 1`` moments before what is there now, oldest first."""
+        """Return the nearest observations of the ``steps - 1`` moments before, oldest first.
+
+        A missing observation is replaced by the next newer observation, as in LeRobot.
+        """
         newer = (snapshot.frames, snapshot.joints)
         past = []
         for back in range(1, self.steps):
             at = now - back * self.period
             near = min(self._moments, key=lambda moment: abs(moment[0] - at), default=None)
-            # A picture of another size was taken before its camera was reconfigured.
+            # Pictures with another size are from before their camera was reconfigured.
             if near is not None and abs(near[0] - at) <= self.period / 2 and _is_alike(near[1], snapshot.frames):
                 newer = near[1:]
             past.append(newer)
@@ -105,21 +104,20 @@ def _is_alike(frames: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]
 class ObservationBuffer:
     """Newest frame of each camera and newest joint values of one robot.
 
-    Frames become stale. Joints do not, because a robot that stands still sends no update.
+    Frames become stale. Joints do not, because a resting robot sends no update.
 
     Attributes:
-        dropped: unusable input, by reason.
+        dropped: number of unusable inputs by reason.
         frames: rate of usable frames per camera.
         joint_updates: rate of joint updates with at least one usable value.
-        odd: joint name to its newest value, if that is far outside the joint's range.
-        last_input_at: when usable input last arrived, or None.
+        odd: joint name to a newest value that is far outside the joint's range.
+        last_input_at: time of the last usable input, or None.
         sizes: (height, width) of each camera's newest frame; replaced by another object when a size changes.
-        observed_at: when each camera's newest frame was seen, None before the first.
-        pose: (a,) the newest measured pose, never changed in place; None while a joint is unknown.
-        is_pose_current: whether every joint is known and trusted.
-        history: earlier observations, for policies that read them.
-        units: of the pose; None if the policy's unit is unknown.
-        units_mismatch: why the pose is in another unit than the policy's, or None.
+        observed_at: time of each camera's newest frame, None before the first frame.
+        pose: newest measured pose (a,), never changed in place; None while a joint has no value.
+        is_pose_current: whether every joint has a current value.
+        units: units of the pose; None if the policy's unit is unknown.
+        units_mismatch: reason why the pose is not in the policy's unit, or None.
     """
 
     def __init__(
@@ -148,16 +146,16 @@ class ObservationBuffer:
         self.observed_at: dict[str, float | None] = dict.fromkeys(cameras)
         self.is_pose_current = not len(joints)
         self._images: dict[str, np.ndarray] = {}
-        # Replaced with each update and never changed: snapshots and commands share it.
+        # Replaced with each update and never changed, because snapshots and commands share it.
         self._values = np.zeros(len(joints), np.float32)
         self._is_known = np.zeros(len(joints), bool)
         self._is_current = np.zeros(len(joints), bool)
         self.pose: np.ndarray | None = None if len(joints) else self._values
-        # Poses that were measured lately, with when the next one came.
+        # Recent poses, each with the time of the next pose.
         self._past: deque[tuple[float, np.ndarray]] = deque(maxlen=256)
 
     def put_frame(self, camera: str, image: np.ndarray, observed_at: float) -> bool:
-        """Keep a frame, uint8 (h, w, 3), RGB; count and return False if it is not usable."""
+        """Keep a frame, uint8 (h, w, 3), RGB; count it and return False if it is unusable."""
         newest = self.observed_at.get(camera)
         reason = None
         if camera not in self.frames:
@@ -180,7 +178,7 @@ class ObservationBuffer:
         return True
 
     def put_joints(self, values: Mapping[str, object], observed_at: float) -> Mapping[str, int]:
-        """Merge a partial update by name; return the number of unusable values, which are dropped, by reason."""
+        """Merge a partial update by name; return the number of dropped unusable values by reason."""
         update = self.joints.read_update(values)
         if update.dropped:
             self.refuse_joints(update.dropped)
@@ -208,26 +206,26 @@ class ObservationBuffer:
         return update.dropped
 
     def refuse_joints(self, reasons: Mapping[str, int]) -> None:
-        """Count joint values that came and could not be used."""
+        """Count unusable joint values by reason."""
         for reason, times in reasons.items():
             self.dropped.add(reason, times)
 
     def set_units(self, units: StateUnits) -> None:
-        """Compare the pose with the statistics of another policy, or accept its unit."""
+        """Replace the units, for another policy or to accept the pose's unit."""
         self.units = units
         self.units_mismatch = None if self.pose is None else units.find_mismatch(self.pose)
 
     def distrust_frames(self, now: float) -> None:
-        """Let only frames that are seen from now on count for motion: a link was lost."""
+        """Allow motion only with frames from now on, after a link was lost."""
         self._trusted_from = now
 
     def distrust_joints(self) -> None:
-        """Let only joint values that come from now on count for motion: their room was lost. Holds use older ones."""
+        """Allow motion only with joint values from now on, after their room was lost. Holds still use older values."""
         self._is_current[:] = False
         self.is_pose_current = not len(self.joints)
 
     def forget_joints(self) -> None:
-        """Forget all joint values: another robot may come, which must not be sent where this one was."""
+        """Forget all joint values, because another robot must not move to this robot's pose."""
         self.distrust_joints()
         self._is_known[:] = False
         self.units_mismatch = None
@@ -235,24 +233,24 @@ class ObservationBuffer:
         self._past.clear()
 
     def poses(self, now: float) -> list[np.ndarray]:
-        """Return the measured pose (a,) and those of the last second; none while a joint is unknown."""
+        """Return the measured pose (a,) and the poses of the last second."""
         past = [pose for until, pose in self._past if now - until <= RECENT_POSES]
         return past if self.pose is None else [self.pose, *past]
 
     def measured_joints(self) -> dict[str, float | None]:
-        """Wire name to last measured value, None for a joint that was never seen."""
+        """Return wire name to last measured value, None for a joint without a value."""
         return {
             name: round(float(value), 4) if known else None
             for name, value, known in zip(self.joints.names, self._values, self._is_known, strict=True)
         }
 
     def not_ready(self, now: float) -> NotReady | None:
-        """Return all that is missing or stale in one text; None when every frame and joint is there and fresh."""
+        """Return missing and stale input in one text; None if every frame and joint is fresh."""
         snapshot = self.snapshot(now)
         return snapshot if isinstance(snapshot, NotReady) else None
 
     def snapshot(self, now: float) -> Snapshot | NotReady:
-        """Return frames and joints if they are complete, fresh and in the policy's unit, else why they are not."""
+        """Return frames and joints if they are complete, fresh and in the policy's unit, else the reason."""
         frames: dict[str, np.ndarray] = {}
         missing, stale, unseen, oldest = [], [], [], math.inf
         for camera, observed_at in self.observed_at.items():
@@ -275,5 +273,5 @@ class ObservationBuffer:
             return NotReady(code, "; ".join(missing + stale + unseen))
         if self.units_mismatch is not None:
             return NotReady(JOINTS_UNITS, self.units_mismatch)
-        # Without cameras the joints are all there is, and they hold until they change.
+        # Joint values stay valid until they change.
         return Snapshot(frames, self._values, oldest if frames else now, self.sizes)

@@ -16,10 +16,10 @@ class Tick:
 
     Attributes:
         at: monotonic time.
-        command: (a,) float32, or None without a command.
+        command: command (a,) float32, or None.
         is_sent: whether the link took the command (never in a dry run).
-        pose: (a,) the measured pose, or None while a joint is unknown.
-        hold: stable code of why the robot is held, or None while it may move.
+        pose: measured pose (a,), or None while a joint has no value.
+        hold: stable code of the hold, or None while the robot may move.
     """
 
     at: float
@@ -30,26 +30,26 @@ class Tick:
 
 
 class SessionObserver(Protocol):
-    """Observer of a session, called on the event loop between two ticks: quick, never waiting, never raising."""
+    """Observer of a session, whose methods run on the event loop between two ticks and must neither wait nor raise."""
 
     def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
-        """A usable frame arrived: uint8 (h, w, 3), RGB; nobody changes the array any more."""
+        """Receive a usable frame: uint8 (h, w, 3), RGB, which is not changed later."""
         ...
 
     def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
-        """A chunk (t, a) was taken, which belongs to what was seen at ``observed_at``."""
+        """Receive an accepted chunk (t, a) for the observation at ``observed_at``."""
         ...
 
     def on_tick(self, tick: Tick) -> None:
-        """A tick was done."""
+        """Receive a tick."""
         ...
 
 
 class SessionObservers:
-    """All observers of one session. An observer that raises is detached, and the control goes on.
+    """All observers of one session. An observer that raises is detached.
 
     Attributes:
-        attached: the current observers; the tuple is replaced, so that it may change during a notification.
+        attached: present observers; the tuple is replaced, so that it may change during a notification.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs a session's policy on requests of its controller; a successor takes over between two of them."""
+"""Runs a session's policy on requests of its controller, and replaces it between two requests."""
 
 import asyncio
 import logging
@@ -30,10 +30,8 @@ from service.stats import Recent
 logger = logging.getLogger(__name__)
 
 STAGES = ("queue", "to_device", "compute", "to_host", "total")
-# Observations that a new policy is tried out on before it may move the robot.
-RECENT = 8
-# Seconds that a robot waits at its start for a program that is being compiled, which nobody can end.
-COMPILE_WAIT = 10.0
+RECENT = 8  # Observations for the trial of a new policy before it may move the robot.
+COMPILE_WAIT = 10.0  # Seconds that a robot waits at its start for a compilation, which cannot be cancelled.
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class _Successor:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Inputs that an answer was given to."""
+    """Inputs of an answer."""
 
     loaded: LoadedPolicy
     instruction: str | None
@@ -57,14 +55,14 @@ class PolicyRunner:
     """Runs the policy of one session, one request at a time.
 
     Attributes:
-        loaded: the policy; it changes between two requests, see ``take_over``.
-        shadow: a second policy that gets the same observations, or None.
-        seconds: time spent in each stage of the newest inferences.
+        loaded: present policy.
+        shadow: second policy with the same observations, or None.
+        seconds: seconds in each stage of the newest inferences.
         errors: number of failed inferences.
         frame_age: age of the oldest frame at each request, in seconds.
         instruction: instruction from the next request on.
-        followed: instruction of the newest chunk, or of the next one before the first.
-        prompt_cut: see ``jaxmodels.types.PROMPT_CUTS``.
+        followed: instruction of the newest chunk, or of the first chunk before it exists.
+        prompt_cut: key of ``jaxmodels.types.PROMPT_CUTS``.
         tokens_cut: number of tokens of the prompt that the policy does not read.
         recent: newest observations, each with the policy's chunk.
     """
@@ -79,7 +77,7 @@ class PolicyRunner:
         instruction: str | None = None,
         prompt_cut: str = CUT_TASK,
     ):
-        """Create it; ``samples`` is the number of newest figures that percentiles are computed from."""
+        """Create a runner; ``samples`` is the number of newest figures for percentiles."""
         self.followed = instruction
         self.prompt_cut = prompt_cut
         self.tokens_cut = 0
@@ -98,18 +96,18 @@ class PolicyRunner:
         self._first_failure: asyncio.Future[tuple[str, str]] | None = None
 
     async def ask(self, request: PolicyRequest) -> PolicyAnswer:
-        """Run the policy on a request, by its ``due`` if the device can. A policy that fails is an answer, too."""
+        """Run the policy on a request, before ``due`` if possible, and return a chunk or an error."""
         snapshot, sizes = request.snapshot, request.snapshot.sizes
         if self._successor is not None and self._successor.loaded.is_compiled(sizes):
             self._change_over()
         loaded, instruction = self.loaded, self.instruction
-        # Frames of the sizes that it was trained with are compiled when it is loaded.
+        # The sizes of the training are compiled when the policy is loaded.
         if sizes != loaded.requirements.cameras and not loaded.is_compiled(sizes):
             return PolicyAnswer(request, error=(COMPILING, f"compiling for {describe_sizes(sizes)}"))
         if self._engine.batch_compiler.idle.is_set():
             self._has_waited = False
-        elif not self._has_waited:  # for no longer than ``COMPILE_WAIT``
-            text = "a compilation that was running when the robot was started is waited for"
+        elif not self._has_waited:
+            text = "waiting for a compilation that was running when the robot was started"
             return PolicyAnswer(request, error=(COMPILING, text))
         features = snapshot.observation() | self._task
         observation = {**features, **snapshot.prefix}
@@ -133,7 +131,7 @@ class PolicyRunner:
     def follow_up(self, answer: PolicyAnswer, outcome: TickResult) -> None:
         """Report whether the controller accepted an answer to the probation, the shadow and the recording."""
         inputs = answer.inputs
-        # An answer of the previous policy does not count.
+        # Answers of the previous policy do not count.
         if not isinstance(inputs, _Inputs) or inputs.loaded is not self.loaded:
             return
         if outcome.failure is not None and self._first_failure is not None and not self._first_failure.done():
@@ -148,30 +146,30 @@ class PolicyRunner:
 
     @property
     def is_engine_lost(self) -> bool:
-        """Whether no engine has the policy, and another one may get it."""
+        """Whether no engine has the policy until another engine gets it."""
         return not self.loaded.usable
 
     @property
     def engine_timeout(self) -> float:
-        """Seconds for which a robot waits for an engine."""
+        """Seconds that a robot waits for an engine."""
         return self._engine.devices.join_timeout
 
     def instruct(self, instruction: str | None) -> None:
-        """Give a policy that reads language another instruction, from the next request on."""
+        """Change the instruction from the next request on."""
         self.instruction, self._task = instruction, task_input(instruction, self.prompt_cut)
 
     def describe_cut(self) -> str | None:
-        """Return the warning about an instruction that is too long for the policy's prompt; None when it fits."""
+        """Return a warning if the instruction is too long for the policy's prompt, else None."""
         cuts = self.loaded.requirements.prompt_cuts
         return describe_cut(self.tokens_cut, cuts=cuts, prompt_cut=self.prompt_cut)
 
     # Other policies.
 
     def take_over(self, loaded: LoadedPolicy, fade: int = 0, *, at_once: bool = False) -> asyncio.Future[None]:
-        """Run another policy from the next request on; the returned future is done then.
+        """Run another policy from the next request on, when the returned future is done.
 
         Args:
-            loaded: a policy with the same requirements, compiled for the frames that arrive.
+            loaded: policy with the same requirements, compiled for the present frames.
             fade: number of its first actions that are blended with the old plan.
             at_once: whether it takes over now, without waiting for a request.
         """
@@ -183,7 +181,7 @@ class PolicyRunner:
         return successor.done
 
     def cancel_take_over(self) -> None:
-        """Cancel the takeover of a policy that still waits for it."""
+        """Cancel a takeover that has not happened yet."""
         if self._successor is not None:
             self._successor.done.cancel()
 
@@ -194,7 +192,6 @@ class PolicyRunner:
         self.loaded = successor.loaded
         self._unread = unread_features(self.loaded.requirements)
         self._fading = (successor.loaded, successor.fade)
-        # The next policy is compared with observations of this one only.
         self.recent.clear()
         successor.done.set_result(None)
 
@@ -204,7 +201,7 @@ class PolicyRunner:
         return self._first_failure
 
     def end_probation(self) -> None:
-        """Stop reporting failures to whoever began the probation."""
+        """Stop reporting failures."""
         if self._first_failure is not None:
             self._first_failure.cancel()
             self._first_failure = None
@@ -215,10 +212,10 @@ class PolicyRunner:
         """Compile for frames of these sizes, or wait for the end of a running compilation.
 
         Raises:
-            PolicyFailed: it cannot be compiled for them.
+            PolicyFailed: the policy cannot be compiled for these sizes.
         """
         if not self.loaded.is_compiled(sizes):
-            # The robot is held while the engine is lost, and the next request compiles again.
+            # The robot is held while it has no engine, and the next request compiles again.
             with suppress(EngineLost):
                 await self._engine.compile(self.loaded, sizes)
             return
@@ -226,5 +223,5 @@ class PolicyRunner:
             async with asyncio.timeout(COMPILE_WAIT):
                 await self._engine.batch_compiler.idle.wait()
         except TimeoutError:
-            logger.warning("a program has been compiled for more than %g s; the robot moves beside that", COMPILE_WAIT)
+            logger.warning("a compilation takes more than %g s; the robot moves in parallel", COMPILE_WAIT)
         self._has_waited = True

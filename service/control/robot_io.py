@@ -1,4 +1,4 @@
-"""RobotIO: deadlines, input, sending and inference tasks around the controller of one robot."""
+"""RobotIO: timing, input, output and inference tasks of the controller of one robot."""
 
 import asyncio
 import time
@@ -19,28 +19,22 @@ from service.logging import sanitize_text
 from service.stage import Move
 from service.transport.link import EmergencyStop, JointValue, Link, LinkEvent, RobotLatch
 
-# Rounds of the event loop from a readable socket to the session that receives what came: reading, waking, parsing.
-_INPUT_ROUNDS = 8
-# Seconds from a tick's moment to its decision after which that is worth nothing: it takes less than a millisecond.
-_MAX_DECISION_TIME = 0.1
-# Code of an obstacle: no engine has the policy.
-ENGINE_LOST = "engine_lost"
-# Code of an obstacle: the robot's own program obeys no command after an emergency stop.
-ROBOT_LATCHED = "robot_latched"
+_INPUT_ROUNDS = 8  # Rounds of the event loop from a readable socket to the session: reading, waking, parsing.
+_MAX_DECISION_TIME = 0.1  # Seconds after which the decision of a tick is outdated; usual are less than 1 ms.
+# Codes of obstacles: no engine has the policy; the robot's own program obeys no command after an emergency stop.
+ENGINE_LOST, ROBOT_LATCHED = "engine_lost", "robot_latched"
 
 
 class RobotIO:
-    """Input and output of one robot: sleeps, sends and starts tasks for its controller. It is the inbox of a link.
-
-    The session reads events of the robot with ``take_events``.
+    """Input and output of one robot: sleeps, sends and starts tasks for its controller, as the inbox of a link.
 
     Attributes:
-        commands_sent, commands_refused: number of commands that the link took, and did not take.
+        commands_sent, commands_refused: number of commands that the link took and refused.
         commands_withheld: number of commands of a dry run.
-        is_dry: whether nothing is sent.
+        is_dry: whether commands are withheld.
         broken: fails when the link raises, which ends the session.
         is_held: whether a hold reached the link since the robot was halted.
-        robot_latch: reason of the emergency stop that the robot's own program still holds, or None.
+        robot_latch: reason of the emergency stop that the robot's own program has latched, or None.
     """
 
     def __init__(
@@ -54,7 +48,7 @@ class RobotIO:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
-        """``clock`` is monotonic; ``sleep`` waits for seconds of it, and may wake early."""
+        """Create it with a monotonic ``clock`` in seconds; ``sleep`` may wake early."""
         self.table = table
         self.controller = controller
         self.runner = runner
@@ -62,7 +56,7 @@ class RobotIO:
         self.observers = SessionObservers() if observers is None else observers
         self.is_dry = is_dry
         if is_dry:
-            controller.watchdog.joints = None  # no command moves the robot
+            controller.watchdog.joints = None  # Commands do not move the robot.
         self.is_held = False
         self.robot_latch: str | None = None
         self.commands_sent = self.commands_refused = self.commands_withheld = 0
@@ -81,7 +75,7 @@ class RobotIO:
         self._idle = asyncio.Event()
 
     async def run(self, link: Link) -> None:
-        """Control the robot behind this link until cancelled."""
+        """Control the robot of this link until cancelled."""
         self._link = link
         controller = self.controller
         async with asyncio.TaskGroup() as tasks:
@@ -96,12 +90,12 @@ class RobotIO:
                         previous = None
                         continue
                     deadline = controller.clock.next_deadline(now := self._clock())
-                    # A loop because timers are coarse: uvloop's count in whole milliseconds of a cached clock.
+                    # Repeat, because timers of uvloop count in whole milliseconds and may fire early.
                     while now < deadline:
                         await self._sleep(deadline - now)
                         now = self._clock()
                     if previous is not None and now - previous > 2 * controller.period:
-                        # The loop was blocked: what came meanwhile, a stop above all, is read before anything is sent.
+                        # The event loop was blocked, so read received input, such as a stop, before sending.
                         for _ in range(_INPUT_ROUNDS):
                             await asyncio.sleep(0)
                         now = self._clock()
@@ -110,23 +104,23 @@ class RobotIO:
                     result = controller.tick(now)
                     self.apply(result, is_tick=True, is_overtaken=self._clock() - now > _MAX_DECISION_TIME)
             finally:
-                self._tasks = None  # no task begins in a group that ends
+                self._tasks = None  # A group that ends must not get tasks.
 
     def _check_engine(self, now: float) -> None:
-        """Hold the robot while no engine has its policy; its session fails when that takes too long."""
+        """Hold the robot while no engine has its policy; its session fails after ``engine_timeout``."""
         if not self.runner.is_engine_lost:
             if self._engine_lost_at is not None:
                 self._engine_lost_at = None
                 self.controller.clear(ENGINE_LOST)
         elif self._engine_lost_at is None:
             self._engine_lost_at = now
-            text = "the engine that ran the policy has ended; the robot goes on when another one has the policy"
+            text = "the engine that ran the policy has ended; the robot moves again when another engine has the policy"
             self.controller.obstruct(ENGINE_LOST, text)
         elif self.controller.is_running and now - self._engine_lost_at > (limit := self.runner.engine_timeout):
-            text = f"no engine had the policy for {limit:g} s (engine_patience); restart the session when one has"
+            text = f"no engine had the policy for {limit:g} s (engine_patience); restart the session when an engine has"
             self.apply(self.controller.fail(text, now))
 
-    # What comes in.
+    # Input.
 
     def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Take a frame, uint8 (h, w, 3), RGB."""
@@ -159,8 +153,8 @@ class RobotIO:
                 self.controller.clear(ROBOT_LATCHED)
             else:
                 text = (
-                    f"the robot's own program holds it after an emergency stop ({event.reason}); it goes on when that "
-                    "program reports that its latch is released"
+                    f"the robot's own program holds it after an emergency stop ({event.reason}); the robot moves again "
+                    "when that program reports that its latch is released"
                 )
                 self.controller.obstruct(ROBOT_LATCHED, text)
             return
@@ -168,14 +162,14 @@ class RobotIO:
         carries_joints = self._link is None or room == self._link.rooms.joint_input
         self.apply(self.controller.take_link_event(event, self._clock(), carries_joints=carries_joints))
 
-    # What goes out.
+    # Output.
 
     def apply(self, result: TickResult, *, is_tick: bool = False, is_overtaken: bool = False) -> None:
         """Apply a decision of the controller. Every command to the robot passes here. Never raises.
 
         Args:
-            is_tick: whether this is a tick, or a stop.
-            is_overtaken: whether the command is outdated, because the process paused during the decision.
+            is_tick: whether this is a tick or a stop.
+            is_overtaken: whether the command is outdated because the process paused during the decision.
         """
         is_sent = False
         if result.command is not None:
@@ -191,7 +185,7 @@ class RobotIO:
                     self.is_held = not self.controller.is_running
                     self._last_command = joints
             except Exception as error:
-                # Not raised, because a stop of several robots must reach all of them; this session ends.
+                # Not raised, because a stop of several robots must reach all robots.
                 if not self.broken.done():
                     self.broken.set_exception(error)
             is_news = not is_sent or self.controller.refused_since is not None
@@ -203,7 +197,7 @@ class RobotIO:
                 Tick(self._clock(), result.command, is_sent, self.buffer.pose, hold.code if hold else None)
             )
         if result.request is not None:
-            assert self._tasks is not None, "only a tick asks the policy"
+            assert self._tasks is not None, "only a tick requests a chunk"
             self._tasks.create_task(self._infer(result.request))
         if result.events:
             self._events.extend(result.events)
@@ -223,7 +217,7 @@ class RobotIO:
         self.apply(outcome)
 
     def _prepare(self, sizes: FrameSizes) -> None:
-        """Begin to compile the policy for frames of these sizes; it is asked again when that is done."""
+        """Start to compile the policy for frames of these sizes; the next chunk is requested after that."""
         if self._tasks is not None and self._preparing is None:
             self._preparing = self._tasks.create_task(self._run_prepare(dict(sizes)))
 
@@ -236,18 +230,18 @@ class RobotIO:
             self._preparing = None
             self.controller.clear(COMPILING)
 
-    # What its session asks for.
+    # Calls of the session.
 
     def begin(self) -> None:
         """Let the robot move."""
         self.is_held = False
-        self._engine_lost_at = None  # it waits for an engine from now on
+        self._engine_lost_at = None  # The time limit of a missing engine starts now.
         self.controller.clear(ENGINE_LOST)
         self.controller.begin(self._clock())
         self.wake()
 
     def wake(self) -> None:
-        """Wake ``run``, which may have something to send again."""
+        """Wake ``run``, which may have commands to send."""
         self._idle.clear()
         self._wake.set()
 
@@ -256,42 +250,42 @@ class RobotIO:
         await self._idle.wait()
 
     def halt(self, *, always_hold: bool = False) -> None:
-        """Stop the robot: the hold goes out before this returns, its repeats at the next ticks. Never raises."""
+        """Stop the robot: send the hold now, and its repeats at the next ticks. Never raises."""
         self.is_held = False
         self.apply(self.controller.halt(self._clock(), always_hold=always_hold), is_tick=True)
         self.wake()
 
     def emergency_stop(self) -> None:
-        """Stop the robot and hold it where it is, even if it stands.
+        """Stop the robot and hold it at its pose, even if it rests.
 
-        A latched robot gets no second hold: a client could move it by reporting a pose and pressing stop.
+        A latched robot gets no second hold, because a client could move it with a false pose and another stop.
         """
         if not (self._is_latched and self.is_held):
-            # Without a link, no hold is kept for later.
+            # A hold that cannot be sent now must not be sent later.
             self.halt(always_hold=self._link is not None)
         self._is_latched = True
 
     def announce_latch(self, reason: str | None) -> None:
-        """Announce a latched emergency stop to the robot's room; None: there is none any more."""
+        """Announce a latched emergency stop to the robot's room, or None after a reset."""
         self._is_latched = reason is not None
         if self._link is not None:
             self._link.latch(reason)
 
     def take_events(self) -> Iterator[ControlEvent]:
-        """Yield the robot's events since the last call, oldest first; the robot is already stopped for them."""
+        """Yield the robot's events since the last call, oldest first, after the robot was stopped for them."""
         self._has_events.clear()
         while self._events:
             yield self._events.popleft()
 
     async def wait_for_events(self) -> None:
-        """Wait until ``take_events`` has something to give."""
+        """Wait until ``take_events`` has an event."""
         await self._has_events.wait()
 
     def instruct(self, instruction: str | None) -> None:
         """Give the policy another instruction.
 
-        For a moving robot the policy is asked at the next tick, and an answer to the old instruction is dropped. The
-        robot executes the old plan until the new chunk joins it.
+        A moving robot requests a chunk at the next tick and drops an answer to the old instruction. It executes the old
+        plan until the new chunk joins it.
         """
         if instruction == self.runner.instruction:
             return
@@ -299,18 +293,18 @@ class RobotIO:
         if not self.controller.is_running:
             self.runner.followed = instruction
         elif self.runner.loaded.requirements.language:
-            # `Controller.request_soon` would reset the count of failures, which a new instruction must not do.
+            # `Controller.request_soon` would also reset the number of failures.
             self.controller.scheduler.request_soon()
 
     def take_over(self, loaded: LoadedPolicy, fade: int = 0, *, at_once: bool = False) -> asyncio.Future[None]:
-        """Run another policy from the next chunk on, with ``at_once`` from the next tick on."""
+        """Run another policy from the next chunk on, or with ``at_once`` from the next tick on."""
         done = self.runner.take_over(loaded, fade, at_once=at_once or not self.controller.is_running)
         if at_once:
             self.controller.request_soon()
         return done
 
     def detach(self) -> None:
-        """Send nothing any more; the figures stay readable."""
+        """Stop sending; the figures stay readable."""
         self._link = None
         self.broken.cancel()
         self.runner.cancel_take_over()
@@ -319,7 +313,7 @@ class RobotIO:
 
     @property
     def last_command(self) -> dict[str, float]:
-        """Wire name to value, as last sent."""
+        """Wire name to last sent value."""
         return {joint.name: joint.value for joint in self._last_command}
 
     def link_health(self) -> Mapping[str, object]:
@@ -327,7 +321,7 @@ class RobotIO:
         return {} if self._link is None else self._link.health()
 
     def get_watchdog_stats(self, now: float) -> dict[str, object]:
-        """Return what the watchdog looks at; JSON-ready."""
+        """Return the watchdog's input; JSON-ready."""
 
         def age(since: float | None) -> float | None:
             return None if since is None else round((now - since) * 1e3, 1)
@@ -346,7 +340,7 @@ class RobotIO:
         }
 
     def get_warnings(self, now: float) -> dict[str, str]:
-        """Return code to text of what is unusual but holds no robot."""
+        """Return code to text of warnings, which do not hold the robot."""
         ranges = {joint.name: f"{joint.low:g}..{joint.high:g}" for joint in self.table.joints}
         odd = ", ".join(f"{name} {value:.4g} (range {ranges[name]})" for name, value in self.buffer.odd.items())
         warnings = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}

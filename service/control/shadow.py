@@ -1,4 +1,4 @@
-"""Shadow policy: compared with the first policy, never sent."""
+"""Shadow policy, which is compared with the first policy and never moves the robot."""
 
 import asyncio
 import logging
@@ -17,33 +17,27 @@ from service.stats import Recent
 
 logger = logging.getLogger(__name__)
 
-# Beginnings of the names of features, and of images.
-OBSERVATION = "observation."
-IMAGES = "observation.images."
+OBSERVATION, IMAGES = "observation.", "observation.images."  # Prefixes of the names of features and of images.
 
 
 class ShadowRefused(PolicyError):
-    """The shadow policy of a new session cannot be loaded.
-
-    Attributes:
-        loc: where it stands in the request.
-    """
+    """The shadow policy of a new session cannot be loaded; ``loc`` is its place in the request."""
 
     loc = ("body", "shadow_policy_path")
 
 
 class Shadow:
-    """Shadow policy of one session. Its errors only show in its figures.
+    """Shadow policy of one session, whose errors only appear in its figures.
 
     Attributes:
-        compared, skipped, errors: numbers of answered observations, of observations while it was busy, and of failures.
-        last_error: its last failure, or why it is not used; None without one.
+        compared, skipped, errors: number of answered observations, of observations while it was busy, and of failures.
+        last_error: last failure, or the reason why the shadow is not used; None without an error.
     """
 
     def __init__(
         self, path: str, loaded: LoadedPolicy, engine: Engine, requirements: Requirements, names: tuple[str, ...]
     ):
-        """``requirements`` are the first policy's, ``names`` the wire names of its joints."""
+        """Create a shadow for the first policy's requirements and wire names of joints."""
         self.path = path
         self.compared = self.skipped = self.errors = 0
         self.last_error = _explain_mismatch(loaded.requirements, requirements, names)
@@ -58,7 +52,7 @@ class Shadow:
         self._task: asyncio.Task[None] | None = None
 
     def compare(self, observation: Mapping[str, np.ndarray], chunk: np.ndarray) -> None:
-        """Compare the first policy's answer (1, t, a) with the shadow's; skip this while the shadow is busy."""
+        """Compare the first policy's answer (1, t, a) with the shadow's, unless the shadow is busy."""
         if self._is_off:
             return
         if self._task is not None and not self._task.done():
@@ -97,7 +91,7 @@ class Shadow:
             sizes = frame_sizes(observation)
             if not self._served.is_compiled(sizes):
                 await self._compile(sizes)
-                return  # the observation is too old by now
+                return  # The observation is outdated now.
             answer, seconds = await self._engine.run_trial(self._served, self._select_inputs(observation))
             self._add_comparison(answer, chunk, seconds)
         except PolicyFailed as error:
@@ -110,15 +104,15 @@ class Shadow:
         try:
             await self._engine.compile(self._served, sizes)
         except PolicyFailed:
-            self._is_off = True  # or it would fail again at every observation
+            self._is_off = True  # A retry would fail at every observation.
             raise
 
     def _select_inputs(self, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the shadow's inputs out of those of the first policy; of its observations the newest ones."""
+        """Select the shadow's inputs from the first policy's features and newest observations."""
         requirements, steps = self._served.requirements, self._served.requirements.observation_steps
         features = dict(select_features(requirements, observation))
         if steps < self._first_steps:
-            # Prefixes and tasks have no axis of time.
+            # Only observations have an axis of time.
             for name in (name for name in features if name.startswith(OBSERVATION)):
                 features[name] = features[name][:, -1] if steps == 1 else features[name][:, -steps:]
         return features
@@ -157,10 +151,10 @@ async def load_shadow(
     """Load the shadow policy of this path and revision, or yield None without a path.
 
     Args:
-        rename: the first policy's names of cameras to the robot's; a shadow may have the robot's names.
+        rename: the first policy's camera names to the robot's names, which a shadow may have.
 
     Raises:
-        ShadowRefused: it cannot be loaded.
+        ShadowRefused: the shadow cannot be loaded.
     """
     if path is None:
         yield None
@@ -172,7 +166,7 @@ async def load_shadow(
         raise ShadowRefused(f"shadow: {error}") from error
     own = {camera: name for camera, name in (rename or {}).items() if camera in loaded.requirements.cameras}
     if own and set(loaded.requirements.cameras) != set(requirements.cameras):
-        with suppress(JaxModelsError):  # then its figures say which cameras it wants
+        with suppress(JaxModelsError):  # The shadow's figures then list its cameras.
             loaded = RenamedPolicy(loaded, own)
     shadow = Shadow(path, loaded, engine, requirements, names)
     del loaded
@@ -184,7 +178,7 @@ async def load_shadow(
 
 
 def _explain_mismatch(shadow: Requirements, first: Requirements, names: tuple[str, ...]) -> str | None:
-    """Return why the shadow's answers could not be compared, or None. Chunks may be of different lengths."""
+    """Return why the shadow's answers cannot be compared, or None. Chunks may have different lengths."""
     wrong = []
     if set(shadow.cameras) != set(first.cameras):
         wrong.append(f"it wants cameras {sorted(shadow.cameras)}, the session has {sorted(first.cameras)}")
@@ -193,7 +187,7 @@ def _explain_mismatch(shadow: Requirements, first: Requirements, names: tuple[st
     elif shadow.joint_names is not None and not have_same_joints(shadow.joint_names, names):
         wrong.append(f"its joints are {list(shadow.joint_names)}, the session's {list(names)}")
     if shadow.controls_joints != first.controls_joints:
-        wrong.append("actions of one of the two are no targets of joints")
+        wrong.append("only one policy commands targets of joints")
     width = first.action if first.controls_joints else first.state
     if shadow.state not in (None, width):
         wrong.append(f"its state has {shadow.state} values, the session's {width}")

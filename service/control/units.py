@@ -1,4 +1,4 @@
-"""Units of a robot's state: measured joints compared with the statistics that the policy was trained on."""
+"""Units of a robot's state: comparison of measured joints with statistics of the policy's training data."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,33 +9,25 @@ from jaxmodels import Requirements
 from service.control.joints import JointTable
 from service.errors import UnitsDiffer
 
-# A state counts as far outside the statistics from this many spans of the widest joint's training data on. Every joint
-# is compared with the widest, because a joint that hardly moves in the data may rest anywhere. In the same unit, an
-# SO-100 anywhere in its range is at most 1.3 such spans outside the data of the shipped policy, and at most 4 spans
-# outside data that covers a fifth of the range. Servo ticks (about 2048) in place of -100..100 are 10 spans outside of
-# data that covers the whole range, and 5.2 in place of -180..180 degrees; degrees in place of radians are 20 to 50.
+# Distance from the training data, in spans of the widest joint, from which a state is in another unit. States in the
+# policy's unit are at most 4 spans outside data that covers a fifth of the range; servo ticks in place of percent or
+# degrees are at least 5.2 spans outside, and degrees in place of radians at least 20.
 FAR_SPANS = 5.0
-# Joints within this range may be in radians: a joint turns by half a turn to each side, and calibrations differ a bit.
-RADIANS = 1.05 * math.pi
-# A policy whose widest joint covers at least this much was not trained on radians, which cover less than 2 pi = 6.3.
-# Data in degrees or percent covers more: a joint that moves by 30 degrees is a slow start of a motion.
-MIN_ANGLE_SPAN = 30.0
-# Values of a gripper that is measured in 0..1. A gripper whose data has a span of at least 10 is in another unit; data
-# within these values and with a span of at least 0.1 is in this one, also if the arm is in degrees.
+RADIANS = 1.05 * math.pi  # Joints within this range may be in radians: half a turn to each side, and calibration.
+MIN_ANGLE_SPAN = 30.0  # Smallest span of a policy's widest joint in degrees or percent; radians cover at most 6.3.
+# Range of a gripper in 0..1; the span of its data is at least 0.1 in this unit, and at least 10 in percent or degrees.
 UNIT_GRIPPER = (-0.05, 1.05)
 MIN_GRIPPER_SPAN, MIN_UNIT_SPAN = 10.0, 0.1
-# A warning of radians needs a joint that is this many of its own spans outside the data.
-UNLIKELY_SPANS = 0.5
-# Joints named in a text, at most.
-MAX_NAMED = 3
+UNLIKELY_SPANS = 0.5  # Distance of a joint from its data, in its own spans, from which radians are reported.
+MAX_NAMED = 3  # Largest number of joints named in a text.
 
 
 class StateUnits:
-    """Ranges of each number of the state in a policy's training data, and how a measured state compares with them.
+    """Ranges of the state in a policy's training data, with which measured states are compared.
 
     Attributes:
-        is_accepted: whether the session accepts a state that looks like another unit (``accept_units``).
-        unchecked: why the state cannot be compared with statistics, or None if it is compared.
+        is_accepted: whether the session accepts another unit (``accept_units``).
+        unchecked: reason why the state cannot be compared, or None.
     """
 
     def __init__(
@@ -50,9 +42,9 @@ class StateUnits:
 
         Args:
             names: names of the numbers of the state, in order.
-            statistics: of ``observation.state``, see ``Requirements.state_statistics``.
+            statistics: statistics of ``observation.state``, see ``Requirements.state_statistics``.
             is_accepted: whether the session accepts another unit.
-            grippers: (n,) bool, which of them hold things. None: none of them.
+            grippers: grippers (n,) bool; None for a robot without grippers.
         """
         self.is_accepted = is_accepted
         self._names = tuple(names)
@@ -70,16 +62,13 @@ class StateUnits:
             self._percent_grippers = self._grippers & (spans >= MIN_GRIPPER_SPAN)
 
     def describe(self) -> str:
-        """Return for the session's stats whether its state is compared with the statistics."""
+        """Return for the session's stats whether the state is compared."""
         if self.unchecked is not None:
             return f"not checked: {self.unchecked}"
         return "accepted (accept_units), not checked" if self.is_accepted else "checked"
 
     def find_mismatch(self, state: np.ndarray) -> str | None:
-        """Return why a measured state (n,) cannot be in the policy's unit; None if it can, or is accepted.
-
-        The state is compared by values alone, so that it is known before anything is commanded.
-        """
+        """Return why a measured state (n,) cannot be in the policy's unit; None if it can be, or is accepted."""
         if self.is_accepted or self.unchecked is not None:
             return None
         low, high = self._far
@@ -101,7 +90,7 @@ class StateUnits:
     def warn_of_radians(self, state: np.ndarray) -> str | None:
         """Return a warning if a state (n,) may be in radians: small in all joints, and outside the training data.
 
-        An arm may rest like that in any unit, so this alone does not hold it; ``find_small_joint`` does when it moves.
+        This does not hold an arm, because it may rest at such a state in any unit.
         """
         index = self.find_small_joint(state, np.ones(len(state), bool))
         if index is None or self._grippers[index]:
@@ -116,11 +105,11 @@ class StateUnits:
         )
 
     def find_small_joint(self, state: np.ndarray, still: np.ndarray) -> int | None:
-        """Return the joint that shows best that joints are in radians, or grippers in 0..1; None if they are not.
+        """Return the clearest sign of joints in radians or grippers in 0..1: the index of a joint, or None.
 
         Args:
-            state: (n,) measured.
-            still: (n,) bool, which of them do not follow their commands.
+            state: measured state (n,).
+            still: joints (n,) bool that do not follow their commands.
         """
         if self.is_accepted or self.unchecked is not None:
             return None
@@ -165,7 +154,7 @@ _REMEDY = (
 
 
 def _find_ranges(statistics: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lowest and the highest value of each number in the data; estimated if there are no extremes."""
+    """Return the lowest and highest value (n,) of the data, estimated if the statistics have no extremes."""
     for low, high in (("min", "max"), ("q01", "q99")):
         if low in statistics and high in statistics:
             return statistics[low], np.maximum(statistics[low], statistics[high])
@@ -174,7 +163,7 @@ def _find_ranges(statistics: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.n
 
 
 def create_units(requirements: Requirements, table: JointTable, *, is_accepted: bool) -> StateUnits:
-    """Create the units of a session's state: its joints, or the numbers of a state that actions are no targets of."""
+    """Create the units of a session's state, which consists of joints only if actions are targets of joints."""
     if requirements.controls_joints:
         names, grippers = table.names, table.grippers
     else:

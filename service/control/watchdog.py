@@ -1,4 +1,4 @@
-"""Watchdog of one robot: detects stale, frozen, late or bad input, and demands a hold or a stop."""
+"""Watchdog of one robot: detects stale, frozen, late or bad input, and requests a hold or a stop."""
 
 import math
 import zlib
@@ -13,32 +13,21 @@ from service.control.config import SafetySettings
 from service.control.joints import JointTable
 from service.control.units import StateUnits
 
-# Frames are compared at this many points along each axis first, and in full only when those are equal.
-POINTS = 32
+POINTS = 32  # Compared points along each axis of a frame; frames with equal points are compared in full.
 # Codes of a frozen source, and of joints in another unit.
 CAMERA_FROZEN, JOINTS_FROZEN, JOINTS_UNITS = "camera_frozen", "joints_frozen", "joints_units"
-# Share of a joint's range that a command must change by for a clear motion: policies dither by 1 % around a goal, and a
-# position servo under load may not follow 2 %.
+# Share of a joint's range that commands must cover for a clear motion; policies dither by 1 % around a goal.
 CLEAR_MOTION = 0.03
-# Largest change of a resting joint: 0.2 of -100..100, 4 steps of a servo's encoder. Real encoders flicker by one.
-NOISE = 0.001
-# Share of the commanded motion that a joint has to show to count as following it. Radians in place of degrees or
-# percent show 1.6 to 2.2 % of it; joints that follow late or against a load show most of it.
+NOISE = 0.001  # Largest change of a resting joint, as a share of its range: four steps of a servo's encoder.
+# Share of the commanded motion from which a joint follows it. Radians in place of degrees or percent show up to 2.2 %.
 FOLLOWED = 0.04
-# A joint whose range comes from data in which it hardly moves counts with this share of the widest joint's range.
-NARROW_SHARE = 0.25
-# Width of a joint's range at least, if no source knows it: half a turn in radians and less.
-UNKNOWN_RANGE = 2.0
-# Seconds after a clear motion was commanded within which a joint follows it, or counts as in another unit.
-UNITS_AFTER = 1.0
-# Seconds between two comparisons of the joints with their commands, at most.
-COMPARE_INTERVAL = 0.1
-# Seconds without a tick after which a robot is held. The event loop counts as blocked after the same time, and a robot
-# without commands holds itself after 0.5 s.
-STALL = 0.25
-# Seconds in which bad joint values are counted.
-BAD_INPUT_WINDOW = 1.0
-# Codes of the holds that a check may ask for.
+NARROW_SHARE = 0.25  # Smallest range of a joint from training data, as a share of the widest joint's range.
+UNKNOWN_RANGE = 2.0  # Smallest range of a joint without a known range: less than half a turn in radians.
+UNITS_AFTER = 1.0  # Seconds after a clear motion's command in which a joint must follow, or has another unit.
+COMPARE_INTERVAL = 0.1  # Largest number of seconds between two comparisons of the joints with their commands.
+STALL = 0.25  # Seconds without a tick after which a robot is held; a robot without commands holds itself after 0.5 s.
+BAD_INPUT_WINDOW = 1.0  # Seconds in which bad joint values are counted.
+# Codes of the holds that a check may request.
 HOLDS = ("paused", "inference_slow", "action_stale", CAMERA_FROZEN, JOINTS_FROZEN, JOINTS_UNITS)
 
 
@@ -58,13 +47,13 @@ class InputTimes:
     """One robot's input at one tick; times are monotonic.
 
     Attributes:
-        observed_at: when each camera's newest frame was seen, None before the first.
-        is_pose_current: whether every joint is known and trusted.
-        plan_observed_at: when the frames of the queued actions were seen, or None without actions.
-        requested_at: when the running inference was requested, or None.
-        pose: (a,) measured, or None while a joint is unknown.
-        command: (a,) the newest command of the motion, or None while the robot does not move.
-        units: of the pose.
+        observed_at: time of each camera's newest frame, None before the first frame.
+        is_pose_current: whether every joint has a current value.
+        plan_observed_at: time of the frames of the queued actions, or None without actions.
+        requested_at: time of the running inference's request, or None.
+        pose: measured pose (a,), or None while a joint has no value.
+        command: newest command (a,) of the motion, or None while the robot does not move.
+        units: units of the pose.
     """
 
     observed_at: Mapping[str, float | None]
@@ -83,8 +72,8 @@ class WatchdogReport:
 
     Attributes:
         holds: code to text of each reason to hold the robot at this tick.
-        blind: why the robot could not be observed or reached for ``degraded_after`` seconds, or None.
-        stop: why it has to be stopped for good, or None.
+        blind: reason why the robot could not be observed or reached for ``degraded_after`` seconds, or None.
+        stop: reason to stop the robot until a person resets it, or None.
     """
 
     holds: Mapping[str, str] = field(default_factory=dict)
@@ -93,14 +82,13 @@ class WatchdogReport:
 
 
 class Watchdog:
-    """Checks the input of one moving robot at every tick; takes the time, reads no clock.
+    """Checks the input of one moving robot at every tick; callers pass the time.
 
     Attributes:
-        degraded_after: seconds without input or link after which the session is degraded.
-        stop_after: such seconds after which the robot is stopped until a person resets it.
+        degraded_after, stop_after: seconds without input or link until the session is degraded or stopped.
         slow_after: seconds after which an inference is slow.
-        frozen: cameras that show the same picture for too long.
-        joints: compares the measured joints with their commands; None in a dry run.
+        frozen: cameras with the same picture for too long.
+        joints: comparison of the measured joints with their commands; None in a dry run.
     """
 
     def __init__(
@@ -116,8 +104,8 @@ class Watchdog:
         """Watch one robot; times in seconds.
 
         Args:
-            frame_age: largest age of a frame, and of a pause of this process (at most ``STALL``), without a hold. A
-                large value also raises ``degraded_after`` and ``stop_after``.
+            frame_age: largest age of a frame, and length of a pause of this process (at most ``STALL``), without a
+                hold. A large value also raises ``degraded_after`` and ``stop_after``.
             executed: duration of the executed actions of a chunk.
             covered: duration of all actions of a chunk.
             period: time from one check to the next.
@@ -141,7 +129,7 @@ class Watchdog:
         self.slow_after = max(self._safety.slow_inference * executed, covered)
 
     def begin(self, now: float) -> None:
-        """Start watching a robot that begins to move, or begins anew; forgets what was before."""
+        """Forget all earlier input, and watch a robot that starts to move."""
         self._begun_at = self._resumed_at = now
         self._checked_at = self._pause = None
         self._since.clear()
@@ -150,18 +138,18 @@ class Watchdog:
             self.joints.begin()
 
     def forget_frozen_joints(self) -> None:
-        """Forget frozen joints of a robot that left. Joints in another unit stay, because a program keeps its unit."""
+        """Forget frozen joints of a robot that left, but not joints in another unit."""
         if self.joints is not None and self.joints.fault is not None and self.joints.fault.code == JOINTS_FROZEN:
             self.joints.begin()
 
     @property
     def is_pose_doubted(self) -> bool:
-        """Whether the robot is held for frozen joints or another unit: it may be elsewhere than measured."""
+        """Whether the measured pose may be wrong, because joints are frozen or in another unit."""
         fault = None if self.joints is None else self.joints.fault
         return fault is not None and (fault.code == JOINTS_UNITS or self._safety.frozen != "warn")
 
     def note_frame(self, camera: str, image: np.ndarray, now: float) -> None:
-        """Compare a usable frame, uint8 (h, w, 3), with those before it of this camera."""
+        """Compare a usable frame, uint8 (h, w, 3), with earlier frames of this camera."""
         height, width = image.shape[:2]
         points = image[:: max(height // POINTS, 1), :: max(width // POINTS, 1)]
         fingerprint = zlib.crc32(points.tobytes(), hash(image.shape) & 0xFFFFFFFF)
@@ -169,7 +157,7 @@ class Watchdog:
         if still is not None and still.fingerprint == fingerprint:
             is_equal, still.newest_at = True, now
             if now - still.compared_at >= self._safety.frozen_after:
-                # Some points are equal; every so many seconds all of them are compared.
+                # The points are equal; all pixels are compared once per interval.
                 still.compared_at, is_equal = now, np.array_equal(image, still.image)
             if is_equal:
                 if now - still.since >= self._safety.frozen_after:
@@ -186,7 +174,7 @@ class Watchdog:
         return found
 
     def _describe_frozen_cameras(self, now: float) -> dict[str, str]:
-        # A camera that sends nothing is not frozen but absent: its newest frame is too old.
+        # A camera without new frames is reported as stale instead.
         oldest = now - max(self._frame_age, self._safety.frozen_after)
         frozen = [(camera, self._stills[camera]) for camera in sorted(self.frozen)]
         frozen = [(camera, still) for camera, still in frozen if still.newest_at >= oldest]
@@ -199,7 +187,7 @@ class Watchdog:
         }
 
     def note_bad_input(self, reasons: Mapping[str, int], now: float) -> Stop | None:
-        """Count joint values that cannot be used; returns a reason to stop when they are too many."""
+        """Count unusable joint values; returns a reason to stop if there are too many."""
         self._bad.append((now, sum(reasons.values())))
         count = self.count_bad_inputs(now)
         if not 0 < self._safety.bad_inputs <= count:
@@ -213,7 +201,7 @@ class Watchdog:
         )
 
     def count_bad_inputs(self, now: float) -> int:
-        """Count the joint values within ``bad_input_window`` that could not be used."""
+        """Return the number of unusable joint values in ``BAD_INPUT_WINDOW``."""
         while self._bad and now - self._bad[0][0] > BAD_INPUT_WINDOW:
             self._bad.popleft()
         return sum(count for _, count in self._bad)
@@ -236,7 +224,7 @@ class Watchdog:
             limit = safety.action_age_limit
             holds["action_stale"] = f"the actions belong to what was seen {plan_age:.2f} s ago, limit {limit:g} s"
 
-        # Cameras whose newest frame is too old, and since when there was no frame.
+        # Cameras without a current frame, and the time since when.
         stale: dict[str, float] = {}
         for camera, observed_at in times.observed_at.items():
             if observed_at is None or now - observed_at > self._frame_age:
@@ -261,10 +249,7 @@ class Watchdog:
         return WatchdogReport(holds, blind, stop)
 
     def _is_paused(self, now: float, times: InputTimes) -> bool:
-        """Return whether a pause of this process still holds the robot: until each camera sent a frame since.
-
-        The plan from before the pause is outdated, and frames from the pause arrive one by one.
-        """
+        """Return whether a pause of this process still holds the robot: until each camera has sent a new frame."""
         is_seen = all(
             observed_at is not None and observed_at >= self._resumed_at for observed_at in times.observed_at.values()
         )
@@ -274,7 +259,7 @@ class Watchdog:
         return False
 
     def _find_blindness(self, now: float, times: InputTimes, stale: Mapping[str, float]) -> tuple[str, str, float]:
-        """Return the oldest reason why the robot cannot be observed or reached: code, text, and since when."""
+        """Return code, text and start of the oldest reason why the robot cannot be observed or reached."""
         reasons: dict[str, tuple[str, float]] = {}
         if times.lost_rooms:
             text = "room " + ", ".join(map(repr, sorted(times.lost_rooms))) + " lost"
@@ -291,15 +276,15 @@ class Watchdog:
             self._since.pop("joints_missing", None)
         else:
             since = self._since.setdefault("joints_missing", now)
-            reasons["joints_missing"] = ("joints: not all of them are known", since)
-        # A lost link is the cause of the others.
+            reasons["joints_missing"] = ("joints: some have no value", since)
+        # A lost link causes all other reasons.
         code = "link_lost" if "link_lost" in reasons else min(reasons, key=lambda code: reasons[code][1])
         return code, reasons[code][0], min(since for _, since in reasons.values())
 
 
 @dataclass
 class _FrozenFrame:
-    """First of a series of equal frames of one camera."""
+    """First frame of a series of equal frames of one camera."""
 
     image: np.ndarray
     fingerprint: int
@@ -309,47 +294,42 @@ class _FrozenFrame:
 
 
 class JointFault(NamedTuple):
-    """Measured joints that do not follow their commands.
-
-    Attributes:
-        code: ``joints_frozen`` or ``joints_units``.
-        text: for people.
-    """
+    """Measured joints do not follow their commands: code (``joints_frozen`` or ``joints_units``) and text."""
 
     code: str
     text: str
 
 
 class JointMotion:
-    """Compares the measured joints of one robot with the commands that were sent to it.
+    """Compares the measured joints of one robot with its commands.
 
-    Each joint has an anchor: its position when it last moved. Since then, the range of its commands is kept. Joints
-    that stay at their anchors while the range of commands gets large are frozen, or are measured in another unit.
+    Each joint has an anchor: its position when it last moved. Joints at their anchors whose commands have covered a
+    large range since then are frozen, or are measured in another unit.
 
     Attributes:
-        fault: found and not over yet, or None.
+        fault: present fault, or None.
         due_at: time of the next comparison.
     """
 
     def __init__(self, joints: JointTable, limits: np.ndarray):
-        """Create it. Grippers do not count as commanded, because what they hold blocks them.
+        """Create it. Grippers do not count as commanded, because an object may block them.
 
         Args:
             joints: names, ranges and grippers.
-            limits: (a,) width of each joint's limits, for joints without a known range; infinite if unknown, too.
+            limits: width (a,) of each joint's limits for joints without a known range; may be infinite.
         """
         self.fault: JointFault | None = None
         self.due_at = -math.inf
         self._names, self._arm = joints.names, ~joints.grippers
         spans = np.subtract(joints.ranges[1], joints.ranges[0], dtype=np.float64)
         spans = np.where(np.isfinite(spans), spans, limits)
-        # Limits may come from data in which a joint hardly moves; that says nothing about how exactly it follows.
+        # Limits may come from data in which a joint hardly moves.
         widest = spans[np.isfinite(spans) & self._arm].max(initial=0.0)
         self._ranges = np.where(self._arm, np.maximum(spans, NARROW_SHARE * widest), spans)
         self._is_begun = False
 
     def begin(self) -> None:
-        """Forget everything: a motion begins."""
+        """Forget all earlier input, because a motion begins."""
         self.fault, self.due_at, self._is_begun = None, -math.inf, False
 
     def compare(self, now: float, times: InputTimes, frozen_after: float) -> None:
@@ -366,7 +346,7 @@ class JointMotion:
                 self.begin()
             return
         if command is None or not self._is_begun:
-            # The first command of a motion starts at the measured pose, and a hold sends the robot back to it.
+            # Motions and holds begin at the measured pose.
             self._restart(pose, now)
             return
         self._follow(pose, command, now)
@@ -379,7 +359,7 @@ class JointMotion:
         self._spread = np.zeros(len(pose))
         self._moved_at = np.full(len(pose), now)
         self._commanded_at = np.full(len(pose), math.inf)
-        # Without a known range, the largest value that any joint has says how large values are.
+        # The range of a joint without a known range is estimated by the largest value of all joints.
         widest = max(2 * float(np.abs(pose).max(initial=0.0)), UNKNOWN_RANGE)
         self._spans = np.where(np.isfinite(self._ranges) & (self._ranges > 0), self._ranges, widest)
 
@@ -402,12 +382,12 @@ class JointMotion:
     ) -> JointFault | None:
         arm, commanded, before = self._arm, self._most - self._least, now - UNITS_AFTER
         worst = int(np.where(arm, commanded / self._spans, -1.0).argmax())
-        # Joints that did not follow, but did not report one and the same value either. An arm counts as a whole.
+        # Joints that did not follow, but did not report a constant value either. All joints of an arm count together.
         still, asked, shown = self._moved_at <= before, self._commanded_at <= before, self._spread > 0
         is_arm_still = still[arm].all() and asked[arm].any() and shown[arm].any()
         still = np.where(arm, is_arm_still, still & asked & shown)
         if units is not None and still.any() and (index := units.find_small_joint(pose, still)) is not None:
-            # Joints in the right unit go on to their last command; only the joints at fault can end the hold.
+            # Only joints at fault can end the hold, because other joints still move to their last command.
             at_fault = arm if arm[index] else np.arange(len(pose)) == index
             index = worst if arm[index] else index
             tolerance = np.maximum(NOISE * self._spans, FOLLOWED * commanded)
@@ -417,13 +397,13 @@ class JointMotion:
         is_still = (self._moved_at <= now - frozen_after).all() and (self._spread <= NOISE * self._spans).all()
         if not is_still or not (self._commanded_at <= now - frozen_after).any(where=arm):
             return None
-        # Joints that report one and the same value go on with any other; those with noise have to leave it.
+        # Any change ends the fault of joints with a constant value; noisy joints must change by more than the noise.
         self._tolerance = 2 * self._spread
         return JointFault(
             JOINTS_FROZEN,
             f"the measured joints did not change for {now - self._moved_at.max():.1f} s, while the commands of "
             f"{self._names[worst]!r} moved by {commanded[worst]:.3g} ({self._least[worst]:.4g} to "
             f"{self._most[worst]:.4g}, measured {pose[worst]:.4g}). Check the robot's power and the program that "
-            "reports its joints; it goes on when a measured joint changes, when that program connects again, or after "
-            "a stop and a start",
+            "reports its joints. The hold ends when a measured joint changes, when that program connects again, or "
+            "after a stop and a start",
         )

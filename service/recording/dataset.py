@@ -16,7 +16,7 @@ _SO100 = {f"{joint.alias}.pos": joint for joint in SO100}
 
 
 def _read_frame(dataset: Dataset, name: str, row: int) -> np.ndarray:
-    """Return the frame of a camera at a row: uint8 (h, w, 3), RGB."""
+    """Return the frame of a camera in a row: uint8 (h, w, 3), RGB."""
     try:
         return dataset.frames(name, np.array([row]))[0]
     except DatasetError as error:
@@ -24,7 +24,7 @@ def _read_frame(dataset: Dataset, name: str, row: int) -> np.ndarray:
 
 
 class DatasetSource:
-    """Steps of a dataset: state and action as vectors, cameras as video or pictures; a damaged one is refused."""
+    """Steps of a dataset: state and action as vectors, cameras as video or pictures."""
 
     damage: str | None = None
 
@@ -68,8 +68,7 @@ class DatasetSource:
                 yield Step(number, row - start, states[row], actions[row], pictures, task)
 
 
-# The task of episodes in which nobody said what was to be done.
-UNNAMED_TASK = "unnamed"
+UNNAMED_TASK = "unnamed"  # Task of episodes without an instruction.
 
 
 def write_dataset(
@@ -78,8 +77,8 @@ def write_dataset(
     """Write steps as a new dataset folder; return the writer, which has the counts. ``on_step`` follows every step.
 
     Raises:
-        RecordingError: it cannot be made; nothing is left behind.
-        OSError: it cannot be written.
+        RecordingError: the dataset cannot be created; no file is left.
+        OSError: the dataset cannot be written.
     """
     before: Step | None = None
     try:
@@ -95,7 +94,7 @@ def write_dataset(
                 on_step()
             if before is None:
                 raise RecordingError(
-                    "there is nothing to make a dataset of: the robot was never sent anywhere with all cameras in sight"
+                    "there is no step for a dataset: no command was recorded together with frames of all cameras"
                 )
             writer.end_episode(before.task.strip() or UNNAMED_TASK)
     except DatasetError as error:

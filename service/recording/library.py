@@ -1,4 +1,4 @@
-"""Recordings and datasets of a folder, by name or path; the process that exports one."""
+"""Recordings and datasets of a folder, and the process that exports a recording."""
 
 import os
 import re
@@ -17,10 +17,8 @@ from service.recording.mcap_files import McapSource, read_header, read_outcome
 from service.recording.steps import RecordingError, StepSource
 
 SUFFIX = ".mcap"
-# A LeRobotDataset has this file; that it is there says enough.
-DATASET_FILE = "meta/info.json"
-# Nanoseconds without a change, after which the list of files is kept until the folder changes.
-SETTLING_NS = 2_000_000_000
+DATASET_FILE = "meta/info.json"  # A folder with this file is a LeRobotDataset.
+SETTLING_NS = 2_000_000_000  # Nanoseconds without a change after which the list of files is cached.
 _NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,110}")
 
 
@@ -29,9 +27,9 @@ class RecordingEntry:
     """Description of one recording in a folder.
 
     Attributes:
-        session_id: None when the file cannot be read.
-        at: when it began, seconds since 1970.
-        state: final state of its ``Recorder``, ``interrupted`` (its server was killed), or ``unreadable``.
+        session_id: None if the file cannot be read.
+        at: start in seconds since 1970.
+        state: final state of its ``Recorder``, ``interrupted`` (the server was killed), or ``unreadable``.
     """
 
     name: str
@@ -45,7 +43,7 @@ class RecordingEntry:
 
 
 class RecordingLibrary:
-    """Recordings in a folder, one file each, and a folder of the same name where a dataset was made of one."""
+    """Recordings in a folder, one file each; the dataset of a recording is a folder of the same name."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -58,16 +56,16 @@ class RecordingLibrary:
         return self.folder / f"{session_id}-{stamp}{SUFFIX}"
 
     def find_file(self, name: str) -> Path | None:
-        """Return the file of this recording; None when there is none, or it is no name."""
+        """Return the file of this recording; None for an unknown or invalid name."""
         if not _NAME.fullmatch(name):
             return None
         path = self.folder / f"{name}{SUFFIX}"
         return path if path.is_file() and not path.is_symlink() else None
 
     def list_entries(self) -> Sequence[RecordingEntry]:
-        """List all recordings, newest first; for one thread.
+        """List all recordings, newest first; call it from one thread only.
 
-        Size and state of an entry may be older than its file: ``read_entry`` returns the present ones.
+        Size and state of an entry may be outdated; ``read_entry`` returns the present values.
         """
         try:
             status = self.folder.stat()
@@ -81,14 +79,14 @@ class RecordingLibrary:
         entries = [entry for name in names if _NAME.fullmatch(name) and (entry := self.read_entry(name)) is not None]
         entries.sort(key=lambda entry: (entry.at or 0.0, entry.name), reverse=True)
         self._known = {entry.name: self._known[entry.name] for entry in entries}
-        # A second change within one tick of the file system's clock would not change the version, and a file without
-        # a header may be a recording that has just begun.
+        # The list is not cached after a recent change, because a second change may have the same time, and a file
+        # without a header may be a new recording.
         changes = [self._known[entry.name][0][2] for entry in entries if entry.at is None]
         self._listing = (version, entries) if now - max([version[1], *changes]) > SETTLING_NS else None
         return entries
 
     def read_entry(self, name: str) -> RecordingEntry | None:
-        """Describe one recording; None when it is gone. The file is read only if it changed since the last call."""
+        """Describe one recording, or return None without it. The file is read only after a change."""
         path = f"{self.folder}/{name}{SUFFIX}"
         try:
             status = os.lstat(path)
@@ -107,7 +105,7 @@ class RecordingLibrary:
         return (self.folder / name / DATASET_FILE).is_file()
 
     def remove(self, name: str) -> bool:
-        """Remove a recording and the dataset made of it; False when there is none."""
+        """Remove a recording and its dataset; False if the recording does not exist."""
         path = self.find_file(name)
         if path is None:
             return False
@@ -141,12 +139,12 @@ def _read_file(path: Path, size: int) -> RecordingEntry:
 def open_source(path: Path) -> StepSource:
     """Open a recording (.mcap) or a LeRobotDataset folder, v3.0 or v2.1; raises RecordingError if it cannot be read."""
     if not path.exists():
-        raise RecordingError(f"{path} is not there; `robojax recordings list` shows those of a server")
+        raise RecordingError(f"{path} is not there; `robojax recordings list` shows the recordings of a server")
     return DatasetSource(path) if path.is_dir() else McapSource(path)
 
 
 def main(file: str, folder: str) -> int:
-    """Run ``python -m service.recording.library FILE FOLDER``; returns 0 when the dataset is there."""
+    """Run ``python -m service.recording.library FILE FOLDER``; returns 0 if the dataset was written."""
     # An orderly exit removes the unfinished folder.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if hasattr(os, "SCHED_IDLE"):

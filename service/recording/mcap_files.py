@@ -1,7 +1,4 @@
-"""Reader of recordings in MCAP files, which may be cut off.
-
-A file may be hostile: reading it takes no more memory than the limits below allow, for any claims in the file.
-"""
+"""Reader of recordings in MCAP files, which may be incomplete or hostile; the limits below bound its memory."""
 
 import binascii
 import io
@@ -40,31 +37,22 @@ from service.recording.mcap_format import END_METADATA, HEADER_METADATA, Recordi
 from service.recording.mcap_writer import FILE_END
 from service.recording.steps import LazyImage, RecordingError, SourceInfo, Step, decode_frame
 
-# Bytes of a record, and of a decompressed chunk; the recorder writes at most 1 MiB and one picture.
-MAX_RECORD = 32 << 20
-# Bytes at the beginning of a file in which its header is.
-MAX_HEADER = 1 << 20
-# Bytes of the index at the end; a recording of 20 GiB has 3 MiB.
-MAX_SUMMARY = 64 << 20
-# Largest sum of all decompressed chunks: a multiple of the file, and at least some bytes. A resting robot without
-# cameras reaches 20 times the file.
+MAX_RECORD = 32 << 20  # Bytes of a record or a decompressed chunk; the recorder writes 1 MiB and one picture.
+MAX_HEADER = 1 << 20  # Bytes at the beginning of a file that contain its header.
+MAX_SUMMARY = 64 << 20  # Bytes of the index at the end; a recording of 20 GiB has 3 MiB.
+# Largest size of all decompressed chunks, as a multiple of the file, and the size that is always allowed. Recordings of
+# a resting robot without cameras reach 20 times the file.
 MAX_EXPANSION, MIN_EXPANDED = 100, 64 << 20
-# Values in one message, each of which takes up to a hundred times its text. A chunk has some thousands.
-MAX_VALUES = 200_000
-# Steps that fill missed ticks in a file; a longer gap begins another episode.
-MAX_FILLED = 100_000
+MAX_VALUES = 200_000  # Values of one message; a chunk has some thousands.
+MAX_FILLED = 100_000  # Steps of a file that replace missed ticks; a longer gap starts another episode.
 MAX_EPISODES = 10_000
-# Errors of the libraries for a file that is cut off or is not a recording.
+# Errors of the libraries for an incomplete file, or a file that is not a recording.
 _READ_ERRORS = (
     *(McapError, EOFError, ValueError, struct.error, LookupError, TypeError, OverflowError, RecursionError),
     *(MemoryError, RuntimeError, zstandard.ZstdError),
 )
-# Bytes of the footer: kind, length, content.
-_FOOTER = 1 + 8 + 20
-
-
-# The outcome of a recording whose server was killed.
-INTERRUPTED = "interrupted"
+_FOOTER = 1 + 8 + 20  # Bytes of the footer: kind, length, content.
+INTERRUPTED = "interrupted"  # Outcome of a recording whose server was killed.
 
 
 @dataclass(frozen=True)
@@ -79,14 +67,14 @@ class RecordingOutcome:
 
 
 class McapSource:
-    """Steps of one recording in an MCAP file. A missed tick repeats the step before it, whose command was in force.
+    """Steps of one recording in an MCAP file. A missed tick repeats the step before it.
 
     Attributes:
-        damage: where and why reading stopped before the end, or None; known after reading.
+        damage: where and why reading stopped before the end, or None; valid after reading.
     """
 
     def __init__(self, path: Path):
-        """Open the file and read its header; raises RecordingError if it is not a recording of a session."""
+        """Read the header of a file; raises RecordingError if it is not a recording of a session."""
         self.path = path
         self.header = read_header(path)
         self.outcome = read_outcome(path)
@@ -106,7 +94,7 @@ class McapSource:
         self.damage: str | None = None
 
     def events(self) -> Iterator[tuple[int, str, str]]:
-        """Yield nanoseconds since 1970, code and text of everything that happened."""
+        """Yield nanoseconds since 1970, code and text of every event."""
         for topic, at, content in self.messages():
             if topic == mcap_format.EVENTS:
                 yield at, str(content.get("name", "")), str(content.get("message", ""))
@@ -115,7 +103,7 @@ class McapSource:
         """Yield topic, nanoseconds since 1970 and content of every message, in order of time.
 
         Raises:
-            RecordingError: it cannot be opened, or exceeds the limits of this module.
+            RecordingError: the file cannot be opened, or exceeds the limits of this module.
         """
         topics: dict[int, str] = {}
         self.damage = None
@@ -129,7 +117,7 @@ class McapSource:
                         if isinstance(content, dict):
                             yield topics[record.channel_id], record.log_time, content
             except EndOfFile:
-                # A killed server leaves such a file. A file with an outcome is damaged in the middle.
+                # A killed server leaves an incomplete file, but a file with an outcome is damaged.
                 if self.outcome.state != INTERRUPTED:
                     self.damage = self._describe_damage(file, "it ends there")
             except OSError as error:
@@ -138,15 +126,15 @@ class McapSource:
                 self.damage = self._describe_damage(file, f"{type(error).__name__}: {error}"[:200])
 
     def _describe_damage(self, file: BinaryIO, what: str) -> str:
-        return f"{self.path.name} is damaged before byte {file.tell()} ({what}) and is read as far as there"
+        return f"{self.path.name} is damaged before byte {file.tell()} ({what}) and is read up to there"
 
     def steps(self) -> Iterator[Step]:
         """Yield all steps; an episode begins at its first command with a frame of every camera before it.
 
-        Another episode begins when the instruction changes, so that each episode has one task.
+        A change of the instruction begins another episode.
 
         Raises:
-            RecordingError: it cannot be opened, or holds more than is allowed.
+            RecordingError: the file cannot be opened, or exceeds the limits of this module.
         """
         period = 1e9 / self.header.rate
         cameras = set(self.header.cameras)
@@ -191,10 +179,10 @@ class McapSource:
         try:
             return LazyImage(partial(decode_frame, binascii.a2b_base64(str(content.get("data", "")))))
         except ValueError as error:
-            raise RecordingError(f"{self.path.name}: a frame is no base64 ({error})") from error
+            raise RecordingError(f"{self.path.name}: a frame is not base64 ({error})") from error
 
     def _read_position(self, content: Mapping[str, Any]) -> np.ndarray:
-        """Return the positions of the joints, in their order."""
+        """Return the positions (a,) float32 of the joints."""
         try:
             values = np.array([content["position"][name] for name in self.header.joints], np.float32)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
@@ -211,7 +199,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading, without waiting for the writer of a pipe.
 
     Raises:
-        RecordingError: it does not exist, cannot be read, or is not a regular file.
+        RecordingError: the file does not exist, cannot be read, or is not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -219,7 +207,7 @@ def open_regular(path: Path) -> BinaryIO:
         raise RecordingError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise RecordingError(f"{path} is no regular file; {_EXPECTED}")
+        raise RecordingError(f"{path} is not a regular file; {_EXPECTED}")
     return os.fdopen(descriptor, "rb")
 
 
@@ -227,7 +215,7 @@ _EXPECTED = "wanted an .mcap that `robojax serve` recorded, or a LeRobotDataset 
 
 
 def read_header(path: Path) -> RecordingHeader:
-    """Read a recording's header: its session, robot and policy.
+    """Read a recording's header.
 
     Raises:
         RecordingError: the file cannot be read, or is not a recording of a session.
@@ -300,12 +288,11 @@ def _parse_outcome(file: BinaryIO, name: str) -> RecordingOutcome:
     return RecordingOutcome(fields["state"][:40], seconds, episodes, ticks, dropped)
 
 
-# The reader of the mcap package allocates as many bytes as a length in the file claims, returns what is there when the
-# file is shorter, and decompresses a chunk to the size that its frame claims. The functions below check that first.
+# The mcap package allocates and decompresses any size that a file declares. The functions below limit that size.
 
 
 class _BoundedFile:
-    """File of which every read has the asked number of bytes, or raises."""
+    """File whose reads return exactly the requested number of bytes, or raise."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -319,7 +306,7 @@ class _BoundedFile:
 
 
 class _RecordReader(StreamReader):
-    """Reader of the records that recordings need; it does not open chunks, and skips all other records."""
+    """Reader of the records that recordings need, without opening chunks."""
 
     def __init__(self, file: BinaryIO, *, skip_magic: bool = False):
         bounded: Any = _BoundedFile(file)
@@ -327,7 +314,7 @@ class _RecordReader(StreamReader):
 
     def _read_record(self, opcode: int, length: int) -> McapRecord | None:
         if opcode == 0:
-            # A hole in a file reads as zeros, and may have terabytes.
+            # Holes of sparse files read as zeros, and may have terabytes.
             raise ValueError("a record of kind 0")
         if opcode in _KINDS:
             return super()._read_record(opcode, length)
@@ -344,7 +331,7 @@ _KINDS = frozenset(
 
 
 def _unpack_records(file: BinaryIO, name: str) -> Iterator[McapRecord]:
-    """Yield the records of a whole file, and in place of each chunk the records in it.
+    """Yield the records of a whole file, and the records in each chunk.
 
     Raises:
         RecordingError: a record or chunk is larger than allowed.
@@ -377,7 +364,7 @@ def _read_chunk(chunk: Chunk) -> Iterator[McapRecord]:
 
 
 def _decompress(chunk: Chunk) -> bytes:
-    """Decompress a chunk to exactly as many bytes as it claims.
+    """Decompress a chunk to exactly the size that it declares.
 
     Raises:
         ValueError: the chunk has another size, checksum or compression.

@@ -1,7 +1,7 @@
 """Topics, schemas and header of a recording.
 
-Pictures and events have the schemas that Foxglove knows (https://docs.foxglove.dev/docs/sdk/schemas); everything else
-is flat enough to be plotted by its path, e.g. ``/joints.position.Rotation``.
+Pictures and events have Foxglove's schemas (https://docs.foxglove.dev/docs/sdk/schemas); other messages can be plotted
+by their path, e.g. ``/joints.position.Rotation``.
 """
 
 import binascii
@@ -15,8 +15,7 @@ from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationErr
 
 from service.control.joints import SO100, Joint
 
-# LeRobot's name of the robot whose joints these are.
-SO100_ROBOT = "so100_follower"
+SO100_ROBOT = "so100_follower"  # LeRobot's name of the robot with these joints.
 HEADER_METADATA, END_METADATA = "robojax", "robojax.end"
 FORMAT = "robojax-recording-1"
 
@@ -27,7 +26,7 @@ def _check_unique(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-# Bounds of the fields of a header, which may come from a hostile file.
+# Limits of the fields of a header, which may come from a hostile file.
 Rate = Annotated[float, Field(ge=1e-3, le=1e5)]
 Names = Annotated[
     tuple[Annotated[str, Field(max_length=200)], ...], Field(max_length=1000), FailFast(), AfterValidator(_check_unique)
@@ -44,11 +43,11 @@ class RecordingHeader:
         rate: control ticks per second.
         action_rate: actions per second of the policy's chunks.
         joints: wire names, in the order of all values.
-        features: LeRobot's names of the same joints, e.g. ``shoulder_pan.pos``.
+        features: LeRobot's names of the joints, e.g. ``shoulder_pan.pos``.
         low, high: range of each joint, None if unknown.
         owner: owner of the session; None without keys.
         limits: motion limits by joint, as in the session's stats.
-        wall_ns, monotonic_ns: one moment since 1970, and on the clock of the control loop.
+        wall_ns, monotonic_ns: the same moment in nanoseconds since 1970, and on the clock of the control loop.
     """
 
     session_id: str
@@ -72,7 +71,7 @@ class RecordingHeader:
     limits: Mapping[str, object] | None = None
 
     def to_metadata(self) -> dict[str, str]:
-        """Return text for every field, as an MCAP metadata record holds it."""
+        """Return the text of every field for an MCAP metadata record."""
         return {"format": FORMAT, **{name: json.dumps(value) for name, value in asdict(self).items()}}
 
     @classmethod
@@ -80,7 +79,7 @@ class RecordingHeader:
         """Parse the fields of an MCAP metadata record.
 
         Raises:
-            ValueError: the format is another one, or a field is missing or invalid.
+            ValueError: the format differs, or a field is missing or invalid.
         """
         if metadata.get("format") != FORMAT:
             raise ValueError(f"its format is {str(metadata.get('format'))[:40]!r}, wanted {FORMAT!r}")
@@ -101,14 +100,14 @@ _HEADER: TypeAdapter[RecordingHeader] = TypeAdapter(RecordingHeader)
 
 
 def feature_names(joints: Sequence[Joint]) -> tuple[tuple[str, ...], str | None]:
-    """Return LeRobot's names of these joints, and its name of the robot when it is one that it knows."""
+    """Return LeRobot's names of these joints, and LeRobot's name of the robot or None."""
     if tuple(joints) == SO100:
         return tuple(f"{joint.alias}.pos" for joint in joints), SO100_ROBOT
     return tuple(joint.name if "." in joint.name else f"{joint.name}.pos" for joint in joints), None
 
 
 def replace_infinite(values: Sequence[float]) -> tuple[float | None, ...]:
-    """Replace infinite values by None: JSON has no such number."""
+    """Replace infinite values by None, because JSON has no infinity."""
     return tuple(value if math.isfinite(value) else None for value in values)
 
 
@@ -116,8 +115,7 @@ IMAGE, LOG = "foxglove.CompressedImage", "foxglove.Log"
 JOINTS, COMMANDS, TICKS, CHUNKS, EVENTS = "/joints", "/commands", "/ticks", "/chunks", "/events"
 CAMERAS = "/cameras/"
 INFO, WARNING, ERROR = 2, 3, 4
-# The event that says what is to be done from here on, in words.
-TASK = "task"
+TASK = "task"  # Event with the instruction from then on.
 
 Json = dict[str, Any]
 
@@ -136,7 +134,7 @@ def _schema(title: str, **properties: Json) -> Json:
     return {"title": title, "type": "object", "properties": {"timestamp": _TIME, **properties}}
 
 
-# topic (or beginning of one) -> schema
+# Topic, or prefix of topics, to schema.
 SCHEMAS: Mapping[str, Json] = {
     CAMERAS: _schema(
         IMAGE,
@@ -174,13 +172,13 @@ def camera_topic(camera: str) -> str:
 
 
 def camera_of(topic: str) -> str | None:
-    """Return the camera of a topic; None for the topic of something else."""
+    """Return the camera of a topic, or None."""
     return topic.removeprefix(CAMERAS) if topic.startswith(CAMERAS) else None
 
 
 def build_image(at: int, camera: str, jpeg: bytes) -> bytes:
     """Build the message of one frame; ``at`` is nanoseconds since 1970, here and below."""
-    # Joined by hand, because JSON's encoder would take longer than the picture's.
+    # The JSON encoder would take longer than the JPEG encoder.
     head = build_message(at, frame_id=camera, format="jpeg")
     return b"".join((head[:-1], b',"data":"', binascii.b2a_base64(jpeg, newline=False), b'"}'))
 
@@ -191,5 +189,5 @@ def build_message(at: int, **fields: object) -> bytes:
 
 
 def build_time(at: int) -> dict[str, int]:
-    """Return a time as Foxglove's schemas have it."""
+    """Return a time in the format of Foxglove's schemas."""
     return {"sec": at // 1_000_000_000, "nsec": at % 1_000_000_000}

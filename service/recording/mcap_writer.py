@@ -1,4 +1,4 @@
-"""Writer of recordings in MCAP files: a file that is cut off is readable up to its last whole chunk."""
+"""Writer of recordings in MCAP files, which are readable up to their last whole chunk if they are cut off."""
 
 import errno
 import json
@@ -25,8 +25,7 @@ DataEnd(0).write(_end)
 Footer(summary_start=0, summary_offset_start=0, summary_crc=0).write(_end)
 FILE_END = _end.end() + MCAP0_MAGIC
 
-# FFmpeg's scale: 2 is the best, 31 the worst; at 3 pixels are off by one level of 255 on average.
-QUALITY = 3
+QUALITY = 3  # FFmpeg's scale from 2 (best) to 31; the mean error at 3 is one level of 255.
 _LAMBDA = 118
 
 
@@ -39,7 +38,7 @@ class JpegEncoder:
         context.width, context.height = width, height
         context.pix_fmt = "yuvj420p"
         context.time_base = Fraction(1, 25)
-        # One thread: a second one would keep a frame back until the next comes.
+        # A second thread would delay each frame until the next frame.
         context.thread_count = 1
         context.options = {
             "qmin": str(quality),
@@ -52,7 +51,7 @@ class JpegEncoder:
 
     def encode(self, image: np.ndarray) -> bytes:
         """Encode uint8 (h, w, 3), RGB as a JPEG."""
-        # Without a copy: copying would hold the lock for about a millisecond per VGA frame.
+        # A copy would block other threads for about a millisecond per VGA frame.
         frame = av.VideoFrame.from_numpy_buffer(np.ascontiguousarray(image), "rgb24")
         frame = self._reformatter.reformat(frame, format="yuvj420p")
         frame.pts = None
@@ -84,7 +83,7 @@ class McapSink:
                 raise OSError(errno.ENOSPC, "nothing more can be written")
             self.position += count
             rest = rest[count:]
-        # The library hands over whole records.
+        # The library writes whole records.
         self.whole_records = self.position
         return len(data)
 
@@ -93,10 +92,10 @@ class McapSink:
         return self.position
 
     def flush(self) -> None:
-        """Do nothing: no byte is kept back here."""
+        """Do nothing, because the file has no buffer."""
 
     def truncate(self) -> None:
-        """Cut off an incomplete record, and end the file so that readers accept it."""
+        """Remove an incomplete record, and end the file so that readers accept it."""
         self._file.truncate(self.whole_records)
         self._file.seek(self.whole_records)
         self.position = self.whole_records
@@ -107,7 +106,7 @@ class McapWriter:
     """Writer of one recording; times are seconds of the control loop's clock.
 
     Attributes:
-        seconds: from the first tick to the newest.
+        seconds: seconds from the first to the newest tick.
         episodes: number of starts.
 
     Raises:
@@ -125,7 +124,7 @@ class McapWriter:
         self._hold: str | None = None
         self._writer = Writer(self.sink, chunk_size=CHUNK_BYTES, compression=CompressionType.ZSTD)  # type: ignore[arg-type]
         self._writer.start(profile="", library=LIBRARY)
-        # First, so that it is readable even when the rest of the file is lost.
+        # Written first, so that it is readable if the rest of the file is lost.
         self._writer.add_metadata(HEADER_METADATA, header.to_metadata())
         self._channels = self._register()
 
@@ -169,7 +168,7 @@ class McapWriter:
             position = dict(zip(names, tick.command.tolist(), strict=True))
             self._log(mcap_format.COMMANDS, at, position=position, is_sent=tick.is_sent)
         since = 0.0 if self._last_tick is None else tick.at - self._last_tick
-        # After the tick's joints and command, which a reader has then read.
+        # Written after the tick's joints and command, because readers need them first.
         self._log(mcap_format.TICKS, at, since_last_ms=round(since * 1e3, 3), hold=tick.hold or "")
         self._first_tick = tick.at if self._first_tick is None else self._first_tick
         self._last_tick = tick.at
@@ -181,18 +180,18 @@ class McapWriter:
         self._log(mcap_format.EVENTS, self._nanoseconds(at), level=level, message=text, name=code, file="", line=0)
 
     def flush(self) -> None:
-        """Flush, so that a reader finds everything until now even if this process is killed."""
+        """Flush, so that no earlier message is lost if this process is killed."""
         self._writer.flush()
 
     def finish(self, state: str, dropped: int) -> None:
-        """End the file with an index and how the recording ended."""
+        """End the file with an index and the outcome of the recording."""
         self._writer.flush()
         end = {"state": state, "dropped": dropped, "seconds": round(self.seconds, 3), "episodes": self.episodes}
         self._writer.add_metadata(END_METADATA, {name: json.dumps(value) for name, value in end.items()})
         self._writer.finish()
 
     def truncate(self) -> None:
-        """End a file after an error of its disk."""
+        """End a file after a disk error."""
         with suppress(OSError):
             self.sink.truncate()
 

@@ -25,9 +25,8 @@ logger = logging.getLogger(__name__)
 ON, OFF, DISK_FULL, LIMIT, FAILED = "on", "off", "disk_full", "limit", "failed"
 _DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NICENESS = 10
-# Seconds between polls of the queue, and between flushes: a killed process loses no more than the latter.
-_POLL_INTERVAL = 0.05
-_FLUSH_INTERVAL = 1.0
+_POLL_INTERVAL = 0.05  # Seconds between polls of the queue.
+_FLUSH_INTERVAL = 1.0  # Seconds between flushes, and the longest part that a killed process loses.
 _DEFAULT_FREE = 1 << 30
 
 OpenFile = Callable[[Path], BinaryIO]
@@ -35,7 +34,7 @@ QueueItem = tuple[Callable[..., None], tuple[Any, ...], int]
 
 
 def open_new_file(path: Path) -> BinaryIO:
-    """Open a new file for writing without a buffer, so that an error belongs to the write that caused it."""
+    """Open a new unbuffered file for writing, so that each write raises its own errors."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return cast(BinaryIO, path.open("xb", buffering=0))
 
@@ -45,9 +44,9 @@ class RecorderLimits:
     """Limits of one recording.
 
     Attributes:
-        free: bytes that stay free on the disk; None for 1 GiB, or 5 % of a disk that is smaller than 20 GiB.
-        bytes: size of one recording.
-        queue_bytes, queue_items: limits of the queue; frames and chunks beyond them are dropped and counted.
+        free: bytes that stay free on the disk. Defaults to 1 GiB, or 5 % of a disk that is smaller than 20 GiB.
+        bytes: largest size of one recording.
+        queue_bytes, queue_items: limits of the queue; further frames and chunks are dropped and counted.
     """
 
     free: int | None = None
@@ -57,12 +56,12 @@ class RecorderLimits:
 
 
 class Recorder:
-    """Observer that records a session; its calls take microseconds and never wait. An error only ends the recording.
+    """Observer that records a session without waiting; an error only ends the recording.
 
     Attributes:
-        state: ``on``, or why it ended: ``off`` (by request), ``disk_full``, ``limit`` or ``failed``.
+        state: ``on``, or the reason of the end: ``off`` (by request), ``disk_full``, ``limit`` or ``failed``.
         reason: text of an error for people, or None.
-        dropped: number of frames and other items that were not recorded because the disk was too slow.
+        dropped: number of items that were not recorded because the disk was too slow.
     """
 
     def __init__(
@@ -77,11 +76,11 @@ class Recorder:
         get_task: Callable[[], str | None] | None = None,
         on_closed: "Callable[[Recorder], None]" = lambda recorder: None,
     ):
-        """Begin recording; the file is opened in the thread.
+        """Start recording; the file is opened in the thread.
 
         Args:
             get_commit: returns the commit of the running policy; called on the event loop.
-            get_task: returns the instruction of the newest chunk; None for the header's.
+            get_task: returns the instruction of the newest chunk. Defaults to the header's.
             on_closed: called in the thread when the file is closed.
         """
         self.name = path.stem
@@ -93,7 +92,7 @@ class Recorder:
         self._commit = header.commit
         self._get_task, self._task = get_task or (lambda: header.task), header.task
         self._queue: deque[QueueItem] = deque()
-        self._queued_bytes = self._written_bytes = 0  # bytes; one is the loop's, the other the thread's
+        self._queued_bytes = self._written_bytes = 0  # Set by the event loop, and by the thread.
         self._newest_frames: dict[str, tuple[np.ndarray, float]] = {}
         self._is_running = False
         self._is_closing = threading.Event()
@@ -104,7 +103,7 @@ class Recorder:
     # On the event loop.
 
     def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
-        """Record a frame; between two episodes only the newest is kept, for the begin of the next."""
+        """Record a frame; between two episodes, keep only the newest frame for the next episode."""
         self._newest_frames[camera] = (image, observed_at)
         if self._is_running:
             self._enqueue("frame", camera, image, observed_at, size=image.nbytes)
@@ -124,9 +123,9 @@ class Recorder:
     def begin_episode(self, text: str) -> None:
         """Begin an episode; an earlier one ends."""
         if self._is_running:
-            self.end_episode("started anew")
+            self.end_episode("started again")
         self._note_task()
-        self._enqueue("event", time.monotonic(), mcap_format.INFO, "start", text)
+        self.note_event("start", text)
         self._is_running = True
         for camera, (image, observed_at) in self._newest_frames.items():
             self._enqueue("frame", camera, image, observed_at, size=image.nbytes)
@@ -135,20 +134,20 @@ class Recorder:
         """End the episode."""
         if self._is_running:
             self._is_running = False
-            self._enqueue("event", time.monotonic(), mcap_format.INFO, "stop", text)
+            self.note_event("stop", text)
 
     def _note_task(self) -> None:
         if (task := self._get_task() or "") != self._task:
             self._task = task
             self.note_event(mcap_format.TASK, task)
 
-    def note_event(self, code: str, text: str, level: int = mcap_format.INFO) -> None:
-        """Record that something else happened."""
-        self._enqueue("event", time.monotonic(), level, code, text)
+    def note_event(self, code: str, text: str) -> None:
+        """Record another event."""
+        self._enqueue("event", time.monotonic(), mcap_format.INFO, code, text)
 
     @property
     def is_closing(self) -> bool:
-        """Whether the recording was asked to end."""
+        """Whether ``close`` was called."""
         return self._is_closing.is_set()
 
     @property
@@ -162,7 +161,7 @@ class Recorder:
         self._is_closing.set()
 
     def get_stats(self) -> dict[str, object]:
-        """Return what the session's stats say of the recording."""
+        """Return the recording part of the session's stats."""
         return {
             "state": OFF if self.state == ON and self.is_closing else self.state,
             "file": f"{self.name}.mcap",
@@ -173,7 +172,7 @@ class Recorder:
         }
 
     def join(self, timeout: float) -> bool:
-        """Wait until the file is closed, for at most ``timeout`` seconds; return whether it is."""
+        """Wait at most ``timeout`` seconds until the file is closed; return whether it is closed."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -197,7 +196,7 @@ class Recorder:
             self._record()
         except OSError as error:
             is_full = error.errno in _DISK_FULL_ERRORS
-            # Without the path: it is shown to whoever may see the session.
+            # The text has no path, because every viewer of the session may read it.
             self._end_with_error(DISK_FULL if is_full else FAILED, error.strerror or type(error).__name__)
         except Exception as error:
             logger.exception("recording %s failed", self.name)
@@ -206,7 +205,7 @@ class Recorder:
             self._queue.clear()
             self._newest_frames.clear()
             if self.reason is not None:
-                logger.error("recording %s ended (%s): %s; the robot goes on", self.name, self.state, self.reason)
+                logger.error("recording %s ended (%s): %s; the robot continues", self.name, self.state, self.reason)
             self._on_closed(self)
 
     def _record(self) -> None:
@@ -234,7 +233,7 @@ class Recorder:
     def _write(self, writer: Any) -> None:
         flushed = time.monotonic()
         while self.state == ON:
-            # Asked before the queue is emptied: what was handed over before the end is in it.
+            # Read before the queue is emptied, so that all items from before the end are written.
             is_last = self._is_closing.is_set()
             while self._queue:
                 what, arguments, size = self._queue.popleft()

@@ -38,14 +38,12 @@ CanSee = Callable[[str | None], bool]
 DISK_STUCK = "the disk does not take what was recorded before; look at it, or restart the server"
 _FIGURES: Mapping[str, object] = {"file": None, "seconds": 0.0, "bytes": 0, "dropped": 0, "reason": None}
 NOT_RECORDING: Mapping[str, object] = {"state": OFF, **_FIGURES}
-# Largest number of ended recordings that a hanging disk keeps open, each with a thread and its unwritten frames.
-MAX_UNFINISHED = 8
-# Seconds to close a recording when the server ends.
-CLOSE_TIMEOUT = 2.0
+MAX_UNFINISHED = 8  # Ended recordings that a blocked disk may keep open, each with a thread and unwritten frames.
+CLOSE_TIMEOUT = 2.0  # Seconds to close a recording when the server ends.
 
 
 class Recordings:
-    """Recordings of one server's sessions, started by events of ``wrap_notify``. The event loop waits for no disk.
+    """Recordings of one server's sessions, started by events of ``wrap_notify``. The event loop never waits for a disk.
 
     Attributes:
         list_worker: thread that lists recordings.
@@ -78,27 +76,25 @@ class Recordings:
         else:
             from service.recording.library import RecordingLibrary
 
-            # Now, because importing keeps Python's lock, and later a robot may be moving.
+            # Imported now, because an import blocks other threads, and later a robot may be moving.
             import_module("service.recording.mcap_writer")
 
             self._library = RecordingLibrary(folder)
 
-    # What is asked.
-
     def check_request(self, new: NewSession) -> None:
-        """Refuse a session that is to be recorded where that is not possible.
+        """Check that a new session can be recorded if it asks for a recording.
 
         Raises:
-            InvalidRequest: it says why.
+            InvalidRequest: this server cannot record.
         """
         if new.record and self._refusal is not None:
             raise InvalidRequest(f"record: {self._refusal}", ("body", "record"))
 
     def set_recording(self, session: AnySession, is_on: bool) -> Mapping[str, object]:
-        """Record a session from now on (from its next start when it does not move), or no more.
+        """Start recording a session (at its next start if it does not move), or stop recording it.
 
         Raises:
-            RecordingRefused: this server records nothing, or the session is no living one.
+            RecordingRefused: this server cannot record, or the session is closed or interrupted.
         """
         if not isinstance(session, Session) or session.is_closed:
             raise RecordingRefused(
@@ -118,11 +114,11 @@ class Recordings:
         return self.get_stats(session.id)
 
     def get_stats(self, session_id: str) -> Mapping[str, object]:
-        """Return what the stats of a session say of its recording."""
+        """Return the recording part of a session's stats."""
         recorder = self._recorders.get(session_id)
         if recorder is not None and (recorder.state != OFF or session_id not in self._enabled):
             return recorder.get_stats()
-        # It waits for the first start.
+        # An enabled session without a recorder waits for its first start.
         return {**NOT_RECORDING, "state": ON} if session_id in self._enabled else NOT_RECORDING
 
     def list_entries(self, can_see: CanSee) -> "Iterator[RecordingEntry]":
@@ -149,8 +145,8 @@ class Recordings:
         """Remove a recording and its dataset.
 
         Raises:
-            UnknownRecording: there is none, or it is somebody else's.
-            RecordingRefused: it is being written, or made into a dataset.
+            UnknownRecording: the recording does not exist, or the caller may not see it.
+            RecordingRefused: the recording is being written, or converted to a dataset.
         """
         unknown = UnknownRecording("there is no recording of this name; GET /recordings lists them")
         if self._refusal is not None or self._library.find_file(name) is None:
@@ -169,8 +165,6 @@ class Recordings:
             raise RecordingRefused(f"{name} cannot be removed: {error.strerror}") from error
         self._dataset_states.pop(name, None)
 
-    # What happens to sessions.
-
     def wrap_notify(self, notify: Notify) -> Notify:
         """Return a function that records a session's events, and then passes them to ``notify``."""
 
@@ -178,7 +172,7 @@ class Recordings:
             try:
                 self._on_event(event, str(about["session_id"]), str(about.get("reason") or "by request"))
             except Exception:
-                logger.exception("recording of session %s is out of step", about.get("session_id"))
+                logger.exception("recording of session %s failed at event %s", about.get("session_id"), event)
             notify(event, about)
 
         return notify_both
@@ -212,11 +206,11 @@ class Recordings:
         elif event == "session.stopped" and recorder is not None:
             recorder.end_episode(reason)
         elif event == "session.error":
-            # It may never be started again, and then nobody would close the file.
+            # The session may never start again, and its file must be closed.
             self._close_recorder(session_id, reason)
 
     def _is_stuck(self) -> bool:
-        """Whether too many recordings that have ended are still being written."""
+        """Whether too many ended recordings are still being written."""
         return sum(recorder.is_closing for recorder in self._unfinished.values()) >= MAX_UNFINISHED
 
     def _begin_recording(self, session: Session) -> Recorder:
@@ -227,7 +221,7 @@ class Recordings:
             return policies.running.commit if policies.running else None
 
         def ended(recorder: Recorder) -> None:
-            with suppress(RuntimeError):  # the loop has ended before
+            with suppress(RuntimeError):  # The event loop has ended.
                 loop.call_soon_threadsafe(self._on_recorder_closed, recorder)
 
         recorder = Recorder(
@@ -253,7 +247,7 @@ class Recordings:
         detach = self._detach.pop(recorder.name, None)
         if detach is not None:
             detach()
-        # On a full disk a dataset has no room either.
+        # A full disk has no room for a dataset.
         if (
             self._makes_datasets
             and not self._is_closing
@@ -291,7 +285,7 @@ class Recordings:
         return recorder if recorder is not None and recorder.state == ON and not recorder.is_closing else None
 
     async def close(self) -> None:
-        """End all recordings; datasets that are not ready by now are left to ``robojax recordings export``."""
+        """End all recordings, and cancel the conversion to datasets."""
         self._is_closing = True
         self.list_worker.close(0.0)
         for recorder in self._recorders.values():
@@ -310,9 +304,9 @@ class Recordings:
 
 
 async def run_process(command: Sequence[str]) -> tuple[int, bytes]:
-    """Run a process; return its exit code and standard error. A cancellation ends it.
+    """Run a process until it ends or the caller is cancelled; return its exit code and standard error.
 
-    It is started in a thread, because uvloop forks on the event loop, which then misses ticks for 10 ms or more.
+    It is started in a thread, because a fork on the event loop would delay ticks by 10 ms.
     """
     nothing = subprocess.DEVNULL
     start = partial(subprocess.Popen, command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE)
@@ -345,7 +339,7 @@ def _create_header(session: Session, commit: str | None) -> RecordingHeader:
         action_rate=config.action_rate,
         joints=robot_io.table.names,
         features=features,
-        # What the joint can; where nobody knows, what this session may.
+        # Ranges of the joints, and the session's limits for joints without a known range.
         low=replace_infinite(np.where(np.isfinite(low), low, limits.low).tolist()),
         high=replace_infinite(np.where(np.isfinite(high), high, limits.high).tolist()),
         cameras=tuple(new.camera_names),

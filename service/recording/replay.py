@@ -17,12 +17,11 @@ from service.inference.loaded_policy import Policy, task_input
 from service.recording.dataset import IMAGES, STATE
 from service.recording.steps import RecordingError, SourceInfo, Step, StepSource
 
-# Names of the joints of a recording or dataset that does not name them.
-_NUMBERED = re.compile(r"(joint|action)_\d+")
+_NUMBERED = re.compile(r"(joint|action)_\d+")  # Names of joints without names.
 
 
 class PolicyMismatch(Exception):
-    """The policy needs what the recording does not have; the text lists all of it."""
+    """The policy does not fit the recording; the text lists all reasons."""
 
 
 @dataclass
@@ -30,8 +29,8 @@ class ReplayEpisode:
     """One episode.
 
     Attributes:
-        recorded: (n, a) recorded actions.
-        predicted: (n, a) actions of the policy for the same ticks, NaN without one.
+        recorded: recorded actions (n, a).
+        predicted: actions (n, a) of the policy for the same ticks, or NaN.
         queried: ticks at which the policy ran.
     """
 
@@ -42,7 +41,7 @@ class ReplayEpisode:
 
 @dataclass(frozen=True)
 class JointError:
-    """Error of one joint, in its own units and in % of its range (None where the range is unknown)."""
+    """Error of one joint, in its unit and in % of its range (None if the range is unknown)."""
 
     name: str
     mean: float
@@ -53,11 +52,7 @@ class JointError:
 
 @dataclass
 class ReplayReport:
-    """Comparison of a recording with a policy.
-
-    Attributes:
-        seconds: of each inference.
-    """
+    """Comparison of a recording with a policy; ``seconds`` are the durations of all inferences."""
 
     info: SourceInfo
     episodes: list[ReplayEpisode] = field(default_factory=list)
@@ -65,7 +60,7 @@ class ReplayReport:
 
     @property
     def steps(self) -> int:
-        """Number of ticks that were compared."""
+        """Number of compared ticks."""
         return sum(int(np.isfinite(episode.predicted).all(1).sum()) for episode in self.episodes)
 
     def joint_errors(self) -> list[JointError]:
@@ -75,7 +70,7 @@ class ReplayReport:
         span = np.asarray(self.info.high, float) - np.asarray(self.info.low, float)
         if not np.isfinite(span).all():
             done = np.concatenate([episode.recorded for episode in self.episodes])
-            # The next best: as far as the joint went in this recording.
+            # An unknown range is replaced by the range of the joint in this recording.
             span = np.where(np.isfinite(span), span, np.ptp(done, axis=0))
 
         def percent(error: float, width: float) -> float | None:
@@ -108,7 +103,7 @@ def check_policy(info: SourceInfo, requirements: Requirements) -> None:
         problems.append(f"it reads a state of {requirements.state} values, the recording has {len(info.joints)}")
     if missing := sorted(set(requirements.cameras) - set(info.cameras)):
         have = ", ".join(info.cameras) or "none"
-        problems.append(f"it looks through {', '.join(missing)}, the recording has the cameras {have}")
+        problems.append(f"it needs the cameras {', '.join(missing)}, the recording has the cameras {have}")
     if requirements.language and not info.task.strip():
         problems.append("it reads an instruction, and the recording has none")
     if problems:
@@ -125,7 +120,7 @@ def replay_recording(
     """Run the policy at regular ticks, and compare its chunks with the recorded actions of the next ticks.
 
     Args:
-        every: ticks between two inferences; None for the policy's ``action_steps``.
+        every: ticks between two inferences. Defaults to the policy's ``action_steps``.
         on_step: called with every step, and with the chunk (t, a) of an inference.
 
     Raises:
@@ -139,7 +134,7 @@ def replay_recording(
     actions: list[np.ndarray] = []
     chunks: dict[int, np.ndarray] = {}
     episode: int | None = None
-    # What was seen at the policy's own steps before; a recording may have more ticks than those.
+    # The recording may have several ticks per step of the policy.
     ticks_per_step = max(round(source.info.rate / (requirements.rate or source.info.rate)), 1)
     observations: deque[dict[str, np.ndarray]] = deque(maxlen=(requirements.observation_steps - 1) * ticks_per_step + 1)
     for step in source.steps():
@@ -159,7 +154,7 @@ def replay_recording(
         on_step(step, chunk)
     _finish_episode(report, actions, chunks, stride)
     if not report.episodes:
-        raise RecordingError("there is nothing to play: the robot was never sent anywhere with all cameras in sight")
+        raise RecordingError("there is nothing to play: no command was recorded together with frames of all cameras")
     return report
 
 
@@ -188,7 +183,7 @@ def _with_history(
 ) -> dict[str, np.ndarray]:
     """Return the policy's newest observations, stacked on an axis of time if it reads several.
 
-    The first observation of an episode also stands for those before it, as in LeRobot.
+    The first observation of an episode also replaces earlier observations, as in LeRobot.
     """
     if requirements.observation_steps == 1:
         return observations[-1]
@@ -202,17 +197,17 @@ def _with_history(
     }
 
 
-WIDTH, ROW_HEIGHT = 11.0, 1.7  # inches
+WIDTH, ROW_HEIGHT = 11.0, 1.7  # Inches.
 
 
 def save_plot(path: Path, report: ReplayReport, title: str) -> None:
-    """Plot recorded and predicted actions; the file's ending says the format.
+    """Plot recorded and predicted actions, in the format of the file's ending.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
         ValueError: matplotlib does not know the format.
     """
-    # Its own figure, not pyplot's: no window system is asked for anything.
+    # A figure without pyplot needs no window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -249,7 +244,7 @@ class RerunViewer:
     """Rerun viewer that shows steps as they are replayed."""
 
     def __init__(self, info: SourceInfo, save: Path | None):
-        """Open a viewer, or write a file that it opens.
+        """Open a viewer, or write a file for the viewer.
 
         Raises:
             ImportError: Rerun is not installed.
@@ -265,7 +260,7 @@ class RerunViewer:
             rerun.save(save)
 
     def show(self, step: Step, chunk: np.ndarray | None) -> None:
-        """Show one step, and the policy's chunk where it ran."""
+        """Show one step, and the policy's chunk if the policy ran."""
         rerun, rate = self._rerun, self._info.rate
         rerun.set_time("tick", duration=self._step / rate)
         for camera, picture in step.pictures.items():

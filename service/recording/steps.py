@@ -10,19 +10,18 @@ import numpy as np
 from jaxmodels.data import decode_picture
 from jaxmodels.errors import PictureError
 
-# Larger frames are not read, because a hostile file could fill the memory with them.
-MAX_PIXELS = 1920 * 1200
+MAX_PIXELS = 1920 * 1200  # Larger frames are not decoded, because a hostile file could fill the memory.
 
 
 class RecordingError(Exception):
-    """A recording or dataset that cannot be used; the text says which, what is wrong and what to do."""
+    """A recording or dataset cannot be used; the text names it, the problem and a remedy."""
 
 
 class LazyImage:
-    """A frame that is decoded when it is read first; the same object in two steps is the same frame."""
+    """A frame that is decoded at its first use; several steps may share it."""
 
     def __init__(self, decode: Callable[[], np.ndarray]):
-        """Create it; ``decode`` returns uint8 (h, w, 3), RGB, or raises `RecordingError`."""
+        """Create a frame; ``decode`` returns uint8 (h, w, 3), RGB, or raises `RecordingError`."""
         self._decode = decode
 
     @cached_property
@@ -53,9 +52,9 @@ class Step:
     """Observation and action of one tick.
 
     Attributes:
-        episode, index: number of the episode, and of the step in it, from 0.
-        state: (a,) float32, measured joints.
-        action: (a,) float32, commanded joints.
+        episode, index: number of the episode, and of the step in the episode, from 0.
+        state: measured joints (a,) float32.
+        action: commanded joints (a,) float32.
         pictures: camera to its newest frame.
         task: instruction of the episode.
     """
@@ -70,17 +69,17 @@ class Step:
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """Description that all steps of a source share.
+    """Description of a source of steps.
 
     Attributes:
         rate: steps per second.
-        joints: names, in the order of states and actions.
+        joints: names in the order of states and actions.
         features: LeRobot's names of the joints.
-        low, high: (a,) ranges, infinite if unknown.
+        low, high: ranges (a,), infinite if unknown.
         robot_type: LeRobot's name of the robot, or None.
         task: instruction at the beginning.
         length: approximate number of steps, or None.
-        is_whole: False when the file was cut off.
+        is_whole: False if the file is incomplete.
     """
 
     rate: float
@@ -99,7 +98,7 @@ class StepSource(Protocol):
     """Source of recorded steps: a recording or a dataset.
 
     Attributes:
-        damage: where and why reading ended before the end of a damaged file; known when all was read.
+        damage: where and why reading of a damaged file stopped; valid after reading.
     """
 
     info: SourceInfo

@@ -17,11 +17,10 @@ class StreamSettings:
     """Settings of all streams; times in seconds.
 
     Attributes:
-        sockets: largest number of sockets.
-        sockets_of_one: likewise, of one key's owner.
-        silence: time without messages after which a client counts as gone.
-        compile_patience: time that an observation of a socket waits for a compile.
-        act_patience: likewise, of a single request; less than its client's timeout.
+        sockets, sockets_of_one: largest number of sockets, and of sockets of one owner.
+        silence: time without messages after which a client counts as disconnected.
+        compile_patience, act_patience: time that an observation of a socket, or of a single request, waits for a
+            compile.
         socket: limits of one socket; ``bytes`` also limits an act's body.
     """
 
@@ -37,7 +36,7 @@ class StreamClients:
     """Streaming clients of one server; ``direct`` holds the links of its sessions without rooms."""
 
     def __init__(self, sessions: Callable[[], Sessions], settings: StreamSettings | None = None):
-        """``sessions`` is called when the first client comes, not before."""
+        """Create it; ``sessions`` is called for the first client."""
         self.settings = settings or StreamSettings()
         self.direct = DirectTransport()
         self._sessions = sessions
@@ -45,12 +44,12 @@ class StreamClients:
         self._socket_owners: list[str | None] = []
 
     def create_inference(self, session: AnySession, patience: float | None = None) -> DirectInference:
-        """Create one client's inference; ``patience`` is how many seconds it waits for a compile."""
+        """Create one client's inference, which waits for a compile for ``patience`` seconds."""
         sessions, patience = self._sessions(), self.settings.compile_patience if patience is None else patience
         return DirectInference(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
 
     def get_inference(self, session: AnySession, caller: Caller) -> DirectInference:
-        """Return the inference of a caller who acts by single requests: the same one each time."""
+        """Return the one inference of a caller who sends single requests."""
         key = (session.id, caller.name)
         known = self._inferences.get(key)
         if known is None or known.session is not session:
@@ -63,20 +62,20 @@ class StreamClients:
         """Count a socket; the returned function removes it from the count.
 
         Raises:
-            TooManyRequests: there are too many.
+            TooManyRequests: too many sockets are open.
         """
         settings, owner = self.settings, caller.owner
         is_one_too_many = owner is not None and self._socket_owners.count(owner) >= settings.sockets_of_one
         if len(self._socket_owners) >= settings.sockets or is_one_too_many:
-            raise TooManyRequests("too many sockets are open at the doors; close some")
+            raise TooManyRequests("too many stream sockets are open; close some")
         self._socket_owners.append(owner)
         return lambda: self._socket_owners.remove(owner)
 
     def find_only_session(self, caller: Caller) -> AnySession:
-        """Return the direct session of a client whose protocol cannot name it; a loaded one takes precedence.
+        """Return the direct session of a client whose protocol cannot name it; loaded sessions take precedence.
 
         Raises:
-            MoveRefused: the caller has none, or several.
+            MoveRefused: the caller has no such session, or several.
         """
         visible = [session for session in self._sessions().list() if caller.sees(session.new.owner)]
         found = [session for session in visible if session.id in self.direct.links] or [
@@ -87,6 +86,6 @@ class StreamClients:
         if not found:
             raise MoveRefused('there is no session for this port yet; make one with "transport_server_url": "direct"')
         raise MoveRefused(
-            f"{len(found)} sessions could be meant; `robojax serve --openpi-session ID` names one, or use "
+            f"there are {len(found)} sessions; select one with `robojax serve --openpi-session ID`, or use "
             "ws://HOST:PORT/sessions/ID/openpi"
         )

@@ -19,19 +19,16 @@ from service.http.array_formats import DTYPES, MAX_RANK
 from service.http.strict_json import RepeatedName, decode_text, has_many_values, loads, reject_repeated_names
 from service.threads import call_in_thread
 
-# Pictures in base64 are only taken apart, not parsed; but a megabyte of small values would keep the loop for 40 ms.
-MAX_JSON = 4 << 20
-_MAX_JSON_VALUES = 4096
-# Characters that are read on the loop; more are read in a thread, which keeps Python's lock for 5 ms at a time.
-_MAX_ON_LOOP = 1 << 17
-# Backslashes and characters outside of strings, which take five times as long to read as other text.
+MAX_JSON = 4 << 20  # Bytes, mostly of pictures in base64.
+_MAX_JSON_VALUES = 4096  # A megabyte of small values would block the event loop for 40 ms.
+_MAX_ON_LOOP = 1 << 17  # Largest number of characters that are parsed on the event loop; more are parsed in a thread.
+# Backslashes and characters outside of strings, which are slow to parse.
 _MAX_ESCAPES = 1 << 17
 _MAX_BARE = 1 << 17
-# Values of a message, read in half a millisecond; an observation has fewer than a hundred.
-_MAX_VALUES = 512
-_MAX_NUMBERS = 1 << 32  # numbers of an array, without empty axes
+_MAX_VALUES = 512  # Values of a message, which are read in half a millisecond; an observation has less than a hundred.
+_MAX_NUMBERS = 1 << 32  # Numbers of an array, without empty axes.
 _BY_NAME: Mapping[object, np.dtype] = {name: kind for name, kind in DTYPES.items() if name != "bfloat16"}
-# Dtypes as `dtype.str` of numpy writes them, in both byte orders.
+# Dtypes by numpy's `dtype.str`, in both byte orders.
 _BY_CODE: Mapping[object, np.dtype] = {
     code: np.dtype(code)
     for kind in _BY_NAME.values()
@@ -43,7 +40,7 @@ _OPENPI_ARRAY_KEYS = {b"__ndarray__", b"data", b"dtype", b"shape"}
 _OPENPI_SCALAR_KEYS = {b"__npgeneric__", b"data", b"dtype"}
 
 
-_MAX_TEXT = 4096  # bytes of a text in msgpack
+_MAX_TEXT = 4096  # Bytes of a text in msgpack.
 _MAX_DEPTH = 8
 _NUMBERS: dict[int, struct.Struct] = {
     0xCA: struct.Struct(">f"),
@@ -59,7 +56,7 @@ _NUMBERS: dict[int, struct.Struct] = {
 }
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 _B, _H, _I = struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I")
-# First byte to what it is, and how its length is written, or what that is.
+# First byte to the kind of value, the format of its length, and its length if it has no such format.
 _KINDS: dict[int, tuple[str, struct.Struct | None, int]] = {
     **{0x80 + count: ("map", None, count) for count in range(16)},
     **{0x90 + count: ("list", None, count) for count in range(16)},
@@ -74,8 +71,7 @@ _KINDS: dict[int, tuple[str, struct.Struct | None, int]] = {
 class _MsgpackReader:
     """Reads a msgpack body value by value, without copying data.
 
-    The msgpack package copies all data and holds the interpreter's lock. msgspec 0.22 is faster (5 us, not 31), but has
-    no limit of values (2 MB of empty maps take 240 ms) and accepts repeated names.
+    The msgpack package copies all data; msgspec 0.22 has no limit of values (2 MB of empty maps take 240 ms).
     """
 
     def __init__(self, body: bytes | memoryview):
@@ -92,8 +88,8 @@ class _MsgpackReader:
         """Read the next value: text, a number, data, or a list or map of them.
 
         Raises:
-            InvalidRequest: it is malformed, an extension, or nested deeply.
-            TooLarge: it is too many values.
+            InvalidRequest: the value is malformed, an extension, or nested too deep.
+            TooLarge: the message has too many values.
         """
         self._values_left -= 1
         if self._values_left < 0:
@@ -154,7 +150,7 @@ class _MsgpackReader:
             raise _malformed_error() from None
 
     def _read_size(self, expected: str) -> int:
-        """Read a length, of a value that has to be of the expected kind."""
+        """Read the length of a value of the expected kind."""
         at = self._position
         if at >= self._end:
             raise _malformed_error()
@@ -173,20 +169,20 @@ class _MsgpackReader:
 
 
 def _malformed_error() -> InvalidRequest:
-    return InvalidRequest("the body is cut off or no msgpack")
+    return InvalidRequest("the body is cut off or is not msgpack")
 
 
 def unpack(body: bytes | memoryview) -> Any:
     """Unpack msgpack; arrays are read-only views of ``body`` in this machine's byte order.
 
     Raises:
-        InvalidRequest: it is malformed, or an array of it is.
-        TooLarge: it has too many values.
+        InvalidRequest: the message or an array in it is malformed.
+        TooLarge: the message has too many values.
     """
     reader = _MsgpackReader(body)
     found = reader.read_value()
     if not reader.is_at_end:
-        raise InvalidRequest("the msgpack goes on after its end", ("body",))
+        raise InvalidRequest("the msgpack has data after its end", ("body",))
     return found
 
 
@@ -194,14 +190,13 @@ def unpack_json(text: str | bytes) -> Any:
     """Unpack JSON.
 
     Raises:
-        InvalidRequest: it is malformed, holds NaN or Infinity, or a name twice in one object.
-        TooLarge: it is too long.
+        InvalidRequest: the text is malformed, has NaN or Infinity, or a name twice in one object.
+        TooLarge: the text is too long, or has too many values.
     """
     if len(text) > MAX_JSON:
         raise TooLarge(f"JSON of more than {MAX_JSON} bytes; send msgpack")
     try:
         text = decode_text(text)
-        # Base64 has none of the characters that separate values.
         if has_many_values(text, _MAX_JSON_VALUES):
             raise TooLarge("the JSON has too many values; send pictures as JPEG or PNG files, or msgpack")
         if len(text) > _MAX_ON_LOOP:
@@ -214,21 +209,21 @@ def unpack_json(text: str | bytes) -> Any:
 
 
 async def read_json(text: str | bytes) -> Any:
-    """Unpack JSON without blocking the loop: a text of pictures is read in a thread."""
+    """Unpack JSON, in a thread if the text is long."""
     if len(text) <= _MAX_ON_LOOP:
         return unpack_json(text)
     return await call_in_thread(partial(unpack_json, text), "json")
 
 
 def _check_cost(text: str) -> None:
-    """Raise TooLarge if a long text is not mostly pictures, because it would take too long to read."""
+    """Raise TooLarge if a long text is not mostly pictures, because it would take too long to parse."""
     if text.count("\\") > _MAX_ESCAPES:
         raise TooLarge(f"JSON with more than {_MAX_ESCAPES} backslashes; send pictures in base64, or msgpack")
-    # Two quotes of each string are left; there are no more strings than values and names.
+    # Each string has two quotes, and the number of strings is limited by the number of values and names.
     plain = text.replace("\\\\", "").replace('\\"', "")
     if plain.count('"') > 4 * _MAX_JSON_VALUES + 4 or sum(map(len, plain.split('"')[::2])) > _MAX_BARE:
         raise TooLarge(
-            f"JSON with more than {_MAX_BARE} characters beside its strings; send shorter numbers, or msgpack"
+            f"JSON with more than {_MAX_BARE} characters outside of strings; send shorter numbers, or msgpack"
         )
 
 
@@ -246,7 +241,7 @@ def pack_json(message: Mapping[Any, Any]) -> str:
     """Pack a message as JSON, arrays as nested lists.
 
     Raises:
-        ValueError: a number is NaN or infinite, which JSON does not have.
+        ValueError: a number is NaN or infinite.
     """
     return _ENCODER.encode(message)
 
@@ -256,7 +251,7 @@ def _convert_map(key: object, found: dict[Any, Any]) -> Any:
         return _read_array(key, found, _OPENPI_ARRAY_KEYS, _BY_CODE, lambda name: found[name.encode()])
     if b"__npgeneric__" in found:
         return _read_scalar(key, found)
-    # Other maps may also have some of these names.
+    # Other maps may have some of these names.
     return _read_array(key, found, _ARRAY_KEYS, _BY_NAME, found.__getitem__) if found.keys() == _ARRAY_KEYS else found
 
 

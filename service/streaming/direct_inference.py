@@ -1,4 +1,4 @@
-"""Inference for clients without rooms: observation in, judged chunk or action out."""
+"""Inference for clients without rooms: from an observation to a checked chunk or action."""
 
 import asyncio
 import math
@@ -40,22 +40,18 @@ from service.streaming import observation
 from service.streaming.direct_transport import DirectLink, DirectTransport
 from service.streaming.observation import Observation, ObservationSpec
 
-# Stages in which the session's own control loop stands still, and clients may control by themselves.
+# Stages in which the session's own control loop is idle, so that clients may control the robot.
 IDLE_STAGES = frozenset({Stage.READY, Stage.STOPPED, Stage.TIMEOUT})
-_PUBLISH_INTERVAL = 0.01  # seconds
-# Acts under way of one session, at most.
-MAX_PENDING_ACTS = 32
-# Seconds after the last single action from which the next motion begins at the measured pose, not at that action.
-_MOTION_TIMEOUT = 2.0
-# Largest number of seconds in ``retry-after`` while the policy loads; used if there is no estimate.
-_MAX_RETRY_AFTER = 10
+_PUBLISH_INTERVAL = 0.01  # Seconds.
+MAX_PENDING_ACTS = 32  # Largest number of acts in progress of one session.
+_MOTION_TIMEOUT = 2.0  # Seconds after a single action after which the next motion begins at the measured pose.
+_MAX_RETRY_AFTER = 10  # Largest ``retry-after`` in seconds while the policy loads; used without an estimate.
 _NO_ACTIONS = np.zeros((0, 0), np.float32)
-# Observations kept per step of the policy, at most: a client that asks as fast as it can must not fill the memory.
-_KEPT_PER_STEP = 8
+_KEPT_PER_STEP = 8  # Largest number of observations kept per step of the policy, which limits memory.
 
 
 class InferenceTrace(NamedTuple):
-    """Actions (t, a) float32 inside the limits, the guard's reasons for changes, times, and joints far out of range."""
+    """Actions (t, a) float32 inside the limits, reasons for changes, times, and joints far out of range."""
 
     actions: np.ndarray
     clamped: tuple[str, ...]
@@ -70,7 +66,7 @@ class InferenceTrace(NamedTuple):
 
 
 class _ModelInput(NamedTuple):
-    """Decoded observation of one act with its history, and the seconds that decoding its pictures took."""
+    """Decoded observation of one act with its history, and the seconds to decode its pictures."""
 
     snapshot: Snapshot
     instruction: str | None
@@ -81,8 +77,7 @@ class _ModelInput(NamedTuple):
 class ObservationWindow:
     """Observations of one client, for policies that read several (``Requirements.observation_steps``).
 
-    The window adds earlier moments by the client's timestamps, or by arrival time. A missing moment is replaced by the
-    next newer one.
+    The window selects earlier observations by the client's timestamps, or by arrival time.
     """
 
     def __init__(self) -> None:
@@ -91,7 +86,7 @@ class ObservationWindow:
         self._has_timestamps = False
 
     def clear(self) -> None:
-        """Forget everything: the next observation is the first."""
+        """Forget all observations."""
         self._history.clear()
         self._newest = -math.inf
 
@@ -99,8 +94,8 @@ class ObservationWindow:
         """Keep an observation and return it with its history.
 
         Args:
-            snapshot: if it has a past, the past replaces the window.
-            timestamp: seconds of the client's clock; None selects ``snapshot.observed_at``.
+            snapshot: observation, whose past replaces the window.
+            timestamp: seconds of the client's clock. Defaults to ``snapshot.observed_at``.
             steps: observations that the policy reads.
             period: seconds between them.
 
@@ -118,8 +113,8 @@ class ObservationWindow:
         at = snapshot.observed_at if timestamp is None else timestamp
         if at < self._newest and timestamp is not None:
             raise InvalidRequest(
-                f"timestamp is {timestamp:g}, and that of the observation before was {self._newest:g}; wanted seconds "
-                'that go on; "reset": true begins anew',
+                f"timestamp must not decrease: got {timestamp:g} after {self._newest:g}; "
+                '"reset": true forgets earlier observations',
                 ("body", "timestamp"),
             )
         for back, (frames, joints) in zip(range(len(snapshot.past), 0, -1), snapshot.past, strict=True):
@@ -150,20 +145,18 @@ class DirectInference:
         self._plan: np.ndarray | None = None
         self._next_action = 0
         self._action_at = -math.inf
-        self._ticks = -1  # of the session's own loop when the plan was made
+        self._ticks = -1  # Number of ticks of the session's own loop at the last inference.
         self._spec: ObservationSpec | None = None
         self._table: JointTable | None = None
         self._joints = JointTable(())
         self._stop_count = _count_stops(session)
-        # The newest actions that were done before the plan, as the client says.
-        self._executed = _NO_ACTIONS
+        self._executed = _NO_ACTIONS  # Newest actions before the plan that the client executed.
         self._window = ObservationWindow()
-        # Instructions of the newest observation in the window, and of the plan.
-        self._instruction: str | None = None
+        self._instruction: str | None = None  # Of the newest observation in the window.
         self._planned_instruction: str | None = None
 
     def observation_spec(self) -> ObservationSpec:
-        """Return what the client's observations have to hold.
+        """Return the specification of the client's observations.
 
         Raises:
             MoveRefused, SessionLoading: as ``get_link``.
@@ -183,14 +176,14 @@ class DirectInference:
         """Return the session's link and its robot.
 
         Raises:
-            MoveRefused: it has none.
-            SessionLoading: its policy is still being loaded.
+            MoveRefused: the session has no link, or runs no policy.
+            SessionLoading: the policy is still being loaded.
         """
         session = self.session
         if not session.new.is_direct:
             raise MoveRefused(
-                f"session {session.id!r} has rooms, and its robot is asked there; make one with "
-                f'"transport_server_url": "{DIRECT}" for this door'
+                f"session {session.id!r} commands its robot through rooms; create a session with "
+                f'"transport_server_url": "{DIRECT}" for direct inference'
             )
         if isinstance(session, InterruptedSession):
             raise session.make_refusal()
@@ -211,8 +204,8 @@ class DirectInference:
         return link, session.robot_io
 
     async def explain_refusal(self, refusal: MoveRefused) -> ServiceError:
-        """Return why a session that was loading cannot be used: its load failed, or it was deleted."""
-        assert isinstance(self.session, Session), "an interrupted session loads nothing"
+        """Return why a session that was loading is unusable: its load failed, or it was deleted."""
+        assert isinstance(self.session, Session), "an interrupted session does not load"
         try:
             await self.session.ready()
         except ServiceError as failure:
@@ -232,19 +225,19 @@ class DirectInference:
         if session.latch is not None:
             raise MoveRefused(
                 f"session {session.id!r} is under an emergency stop ({session.latch}); "
-                f"POST /debug/sessions/{session.id}/reset takes it off"
+                f"POST /debug/sessions/{session.id}/reset resets it"
             )
         if session.stage not in IDLE_STAGES:
             raise MoveRefused(
-                f"session {session.id!r} is {session.stage}: its own control loop drives the robot; stop it first, "
-                "or take its commands from the stream"
+                f"session {session.id!r} is {session.stage}: its own control loop moves the robot; stop it first, "
+                "or use its commands from the stream"
             )
         if session.new.dry_run:
-            raise MoveRefused(f"session {session.id!r} is a dry run, and gives out no actions")
+            raise MoveRefused(f"session {session.id!r} is a dry run, which returns no actions")
         return link, robot_io
 
     def check_not_stopped(self) -> tuple[DirectLink, RobotIO]:
-        """Check that this client may control the robot now; a stop ends its control until ``reset``.
+        """Check that this client may control the robot now, which a stop forbids until ``reset``.
 
         Raises:
             MoveRefused: as ``check_available``, or the session was stopped.
@@ -252,15 +245,13 @@ class DirectInference:
         found = self.check_available()
         if self._stop_count != _count_stops(self.session):
             raise MoveRefused(
-                f'session {self.session.id!r} was stopped; when it may go on, say "reset": true in the next act, or '
-                "connect anew"
+                f'session {self.session.id!r} was stopped; to continue, send "reset": true in the next act, or '
+                "connect again"
             )
         return found
 
     def reset(self) -> None:
-        """Let this client control the robot (again after a stop); drops its plan and history. Raises as
-        ``check_available``.
-        """
+        """Drop the plan and history, and allow control after a stop. Raises as ``check_available``."""
         self.check_available()
         self._stop_count = _count_stops(self.session)
         self._forget_plan()
@@ -278,16 +269,16 @@ class DirectInference:
         model_input: _ModelInput | None = None,
         is_new_task: bool = False,
     ) -> InferenceTrace:
-        """Run the policy on a complete observation, and on those before it where it looks at several.
+        """Run the policy on a complete observation with its history.
 
         Args:
             executed: number of actions of the last chunk that will have been executed.
             observed_at: monotonic time at which the observation was received. Defaults to now.
-            model_input: the decoded observation, if it was read before.
+            model_input: the decoded observation, if it was decoded before.
             is_new_task: whether the instruction differs from the plan's, which ends the plan.
 
         Raises:
-            MoveRefused: this client may not control the robot, or not any more.
+            MoveRefused: this client may not control the robot.
             InvalidRequest: a picture cannot be decoded, or ``executed`` exceeds the last chunk.
             PolicyFailed: the policy raised, or its chunk violates the limits.
             Compiling: the policy is being compiled for pictures of a new size.
@@ -296,7 +287,7 @@ class DirectInference:
         link, robot_io = self.check_not_stopped()
         if link.pending_acts >= MAX_PENDING_ACTS:
             raise TooManyRequests(
-                f"session {self.session.id!r} has {MAX_PENDING_ACTS} acts under way; ask again when one is done"
+                f"session {self.session.id!r} has {MAX_PENDING_ACTS} acts in progress; try again after an answer"
             )
         executed_actions = self._list_executed(executed, robot_io)
         link.pending_acts += 1
@@ -315,14 +306,14 @@ class DirectInference:
     async def observe(self, observed: Observation, observed_at: float | None = None) -> None:
         """Keep a complete observation for later inferences of a policy that reads several; raises as ``infer``."""
         robot_io = self.get_link()[1]
-        # While the session's own control loop runs, its own history counts.
+        # The session's own control loop has a separate history.
         if robot_io.runner.loaded.requirements.observation_steps > 1 and self.session.stage in IDLE_STAGES:
             await self._read_observation(observed, robot_io, observed_at)
 
     async def _read_observation(
         self, observed: Observation, robot_io: RobotIO, observed_at: float | None
     ) -> _ModelInput:
-        """Decode an observation, and add those before it."""
+        """Decode an observation, and add its history."""
         began = time.monotonic()
         instruction = await self.resolve_instruction(observed, robot_io)
         spec = self._spec_for(robot_io)
@@ -336,17 +327,17 @@ class DirectInference:
         for before, _ in past:
             observation.check_same_sizes(before, snapshot.sizes)
         if instruction != self._instruction:
-            self._window.clear()  # observations of another task are no history of this one
+            self._window.clear()  # Observations of another task do not belong to the history.
             self._instruction = instruction
         rate = robot_io.controller.config.action_rate
         snapshot = self._window.add(snapshot, observed.timestamp, spec.steps, 1 / rate)
         return _ModelInput(snapshot, instruction, out_of_range, decode_seconds)
 
     def check_units(self, observed: Observation, robot_io: RobotIO) -> str | None:
-        """Refuse a state in another unit than the policy's; returns a warning where it may be in radians.
+        """Refuse a state in another unit than the policy's; returns a warning if it may be in radians.
 
         Raises:
-            UnitsDiffer: with the joints, their values and the policy's statistics.
+            UnitsDiffer: the state is in another unit.
         """
         units, names = robot_io.buffer.units, self._spec_for(robot_io).joints.names
         if units is None or units.unchecked is not None:
@@ -384,14 +375,14 @@ class DirectInference:
             if loaded.requirements.controls_joints:
                 motion = _create_motion(pose, executed_actions, robot_io.controller.config.action_rate)
                 if is_new_task and len(executed_actions):
-                    # The old plan has ended: the motion begins at the measured pose, and grippers keep their grip.
+                    # The motion begins at the measured pose, except for grippers, which keep their grip.
                     position = np.where(robot_io.table.grippers, executed_actions[-1], pose)
                     motion = replace(motion, position=position)
             chunk, clamped = self._check_chunk(robot_io, inference.chunk, motion)
         except PolicyFailed:
             runner.errors += 1
             raise
-        # Recording is done after the answer is sent: nobody waits for it.
+        # The answer does not wait for the recording.
         asyncio.get_running_loop().call_soon(
             self._record_inference, robot_io, inputs, all_features, inference, now, time.monotonic(), is_published
         )
@@ -412,7 +403,7 @@ class DirectInference:
         for stage in STAGES:
             runner.seconds[stage].add(getattr(inference, stage))
         if runner.recent and not is_published:
-            # Keeping more observations of a fast client gains nothing and displaces the processor's cache.
+            # Replace the newest observation of a fast client.
             runner.recent.pop()
         runner.recent.append((inputs, inference.chunk))
         if runner.shadow is not None:
@@ -456,13 +447,13 @@ class DirectInference:
     def _list_executed(self, executed: int | None, robot_io: RobotIO) -> np.ndarray:
         """Return the newest actions (n, a) that the next chunk follows; none when the arm is at rest."""
         if robot_io.controller.ticks != self._ticks:
-            self._forget_plan()  # the session's own loop drove the robot meanwhile
+            self._forget_plan()  # The session's own loop has moved the robot.
         if executed is None:
             return _NO_ACTIONS
         plan = _NO_ACTIONS if self._plan is None else self._plan
         if not 0 <= executed <= len(plan):
             raise InvalidRequest(
-                f"executed is {executed}, but the last chunk that this client got has {len(plan)} actions",
+                f"executed is {executed}, but this client's last chunk has {len(plan)} actions",
                 ("body", "executed"),
             )
         parts = [part for part in (self._executed, plan[:executed]) if len(part)]
@@ -477,31 +468,27 @@ class DirectInference:
         Raises as ``infer``.
         """
         robot_io = self.check_not_stopped()[1]
-        self.check_units(observed, robot_io)  # actions of a plan are given out without another inference
+        self.check_units(observed, robot_io)  # The next action may come from the plan, without an inference.
         now, trace = time.monotonic(), None
         if robot_io.controller.ticks != self._ticks or now - self._action_at > _MOTION_TIMEOUT:
             self._forget_plan()
         steps = robot_io.controller.config.action_steps
-        # A policy that looks at several observations also needs those between two chunks.
-        is_looking_back = robot_io.runner.loaded.requirements.observation_steps > 1
-        model_input = await self._read_observation(observed, robot_io, observed_at) if is_looking_back else None
-        if model_input is None:
-            instruction = await self.resolve_instruction(observed, robot_io)
-        else:
+        model_input = None
+        if robot_io.runner.loaded.requirements.observation_steps > 1:
+            # The history also needs the observations between two chunks.
+            model_input = await self._read_observation(observed, robot_io, observed_at)
             instruction = model_input.instruction
+        else:
+            instruction = await self.resolve_instruction(observed, robot_io)
         is_new_task = robot_io.runner.loaded.requirements.language and instruction != self._planned_instruction
         if self._plan is None or is_new_task or self._next_action >= min(steps, len(self._plan)):
             executed = None if self._plan is None else self._next_action
             try:
                 trace = await self.infer(
-                    observed,
-                    executed,
-                    observed_at=observed_at,
-                    model_input=model_input,
-                    is_new_task=is_new_task,
+                    observed, executed, observed_at=observed_at, model_input=model_input, is_new_task=is_new_task
                 )
             except ServiceError:
-                self._forget_plan()  # the client got no chunk, so there is no plan to continue
+                self._forget_plan()  # The client got no chunk that could be continued.
                 raise
             self._next_action = 0
         assert self._plan is not None
@@ -556,7 +543,7 @@ class DirectInference:
 
 
 def _measured_joints(robot_io: RobotIO) -> JointTable:
-    """Return what a policy's state is made of; the joints of its actions, where these are targets of joints."""
+    """Return the joints of a policy's actions if these are targets of joints, else the numbers of its state."""
     requirements = robot_io.runner.loaded.requirements
     if requirements.controls_joints:
         return robot_io.table
@@ -566,7 +553,7 @@ def _measured_joints(robot_io: RobotIO) -> JointTable:
 
 
 def _create_motion(pose: np.ndarray, executed: np.ndarray, rate: float) -> Motion:
-    """Create the motion that a chunk follows: of these actions, or of a pose at rest."""
+    """Create the motion before a chunk from executed actions (n, a), or from a pose (a,) at rest."""
     if not len(executed):
         rest = np.zeros(len(pose))
         return Motion(pose, rest, rest)
@@ -581,14 +568,17 @@ def _count_stops(session: AnySession) -> int:
 
 
 _INTEGER_LIMIT = 1 << 63
-# Fields of an act, with its kind on the stream.
+# Fields of an act; ``kind`` is a field on the stream.
 ACT_FIELDS = (*observation.OBSERVATION_FIELDS, "want", "executed", "reset", "kind")
 
 
 async def answer_act(
     inference: DirectInference, message: Mapping[str, Any], observed_at: float | None = None
 ) -> dict[str, Any]:
-    """Answer an act (fields: ``docs/robots/direct.md``) that was received at ``observed_at``, by default now.
+    """Answer an act, whose fields ``docs/robots/direct.md`` lists.
+
+    Args:
+        observed_at: monotonic time at which the act was received. Defaults to now.
 
     Raises:
         InvalidRequest: a field is invalid.

@@ -23,19 +23,16 @@ from service.transport.link import (
 if TYPE_CHECKING:
     from service.streaming.stream import Stream
 
-# Name of the link in messages about its loss.
-STREAM_ROOM = "stream"
+STREAM_ROOM = "stream"  # Name of the link in events.
 
 
 class DirectLink:
     """``Link`` to the clients that stream to a session.
 
     Attributes:
-        inbox: receiver of joints and pictures.
         driver: client whose robot the session commands, or None.
         listeners: clients that receive the session's events, including the driver.
-        pending_acts: acts in progress.
-        answered_acts: acts done.
+        pending_acts, answered_acts: number of acts in progress, and of answered acts.
         published_at: monotonic time of the last observation of an act that was published to viewers.
     """
 
@@ -57,10 +54,10 @@ class DirectLink:
         return is_taken
 
     def latch(self, reason: str | None) -> None:
-        """Do nothing: the streams report the latch with the session's status."""
+        """Do nothing, because streams report the latch with the session's status."""
 
     def health(self) -> Mapping[str, object]:
-        """Return plain counters."""
+        """Return JSON-ready counters."""
         return {
             "connected": self.driver is not None,
             "reconnects": max(self._connected - 1, 0),
@@ -80,22 +77,22 @@ class DirectLink:
             self.release_control(self.driver, "it was silent, and another client came")
         self.driver = driver
         self._connected += 1
-        self.report_latch(driver)  # before the link is up: the session must not show a latched robot as running
+        self.report_latch(driver)  # Before the link is up, so that a latched robot never counts as running.
         self.inbox.on_event(LinkUp(STREAM_ROOM))
         return True
 
     def report_latch(self, driver: "Stream") -> None:
-        """Report the latch of the client in control to the session; the latch of any other client is ignored."""
+        """Report the latch of the client in control to the session; ignore the latches of other clients."""
         if self.driver is driver:
             self.inbox.on_event(RobotLatch(STREAM_ROOM, driver.robot_latch))
 
     def release_control(self, driver: "Stream", reason: str) -> None:
-        """Take control from a client that is gone; nothing changes for one without control."""
+        """Take control from a disconnected client, unless it has no control."""
         if self.driver is driver:
             self.driver = None
             self.inbox.on_event(LinkDown(STREAM_ROOM, reason))
             self.inbox.on_event(RobotLeft(STREAM_ROOM, is_replaced=True))
-            self.inbox.on_event(RobotLatch(STREAM_ROOM, None))  # the next client reports its own
+            self.inbox.on_event(RobotLatch(STREAM_ROOM, None))  # The next client reports its own latch.
 
 
 class DirectTransport:
@@ -129,7 +126,7 @@ class DirectTransport:
     async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """Do nothing: there are no rooms."""
+        """Do nothing, because there are no rooms."""
         return ()
 
     def wrap_notify(self, notify: Callable[[str, dict[str, object]], None]) -> Callable[[str, dict[str, object]], None]:
@@ -145,18 +142,18 @@ class DirectTransport:
 
 
 class TransportByUrl:
-    """``Transport`` that chooses by the URL: `DirectTransport` for direct sessions, rooms for the others."""
+    """``Transport`` that selects `DirectTransport` or rooms by the URL."""
 
     def __init__(self, direct: DirectTransport, rooms: Transport):
         self._direct = direct
         self._rooms = rooms
 
     def connect(self, url: str, **options: Any) -> AbstractAsyncContextManager[Link]:
-        """Connect with the transport that the URL asks for."""
+        """Connect with the transport of the URL."""
         return self._choose(url).connect(url, **options)
 
     async def remove_empty_rooms(self, url: str, **options: Any) -> Sequence[str]:
-        """Remove rooms with the transport that the URL asks for."""
+        """Remove rooms with the transport of the URL."""
         return await self._choose(url).remove_empty_rooms(url, **options)
 
     def _choose(self, url: str) -> Transport:

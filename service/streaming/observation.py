@@ -21,17 +21,17 @@ from service.http.bodies import describe_unknown_field
 from service.logging import sanitize_text
 from service.setting_types import CONTROL_CHARACTERS
 
-_MAX_PARTS = 256  # segments, chunks or scans
-_MIN_CHUNK = 1024  # bytes of a PNG's chunk of data, on average; libpng writes 8192
+_MAX_PARTS = 256  # Segments, chunks or scans.
+_MIN_CHUNK = 1024  # Smallest average size of a PNG's data chunks in bytes; libpng writes 8192.
 _SHORT, _CHUNK = struct.Struct(">H"), struct.Struct(">I4s")
-_BASE64_PIECE = 1 << 18  # characters of base64, a multiple of 4: Python's lock is kept for half a millisecond
+_BASE64_PIECE = 1 << 18  # Characters of base64 that are decoded at once, in half a millisecond; a multiple of 4.
 
 
 def check_image(camera: str, image: np.ndarray, max_pixels: int) -> np.ndarray:
     """Check a picture (h, w, 3) uint8.
 
     Raises:
-        InvalidRequest, TooLarge: another type or shape, or larger than allowed (``_check_size``).
+        InvalidRequest, TooLarge: the picture has another type or shape, or is larger than allowed.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
         wanted = "uint8 [height, width, 3]"
@@ -50,11 +50,11 @@ def check_image(camera: str, image: np.ndarray, max_pixels: int) -> np.ndarray:
 
 
 def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -> np.ndarray:
-    """Decode a JPEG or PNG file, or one in base64, to (h, w, 3) uint8 RGB; the lock is not held while it computes.
+    """Decode a JPEG or PNG file, also in base64, to (h, w, 3) uint8 RGB.
 
     Raises:
-        InvalidRequest: the file is malformed, no colour picture (``jaxmodels.data.pictures``), or has too long a side.
-        TooLarge: it claims more than ``max_pixels`` pixels; none is decoded.
+        InvalidRequest: the file is malformed, not a colour picture, or has too long a side.
+        TooLarge: the file declares more than ``max_pixels`` pixels; it is not decoded.
     """
     if isinstance(file, str):
         file = decode_base64(camera, file)
@@ -66,7 +66,7 @@ def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -
     except PictureError as error:
         raise InvalidRequest(f"camera {camera!r}: {error}", ("body", "images", camera)) from None
     except Exception as error:
-        # A decoder may raise anything for a file from outside; its own message is not sent to clients.
+        # A decoder may raise any exception, whose message is not sent to clients.
         raise InvalidRequest(
             f"camera {camera!r}: the picture cannot be decoded ({type(error).__name__}); wanted a JPEG or PNG file, "
             "or an array",
@@ -80,7 +80,7 @@ def decode_base64(camera: str, text: str) -> bytes:
         text = text.partition(",")[2] if text.startswith("data:") else text
         parts = [text[start : start + _BASE64_PIECE] for start in range(0, len(text), _BASE64_PIECE)]
         if any("=" in part for part in parts[:-1]):
-            raise ValueError("it goes on after its end")
+            raise ValueError("it has data after its end")
         return b"".join(base64.b64decode(part, validate=True) for part in parts)
     except (binascii.Error, ValueError):
         raise InvalidRequest(
@@ -89,10 +89,7 @@ def decode_base64(camera: str, text: str) -> bytes:
 
 
 def _check_parts(file: bytes | memoryview) -> None:
-    """Raise PictureError if a file has more parts than cameras make, or a JPEG ends too early.
-
-    Pillow scans for parts in Python: 3 MB of markers take 4 s. Each scan of a JPEG walks over the whole picture.
-    """
+    """Raise PictureError for an incomplete JPEG or too many parts, which Pillow would take seconds to read."""
     view = memoryview(file)
     if view[:2] == b"\xff\xd8":
         _walk_jpeg(view)
@@ -104,7 +101,7 @@ def _walk_jpeg(view: memoryview) -> None:
     at = 2
     for _ in range(_MAX_PARTS):
         while view[at : at + 2] == b"\xff\xff" and at < 2 * _MAX_PARTS:
-            at += 1  # padding
+            at += 1  # Padding.
         if len(view) < at + 4 or view[at] != 0xFF:
             raise PictureError("a damaged or incomplete JPEG file; send the whole file")
         if view[at + 1] == 0xDA:
@@ -112,7 +109,7 @@ def _walk_jpeg(view: memoryview) -> None:
         at += 2 + _SHORT.unpack_from(view, at + 2)[0]
     else:
         raise PictureError(f"a JPEG file of more than {_MAX_PARTS} parts; save it as a camera does")
-    # There is no scan before the first one; from there on, FF DA is always a marker, never picture data.
+    # After the first scan's start, FF DA is always the marker of a scan.
     scans = 0
     for start in range(at, len(view), _BASE64_PIECE):
         scans += bytes(view[start : start + _BASE64_PIECE + 1]).count(b"\xff\xda")
@@ -133,11 +130,11 @@ def _walk_png(view: memoryview) -> None:
 
 
 def _check_size(camera: str, height: int, width: int, max_pixels: int) -> None:
-    """Check the size of a picture against the server's limit of pixels, and the policies' limit of a side.
+    """Check the size of a picture.
 
     Raises:
-        TooLarge: it has more than ``max_pixels`` pixels.
-        InvalidRequest: one of its sides is longer than a policy accepts.
+        TooLarge: it has more than ``max_pixels`` pixels, the server's limit.
+        InvalidRequest: a side is longer than policies accept.
     """
     if height * width > max_pixels:
         raise TooLarge(f"camera {camera!r}: {width} x {height} is more than {max_pixels} pixels; send smaller pictures")
@@ -149,20 +146,16 @@ def _check_size(camera: str, height: int, width: int, max_pixels: int) -> None:
         )
 
 
-# Leave one core to the ticks when a client floods the server with pictures. These threads have the event loop's
-# priority: see `service.threads.lower_priority`.
+# One core remains for ticks while clients send many pictures. The threads have the event loop's priority.
 _DECODERS = ThreadPoolExecutor(max(min((os.cpu_count() or 2) - 1, 4), 1), "pictures")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _MAX_PROMPT = 2048
-_LATEST_TIMESTAMP = 1e11  # seconds; beyond, a float64 has no milliseconds
-_PARTS = (list, Mapping, np.ndarray, str, memoryview)  # types of one moment's pictures and joints in a list
-# Accepted names of the instruction: openpi's, this service's, LeRobot's.
+_LATEST_TIMESTAMP = 1e11  # Seconds; a larger float64 cannot represent milliseconds.
+_PARTS = (list, Mapping, np.ndarray, str, memoryview)  # Types of one moment's pictures and joints in a list.
+# Names of the instruction in openpi, this service and LeRobot.
 _PROMPT_KEYS = ("prompt", "language_instruction", "task")
-
-
-# Fields of an observation, in each of the messages that carry one.
 OBSERVATION_FIELDS = ("images", "state", *_PROMPT_KEYS, "number", "timestamp", "extra")
-_MAX_LISTED = 8  # names that an error lists
+_MAX_LISTED = 8  # Names that an error lists.
 
 
 @dataclass(frozen=True)
@@ -196,14 +189,14 @@ class Observation:
     timestamp: float | None = None
 
     def is_complete(self, spec: ObservationSpec) -> bool:
-        """Whether every camera and every joint is there."""
+        """Whether it has every camera and every joint."""
         return len(self.frames) + len(self.files) == len(spec.cameras) and len(self.joints) == len(spec.joints)
 
     async def decode_images(self, spec: ObservationSpec) -> Mapping[str, np.ndarray]:
         """Return all pictures; files are decoded in threads.
 
         Raises:
-            InvalidRequest, TooLarge: one of them cannot be.
+            InvalidRequest, TooLarge: a picture cannot be decoded.
         """
         if not self.files:
             return self.frames
@@ -217,7 +210,7 @@ class Observation:
         return {**self.frames, **dict(zip(self.files, images, strict=True))}
 
     def get_pose(self, spec: ObservationSpec) -> tuple[np.ndarray, list[str]]:
-        """Return the pose (a,) float32 as measured, and the names of joints that are far outside of their ranges."""
+        """Return the measured pose (a,) float32, and the names of joints that are far out of range."""
         names = spec.joints.names
         pose = np.fromiter(map(self.joints.__getitem__, names), np.float32, len(names))
         low, high = spec.joints.ranges
@@ -228,10 +221,10 @@ class Observation:
 
 
 def check_fields(message: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Check that a message has no unknown fields: a misspelt ``executed`` or ``reset`` would change what is done.
+    """Check that a message has no unknown fields, because a misspelt ``executed`` would change a motion.
 
     Raises:
-        InvalidRequest: it has; with the nearest known name.
+        InvalidRequest: a field is unknown; the text suggests the nearest name.
     """
     if unknown := [name for name in message if name not in known]:
         names = [sanitize_text(str(name)) for name in unknown[:_MAX_LISTED]]
@@ -242,10 +235,10 @@ def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_co
     """Read the observation of a message.
 
     Args:
-        is_complete: require every camera and joint; all may then have a time axis, if the policy reads several moments.
+        is_complete: require every camera and joint; all may have a time axis if the policy reads several moments.
 
     Raises:
-        InvalidRequest: lists everything missing, unknown, misshaped or not finite.
+        InvalidRequest: the text lists all missing and invalid values.
         TooLarge: a picture exceeds the limit.
     """
     problems: list[str] = []
@@ -277,14 +270,14 @@ def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_co
 
 
 def _has_time_axis(value: object) -> bool:
-    """Whether pictures of a camera, or joints, are of several moments."""
+    """Whether a value has pictures of a camera, or joints, of several moments."""
     if isinstance(value, np.ndarray):
         return value.ndim == 4 or (value.ndim == 2 and len(value) > 1)
     return isinstance(value, list) and any(isinstance(part, _PARTS) for part in value)
 
 
 def _read_window(message: Mapping[str, Any], images: Mapping[str, Any], spec: ObservationSpec) -> Observation:
-    """Read observations of all moments, oldest first; raises InvalidRequest if one is invalid or incomplete."""
+    """Read observations of all moments, oldest first; raises InvalidRequest for an invalid observation."""
     parts = {f"camera {sanitize_text(str(name)[:64])!r}": picture for name, picture in images.items()}
     counts = {
         name: len(value) if _has_time_axis(value) else 1
@@ -293,8 +286,8 @@ def _read_window(message: Mapping[str, Any], images: Mapping[str, Any], spec: Ob
     }
     if wrong := [f"{name} has {count}" for name, count in counts.items() if count != spec.steps]:
         raise InvalidRequest(
-            f"{'; '.join(wrong[:16])}; wanted {spec.steps} moments of every camera and of state, oldest first, or one "
-            "of each, without an axis of time",
+            f"{'; '.join(wrong[:16])}; wanted {spec.steps} moments of every camera and of state, oldest first, or a "
+            "single moment without an axis of time",
             ("body",),
         )
     read = []
@@ -311,7 +304,7 @@ def _read_window(message: Mapping[str, Any], images: Mapping[str, Any], spec: Ob
 
 
 def check_same_sizes(frames: Mapping[str, np.ndarray], sizes: Mapping[str, tuple[int, int]]) -> None:
-    """Check that pictures of a moment have the sizes of the newest one's; raises InvalidRequest."""
+    """Check that pictures of a moment have the sizes of the newest moment; raises InvalidRequest."""
     wrong = {camera: frame.shape[:2] for camera, frame in frames.items() if frame.shape[:2] != sizes[camera]}
     if wrong:
         named = "; ".join(f"camera {camera!r} has {list(size)} before" for camera, size in wrong.items())
@@ -342,12 +335,12 @@ def _read_prompt(message: Mapping[str, Any], problems: list[str]) -> str | None:
             )
             return None
     if len(set(prompts.values())) > 1:
-        problems.append(f"{' and '.join(prompts)} say different things; wanted one of them")
+        problems.append(f"{' and '.join(prompts)} differ; send only one")
     return next(iter(prompts.values()), None)
 
 
 def _read_extra(message: Mapping[str, Any], problems: list[str]) -> bool:
-    """Return whether names of ``state`` that are no joints are ignored."""
+    """Return whether unknown names in ``state`` are ignored."""
     extra = message.get("extra", "refuse")
     if not isinstance(extra, str) or extra not in ("refuse", "ignore"):
         problems.append(f"extra: got {extra!r:.40}; wanted 'refuse' or 'ignore'")
@@ -375,7 +368,7 @@ def _read_joints(
         problems.append(f"state: {found}; wanted {len(table)} numbers, in a list or by name")
         return {}
     numbers = [float(number) for number in values]
-    if not all(-_FLOAT32_MAX <= number <= _FLOAT32_MAX for number in numbers):  # false for NaN
+    if not all(-_FLOAT32_MAX <= number <= _FLOAT32_MAX for number in numbers):  # False for NaN.
         problems.append("state: NaN, infinity or a number beyond float32; wanted finite numbers")
         return {}
     return dict(zip(table.names, numbers, strict=True))

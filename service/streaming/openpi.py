@@ -1,7 +1,6 @@
 """openpi's WebSocket protocol and key names.
 
-A client receives metadata when the policy is loaded, then a chunk for each observation. An error is a text frame, which
-closes the connection. Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server.py.
+Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server.py.
 """
 
 import asyncio
@@ -22,10 +21,10 @@ from service.streaming.observation import Observation, ObservationSpec
 from service.streaming.websocket import SocketClosed, StreamSocket
 
 _STATE_KEYS = ("observation.state", "observation/state", "state")
-# DROID sends arm and gripper apart; together they are the state.
+# Parts of DROID's state.
 _DROID_KEYS = ("observation/joint_position", "observation/gripper_position")
 _PROMPT_KEYS = ("prompt", "task")
-# Key of openpi's own examples with one camera; for a policy of one camera it cannot mean another.
+# Keys of openpi's examples, for a policy with one camera.
 _IMAGE_KEYS = ("observation/image", "image", "observation/exterior_image_1_left")
 # Spellings of a camera's key, the exact name first.
 _CAMERA_KEYS = (
@@ -38,22 +37,16 @@ _CAMERA_KEYS = (
     "observation.{}",
 )
 
-# openpi's model names of pictures to the names that its robots use (openpi/policies/*_policy.py).
+# openpi's names of pictures in models to its names on robots (openpi/policies/*_policy.py).
 _OPENPI_KEYS: Mapping[str, Sequence[str]] = {
     "base_0_rgb": ("observation/exterior_image_1_left", "images/cam_high", "observation/image"),
     "left_wrist_0_rgb": ("observation/wrist_image_left", "images/cam_left_wrist", "observation/wrist_image"),
     "right_wrist_0_rgb": ("images/cam_right_wrist",),
 }
 
-# Camera to key, those of the state's parts, that of the prompt.
-_Keys = tuple[Sequence[tuple[str, str]], Sequence[str], str | None]
-
 
 def rename_keys(message: Mapping[Any, Any], spec: ObservationSpec) -> dict[str, Any]:
-    """Rename the keys of an observation from openpi's names to ours.
-
-    A camera's exact feature name takes precedence over its usual spellings. A single picture under openpi's usual name
-    serves a policy with one camera. Other keys are ignored, as in openpi.
+    """Rename the keys of an observation from openpi's names to this service's; other keys are ignored, as in openpi.
 
     Raises:
         InvalidRequest: a key is missing or ambiguous; the message lists the received keys.
@@ -79,8 +72,10 @@ def read_openpi_observation(body: memoryview, spec: ObservationSpec) -> Observat
     return observation.read_observation(rename_keys(message, spec), spec, is_complete=True)
 
 
-def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
-    """Find the keys of the cameras, the state and the prompt; raises as ``rename_keys``."""
+def _find_keys(
+    flat: Mapping[str, Any], spec: ObservationSpec
+) -> tuple[Sequence[tuple[str, str]], Sequence[str], str | None]:
+    """Find each camera with its key, the keys of the state's parts, and the key of the prompt."""
     cameras: list[tuple[str, str]] = []
     problems: list[str] = []
     for camera in spec.cameras:
@@ -101,11 +96,11 @@ def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
             "'observation/joint_position' and 'observation/gripper_position')"
         )
     elif states == [_DROID_KEYS[0]] and np.shape(flat[states[0]])[-1:] == (len(spec.joints) - 1,):
-        problems.append(f"no {_DROID_KEYS[1]!r} beside {_DROID_KEYS[0]!r}, which are one state")
+        problems.append(f"no {_DROID_KEYS[1]!r}, which is one state with {_DROID_KEYS[0]!r}")
     prompts = [key for key in _PROMPT_KEYS if key in flat]
     if problems:
         received = ", ".join(repr(sanitize_text(key, 48)) for key in list(flat)[:16]) or "nothing"
-        raise InvalidRequest(f"{'; '.join(problems)}. What came: {received}")
+        raise InvalidRequest(f"{'; '.join(problems)}. Received: {received}")
     return (cameras, states, prompts[0] if prompts else None)
 
 
@@ -137,19 +132,19 @@ def _check_picture(camera: str, picture: Any) -> Any:
     if picture.ndim == 4 and len(picture) == 1:
         picture = picture[0]
     if picture.ndim == 3 and picture.shape[0] == 3 and picture.shape[2] != 3:
-        # Channels first, as openpi's ALOHA examples send them.
+        # openpi's ALOHA examples send channels first.
         picture = np.ascontiguousarray(picture.transpose(1, 2, 0))
     return picture
 
 
 log = logging.getLogger(__name__)
 
-_LOAD_CHECK_INTERVAL = 0.1  # seconds between looks whether the policy is loaded
-_KEY_CHECK_INTERVAL = 2.0  # seconds between checks of the client's key, which may be revoked
+_LOAD_CHECK_INTERVAL = 0.1  # Seconds between checks whether the policy is loaded.
+_KEY_CHECK_INTERVAL = 2.0  # Seconds between checks of the client's key, which may be revoked.
 
 
 class OpenpiProtocol:
-    """openpi's protocol with one client."""
+    """openpi's protocol with one client: metadata, then a chunk for each observation, or an error as text."""
 
     def __init__(
         self,
@@ -158,7 +153,7 @@ class OpenpiProtocol:
         is_still_authorized: Callable[[], bool],
         stop: Callable[[str], Awaitable[object]],
     ):
-        """Serve a client on a socket; ``stop`` makes an emergency stop of the session."""
+        """Create it for a socket; ``stop`` stops the session's robot by an emergency stop."""
         self._stop = stop
         self._socket = socket
         self._inference = inference
@@ -167,7 +162,7 @@ class OpenpiProtocol:
         self._previous_seconds: float | None = None
 
     async def serve(self) -> None:
-        """Serve the client until its socket ends, or something goes wrong."""
+        """Serve the client until its socket ends, or an error occurs."""
         self._socket.handler_seconds = 0.0
         await measure_steps(self._serve_messages(), self._add_seconds)
 
@@ -195,7 +190,7 @@ class OpenpiProtocol:
             self._close_with_error("internal: the server's log says more")
 
     async def _wait_loaded(self) -> None:
-        """Wait silently for the policy, as clients read the first message as metadata; may raise SocketClosed."""
+        """Wait for the policy without sending, because clients expect metadata first; may raise SocketClosed."""
         while True:
             try:
                 self._inference.get_link()
@@ -204,7 +199,7 @@ class OpenpiProtocol:
                 await asyncio.wait((self._socket.lost,), timeout=_LOAD_CHECK_INTERVAL)
             except MoveRefused as refusal:
                 error = await self._inference.explain_refusal(refusal)
-                # Not as text: openpi's client shows the reason of a close, but fails on text in place of metadata.
+                # openpi's client shows the reason of a close, but does not read text in place of metadata.
                 self._socket.close(1011, f"{error.code}: {error}")
                 raise SocketClosed from error
             if self._socket.lost.done():
@@ -227,7 +222,7 @@ class OpenpiProtocol:
         }
 
     async def _check_key(self, now: float) -> None:
-        """Close the socket if its key is no longer accepted, after an emergency stop if it has received actions."""
+        """Close the socket if its key is no longer accepted, after an emergency stop if it has got actions."""
         if now - self._key_checked_at > _KEY_CHECK_INTERVAL:
             self._key_checked_at = now
             if not self._is_still_authorized():

@@ -1,4 +1,4 @@
-"""Stream of one client: observations in, commands and events out."""
+"""Stream of one client: receives observations, sends commands and events."""
 
 import asyncio
 import logging
@@ -22,12 +22,11 @@ from service.transport.link import JointValue
 
 log = logging.getLogger(__name__)
 
-_CHECK_INTERVAL = 0.2  # seconds between checks of the session, and of the client's newest message
-_KEY_CHECK_INTERVAL = 2.0  # seconds between checks of the client's key, which are read from a file
-_MAX_BAD_MESSAGES = 20  # messages in a row that make no sense
-# Bytes that wait to be sent before a command; as in rooms, more would be a backlog of old commands.
-_MAX_UNSENT = 4096
-_MAX_AGE_MS = 10_000.0  # milliseconds
+_CHECK_INTERVAL = 0.2  # Seconds between checks of the session, and of the client's newest message.
+_KEY_CHECK_INTERVAL = 2.0  # Seconds between checks of the client's key, which may be revoked.
+_MAX_BAD_MESSAGES = 20  # Number of invalid messages in a row that closes the socket.
+_MAX_UNSENT = 4096  # Unsent bytes above which commands are refused, so that no old commands queue up.
+_MAX_AGE_MS = 10_000.0
 CLOSE_ROBOT_TAKEN = 4409
 
 
@@ -36,7 +35,7 @@ class Stream:
 
     Attributes:
         last_message_at: monotonic time of the client's newest message.
-        robot_latch: reason of the emergency stop that the client's program holds; None while it obeys commands.
+        robot_latch: reason of the emergency stop that the client's program has latched, or None.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Stream:
         is_still_authorized: Callable[[], bool],
         stop: Callable[[str], Any],
     ):
-        """``stop`` makes an emergency stop of the session, and is awaited."""
+        """Create it; ``stop`` is awaited, and stops the session's robot by an emergency stop."""
         self.last_message_at = time.monotonic()
         self.robot_latch: str | None = None
         self._socket = socket
@@ -90,7 +89,7 @@ class Stream:
         except SocketClosed:
             pass
         finally:
-            # Synchronous on purpose: when the peer is gone this runs inside a cancellation.
+            # Synchronous, because this runs inside a cancellation if the connection is lost.
             if self._link is not None:
                 self._link.listeners.discard(self)
                 self._link.release_control(self, "the client on the stream is gone")
@@ -99,11 +98,11 @@ class Stream:
                     task.cancel()
 
     def _join(self) -> DirectLink:
-        """Join the session and welcome the client once; raises SessionLoading, or MoveRefused if no policy runs."""
+        """Join the session once; raises SessionLoading, or MoveRefused if no policy runs."""
         if self._link is None:
             link = self._inference.get_link()[0]
             about = dict(self._inference.describe())
-            # A client that connects again compares it: a session that was created again knows nothing of earlier stops.
+            # With this, a client that reconnects detects a recreated session, which lost earlier stops.
             about["instance"] = f"{self._inference.session.created_at:.6f}"
             self._link = link
             link.listeners.add(self)
@@ -128,20 +127,20 @@ class Stream:
             self._send_error(error, number)
             self._bad_messages += 1
             if self._bad_messages >= _MAX_BAD_MESSAGES:
-                self._socket.close(1007, f"{_MAX_BAD_MESSAGES} messages in a row made no sense")
+                self._socket.close(1007, f"{_MAX_BAD_MESSAGES} messages in a row were invalid")
 
     async def _dispatch(self, kind: str, message: Mapping[str, Any], number: int | None) -> None:
         if kind == "stop":
             reason = message.get("reason")
             words = sanitize_text(reason) if isinstance(reason, str) else ""
-            await self._stop(words or "asked for on the stream")
+            await self._stop(words or "requested on the stream")
         elif kind == "ping":
             sent = message.get("time")
             if isinstance(sent, bool) or not isinstance(sent, int | float) or not math.isfinite(sent):
                 sent = None
             self._send("pong", number=number, time=sent, server_time=time.monotonic())
         elif self._caller.role < Role.OPERATOR:
-            raise Forbidden("this wants the role operator; a viewer's stream may look on, and stop the robot")
+            raise Forbidden("this needs the role operator; a viewer's stream may watch and stop the robot")
         elif kind == "observation":
             await self._take_observation(self._join(), message, number)
         elif kind == "act":
@@ -153,8 +152,8 @@ class Stream:
             raise InvalidRequest("kind: wanted observation, act, latch, stop or ping", ("body", "kind"))
 
     def _take_latch(self, message: Mapping[str, Any]) -> None:
-        """Take the client's report whether its own program holds the robot after an emergency stop."""
-        # A misspelt reason must not release the latch.
+        """Take the client's report whether its own program has latched an emergency stop."""
+        # Without this check, a misspelt ``reason`` would release the latch.
         observation.check_fields(message, ("kind", "reason", "number"))
         reason = message.get("reason")
         if "reason" not in message or (reason is not None and not isinstance(reason, str)):
@@ -181,8 +180,8 @@ class Stream:
             await self._inference.resolve_instruction(observed, self._inference.get_link()[1])
         observed_at = now - age / 1e3
         if observed.files:
-            # Pictures are decoded in a thread, one observation at a time; the newest is next. Joints are delivered at
-            # once, because after the decoding they would replace newer ones.
+            # Pictures are decoded in a thread, the newest observation next. Joints are delivered now, because after the
+            # decoding they would replace newer joints.
             self._deliver(link, {}, observed.joints, observed_at)
             self._next_to_decode = (observed, observed_at)
             if self._decode_task is None or self._decode_task.done():
@@ -192,7 +191,7 @@ class Stream:
             await self._keep(observed, spec, observed_at)
 
     async def _keep(self, observed: Observation, spec: ObservationSpec, observed_at: float) -> None:
-        """Keep a complete observation for the acts after it, of a policy that looks at several."""
+        """Keep a complete observation for later acts of a policy that reads several."""
         if observed.is_complete(spec):
             await self._inference.observe(observed, observed_at)
 
@@ -222,14 +221,14 @@ class Stream:
         if self._act_task is not None and not self._act_task.done():
             before, self._next_act = self._next_act, act
             if before is not None:
-                text = "a newer act came before this one was begun"
+                text = "a newer act arrived before this act was started"
                 self._send("error", code="superseded", detail=text, number=before[0].get("number"))
                 await self._keep_superseded(*before)
             return
         self._act_task = asyncio.create_task(self._answer_acts(act), name="a stream's act")
 
     async def _keep_superseded(self, message: Mapping[str, Any], observed_at: float) -> None:
-        """Keep the observation of an act that is not answered: later acts may look back at it."""
+        """Keep the observation of an unanswered act for the history of later acts."""
         spec = self._inference.observation_spec()
         if spec.steps == 1:
             return
@@ -272,12 +271,12 @@ class Stream:
         )
 
     def on_session_event(self, event: str, about: Mapping[str, object]) -> None:
-        """Tell the client of a stop, or of the session's end."""
+        """Report a stop or the session's end to the client."""
         if event == "session.deleted":
             self._socket.close(1001, "the session is over")
         elif about.get("emergency_stop"):
             self._send("stopped", reason=about.get("reason"))
-            self._sent_status = ()  # a reset may follow before the next check, and the client must learn of it
+            self._sent_status = ()  # The client must also be notified of a reset before the next check.
 
     async def _watch_session(self) -> None:
         key_checked_at = -math.inf
@@ -303,14 +302,14 @@ class Stream:
             await asyncio.sleep(_CHECK_INTERVAL)
 
     async def _stop_unauthorized(self) -> None:
-        """Latch the session of a client that drives its robot, which would move again when the file of keys returns."""
+        """Latch the session of a client in control, because its robot must not move if the key file is restored."""
         is_driver = self._link is not None and self._link.driver is self
         if is_driver or self._act_task is not None:
             with suppress(UnknownSession):
                 await self._stop("the key of the client on the stream is no longer accepted")
 
     async def _close_unloaded(self, refusal: MoveRefused) -> None:
-        """Close a client that waited for a session that failed or was deleted, with the reason."""
+        """Close a client that waited for a session that failed or was deleted."""
         error = await self._inference.explain_refusal(refusal)
         self._send_error(error, None)
         self._socket.close(1001 if isinstance(error, UnknownSession) else 1011, f"{error.code}: {error}")
@@ -322,7 +321,7 @@ class Stream:
         status, reason = str(session.stage), session.reason
         if reason is None and session.stage is Stage.INITIALIZING:
             reason = session.progress.stage
-        # The text of a hold counts seconds, so only a change of its code is a change.
+        # Only the code of a hold is compared, because its text counts seconds.
         shown = (status, reason, hold.code if hold else None, session.latch)
         if shown != self._sent_status:
             self._sent_status = shown

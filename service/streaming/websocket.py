@@ -1,8 +1,6 @@
-"""RFC 6455 WebSocket that receives payloads without copies; it takes over the connection after Sanic's handshake.
+"""RFC 6455 WebSocket that receives payloads without copies, on a connection of which Sanic did the handshake.
 
-Sanic's WebSocket reads small pieces and copies each message three times: 10 ms for two pictures. ``websockets`` 17.4
-needs 1.7 times as long for a message of 301 kB. ``picows`` 2.3.1 reads everything that a connection sent in one turn of
-the event loop, so a flood of pings blocks the loop for seconds.
+Sanic's WebSocket takes 10 ms to receive two pictures, and ``picows`` 2.3.1 reads a flood of pings in one turn.
 """
 
 import asyncio
@@ -30,7 +28,7 @@ _HEAD_2, _HEAD_4, _HEAD_10 = struct.Struct(">BB"), struct.Struct(">BBH"), struct
 
 
 class BadFrame(Exception):
-    """A frame that breaks the protocol; ``code`` is what the socket is closed with."""
+    """A frame that violates the protocol; the socket is closed with ``code``."""
 
     def __init__(self, code: int, text: str):
         super().__init__(text)
@@ -53,10 +51,10 @@ class FrameHeader(NamedTuple):
 
 
 def read_header(data: memoryview) -> FrameHeader | None:
-    """Read the header that these bytes begin with; None when there are too few of them.
+    """Read the header at the beginning of these bytes; None if it is incomplete.
 
     Raises:
-        BadFrame: it is none that a client may send.
+        BadFrame: a client may not send this header.
     """
     if len(data) < 2:
         return None
@@ -85,10 +83,10 @@ def read_header(data: memoryview) -> FrameHeader | None:
 
 
 def parse_close(data: bytes) -> bytes:
-    """Return the answer to a close with this data: its code, if it has one.
+    """Return the answer to a close with this data: its code, if there is a code.
 
     Raises:
-        BadFrame: the code is none that may be sent, or its reason no text.
+        BadFrame: the code may not be sent, or the reason is not UTF-8.
     """
     if not data:
         return b""
@@ -114,7 +112,7 @@ def unmask(data: np.ndarray, mask: bytes) -> None:
 
 
 def build_header(opcode: int, length: int) -> bytes:
-    """Build the header of a whole frame of a server, which has no mask."""
+    """Build the header of a whole frame of a server, without a mask."""
     first = 0x80 | opcode
     if length < 126:
         return _HEAD_2.pack(first, length)
@@ -123,8 +121,8 @@ def build_header(opcode: int, length: int) -> bytes:
     return _HEAD_10.pack(first, 127, length)
 
 
-_SCRATCH_BYTES = 2048  # size of the buffer for headers and short messages
-_MAX_FRAGMENTS = 64  # frames that one message may be split into
+_SCRATCH_BYTES = 2048  # Size of the buffer for headers and short messages.
+_MAX_FRAGMENTS = 64  # Largest number of frames of one message.
 
 
 class FrameReader:
@@ -133,7 +131,7 @@ class FrameReader:
     Attributes:
         messages: complete messages that were not taken yet.
         begun_at: start time of the incomplete message.
-        is_over: further data is ignored, after the end or an error.
+        is_over: whether further data is ignored, after the end or an error.
     """
 
     def __init__(self, max_bytes: int, max_text: int, on_control: Callable[[int, bytes], None]):
@@ -156,7 +154,7 @@ class FrameReader:
 
     @property
     def is_in_frame(self) -> bool:
-        """Whether the rest of a frame is missing, which has a buffer of its own."""
+        """Whether the rest of a frame is missing."""
         return self._header is not None
 
     @property
@@ -165,7 +163,7 @@ class FrameReader:
         return bool(self._fragments) or self._header is not None
 
     def get_buffer(self) -> memoryview:
-        """Return where the next bytes go: the rest of a frame, else a buffer for headers."""
+        """Return the buffer for the next bytes: the rest of a frame, else a buffer for headers."""
         if self._header is not None and len(self._target) > self._filled:
             return self._target[self._filled :]
         return self._scratch[self._end :]
@@ -176,14 +174,14 @@ class FrameReader:
         return self._start == self._end
 
     def add_partial(self, count: int) -> bool:
-        """Count received bytes that do not complete the frame; False, and nothing counted, when they do."""
+        """Count received bytes if they do not complete the frame, else return False."""
         if self._header is None or self._filled + count >= len(self._target):
             return False
         self._filled += count
         return True
 
     def add(self, count: int) -> bool:
-        """Count received bytes; False while a started frame is incomplete. Raises BadFrame; ``end`` the reader then."""
+        """Count received bytes; False while a frame is incomplete. Raises BadFrame, after which call ``end``."""
         if self._header is not None and len(self._target) > self._filled:
             self._filled += count
             if self._filled < len(self._target):
@@ -194,14 +192,14 @@ class FrameReader:
         return True
 
     def next_frame(self, now: float) -> bool:
-        """Start the next frame; False if its header is incomplete. Raises BadFrame; ``end`` the reader then."""
+        """Start the next frame; False if its header is incomplete. Raises BadFrame, after which call ``end``."""
         head = read_header(self._scratch[self._start : self._end])
         if head is not None:
             self._begin_frame(head, now)
         return head is not None
 
     def compact(self) -> None:
-        """Move what is left of the buffer to its beginning, so that there is room behind it."""
+        """Move the rest of the buffer to its beginning."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start:
@@ -210,12 +208,12 @@ class FrameReader:
             self._start, self._end = 0, len(rest)
 
     def discard_messages(self) -> None:
-        """Read and throw away all further messages."""
+        """Drop all further messages."""
         self._is_discarding = True
         self.messages.clear()
 
     def end(self) -> None:
-        """Look at nothing more; whole messages can still be taken."""
+        """Ignore all further data; complete messages can still be taken."""
         self.is_over = True
         self._start = self._end = self._opcode = 0
         self._header, self._target, self._data = None, memoryview(b""), np.empty(0, np.uint8)
@@ -273,14 +271,14 @@ class FrameReader:
 
 log = logging.getLogger(__name__)
 
-_MAX_FRAMES_PER_TURN = 8  # frames read in one round of the event loop
-_FRAME_BURST, _FRAME_RATE = 2000.0, 1000.0  # token bucket of frames: its size, and frames per second
-_MAX_WAITING = 2  # messages that may wait to be taken before nothing more is read
-_CLOSE_TIMEOUT = 1.0  # seconds in which the peer may answer a close
+_MAX_FRAMES_PER_TURN = 8  # Frames read in one round of the event loop.
+_FRAME_BURST, _FRAME_RATE = 2000.0, 1000.0  # Token bucket of frames: its size, and frames per second.
+_MAX_WAITING = 2  # Messages that may wait before reading stops.
+_CLOSE_TIMEOUT = 1.0  # Seconds in which the peer may answer a close.
 
 
 class SocketClosed(Exception):
-    """The socket is closed: there will be no more messages."""
+    """The socket is closed and has no more messages."""
 
 
 @dataclass(frozen=True)
@@ -288,11 +286,10 @@ class SocketLimits:
     """Limits of one socket; times in seconds.
 
     Attributes:
-        bytes: of one message.
-        text: of one text message.
+        bytes, text: largest size of a message, and of a text message, in bytes.
         unsent: bytes that may wait for the peer; further messages are refused.
-        slow: time without reading, with data waiting, after which a peer is cut off.
-        heartbeat: time between pings; a peer that is silent for two of them is cut off.
+        slow: time after which a peer that does not read waiting data is cut off.
+        heartbeat: time between pings; a peer that is silent for two periods is cut off.
         message: time from a message's first byte to its last.
     """
 
@@ -305,21 +302,21 @@ class SocketLimits:
 
 
 class StreamSocket(asyncio.BufferedProtocol):
-    """WebSocket that receives each message in memory of its own, and sends without waiting.
+    """WebSocket that receives each message in separate memory, and sends without waiting.
 
     Attributes:
         received_at: monotonic time of the newest bytes.
-        refused: messages not sent because the peer does not read.
-        handler_seconds: measured time of the handler for the newest message
-            (``service.http.fair_queue.measure_steps``); None selects the queue's estimate.
+        refused: number of messages not sent because the peer does not read.
+        handler_seconds: measured time of the newest message's handler (``service.http.fair_queue.measure_steps``);
+            None selects the queue's estimate.
     """
 
     def __init__(self, limits: SocketLimits, on_lost: Callable[[Exception | None], None] = lambda error: None):
-        """``on_lost`` is called when the connection is."""
+        """Create a socket; ``on_lost`` is called when the connection is lost."""
         self.received_at = time.monotonic()
         self.refused = 0
         self.handler_seconds: float | None = None
-        self._charged = 0.0  # seconds charged for the newest message, if beyond the budget
+        self._charged = 0.0  # Seconds charged for the newest message.
         self._limits = limits
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
@@ -355,7 +352,7 @@ class StreamSocket(asyncio.BufferedProtocol):
     # Called by asyncio (asyncio.BufferedProtocol).
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Prepare the connection, which may be read from."""
+        """Prepare the connection."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.unsent // 2)
         peer = transport.get_extra_info("peername")
@@ -370,7 +367,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         self._timers["beat"] = self._loop.call_later(self._limits.heartbeat, self._send_ping)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes go."""
+        """Return the buffer for the next bytes."""
         return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -381,14 +378,14 @@ class StreamSocket(asyncio.BufferedProtocol):
             return
         if not incoming.is_over and self._try_read(partial(incoming.add, nbytes)):
             if incoming.is_empty and len(incoming.messages) < _MAX_WAITING:
-                return  # nothing came behind the message
+                return  # No bytes follow the message.
             self._is_pausing = True
             self._queue.enter(self._read_flow)
             if (self._is_pausing or self._is_waiting) and self._transport is not None:
                 self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """Let the connection end: the peer sends no more."""
+        """Close the connection, because the peer sends no more data."""
         return False
 
     def pause_writing(self) -> None:
@@ -414,19 +411,19 @@ class StreamSocket(asyncio.BufferedProtocol):
     # Frames.
 
     def _read_frames(self) -> None:
-        """Read the frames that lie in the buffer."""
+        """Read the frames in the buffer."""
         incoming, count = self._reader, 0
         while (
             count < _MAX_FRAMES_PER_TURN and len(incoming.messages) < _MAX_WAITING and self._try_read(self._next_frame)
         ):
             count += 1
             if incoming.is_in_frame:
-                break  # the rest of its data is read into its own place
+                break  # The rest of the frame is read into its own buffer.
         incoming.compact()
         self._schedule_reading(count)
 
     def _try_read(self, read: Callable[[], bool]) -> bool:
-        """Return what ``read`` returns; False after a frame that makes no sense, which ends reading."""
+        """Return the result of ``read``, or False after an invalid frame, which ends reading."""
         if self._reader.is_over:
             return False
         try:
@@ -460,7 +457,7 @@ class StreamSocket(asyncio.BufferedProtocol):
                 self._transport.close()
 
     def _schedule_reading(self, count: int) -> None:
-        """Read on at once, in a while, or when a message was taken."""
+        """Continue reading now, after a pause, or when a message was taken."""
         now = time.monotonic()
         self._frame_budget = min(self._frame_budget + (now - self._frame_budget_at) * _FRAME_RATE, _FRAME_BURST) - count
         self._frame_budget_at = now
@@ -487,7 +484,7 @@ class StreamSocket(asyncio.BufferedProtocol):
     def _continue_reading(self) -> None:
         self._is_pausing = self._is_waiting = False
         self._reader.begun_at = time.monotonic()
-        # Frames that are buffered first: without room in the buffer the transport could not read on.
+        # Read buffered frames first, because the transport needs room in the buffer.
         self._read_frames()
         while self._early and not (self._is_pausing or self._is_waiting or self._reader.is_over):
             buffer = self.get_buffer(len(self._early))
@@ -507,13 +504,13 @@ class StreamSocket(asyncio.BufferedProtocol):
         """Return the next message.
 
         Raises:
-            SocketClosed: there is none any more.
+            SocketClosed: the socket has no more messages.
         """
         messages = self._reader.messages
         if self._charged and self.handler_seconds is not None:
             self._queue.correct_credit(self.handler_seconds - self._charged)
         if messages:
-            # Or a client that sends hundreds of small messages at once would keep the event loop until all are read.
+            # Otherwise hundreds of small messages of one client would block the event loop.
             await asyncio.sleep(0)
             await self._queue.wait_turn(self._receive_flow, MESSAGE)
         while not messages:
@@ -535,7 +532,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         return message
 
     def send(self, *pieces: bytes | memoryview, is_text: bool = False) -> bool:
-        """Send a message of these pieces; False when it is not taken: the peer does not read, or is gone."""
+        """Send a message of these pieces; False if the peer does not read or the connection is lost."""
         transport = self._transport
         if transport is None or self._is_closing or self._is_lost:
             return False
@@ -547,18 +544,18 @@ class StreamSocket(asyncio.BufferedProtocol):
 
     @property
     def unsent(self) -> int:
-        """Bytes that the network has not taken yet."""
+        """Number of bytes that wait to be sent."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self, code: int = 1000, reason: str = "") -> None:
-        """Close the socket; a peer that does not answer is cut off."""
+        """Close the socket, and cut off a peer that does not answer."""
         if self._is_closing or self._is_lost or self._transport is None:
             return
         self._write(CLOSE, (struct.pack(">H", code) + reason.encode()[:120].decode(errors="ignore").encode(),))
         self._is_closing = True
         self._reader.discard_messages()
         self._wake_receiver()
-        # Discard late data: closing with unread bytes resets the connection before the peer gets the reason.
+        # Read late data, because unread bytes would reset the connection before the peer gets the reason.
         self._timers["farewell"] = self._loop.call_later(_CLOSE_TIMEOUT, self._transport.abort)
         self._loop.call_soon(self._queue_reading)
 
@@ -568,7 +565,7 @@ class StreamSocket(asyncio.BufferedProtocol):
             self._transport.abort()
 
     async def wait_lost(self) -> None:
-        """Wait until the connection is over."""
+        """Wait until the connection is lost."""
         await asyncio.shield(self.lost)
 
     def _write(self, opcode: int, pieces: Sequence[bytes | memoryview]) -> None:

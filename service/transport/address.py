@@ -1,7 +1,6 @@
-"""Addresses of transport servers, and which are allowed.
+"""Addresses of transport servers, and rules that keep callers from reaching other machines through this server.
 
-``transport_server_url`` comes over the wire: without these rules a caller could reach metadata servers or machines
-behind the firewall. Names are resolved once per link, so that the checked address is the one connected to.
+Names are resolved once per link, so that only checked addresses are connected to.
 """
 
 import ipaddress
@@ -36,7 +35,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """Read what a caller gave as ``transport_server_url``.
+        """Parse the ``transport_server_url`` of a caller.
 
         Raises:
             InvalidRequest: not an http(s) or ws(s) URL with a host, or one with credentials, query or fragment.
@@ -49,7 +48,7 @@ class Address:
                 ("body", "transport_server_url"),
             )
 
-        # URLs with these parse differently in different libraries, so none is guessed at.
+        # Libraries parse URLs with these characters differently.
         if any(character.isspace() or ord(character) < 0x21 or character == "\\" for character in url):
             raise wrong("holds a space, a control character or a backslash")
         try:
@@ -70,7 +69,7 @@ class Address:
         return cls(f"{_SCHEMES[parts.scheme]}://{where}{parts.path.rstrip('/')}")
 
     def rooms_url(self, kind: Kind, workspace: str) -> str:
-        """Return the URL of a workspace's rooms, where rooms are created."""
+        """Return the URL of a workspace's rooms."""
         return f"{self.base}/{kind}/workspaces/{workspace}/rooms"
 
     def room_url(self, kind: Kind, workspace: str, room: str) -> str:
@@ -78,7 +77,7 @@ class Address:
         return f"{self.rooms_url(kind, workspace)}/{room}"
 
     def socket_url(self, kind: Kind, workspace: str, room: str) -> str:
-        """Return the URL of one room's WebSocket; keeps the base path (``/api`` in the public image)."""
+        """Return the URL of one room's WebSocket."""
         return f"ws{self.room_url(kind, workspace, room).removeprefix('http')}/ws"
 
 
@@ -120,7 +119,7 @@ class AllowedHost:
         """Parse ``host``, ``host:8000``, ``*.lan``, ``192.168.1.0/24`` or ``[fd00::1]:8000``.
 
         Raises:
-            ValueError: none of them.
+            ValueError: the text has another form.
         """
         host, port = text.strip().lower(), None
         if match := _BRACKETS.fullmatch(host):
@@ -155,8 +154,8 @@ class Destinations:
     """Rules for which transport servers this server connects to.
 
     Args:
-        allowed_hosts: hosts and networks besides this machine's loopback and this server.
-        own_port: port of this server, None before it listens; its own address is always allowed.
+        allowed_hosts: further hosts and networks; loopback and this server are always allowed.
+        own_port: returns the port of this server, None before it listens.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class Destinations:
 
         Raises:
             InvalidRequest: the URL or its host is refused; says which setting allows it.
-            TransportError: nobody knows the host.
+            TransportError: the host cannot be resolved.
         """
         parts = urlsplit(Address.parse(url).base)
         host, port = (parts.hostname or "").removesuffix("."), parts.port or {"http": 80, "https": 443}[parts.scheme]
@@ -217,7 +216,7 @@ class Destinations:
                 )
             return address
         try:
-            # What C libraries take for an address: 2130706433, 0x7f.1, 0177.0.0.1, 127.1.
+            # C libraries also read 2130706433, 0x7f.1, 0177.0.0.1 and 127.1 as addresses.
             odd = ipaddress.IPv4Address(socket.inet_aton(host))
         except OSError:
             if not host.isascii() or not re.fullmatch(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*", host):
@@ -262,12 +261,12 @@ def _host_error(why: str) -> InvalidRequest:
 
 
 def is_localhost(host: str) -> bool:
-    """Whether a name means this machine whatever resolves it (RFC 6761); its addresses do not count."""
+    """Whether a name always means this machine (RFC 6761)."""
     return host == "localhost" or host.endswith(".localhost")
 
 
 def _is_own_address(address: IpAddress) -> bool:
-    """Whether an address is one of this machine's: only then the system would answer from it. Nothing is sent."""
+    """Whether this machine has the address: the system would send from it to itself. Nothing is sent."""
     if address.is_loopback:
         return True
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6

@@ -1,4 +1,4 @@
-"""Contract between a session and its rooms: inbox, link, events."""
+"""Interfaces between a session and its rooms: inbox, link, events."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -14,8 +14,8 @@ class Rooms:
 
     Attributes:
         cameras: camera name to room id, ``{session}-{camera}``.
-        joint_input: ``{session}-joint-input``; the robot produces, we consume.
-        joint_output: ``{session}-joint-output``; we produce, the robot consumes.
+        joint_input: ``{session}-joint-input``, in which the robot reports its joints.
+        joint_output: ``{session}-joint-output``, in which the session sends commands.
     """
 
     workspace_id: str
@@ -25,13 +25,13 @@ class Rooms:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Ids of all its rooms; none of a session without rooms."""
+        """Ids of all rooms."""
         return tuple(filter(None, (*self.cameras.values(), self.joint_input, self.joint_output)))
 
 
 @dataclass(frozen=True)
 class JointValue:
-    """One joint on the wire: wire name, value in the sender's unit, position in the joint order."""
+    """One joint on the wire: name, value in the sender's unit, position in the joint order."""
 
     name: str
     value: float
@@ -42,11 +42,11 @@ class Inbox(Protocol):
     """Receiver of a link's data, on the event loop; ``observed_at`` is the monotonic receive or decode time."""
 
     def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
-        """Take one picture: uint8, (h, w, 3), RGB. The array is the receiver's to keep."""
+        """Take one picture: uint8 (h, w, 3), RGB; the sender does not change the array later."""
         ...
 
     def on_joints(self, values: Mapping[str, float], observed_at: float) -> None:
-        """Take a partial joint update: wire name to value, as sent. Unknown names and non-finite values may occur."""
+        """Take a partial joint update: wire name to value, unchecked."""
         ...
 
     def on_event(self, event: "LinkEvent") -> None:
@@ -56,7 +56,7 @@ class Inbox(Protocol):
 
 @dataclass(frozen=True)
 class EmergencyStop:
-    """Emergency stop that a participant of one of the rooms requested."""
+    """Emergency stop by a participant of a room."""
 
     reason: str
     source: str
@@ -64,7 +64,7 @@ class EmergencyStop:
 
 @dataclass(frozen=True)
 class LinkDown:
-    """A room's connection is gone (socket closed, heartbeat unanswered, refused join); it is being re-made."""
+    """The connection to a room is lost, and is being restored."""
 
     room: str
     reason: str
@@ -72,21 +72,21 @@ class LinkDown:
 
 @dataclass(frozen=True)
 class LinkUp:
-    """A room's connection is (again) joined; sent once per room, also the first time."""
+    """A room is joined, for the first time or again."""
 
     room: str
 
 
 @dataclass(frozen=True)
 class BadInput:
-    """Unusable input of a joint room: how many values, by reason. Nothing of them is delivered."""
+    """Number of unusable values of a joint room by reason; they are not delivered."""
 
     reasons: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class RobotLeft:
-    """The robot that reported the joints left, or was replaced (``is_replaced``), so its last report is not a pose."""
+    """The robot that reported the joints left or was replaced, so its last report is not a valid pose."""
 
     room: str
     is_replaced: bool = False
@@ -94,7 +94,7 @@ class RobotLeft:
 
 @dataclass(frozen=True)
 class RobotLatch:
-    """Whether the robot's program holds the robot after an emergency stop: the stop's reason, or None."""
+    """Reason of the emergency stop after which the robot's program holds the robot, or None."""
 
     room: str
     reason: str | None
@@ -109,7 +109,7 @@ class Link(Protocol):
     rooms: Rooms
 
     def send(self, joints: Sequence[JointValue]) -> bool:
-        """Send a joint_update to the output room without waiting; False: dropped, the link is down or full."""
+        """Send a joint_update to the output room without waiting; False if it was dropped: the link is down or full."""
         ...
 
     def latch(self, reason: str | None) -> None:
@@ -117,7 +117,7 @@ class Link(Protocol):
         ...
 
     def health(self) -> Mapping[str, object]:
-        """Plain counters per room for the session's stats: connected, reconnects, frames, rtt of the heartbeat."""
+        """Return JSON-ready counters per room for the session's stats."""
         ...
 
 
@@ -125,16 +125,16 @@ class CreatedRooms(Protocol):
     """Rooms of a session that this server created, kept over its restarts."""
 
     def __contains__(self, room: object) -> bool:
-        """Whether this server created the room of this id."""
+        """Whether this server created the room with this id."""
         ...
 
     async def add(self, room: str) -> None:
-        """Note a room; awaited before the room is created."""
+        """Store a room; awaited before the room is created."""
         ...
 
 
 class Transport(Protocol):
-    """Makes links. ``service.transport.client.rooms_link`` speaks the RobotHub wire, ``memory`` is the test double."""
+    """Creates links of sessions."""
 
     def connect(
         self,
@@ -148,14 +148,15 @@ class Transport(Protocol):
     ) -> AbstractAsyncContextManager[Link]:
         """Create and join the rooms, deliver to ``inbox`` until the context ends, then leave.
 
-        On entering, the joint rooms are joined; cameras connect when their producer comes. A failure raises
-        ``TransportError``, after new rooms are removed. Existing rooms are joined and kept at the end, except
-        ``created_rooms``.
+        Existing rooms are joined and kept at the end, except ``created_rooms``.
+
+        Raises:
+            TransportError: a room cannot be created or joined; new rooms are removed.
         """
         ...
 
     async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """Remove empty rooms (``cameras`` are video rooms) of a session's ``claim``; returns the occupied ones."""
+        """Remove empty rooms (``cameras`` are video rooms) of a session's ``claim``; returns the occupied rooms."""
         ...

@@ -1,11 +1,8 @@
 """Messages of the RobotHub wire: parsing and building.
 
-A joined socket carries ``Message`` both ways; the first frame is ``Join``. A frame is one JSON object with finite
-numbers, because browsers cannot read NaN. Servers write ``timestamp`` (ISO-8601, UTC). None is left out, except for the
-fields in ``nulls``. A ``WireError`` carries the message type, which selects the answer.
-
-``service.http.strict_json`` reads JSON, then pydantic checks the message's dataclass. Pydantic's own parser and writer
-refuse half a surrogate pair, which an emergency stop may contain; its parser also reads 1e999 as infinity.
+The first frame of a socket is ``Join``; later frames are a ``Message``, in both directions. A frame is one JSON object
+with finite numbers. Fields that are None are omitted, except for the fields in ``nulls``. Pydantic checks fields but
+does not parse JSON, because its parser refuses unpaired surrogates, which an emergency stop may contain.
 """
 
 import json
@@ -25,36 +22,36 @@ from service.http.strict_json import loads
 from service.setting_types import NAME
 from service.transport.link import Rooms
 
-MAX_JOINTS = 256  # per frame; the REST command allows 20, a WebSocket frame had no limit in the reference
+MAX_JOINTS = 256  # Joints of one frame; the REST command allows 20.
 MAX_NAME = 100
 
 
 def is_finite(value: object) -> bool:
-    """Whether this is a number that a double can hold; booleans are no numbers here."""
+    """Whether this is a finite number that fits a double; booleans do not count as numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int beyond the doubles
+    except OverflowError:  # The integer is larger than any double.
         return False
 
 
 def _check_name(value: Any) -> str:
-    # By Python and not by pydantic's limits, which do not take half a surrogate pair.
+    # Checked here, because pydantic's limits refuse unpaired surrogates.
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME:
-        raise ValueError(f"a string of 1 to {MAX_NAME} characters was wanted")
+        raise ValueError(f"expected a string of 1 to {MAX_NAME} characters")
     return value
 
 
 def _check_description(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(value.get("sdp"), str):
-        raise ValueError("an object with a string 'sdp' was wanted")
+        raise ValueError("expected an object with a string 'sdp'")
     return value
 
 
 def _check_finite(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if not all(is_finite(entry) for entry in value.values()):
-        raise ValueError("an object of finite numbers was wanted")
+        raise ValueError("expected an object of finite numbers")
     return value
 
 
@@ -62,21 +59,21 @@ def _check_joints(value: Any) -> tuple[Mapping[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_JOINTS:
-        raise ValueError(f"a list of at most {MAX_JOINTS} joints was wanted")
+        raise ValueError(f"expected a list of at most {MAX_JOINTS} joints")
     for joint in value:
         if not isinstance(joint, dict) or not is_finite(joint.get("value")):
-            raise ValueError("joints like {'name': 'Jaw', 'value': 12.5} with finite values were wanted")
+            raise ValueError("expected joints like {'name': 'Jaw', 'value': 12.5} with finite values")
         _check_name(joint.get("name"))
     return tuple(value)
 
 
-# An object as it came: joints are relayed with the order of their keys, which a model of pydantic's would not keep.
+# An object as received: joints are relayed with the order of their keys, which a pydantic model would not keep.
 Json = Annotated[Mapping[str, Any], GetPydanticSchema(lambda source, handler: core_schema.is_instance_schema(dict))]
 Name = Annotated[str, PlainValidator(_check_name)]
 SessionDescription = Annotated[Json, AfterValidator(_check_description)]
 Joints = Annotated[tuple[Json, ...], PlainValidator(_check_joints)]
 StreamConfig = Annotated[Json, BeforeValidator(lambda value: {} if value is None else value)]
-# Never refused: a stop that is badly worded is still a stop.
+# An emergency stop with an invalid text is still a stop, so the text is dropped and the stop is kept.
 LenientText = Annotated[str | None, PlainValidator(lambda value: value if isinstance(value, str) else None)]
 
 
@@ -135,7 +132,7 @@ class JointUpdate:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Are you there; answered to the sender only."""
+    """Request for a `HeartbeatAck`."""
 
     type: ClassVar[str] = "heartbeat"
 
@@ -160,7 +157,7 @@ class EmergencyStop:
 
 @dataclass(frozen=True)
 class Error:
-    """A refusal. A refused join of the robotics service has no timestamp."""
+    """A refusal."""
 
     type: ClassVar[str] = "error"
     message: str
@@ -169,7 +166,7 @@ class Error:
 
 @dataclass(frozen=True)
 class JoinRefused:
-    """The robotics service's refusal of a join: an error that never gets a timestamp (read back as ``Error``)."""
+    """Refused join of the robotics service: an `Error` without a timestamp."""
 
     type: ClassVar[str] = "error"
     message: str = "Cannot join room"
@@ -261,7 +258,7 @@ class StreamStats:
 
 @dataclass(frozen=True)
 class RecoveryTriggered:
-    """A stream went over to its recovery policy."""
+    """A stream uses its recovery policy now."""
 
     type: ClassVar[str] = "recovery_triggered"
     nulls: ClassVar[frozenset[str]] = frozenset({"policy"})
@@ -304,7 +301,7 @@ class WebrtcIce:
 
 @dataclass(frozen=True)
 class Unknown:
-    """A JSON object whose type this wire does not have; ``type`` is None when it had none."""
+    """A JSON object of an unknown type; ``type`` is None if it has no type."""
 
     type: str | None
 
@@ -334,9 +331,8 @@ Message = (
 )
 
 
-# Longest text. The largest useful one (1024 joints) has 128 KiB; a MiB takes several ms of the event loop.
-MAX_FRAME_BYTES = 1 << 18
-MAX_VALUES = 4096  # in a frame; as many take 5 ms
+MAX_FRAME_BYTES = 1 << 18  # The largest useful frame (1024 joints) has 128 KiB.
+MAX_VALUES = 4096  # Values of one frame; parsing 4096 values takes 5 ms.
 
 
 class WireError(TransportError):
@@ -353,18 +349,14 @@ class WireError(TransportError):
         self.position = position
 
 
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # ``json.dumps`` would create an encoder per frame
-
-
-class _NotFinite(Exception):
-    """A number is infinite or NaN."""
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 def build_message(message: Message | Join, timestamp: str | None = None) -> str:
-    """Build one text frame. ``timestamp`` (ISO-8601, UTC) is put where the message has the field and left it open.
+    """Build one text frame, and fill in an empty ``timestamp`` (ISO-8601, UTC).
 
     Raises:
-        WireError: the message holds something that is not JSON, or a number that is not finite.
+        WireError: the message has a value that is not JSON, or a number that is not finite.
     """
     kind = getattr(message, "type", None)
     nulls = getattr(message, "nulls", ())
@@ -378,10 +370,10 @@ def build_message(message: Message | Join, timestamp: str | None = None) -> str:
 
 
 def encode(message: object, kind: str | None = None) -> str:
-    """Encode JSON with finite numbers only, in ASCII so that an unpaired surrogate cannot break the encoding.
+    """Encode finite JSON in ASCII, which also encodes unpaired surrogates.
 
     Raises:
-        WireError: it cannot be written as such.
+        WireError: the message is not JSON, or has a number that is not finite.
     """
     try:
         return _ENCODER.encode(message)
@@ -395,13 +387,13 @@ def parse_message(raw: str | bytes) -> Message:
     Raises:
         WireError: not a JSON object, a number that is not finite, or a known type with wrong fields.
     """
-    content, finite = _parse_object(raw)
+    content, has_finite_numbers = _parse_object(raw)
     kind = content.get("type")
     if not isinstance(kind, str):
         return Unknown(None if kind is None else repr(kind)[:MAX_NAME])
     if kind not in _ADAPTERS:
         return Unknown(kind[:MAX_NAME])
-    if not finite and kind != EmergencyStop.type:
+    if not has_finite_numbers and kind != EmergencyStop.type:
         raise WireError(f"{kind} holds a number that is not finite; send finite numbers", kind)
     return _validate(kind, content, _VIDEO_ERROR if kind == VideoError.type and "code" in content else _ADAPTERS[kind])
 
@@ -416,41 +408,35 @@ def parse_join(raw: str | bytes) -> Join:
     return _validate("join", content, _JOIN)
 
 
-def decode(raw: str | bytes) -> Any:
+def decode(raw: str | bytes, parse_number: Callable[[str], float] = float) -> Any:
     """Decode any JSON value. Callers must check for infinite and NaN numbers.
+
+    Args:
+        parse_number: converts a number with a fraction or an exponent, NaN and Infinity.
 
     Raises:
         WireError: too long, not UTF-8, not JSON, or nested too deep.
     """
-    return _decode(raw, float)
+    if len(raw) > MAX_FRAME_BYTES:
+        raise WireError(f"{len(raw)} bytes; the limit is {MAX_FRAME_BYTES}")
+    try:
+        return loads(raw, MAX_VALUES, parse_float=parse_number, parse_constant=parse_number)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError.
+        raise WireError(f"not JSON: {type(error).__name__}", position=getattr(error, "pos", 0)) from error
 
 
 def _parse_object(raw: str | bytes) -> tuple[Json, bool]:
     """Parse a JSON object; returns it, and whether all its numbers are finite (``1e999`` is not)."""
-    is_finite = True
-    try:
-        content = _decode(raw, _parse_finite)
-    except _NotFinite:
-        content, is_finite = _decode(raw, float), False
+    numbers: list[float] = []
+
+    def parse_number(text: str) -> float:
+        numbers.append(float(text))
+        return numbers[-1]
+
+    content = decode(raw, parse_number)
     if not isinstance(content, dict):
-        raise WireError(f"frame is a JSON {type(content).__name__}; an object was wanted")
-    return content, is_finite
-
-
-def _parse_finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise _NotFinite
-    return value
-
-
-def _decode(raw: str | bytes, number: Callable[[str], float]) -> Any:
-    if len(raw) > MAX_FRAME_BYTES:
-        raise WireError(f"{len(raw)} bytes; the limit is {MAX_FRAME_BYTES}")
-    try:
-        return loads(raw, MAX_VALUES, parse_float=number, parse_constant=number)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise WireError(f"not JSON: {type(error).__name__}", position=getattr(error, "pos", 0)) from error
+        raise WireError(f"expected a JSON object, got a {type(content).__name__}")
+    return content, all(map(math.isfinite, numbers))
 
 
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {
@@ -464,11 +450,12 @@ def _validate(kind: str, content: Json, adapter: TypeAdapter[Any]) -> Any:
         return adapter.validator.validate_python(content)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    if not problem["loc"]:  # half a surrogate pair in a key, which pydantic cannot look at though it is none of ours
+    if not problem["loc"]:  # Pydantic cannot read an unknown key with an unpaired surrogate.
         return _validate(kind, {key: value for key, value in content.items() if key.isascii()}, adapter)
     key = str(problem["loc"][0])
     have = type(content[key]).__name__ if key in content else "nothing"
-    raise WireError(f"{kind}.{key}: found {have}: {problem['msg']}", kind)  # not from pydantic's: that holds the input
+    # Raised without pydantic's error as the cause, because that error contains the input.
+    raise WireError(f"{kind}.{key}: found {have}: {problem['msg']}", kind)
 
 
 OUTPUT_SUFFIX = "-joint-output"
@@ -478,7 +465,7 @@ def rooms_of(session_id: str, cameras: Sequence[str], workspace_id: str | None) 
     """Return the rooms of one session, all in the given workspace or in a new one.
 
     Raises:
-        InvalidRequest: a name cannot stand in a URL, or two rooms would get the same id.
+        InvalidRequest: a name cannot be part of a URL, or two rooms would get the same id.
     """
     workspace = str(uuid.uuid4()) if workspace_id is None else workspace_id
     named = (("session_id", session_id), ("workspace_id", workspace), *(("camera name", name) for name in cameras))
@@ -503,15 +490,11 @@ def rooms_of(session_id: str, cameras: Sequence[str], workspace_id: str | None) 
 
 
 def session_of(room_id: str) -> str | None:
-    """Return the session whose output room has this id; None when it is no session's output room."""
+    """Return the session of an output room; None for the id of any other room."""
     return room_id.removesuffix(OUTPUT_SUFFIX) if room_id.endswith(OUTPUT_SUFFIX) else None
 
 
 def create_participant_id(prefix: str, role: str) -> str:
-    """Create a unique participant id.
-
-    The reference server keys connections by participant id across all rooms, so a late-closing socket with the same id
-    would evict the new one.
-    """
+    """Create a unique participant id, because the reference server allows each id once in all its rooms."""
     ending = f"-{role}-{secrets.token_hex(4)}"
     return prefix[: MAX_NAME - len(ending)] + ending

@@ -1,10 +1,11 @@
-"""Camera rooms: consumer receives video, producer sends it."""
+"""Camera rooms: the consumer receives video, the producer sends it."""
 
 import asyncio
 import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +31,10 @@ from service.transport.webrtc.encoding import Camera, CameraTrack
 from service.transport.webrtc.ice import EarlyCandidates, trim_candidate
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
 
-# Offers answered, a second and at once. A robot offers once in OFFER_INTERVAL seconds; each takes 10 ms of the loop.
+# Answered offers per second and at once. An answer takes 10 ms; a robot offers once in OFFER_INTERVAL seconds.
 ANSWER_RATE = (1.0, 5)
-PEER_CHECK_INTERVAL = 0.5  # seconds between looks at whether the peer is of use
+PEER_CHECK_INTERVAL = 0.5  # Seconds between checks of the peer connection.
+MAX_SIGNALS = 256  # Signals that wait for their task.
 
 ConsumerSignal = WebrtcOffer | WebrtcIce | ParticipantLeft
 
@@ -54,7 +56,7 @@ class CameraReceiver(SessionRoomListener):
         self._api = api
         self._timeouts = timeouts
         self._ice_servers = ice_servers
-        self._signals: asyncio.Queue[ConsumerSignal] = asyncio.Queue(maxsize=256)
+        self._signals: asyncio.Queue[ConsumerSignal] = asyncio.Queue(MAX_SIGNALS)
         self._candidates = EarlyCandidates()
         self._answer_rate = Bucket(*ANSWER_RATE)
         self._pending_offer: WebrtcOffer | None = None
@@ -70,16 +72,13 @@ class CameraReceiver(SessionRoomListener):
         self._last_error: str | None = None
 
     def on_message(self, message: Message, received_at: float) -> None:
-        """Queue a signal for ``run``; an emergency stop is passed on at once."""
+        """Queue a signal for ``run``; report an emergency stop at once."""
         super().on_message(message, received_at)
         if isinstance(message, WebrtcOffer) and len(message.offer["sdp"]) > MAX_SDP:
             self._counts["offers"] += 1
             self._refuse_offer(message, f"it has {len(message.offer['sdp'])} characters; at most {MAX_SDP} are read")
-        elif isinstance(message, WebrtcIce):
-            candidate = trim_candidate(message.candidate)
-            self._queue_signal(None if candidate is None else dataclasses.replace(message, candidate=dict(candidate)))
-        elif isinstance(message, WebrtcOffer | ParticipantLeft):
-            self._queue_signal(message)
+        elif isinstance(message, ConsumerSignal):
+            self._counts["signals_dropped"] += not _queue_signal(self._signals, message)
 
     async def run(self, connection: RoomConnection) -> None:
         """Answer offers until cancelled."""
@@ -88,14 +87,14 @@ class CameraReceiver(SessionRoomListener):
         try:
             while True:
                 if self._failure.done():
-                    self._failure.result()  # raises what the session's inbox raised
+                    self._failure.result()  # Raises the exception of the session's inbox.
                 signal = None
                 with contextlib.suppress(TimeoutError):
                     # Not wait_for: before Python 3.12 it loses a cancellation that comes together with a signal.
                     async with asyncio.timeout_at(check_at):
                         signal = await self._signals.get()
                 await self._handle_signal(signal, connection)
-                # By the clock, because signals may arrive all the time.
+                # Checked at fixed times, because signals may arrive all the time.
                 if loop.time() >= check_at:
                     check_at = loop.time() + PEER_CHECK_INTERVAL
                     await self._rejoin_when_needed(connection)
@@ -105,7 +104,7 @@ class CameraReceiver(SessionRoomListener):
                 await self._peer.close()
 
     def health(self) -> Mapping[str, object]:
-        """Return plain figures for a status page."""
+        """Return JSON-ready figures."""
         decoder = self._decoder
         return {
             "state": "waiting" if self._peer is None else self._peer.state,
@@ -116,12 +115,6 @@ class CameraReceiver(SessionRoomListener):
             **{name: count + decoder.get_counts().get(name, 0) for name, count in self._counts.items()},
         }
 
-    def _queue_signal(self, signal: ConsumerSignal | None) -> None:
-        if signal is None or self._signals.full():
-            self._counts["signals_dropped"] += 1
-        else:
-            self._signals.put_nowait(signal)
-
     def _refuse_offer(self, message: WebrtcOffer, why: str) -> None:
         self._counts["refused_offers"] += 1
         self._fault = f"offer of {message.from_producer}: {why}"
@@ -129,7 +122,7 @@ class CameraReceiver(SessionRoomListener):
     async def _handle_signal(self, signal: ConsumerSignal | None, connection: RoomConnection) -> None:
         if isinstance(signal, WebrtcOffer):
             if self._pending_offer is not None:
-                # No complaint: the newer one is answered, and a connection that works goes on.
+                # This is not a fault, because the newer offer is answered and a working connection continues.
                 self._counts["offers"] += 1
                 self._counts["refused_offers"] += 1
                 self._last_error = f"offers of {signal.from_producer} come faster than {ANSWER_RATE[0]:g} a second"
@@ -145,11 +138,11 @@ class CameraReceiver(SessionRoomListener):
             await self._answer_offer(offer, connection)
 
     async def _answer_offer(self, message: WebrtcOffer, connection: RoomConnection) -> None:
-        """Answer an offer. It replaces the peer connection: producers make a new one for each stream they start."""
+        """Answer an offer with a new peer connection, because producers offer once for each stream."""
         self._counts["offers"] += 1
         participant_id = connection.participant_id
         if participant_id is None:
-            return  # the offer was for an id we no longer have
+            return  # The offer was sent to an old participant id.
         sdp = message.offer["sdp"]
         peer, decoder = Peer(self._ice_servers), FrameDecoder(self._deliver_frame, self._set_failure)
         try:
@@ -179,7 +172,7 @@ class CameraReceiver(SessionRoomListener):
             self._counts[name] += count
 
     async def _rejoin_when_needed(self, connection: RoomConnection) -> None:
-        """Join the room again if the peer is useless while its producer is present, to get a new offer."""
+        """Join the room again for a new offer if the peer is useless while its producer is present."""
         is_useless = self._peer is not None and self._peer.is_useless(self._timeouts.connect)
         now = time.monotonic()
         self._fault = self._fault or self._find_fault(now)
@@ -199,15 +192,12 @@ class CameraReceiver(SessionRoomListener):
     def _find_fault(self, now: float) -> str | None:
         peer = self._peer
         if peer is None or (peer.state not in ("failed", "closed") and not peer.has_video):
-            return None  # no camera yet; the producer offers when it has one
+            return None  # The producer offers when it has a camera.
         if peer.state in ("failed", "closed"):
             return f"the peer connection is {peer.state}"
         if peer.connected_at is None:
-            return (
-                f"not connected within {self._timeouts.connect} s"
-                if now > peer.created_at + self._timeouts.connect
-                else None
-            )
+            is_late = now > peer.created_at + self._timeouts.connect
+            return f"not connected within {self._timeouts.connect} s" if is_late else None
         newest_at = max(peer.connected_at, self._decoder.decoded_at or 0.0)
         return f"no picture for {self._timeouts.silence} s" if now > newest_at + self._timeouts.silence else None
 
@@ -219,9 +209,9 @@ class CameraReceiver(SessionRoomListener):
             self._failure.set_exception(error)
 
 
-OFFER_INTERVAL = 2.0  # the least seconds between two offers to one consumer that did not lead to a connection
-MAX_PEERS = 8  # consumers of one camera; each has an encoder, 5 ms per picture of 640x480
-OFFER_RATE = (2.0, 16)  # offers to all consumers, a second and at once; the others wait
+OFFER_INTERVAL = 2.0  # Seconds between two offers to one consumer without a connection.
+MAX_PEERS = 8  # Consumers of one camera; each has an encoder, which takes 5 ms per picture of 640x480.
+OFFER_RATE = (2.0, 16)  # Offers to all consumers, per second and at once.
 
 ProducerSignal = ParticipantJoined | ParticipantLeft | WebrtcAnswer | WebrtcIce
 
@@ -244,7 +234,7 @@ class CameraSender(RoomListener):
         self._timeouts = timeouts
         self._ice_servers = ice_servers
         self._on_stop = on_stop
-        self._signals: asyncio.Queue[ProducerSignal] = asyncio.Queue(maxsize=256)
+        self._signals: asyncio.Queue[ProducerSignal] = asyncio.Queue(MAX_SIGNALS)
         self._candidates = EarlyCandidates()
         self._peers: dict[str, tuple[Peer, CameraTrack]] = {}
         self._consumers: set[str] = set()
@@ -256,24 +246,20 @@ class CameraSender(RoomListener):
         self._last_error: str | None = None
 
     def on_joined(self, participant_id: str) -> None:
-        """Offer again to all consumers, because offers name our new id."""
+        """Offer again to all consumers, because offers contain the participant id."""
         self._is_restarted = True
         self._restarted_at = time.monotonic()
         self._offer_at = self._restarted_at + self._timeouts.greet
 
     def on_message(self, message: Message, received_at: float) -> None:
-        """Queue a signal for ``run``; an emergency stop is passed on at once."""
+        """Queue a signal for ``run``; report an emergency stop at once."""
         if isinstance(message, StopMessage):
             self._on_stop(message)
         elif isinstance(message, ProducerSignal):
-            signal = _check_size(message)
-            if signal is None or self._signals.full():
-                self._dropped += 1
-            else:
-                self._signals.put_nowait(signal)
+            self._dropped += not _queue_signal(self._signals, message)
 
     async def on_presence(self, presence: Presence) -> None:
-        """Take over who is in the room, in case an event was missed."""
+        """Update the consumers, in case an event was missed."""
         self._consumers = set(presence.consumers)
 
     async def run(self, connection: RoomConnection) -> None:
@@ -296,7 +282,7 @@ class CameraSender(RoomListener):
             await self._close_peers(list(self._peers))
 
     def health(self) -> Mapping[str, object]:
-        """Return plain figures for a status page."""
+        """Return JSON-ready figures."""
         return {
             "peers": {consumer: peer.state for consumer, (peer, _) in self._peers.items()},
             "sent": {consumer: track.sent for consumer, (_, track) in self._peers.items()},
@@ -328,7 +314,7 @@ class CameraSender(RoomListener):
                 self._peers[signal.from_consumer][0].add_candidates([signal.candidate])
 
     async def _maintain_peers(self, connection: RoomConnection) -> None:
-        """Offer after a join, drop peers that did not connect, and offer to every consumer that has none."""
+        """Offer after a join, drop peers that did not connect, and offer to every consumer without a peer."""
         now = time.monotonic()
         if connection.participant_id is None:
             return
@@ -362,10 +348,10 @@ class CameraSender(RoomListener):
             return
         await self._close_peers([consumer])
         if len(self._peers) >= MAX_PEERS:
-            self._last_error = f"offer to {consumer}: this camera has {MAX_PEERS} viewers, the most that it is sent to"
+            self._last_error = f"offer to {consumer}: this camera has {MAX_PEERS} viewers, the largest number"
             return
         if not self._offer_rate.take():
-            self._last_error = f"offer to {consumer}: it waits, as viewers come faster than {OFFER_RATE[0]:g} a second"
+            self._last_error = f"offer to {consumer} waits: more than {OFFER_RATE[0]:g} viewers join per second"
             return
         self._offers += 1
         self._offered_at[consumer] = time.monotonic()
@@ -383,15 +369,20 @@ class CameraSender(RoomListener):
         gone = [self._peers.pop(consumer) for consumer in consumers if consumer in self._peers]
         for _, track in gone:
             track.stop()
-        # A group, because a cancelled gather would not wait for the others.
+        # A cancelled gather would not wait for the other tasks.
         async with asyncio.TaskGroup() as group:
             for peer, _ in gone:
                 group.create_task(peer.close())
 
 
-def _check_size(signal: ProducerSignal) -> ProducerSignal | None:
-    """Return a signal without superfluous fields; None for an oversized one."""
+def _queue_signal(queue: asyncio.Queue[Any], signal: ConsumerSignal | ProducerSignal) -> bool:
+    """Queue a signal without superfluous fields; False if it is oversized or the queue is full."""
     if isinstance(signal, WebrtcIce):
         candidate = trim_candidate(signal.candidate)
-        return None if candidate is None else dataclasses.replace(signal, candidate=dict(candidate))
-    return None if isinstance(signal, WebrtcAnswer) and len(signal.answer["sdp"]) > MAX_SDP else signal
+        if candidate is None:
+            return False
+        signal = dataclasses.replace(signal, candidate=dict(candidate))
+    if queue.full() or (isinstance(signal, WebrtcAnswer) and len(signal.answer["sdp"]) > MAX_SDP):
+        return False
+    queue.put_nowait(signal)
+    return True

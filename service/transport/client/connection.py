@@ -38,15 +38,12 @@ class TransportTimeouts:
 
     Attributes:
         join: from opening a socket to ``joined``.
-        request: one REST call.
         heartbeat: between heartbeats, and between checks of a room's participants.
-        missed: unanswered heartbeats in a row after which the link is lost.
-        retry_first, retry_longest: first and longest wait before joining again, doubled, with full jitter.
+        missed: number of unanswered heartbeats after which the link is lost.
+        retry_first, retry_longest: wait before joining again, doubled each time, with full jitter.
         leave: for the closing handshake, and again for removing the rooms.
-        greet: from a producer's join to its offers to earlier consumers; failed offers are repeated.
-        answer: for answering one offer.
-        connect: from an offer or an answer to a connected peer; then a new offer is requested.
-        silence: without a picture from a connected peer; then a new offer is requested.
+        greet: from a producer's join to its offers to earlier consumers.
+        connect, silence: without a connected peer, and without a picture from it, before a new offer is requested.
         ask_first, ask_longest: between such requests, doubled each time until a picture arrives.
     """
 
@@ -65,7 +62,7 @@ class TransportTimeouts:
     ask_longest: float = 60.0
 
 
-# Bytes that may wait in this process, and in the kernel; commands behind them (350 bytes for six joints) are refused.
+# Bytes that may wait in this process and in the kernel. Further commands (350 bytes for six joints) are refused.
 MAX_SEND_BUFFER = 4096
 KERNEL_SEND_BUFFER = 16384
 # Seconds after a message in which leaving waits for its confirmation.
@@ -73,7 +70,7 @@ CONFIRM_WINDOW = 1.0
 
 
 class JoinRefused(TransportError):
-    """The room is unknown, has another producer, or has this participant already; the wire does not say which."""
+    """The room is unknown, or it already has a producer or this participant."""
 
 
 class Membership:
@@ -82,7 +79,7 @@ class Membership:
     Attributes:
         participant_id: unique for this socket.
         rtt: seconds from the last heartbeat to its answer, None before the first.
-        sent, refused, received, malformed, expired: counts of messages; expired ones were not written in time.
+        sent, refused, received, malformed, expired: counts of messages; expired messages were not written in time.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, participant_id: str, timeouts: TransportTimeouts):
@@ -114,7 +111,7 @@ class Membership:
 
         Raises:
             JoinRefused: the server answered with an error.
-            TransportError: it could not be reached, said nothing in time, or closed the socket.
+            TransportError: the server cannot be reached, does not answer in time, or closed the socket.
         """
         url = api.address.socket_url(kind, workspace, room)
         what = f"joining {url} as {role}"
@@ -154,7 +151,7 @@ class Membership:
                 self._received_early.append((message, time.monotonic()))
 
     def send(self, message: Message, lifetime: float = math.inf) -> bool:
-        """Queue one message without waiting; False if it was refused. It is discarded after ``lifetime`` seconds."""
+        """Queue one message, to be written within ``lifetime`` seconds or discarded; False if it was refused."""
         if (
             self._drop_reason.done()
             or self._outbox.full()
@@ -186,7 +183,7 @@ class Membership:
         Args:
             on_message: receives each message and the monotonic time at which it was read.
             on_malformed: called for each invalid frame.
-            check: called first, with each heartbeat and after each server error; a returned reason ends the membership.
+            check: called at first, with each heartbeat and after each server error; a reason ends the membership.
         """
         for message, received_at in self._received_early:
             on_message(message, received_at)
@@ -212,7 +209,7 @@ class Membership:
             await self._socket.close()
 
     async def _flush_and_confirm(self) -> None:
-        """Write the rest and wait for a heartbeat's answer, because Sanic drops messages right before a close frame."""
+        """Write the rest and wait for a heartbeat's answer, because Sanic drops messages before a close frame."""
         while not self._outbox.empty():
             await self._send_text(*self._outbox.get_nowait())
         await self._send_text(build_message(Heartbeat()), math.inf)
@@ -271,9 +268,8 @@ class Membership:
             if reason is not None:
                 return reason
             self._got_error.clear()
-            await asyncio.sleep(
-                self._timeouts.heartbeat / 10
-            )  # a server that answers everything with errors is not flooded
+            # A pause, because a server may answer every message with an error.
+            await asyncio.sleep(self._timeouts.heartbeat / 10)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.heartbeat * 0.9):
                     await self._got_error.wait()
@@ -292,7 +288,7 @@ class Membership:
 
 
 async def _wait_first(*coroutines: Coroutine[None, None, str]) -> str:
-    """Return the result of the coroutine that ends first; the others are cancelled and waited for."""
+    """Return the result of the coroutine that ends first, after cancelling the others."""
     tasks = [asyncio.ensure_future(each) for each in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -304,7 +300,7 @@ async def _wait_first(*coroutines: Coroutine[None, None, str]) -> str:
 
 
 def _write_transport(opened: aiohttp.ClientWebSocketResponse) -> asyncio.WriteTransport:
-    """Return the transport under a WebSocket, with a small kernel buffer; aiohttp has no public access to it."""
+    """Return the transport of a WebSocket, with a small kernel buffer; aiohttp has no public access to it."""
     connection = opened._response.connection
     if connection is None or connection.transport is None:
         raise TransportError("the socket was closed while it was being opened")
@@ -328,36 +324,34 @@ log = logging.getLogger(__name__)
 
 
 class RoomListener:
-    """Receives the events of one room, and ignores them by default. Its methods run on the event loop and are quick."""
+    """Receives the events of one room on the event loop, and ignores them by default."""
 
     def on_joined(self, participant_id: str) -> None:
-        """Called when the room is joined, under this new participant id."""
+        """Called when the room is joined with this new participant id."""
 
     def on_message(self, message: Message, received_at: float) -> None:
         """Called for each message; ``received_at`` is monotonic."""
 
     def on_malformed(self) -> None:
-        """Called for each frame that is not a message of this wire."""
+        """Called for each invalid frame."""
 
     async def on_presence(self, presence: Presence) -> None:
-        """Called right after each join and with each heartbeat, with the participants of the room."""
+        """Called after each join and with each heartbeat, with the participants of the room."""
 
     def on_lost(self, reason: str) -> None:
-        """Called when the connection to the room is lost; the room is joined again."""
+        """Called when the connection to the room is lost, before the room is joined again."""
 
 
 def retry_delay(attempt: int, timeouts: TransportTimeouts) -> float:
-    """Return seconds to wait before attempt 0, 1, 2...: doubling, with full jitter to spread clients."""
+    """Return seconds to wait before attempt 0, 1, 2...: doubled each time, with full jitter."""
     return random.uniform(0, min(timeouts.retry_longest, timeouts.retry_first * 2 ** min(attempt, 32)))
 
 
 class RoomConnection:
     """Joins one room, and again with a new participant id after each loss.
 
-    ``open`` joins the first time and raises; ``run`` keeps the connection until it is cancelled; ``close`` leaves.
-
     Args:
-        id_prefix: prefix of our participant ids.
+        id_prefix: prefix of the participant ids.
         create_room: creates an unknown room; None for a room of another owner.
     """
 
@@ -391,18 +385,18 @@ class RoomConnection:
 
     @property
     def participant_id(self) -> str | None:
-        """Our participant id in the room; None while the room is not joined."""
+        """Present participant id; None while the room is not joined."""
         return None if self._membership is None else self._membership.participant_id
 
     def send(self, message: Message, lifetime: float = math.inf) -> bool:
-        """Hand one message to the socket without waiting; False when it was not taken. See `Membership.send`."""
+        """Send as `Membership.send`; False while the room is not joined."""
         if self._membership is None:
             self._totals["refused"] += 1
             return False
         return self._membership.send(message, lifetime)
 
     def rejoin(self, reason: str) -> None:
-        """Leave and join again under a new id; in a video room this makes the producer offer again."""
+        """Leave and join again with a new id; in a video room the producer then offers again."""
         if self._membership is not None:
             self._membership.drop(reason)
 
@@ -412,7 +406,7 @@ class RoomConnection:
         self._listener.on_joined(self._membership.participant_id)
 
     async def run(self) -> None:
-        """Deliver what comes, and join again when the room is lost, until cancelled."""
+        """Deliver messages, and join again when the room is lost, until cancelled."""
         attempt = 0
         while True:
             if self._membership is not None:
@@ -436,7 +430,7 @@ class RoomConnection:
             await membership.leave()
 
     def health(self) -> Mapping[str, object]:
-        """Return plain figures for a status page."""
+        """Return JSON-ready figures."""
         now = self._membership
         counts = {name: total + (getattr(now, name) if now else 0) for name, total in self._totals.items()}
         return {
@@ -459,15 +453,9 @@ class RoomConnection:
             return await self._join_once()
 
     async def _join_once(self) -> Membership:
-        return await Membership.join(
-            self._api,
-            self.kind,
-            self.workspace,
-            self.room,
-            create_participant_id(self._id_prefix, self._role),
-            self._role,
-            self._timeouts,
-        )
+        room = self._api, self.kind, self.workspace, self.room
+        participant_id = create_participant_id(self._id_prefix, self._role)
+        return await Membership.join(*room, participant_id, self._role, self._timeouts)
 
     async def _drop_membership(self, reason: str) -> None:
         lost = self._membership
@@ -486,7 +474,7 @@ class RoomConnection:
         self._listener.on_message(message, received_at)
 
     async def _check_presence(self) -> str | None:
-        """Check that the server still lists us: a server that replaced the room leaves the socket open silently."""
+        """Return why the server no longer lists this participant: a server may replace the room without closing."""
         assert self._membership is not None
         try:
             presence = await self._api.get_presence(self.kind, self.workspace, self.room)
@@ -495,7 +483,7 @@ class RoomConnection:
                 await self._listener.on_presence(presence)
                 return None
         except TransportError as error:
-            # The socket and its heartbeat decide whether the link lives; looking is only a second opinion.
+            # Only the socket and its heartbeat decide whether the link is lost.
             self._last_error = str(error)
             return None
         if presence is None:

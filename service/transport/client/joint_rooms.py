@@ -1,4 +1,4 @@
-"""Joint rooms of a session: joints that come in, commands that go out."""
+"""Joint rooms of a session: received joints and sent commands."""
 
 import time
 from collections.abc import Callable
@@ -9,12 +9,11 @@ from service.transport.link import BadInput, EmergencyStop, Inbox, LinkDown, Lin
 from service.transport.protocol import EmergencyStop as StopMessage
 from service.transport.protocol import JointUpdate, Message
 
-# The source of joints that were set over REST.
-REST_SOURCE = "api"
+REST_SOURCE = "api"  # Source of joints that were set over REST.
 
 
 class SessionRoomListener(RoomListener):
-    """Listens in one room of a session: passes emergency stops and changes of the connection to the session's inbox."""
+    """Passes emergency stops and connection changes of a room to the session's inbox."""
 
     def __init__(self, room: str, inbox: Inbox):
         self.room = room
@@ -49,7 +48,7 @@ class JointOutputListener(SessionRoomListener):
         self._known_consumers: frozenset[str] = frozenset()
 
     def announce_latch(self, reason: str | None) -> None:
-        """Announce an emergency stop that is latched for this reason; None: it was reset."""
+        """Announce a latched emergency stop with this reason; None after a reset."""
         if reason != self._latch:
             self._latch = reason
             self._is_stop_sent = reason is None
@@ -63,7 +62,7 @@ class JointOutputListener(SessionRoomListener):
         super().on_joined(participant_id)
 
     def on_message(self, message: Message, received_at: float) -> None:
-        """Report a message, except the echo of our own stop."""
+        """Report a message, except the echo of this session's own stop."""
         if not (isinstance(message, StopMessage) and message.source in self._own_ids):
             super().on_message(message, received_at)
 
@@ -80,7 +79,7 @@ class JointOutputListener(SessionRoomListener):
 
 
 class JointInputListener(SessionRoomListener):
-    """Listens in the room that the robot reports in: joints and emergency stops."""
+    """Receives joints and emergency stops from the room in which the robot reports."""
 
     def __init__(self, rooms: Rooms, api: RoomsApi, inbox: Inbox):
         super().__init__(rooms.joint_input, inbox)
@@ -88,20 +87,20 @@ class JointInputListener(SessionRoomListener):
         self._workspace = rooms.workspace_id
         self._api = api
         self._producer: str | None = None
-        self._is_reporting = False  # whether a robot is in the room, not a REST client
+        self._is_reporting = False  # Whether a robot is in the room, not only a REST client.
         self._received_names: set[str] = set()
 
     def on_joined(self, participant_id: str) -> None:
-        """Forget what was received before: the room may be a new one."""
+        """Forget received joints, because the room may be a new room."""
         self._producer = None
         self._is_reporting = False
         self._received_names.clear()
         super().on_joined(participant_id)
 
     def on_message(self, message: Message, received_at: float) -> None:
-        """Deliver joints. ``state_sync`` is left aside: a room keeps the joints of a robot that left long ago."""
+        """Deliver joints. ``state_sync`` is ignored, because a room keeps the joints of a robot that left."""
         if isinstance(message, JointUpdate) and self._is_reporting and message.source == REST_SOURCE:
-            # Joints that the robot does not report itself are no measurement.
+            # Only the robot's own reports are measurements.
             self.inbox.on_event(BadInput({"not_the_robot": len(message.data)}))
         elif isinstance(message, JointUpdate):
             self._is_reporting = self._is_reporting or message.source != REST_SOURCE
@@ -119,7 +118,7 @@ class JointInputListener(SessionRoomListener):
         self.inbox.on_event(BadInput({"malformed": 1}))
 
     async def on_presence(self, presence: Presence) -> None:
-        """Fetch the joints of a new robot, because the server forwards changes only; report that a robot left."""
+        """Fetch the joints of a new robot, because the server forwards only changes; report a robot that left."""
         if self._producer not in (None, presence.producer):
             self._producer = None
             self._received_names.clear()
@@ -130,7 +129,7 @@ class JointInputListener(SessionRoomListener):
         elif presence.producer != self._producer:
             values = await self._api.get_joints(self._workspace, self.room)
             self._producer = presence.producer
-            # What came by the socket meanwhile is newer than this answer.
+            # Joints received from the socket are newer than this answer.
             missed = {name: value for name, value in values.items() if name not in self._received_names}
             if missed:
                 self.updates += 1
@@ -138,7 +137,7 @@ class JointInputListener(SessionRoomListener):
 
 
 def _drop_contradicting(update: JointUpdate) -> tuple[dict[str, float], int]:
-    """Return joint name to value, without joints that one update gives two different values; and how many those are."""
+    """Return joint name to value without joints that have two different values, and the number of such joints."""
     values: dict[str, float] = {}
     contradicting: set[str] = set()
     for joint in update.data:

@@ -23,7 +23,7 @@ def _keep_text(content: Any) -> Any:
 
 @dataclass(frozen=True)
 class Presence:
-    """Participants of a room now, by participant id, as ``room.participants`` of an answer says it."""
+    """Present participants of a room by id (``room.participants`` of an answer)."""
 
     producer: str | None
     consumers: Annotated[frozenset[str], BeforeValidator(_keep_text)]
@@ -42,7 +42,7 @@ class RedirectRefused(TransportError):
 async def refuse_redirects(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """Raise RedirectRefused for a redirect (aiohttp middleware): only the URL's author decides where requests go."""
+    """Raise RedirectRefused for a redirect (aiohttp middleware), because only checked servers may be called."""
     response = await handler(request)
     if response.status in (301, 302, 303, 307, 308):
         response.close()
@@ -69,15 +69,15 @@ async def http_session(
 
 
 _STATUS_HINTS = {
-    401: "it wants a key: a robot gives its own, a server has transport_key_file for other servers",
-    403: "the key is of too low a role, or this page may not call; the rooms' own server says which in its log",
-    409: "the room is somebody else's; use another session_id or workspace_id",
-    429: "it has as many rooms as it may, or is asked too often; try again later",
+    401: "it needs a key: a robot gives its own, a server has transport_key_file for other servers",
+    403: "the role of the key is too low, or this page may not call; see the log of the rooms' server",
+    409: "the room has another owner; use another session_id or workspace_id",
+    429: "it has the largest number of rooms, or gets too many requests; try again later",
 }
 
 
 def to_transport_error(error: Exception, what: str, base: str) -> TransportError:
-    """Turn a network failure into an error that says what was asked, what happened and what to do next."""
+    """Convert a network failure to an error that names the request, the problem and a remedy."""
     if isinstance(error, TransportError):
         return error
     if isinstance(error, TimeoutError):
@@ -100,7 +100,7 @@ def to_transport_error(error: Exception, what: str, base: str) -> TransportError
 
 
 class RoomsApi:
-    """The REST calls of one transport server; every failure is a ``TransportError`` that says what to do."""
+    """REST calls of one transport server; every failure is a ``TransportError``."""
 
     def __init__(self, session: aiohttp.ClientSession, address: Address, timeout: float = 5.0):
         self.session = session
@@ -108,11 +108,11 @@ class RoomsApi:
         self.timeout = timeout
 
     async def create_room(self, kind: Kind, workspace: str, room: str) -> None:
-        """Create a room. The server replaces a room of this id that exists already, so get its presence first."""
+        """Create a room. The server replaces an existing room with this id, so check its presence first."""
         await self.request_json("POST", self.address.rooms_url(kind, workspace), {"room_id": room})
 
     async def get_presence(self, kind: Kind, workspace: str, room: str) -> Presence | None:
-        """Return who is in a room; None when the server does not know the room."""
+        """Return the participants of a room; None if the server does not know the room."""
         url = self.address.room_url(kind, workspace, room)
         answer = await self.request_json("GET", url, missing_is_none=True)
         if answer is None:
@@ -123,7 +123,7 @@ class RoomsApi:
             raise TransportError(f"GET {url}: no usable room.participants; is this a RobotHub server?") from None
 
     async def get_joints(self, workspace: str, room: str) -> dict[str, float]:
-        """Return every joint a robotics room has seen; entries that are no finite numbers are left out."""
+        """Return the last value of every joint of a robotics room; values that are not finite are omitted."""
         url = f"{self.address.room_url(Kind.ROBOTICS, workspace, room)}/state"
         answer = await self.request_json("GET", url)
         try:
@@ -133,7 +133,7 @@ class RoomsApi:
         return {str(name): float(value) for name, value in joints.items() if is_finite(value)}
 
     async def delete_room(self, kind: Kind, workspace: str, room: str) -> bool:
-        """Remove a room; False when the server did not know it any more."""
+        """Remove a room; False if the server does not know it."""
         url = self.address.room_url(kind, workspace, room)
         return await self.request_json("DELETE", url, missing_is_none=True) is not None
 
@@ -145,11 +145,11 @@ class RoomsApi:
     async def request_json(
         self, method: str, url: str, body: object = None, missing_is_none: bool = False, expected_type: type = dict
     ) -> Any:
-        """Send a request that answers JSON, to this server or to the session's server.
+        """Send a request to this server or to the session's server, and return the JSON answer.
 
         Args:
             missing_is_none: return None if the server does not know the room.
-            expected_type: ``list`` for a call that answers a JSON array.
+            expected_type: ``list`` for a JSON array.
         """
         what = f"{method} {url}"
         try:
@@ -176,24 +176,24 @@ class RoomsApi:
             answer = loads(bytes(text), MAX_VALUES)
         except (ValueError, RecursionError) as error:
             raise TransportError(
-                f"{what}: answered {response.content_type} where JSON was wanted; "
+                f"{what}: expected JSON, got {response.content_type}; "
                 f"{self.address.base} is probably a web page, its API is often under /api"
             ) from error
         if not isinstance(answer, expected_type):
             expected = "an object" if expected_type is dict else "an array"
-            raise TransportError(f"{what}: answered a JSON {type(answer).__name__} where {expected} was wanted")
+            raise TransportError(f"{what}: expected {expected}, got a JSON {type(answer).__name__}")
         return answer
 
 
-# Header with a session's secret, which limits commands of its robot to the session; other servers ignore it.
+# Header with a session's secret, which limits commands of its robot to the session.
 CLAIM_HEADER = "x-robojax-claim"
 
 
 def auth_headers(key: str | None) -> Mapping[str, str]:
-    """Return the header of an API key or of a bearer token; none without one.
+    """Return the header of an API key or of a bearer token; no header for None.
 
     Raises:
-        InvalidRequest: it has characters that no key has.
+        InvalidRequest: the key has characters that no key has.
     """
     if key is None:
         return {}

@@ -1,4 +1,4 @@
-"""The robot's side of a session's rooms."""
+"""Robot's side of a session's rooms."""
 
 import asyncio
 import contextlib
@@ -24,11 +24,11 @@ from service.transport.webrtc.encoding import Camera
 
 log = logging.getLogger(__name__)
 
-# Seconds between two questions whether a latch is still there; a command that comes meanwhile asks sooner.
+# Seconds between two polls of a latch; the shorter interval applies after a refused command.
 LATCH_POLL_INTERVAL, MIN_LATCH_POLL_INTERVAL = 0.5, 0.05
-# Seconds that the session gets to learn of a stop by itself; after them this robot reports it again.
+# Seconds after which the robot reports a stop to a session that does not know of it.
 STOP_REPORT_DELAY = 2.0
-# A hold names the pose that this robot reported, at most so long ago (seconds) and so far away.
+# Largest age in seconds, and largest distance, of a reported pose that a command counts as a hold at.
 POSE_MAX_AGE, POSE_TOLERANCE = 1.0, 1e-3
 OnCommand = Callable[[Mapping[str, float], float], None]
 OnStop = Callable[[EmergencyStop], None]
@@ -50,25 +50,23 @@ async def connect_robot(
 ) -> AsyncIterator["Robot"]:
     """Join a session's rooms as its robot: producer of the cameras and of joint-input, consumer of joint-output.
 
-    Lost connections are restored until the context ends. The rooms belong to the session and are neither created nor
-    removed. After any emergency stop, ``on_command`` gets only commands that hold the robot at its reported pose. Rooms
-    cannot end that, because anybody can write there: only a reset at the session's server does, or ``unlatch``.
+    Lost connections are restored until the context ends. After any emergency stop, ``on_command`` gets only commands
+    that hold the robot at its reported pose, until the stop is reset at the session's server or by ``unlatch``.
 
     Args:
         url: the transport server, as in ``transport_server_url``.
-        rooms: as in the answer to the session's creation.
-        on_command: takes (wire name to target, monotonic time it was read), on the event loop. Only changed joints are
-            included, so merge by name and hold the others. Hold the robot when commands stop arriving, as
-            ``robojax.robot.arm_thread.Follower`` does.
-        on_emergency_stop: called for each emergency stop of others in any room.
+        rooms: rooms from the answer to the session's creation.
+        on_command: takes (wire name to target, monotonic receive time) on the event loop. Unchanged joints are not
+            included. Hold the robot when commands stop arriving, as ``robojax.robot.arm_thread.Follower`` does.
+        on_emergency_stop: called for each emergency stop of another participant in any room.
         name: prefix of the robot's participant ids.
         rate: largest number of pictures per second and camera.
         key: key or token of an operator, the session's owner; sent to ``url`` and ``sessions`` only.
         sessions: URL of the session's server. Defaults to ``url``.
 
     Raises:
-        InvalidRequest: the URL or the key cannot be used.
-        TransportError: the server cannot be reached, or a room is unknown or has another robot in it.
+        InvalidRequest: the URL or the key is invalid.
+        TransportError: the server cannot be reached, or a room is unknown or has another robot.
     """
     pace = pace or TransportTimeouts()
     address = Address.parse(url)
@@ -89,10 +87,10 @@ class Robot:
     """A robot in its rooms; ``connect_robot`` creates it.
 
     Attributes:
-        on_emergency_stop: called for each emergency stop of others; may be set at any time.
-        commands: joint updates passed to ``on_command``.
-        refused: joint updates dropped because of an emergency stop.
-        latch: reason of a known emergency stop that is not reset, or None.
+        on_emergency_stop: called for each emergency stop of another participant; may be set at any time.
+        commands: number of joint updates passed to ``on_command``.
+        refused: number of joint updates dropped because of an emergency stop.
+        latch: reason of an emergency stop that is not reset, or None.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class Robot:
         self._session_latch = session_latch
         self._leave_timeout = timeouts.leave
         self._latched_at = 0.0
-        self._is_confirmed = False  # whether the session's server said of this latch that it is there
+        self._is_confirmed = False  # Whether the session's server reported this latch.
         self._is_refusing = False
         self._poll_now = asyncio.Event()
         self._past_poses: deque[tuple[float, dict[str, float]]] = deque(maxlen=256)
@@ -153,9 +151,9 @@ class Robot:
         return all(connection.participant_id is not None for connection in self._connections())
 
     def send_joints(self, values: Mapping[str, float]) -> bool:
-        """Report joints (wire name to value, all or some) without waiting; False when they were not taken.
+        """Report all or some joints (wire name to value) without waiting; False if the report was refused.
 
-        The whole pose as last given here is sent again after each reconnection.
+        The newest value of every joint is sent again after each reconnection.
 
         Raises:
             WireError: a value is not finite.
@@ -169,10 +167,10 @@ class Robot:
         return self._input.send(_build_update(values))
 
     def show(self, camera: str, image: np.ndarray) -> None:
-        """Send this picture, uint8 (h, w, 3) RGB. It is copied; the newest one goes out, once, at most at ``rate``.
+        """Send a copy of this picture, uint8 (h, w, 3) RGB, unless a newer picture replaces it first.
 
         Raises:
-            KeyError: there is no such camera.
+            KeyError: the robot has no such camera.
             ValueError: the picture has another type or shape.
         """
         if camera not in self._cameras:
@@ -180,12 +178,12 @@ class Robot:
         self._cameras[camera].show(image)
 
     def emergency_stop(self, reason: str) -> bool:
-        """Send an emergency stop to both joint rooms; False if one is down, which gets it at the next join."""
+        """Send an emergency stop to both joint rooms; False if one room gets it only at the next join."""
         self._latch_stop(reason)
         return all([room.send_stop(reason) for room in (self._input_listener, self._output_listener)])
 
     def health(self) -> Mapping[str, object]:
-        """Return plain figures by room id."""
+        """Return JSON-ready figures by room id."""
         cameras = {
             self.rooms.cameras[camera]: {**connection.health(), "video": self._senders[camera].health()}
             for camera, connection in self._videos.items()
@@ -194,7 +192,7 @@ class Robot:
         return {"rooms": joints | cameras, "commands": self.commands, "refused": self.refused, "latch": self.latch}
 
     def unlatch(self) -> None:
-        """Obey commands again after an emergency stop: for a person at the robot who has seen that it is safe."""
+        """Obey commands again after an emergency stop; call it only for a person who has checked the robot."""
         if self.latch is not None:
             log.warning("the emergency stop is reset; commands are obeyed again (%d were refused)", self.refused)
         self.latch = None
@@ -207,7 +205,7 @@ class Robot:
             await connection.open()
 
     def tasks(self) -> list[Coroutine[None, None, None]]:
-        """Return the coroutines that must run while the robot is connected."""
+        """Return the coroutines to run while the robot is connected."""
         return [
             self._follow_latch(),
             *(connection.run() for connection in self._connections()),
@@ -222,7 +220,7 @@ class Robot:
         return [self._output, self._input, *self._videos.values()]
 
     def _report_pose(self) -> None:
-        # A room that was made anew knows nothing, and a robot that stands still sends nothing.
+        # A recreated room has no joints, and a resting robot reports none.
         if self._pose:
             self._input.send(_build_update(self._pose))
 
@@ -235,8 +233,8 @@ class Robot:
                 log.warning("a command is refused: an emergency stop is latched (%s)", self.latch)
                 if not self._is_confirmed:
                     log.warning(
-                        "%s has not said so yet; if it is not the server of the session, give connect_robot its URL as "
-                        "sessions, or call unlatch() when the robot is safe",
+                        "%s has not confirmed the stop; if it is not the session's server, give connect_robot that URL "
+                        "as sessions, or call unlatch() when the robot is safe",
                         self._session_latch.url,
                     )
             return
@@ -244,15 +242,13 @@ class Robot:
         self._on_command(values, received_at)
 
     def _is_hold(self, values: Mapping[str, float]) -> bool:
-        """Whether a command holds the robot at its reported pose, which releases a blocked joint and moves none."""
+        """Whether a command holds the robot at a pose that it reported lately."""
         oldest = time.monotonic() - POSE_MAX_AGE
         poses = [self._pose, *(pose for until, pose in self._past_poses if until >= oldest)]
         return any(
             all(name in pose and abs(value - pose[name]) <= POSE_TOLERANCE for name, value in values.items())
             for pose in poses
         )
-
-    # An emergency stop.
 
     def _latch_stop(self, reason: str) -> None:
         if self.latch is None:
@@ -261,18 +257,18 @@ class Robot:
         self._poll_now.set()
 
     async def _follow_latch(self) -> None:
-        """Poll the session's latch: at each join of the room of commands, and while a latch is known."""
+        """Poll the session's latch at each join of the command room, and while a stop is latched."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if self.latch is None else LATCH_POLL_INTERVAL):
                     await self._poll_now.wait()
             self._poll_now.clear()
-            if self._output.participant_id is not None:  # without commands nothing has to be decided
+            if self._output.participant_id is not None:  # Without this room, no command arrives.
                 await self._poll_latch_to_end()
             await asyncio.sleep(MIN_LATCH_POLL_INTERVAL)
 
     async def _poll_latch_to_end(self) -> None:
-        """Poll the latch, and let a request under way be answered when the robot leaves meanwhile."""
+        """Poll the latch; a robot that leaves still waits for the answer to its request."""
         poll = asyncio.create_task(self._poll_latch())
         try:
             await asyncio.shield(poll)
@@ -281,7 +277,7 @@ class Robot:
             poll.cancel()
 
     async def _poll_latch(self) -> None:
-        """Take over the latch that the session's server reports; without an answer everything stays as it is."""
+        """Apply the latch that the session's server reports; without an answer, nothing changes."""
         before = self.latch
         state = await self._session_latch.fetch()
         if state is None or self.latch != before:
@@ -293,7 +289,7 @@ class Robot:
         elif self.latch is not None and self._is_confirmed:
             self.unlatch()
         elif self.latch is not None and time.monotonic() - self._latched_at > STOP_REPORT_DELAY:
-            # Report the stop again, because the session may not know of it and go on without a reset.
+            # The session may not know of the stop, and continue without a reset.
             await self._session_latch.report_stop(self.latch)
 
     def _on_stop(self, message: StopMessage) -> None:
@@ -304,13 +300,13 @@ class Robot:
 
 @dataclass(frozen=True)
 class LatchState:
-    """Answer of a session's server: the reason of its latched emergency stop, or None where there is none."""
+    """Reason of the latched emergency stop that a session's server reports, or None."""
 
     reason: str | None
 
 
 class SessionLatch:
-    """Client for the emergency stop of one session (None without a session), as the session's server knows it."""
+    """Client for the emergency stop of one session on its server; ``session_id`` is None without a session."""
 
     def __init__(self, api: RoomsApi, address: Address, session_id: str | None):
         self.session_id = session_id
@@ -319,14 +315,14 @@ class SessionLatch:
         self._list = f"{address.base}/sessions"
 
     async def fetch(self) -> LatchState | None:
-        """Fetch the latch; None when the server does not answer, or knows no such session (a server of rooms alone)."""
+        """Fetch the latch; None if the server does not answer or does not have the session."""
         if self.session_id is None:
             return None
         with contextlib.suppress(TransportError):
             try:
                 status = await self._api.request_json("GET", self.url)
             except RedirectRefused:
-                # It is on another server that shares the database, which this one lists; no key goes elsewhere.
+                # Another server that shares the database has the session. The key is not sent to that server.
                 listed = await self._api.request_json("GET", self._list, expected_type=list)
                 mine = (one for one in listed if isinstance(one, dict) and one.get("session_id") == self.session_id)
                 status = next(mine, {})
@@ -337,13 +333,13 @@ class SessionLatch:
         return None
 
     async def report_stop(self, reason: str) -> None:
-        """Report a stop that the session's server does not know of; the robot tries again when it fails."""
+        """Report a stop to the session's server; the robot repeats a report that fails."""
         with contextlib.suppress(TransportError):
             await self._api.request_json("POST", f"{self.url}/emergency_stop", {"reason": reason})
 
 
 class JointRoomListener(RoomListener):
-    """Listener of one joint room, which sends pending stops. It ignores ``state_sync``: its commands may be old."""
+    """Listener of one joint room, which sends pending stops and ignores the old commands of ``state_sync``."""
 
     def __init__(
         self,
@@ -365,14 +361,14 @@ class JointRoomListener(RoomListener):
         return is_sent
 
     def on_joined(self, participant_id: str) -> None:
-        """Send the stop that is still to be sent."""
+        """Send a pending stop."""
         self._own_ids.add(participant_id)
         if self._pending_stop is not None:
             self.send_stop(self._pending_stop)
         self._on_joined()
 
     def on_message(self, message: Message, received_at: float) -> None:
-        """Pass on commands, and stops of others; the echo of our own stop is dropped."""
+        """Pass on commands and stops; the echo of this robot's own stop is dropped."""
         if isinstance(message, StopMessage):
             if message.source not in self._own_ids:
                 self._on_stop(message)

@@ -1,4 +1,4 @@
-"""API keys for transport servers: this process's own key, and a file of keys for others."""
+"""API keys for transport servers: this process's own key, and a file with keys for other servers."""
 
 import ipaddress
 import socket
@@ -45,7 +45,7 @@ class RoomKeys:
             raise FileUnusable(f"{str(self._key_file.path)!r}: there is no such file")
 
     def for_address(self, address: Address, session_id: str | None) -> tuple[Address, dict[str, str]]:
-        """Return the address to connect to and its headers; this process's own address is numeric, never resolved.
+        """Return the address to connect to and its headers; this process's own address is numeric.
 
         Raises:
             TransportError: the file of keys cannot be used.
@@ -66,7 +66,7 @@ class RoomKeys:
 
 
 def _own_url(parts: SplitResult, host: str, port: int) -> str | None:
-    """Return the URL, by number, of what listens at host and port, when these parts of a URL mean it."""
+    """Return the numeric URL of this process's listener at host and port if these parts of a URL mean it."""
     if parts.scheme != "http" or (parts.port or 80) != port:
         return None
     listening, named = ipaddress.ip_address(host), parts.hostname or ""
@@ -89,7 +89,7 @@ def _is_of_this_machine(named: str, version: int) -> bool:
     family = socket.AF_INET if version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((named, 0))  # only an address of this machine can be
+            probe.bind((named, 0))  # It succeeds only for an address of this machine.
         except OSError:
             return False
     return True
@@ -104,7 +104,7 @@ def _parse(content: bytes) -> Mapping[str, str]:
     try:
         lines = content.decode().splitlines()
     except UnicodeDecodeError:
-        raise FileUnusable("is no text; wanted lines of URL and key") from None
+        raise FileUnusable("is not text; wanted lines of URL and key") from None
     for number, line in enumerate(lines, 1):
         parts = line.split()
         if not parts or parts[0].startswith("#"):
@@ -114,5 +114,5 @@ def _parse(content: bytes) -> Mapping[str, str]:
             auth_headers(key)
             keys[_origin(urlsplit(Address.parse(url).base))] = key
         except (ValueError, InvalidRequest):
-            raise FileUnusable(f"makes no sense in line {number}; wanted a URL, a space and a key") from None
+            raise FileUnusable(f"is invalid in line {number}; wanted a URL, a space and a key") from None
     return keys

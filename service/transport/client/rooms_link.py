@@ -1,4 +1,4 @@
-"""A session's link: its rooms are created, joined and removed."""
+"""Link of a session, which creates, joins and removes its rooms."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from service.transport.protocol import JointUpdate, Role, rooms_of
 
 log = logging.getLogger(__name__)
 
-# Seconds. A command that was not written by then is not sent any more: this process stood still, the robot did not.
+# Seconds after which an unwritten command is dropped: this process was paused, and the command is outdated.
 COMMAND_LIFETIME = 0.1
 
 
@@ -25,9 +25,7 @@ class RoomsTransport:
     """The ``Transport`` over rooms of a transport server (the RobotHub wire).
 
     Args:
-        timeouts: timeouts of links.
-        ice_servers: STUN and TURN URLs. Empty by default, because without internet each connection waits five seconds
-            for them.
+        ice_servers: STUN and TURN URLs. Without internet, each connection waits five seconds for them.
         destinations: allowed servers; None if URLs are trusted.
         keys: keys by server; None sends no key.
     """
@@ -70,12 +68,11 @@ class RoomsTransport:
     ) -> AsyncIterator["RoomsLink"]:
         """Create and join the rooms, deliver to ``inbox`` until the context ends, then leave.
 
-        An existing room is joined as it is, because recreating it would disconnect its participants. At the end, only
-        rooms of this link and ``created_rooms`` (this server's before a restart) are removed.
+        At the end, only rooms of this link and ``created_rooms`` (rooms from before a restart) are removed.
 
         Raises:
             InvalidRequest: the URL or a name is invalid, or the URL is not allowed.
-            TransportError: the server could not be reached, refused, or does not speak this wire.
+            TransportError: the server cannot be reached, refused, or is not a RobotHub server.
         """
         rooms = rooms_of(session_id, cameras, workspace_id)
         async with self._open_api(url, session_id) as api:
@@ -90,7 +87,7 @@ class RoomsTransport:
     async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """Remove empty rooms in sequence; returns the occupied ones. Raises as ``connect``."""
+        """Remove empty rooms; returns the occupied rooms. Raises as ``connect``."""
         left = []
         async with self._open_api(url, None, claim) as api:
             for room in rooms:
@@ -155,7 +152,7 @@ class RoomsLink:
         }
 
     def send(self, joints: Sequence[JointValue]) -> bool:
-        """Put one joint_update on the wire of the output room without waiting; False when it was not taken."""
+        """Send one joint_update to the output room without waiting; False if it was refused."""
         data = tuple(
             {"name": joint.name, "value": joint.value, **({} if joint.index is None else {"index": joint.index})}
             for joint in joints
@@ -167,7 +164,7 @@ class RoomsLink:
         self._output_listener.announce_latch(reason)
 
     def health(self) -> Mapping[str, object]:
-        """Return plain figures by room id: the connection, and for a camera its video."""
+        """Return JSON-ready figures by room id: the connection, and for a camera its video."""
         return {
             "rooms": {
                 room: {
@@ -183,7 +180,7 @@ class RoomsLink:
         """Create every room that does not exist, and join all.
 
         Raises:
-            TransportError: something failed; ``close`` removes what was made.
+            TransportError: a room cannot be created or joined; ``close`` removes the created rooms.
             RobotTaken: another participant commands this robot.
         """
         for room, connection in self._connections.items():
@@ -194,7 +191,7 @@ class RoomsLink:
                 await connection.open()
 
     async def _take_robot(self) -> None:
-        """Become the producer of the output room: only one may be, and so command the robot."""
+        """Become the producer of the output room, which alone commands the robot."""
         try:
             await self._output.open()
         except JoinRefused as refused:
@@ -216,9 +213,9 @@ class RoomsLink:
         ]
 
     async def close(self) -> None:
-        """Leave every room and remove those that this link created; the log names what cannot be removed."""
+        """Leave every room and remove the rooms that this link created; log rooms that cannot be removed."""
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
-        # Rooms that were given to another server meanwhile stay.
+        # Keep rooms that belong to another server by now.
         created = [
             (room, kind)
             for room, kind in self._rooms_to_remove.items()
@@ -238,7 +235,7 @@ class RoomsLink:
         if await self._api.get_presence(kind, self.rooms.workspace_id, room) is None:
             if self._created_rooms is not None:
                 await self._created_rooms.add(room)
-            self._rooms_to_remove[room] = kind  # before asking: an answer that times out may still have made it
+            self._rooms_to_remove[room] = kind  # A request that times out may still create the room.
             await self._api.create_room(kind, self.rooms.workspace_id, room)
         elif self._created_rooms is not None and room in self._created_rooms:
             self._rooms_to_remove[room] = kind
@@ -246,13 +243,13 @@ class RoomsLink:
 
 @asynccontextmanager
 async def run_beside(*coroutines: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run coroutines beside the body and cancel them at its end; when one fails, so does the body."""
+    """Run coroutines in parallel with the body, and cancel them at its end; a failed coroutine ends the body."""
     failed: Exception | None = None
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each) for each in coroutines]
         try:
             yield
-        except Exception as error:  # raised again below: inside the group it would be wrapped in an ExceptionGroup
+        except Exception as error:  # Raised below, because the group would wrap it in an ExceptionGroup.
             failed = error
         finally:
             for task in tasks:

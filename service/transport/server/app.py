@@ -1,4 +1,4 @@
-"""Transport server as Sanic routes, mounted in an app or alone."""
+"""Transport server as Sanic routes, in another app or standalone."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ from service.transport.server.websocket import OutboxLimits, WriteQueue, serve_p
 
 log = logging.getLogger(__name__)
 
-REQUEST_DEADLINE = 10  # seconds from a request's first byte to its last
+REQUEST_DEADLINE = 10  # Seconds from a request's first byte to its last.
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,7 @@ class TransportSettings:
     """Settings of an embedded transport server; times in seconds.
 
     Attributes:
-        origins: web pages that may call it besides those of this machine, as exact origins, or ``*`` for all. The
-            reference lets every page in, which lets every page move the robot.
-        limits: capacity of the room table.
-        outbox: how far one peer may fall behind.
+        origins: exact origins of web pages that may call the server, or ``*``; pages of this machine always may.
         join_timeout: time from opening a socket to its join.
         ping_interval, ping_timeout: WebSocket pings, which remove participants after a network failure.
         idle, cleanup_interval: age at which empty rooms are removed, and time between checks.
@@ -57,7 +54,7 @@ class TransportSettings:
     cleanup_interval: float = 900.0
 
     def table(self, authority: Authority = lambda path, owner: None) -> RoomTable:
-        """Create an empty room table with these settings; ``authority`` as of `RoomTable`."""
+        """Create an empty room table with these limits and the ``authority`` of `RoomTable`."""
         return RoomTable(self.limits, authority)
 
 
@@ -101,13 +98,13 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings) -> 
 
 
 def create_transport_app(settings: TransportSettings | None = None, guard: Guard | None = None) -> Sanic:
-    """Create a standalone transport server (at ``/`` and ``/api``); without ``guard`` it accepts everybody."""
+    """Create a standalone transport server (at ``/`` and ``/api``); without ``guard`` it accepts every caller."""
     settings = settings or TransportSettings()
     guard = guard or Guard(origins=Origins(settings.origins))
-    # Sanic keeps every app in a registry by name and refuses a second one of the same name.
+    # Sanic registers apps by name, and refuses a name twice.
     app = Sanic(f"transport-{secrets.token_hex(4)}", configure_logging=False)
     app.config.REQUEST_MAX_SIZE = MAX_FRAME_BYTES
-    app.config.TOUCHUP = False  # it rewrites Sanic's own classes, once per process: a second app would not start
+    app.config.TOUCHUP = False  # It rewrites Sanic's classes, so a second app of the process would not start.
     app.config.REQUEST_DEADLINE = REQUEST_DEADLINE
     app.config.REQUEST_TIMEOUT = REQUEST_DEADLINE
     app.config.KEEP_ALIVE_TIMEOUT = 15
@@ -140,7 +137,7 @@ def run_transport(
     started: Callable[[str], None] = lambda url: log.info("rooms at %s", url),
     guard: Guard | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; ``started`` gets the URL. ``robojax transport`` is this."""
+    """Serve until SIGTERM or SIGINT, for ``robojax transport``; ``started`` gets the URL."""
     run(create_transport_app(settings, guard), listener, started)
 
 
@@ -152,7 +149,7 @@ def _create_preflight(methods: Sequence[str]):
 
 
 def _check_origins(blueprint: Blueprint, origins: Origins) -> None:
-    # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
+    # Functions, because Sanic's blueprints ignore bound methods as middleware.
     @blueprint.on_request
     async def refuse(request: Request) -> HTTPResponse | None:
         return origins.refuse_request(request)
@@ -170,7 +167,7 @@ def _start_cleanup(app: Sanic, cleanup: Cleanup) -> None:
         tasks.append(asyncio.get_running_loop().create_task(cleanup.run()))
 
     async def stop(app: Sanic) -> None:
-        # Sanic does not cancel its own background tasks, so this one is ended here.
+        # Sanic does not cancel background tasks.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,14 +10,14 @@ from pydantic_core import PydanticCustomError
 
 from service.transport import protocol
 
-# Ids are parts of URL paths, where clients resolve "." and "..". A room id is session, "-", camera.
+# Ids are parts of URL paths, in which clients resolve "." and "..".
 _IDENTIFIER = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]{1,160}")
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
 class Unprocessable(Exception):
-    """A request that does not fit; ``detail`` is FastAPI's list of ``{type, loc, msg}``, never with the input."""
+    """An invalid request; ``detail`` is FastAPI's list of ``{type, loc, msg}`` without the input."""
 
     def __init__(self, detail: list[dict[str, Any]]):
         super().__init__("; ".join(entry["msg"] for entry in detail))
@@ -25,7 +25,7 @@ class Unprocessable(Exception):
 
 
 class VideoEncoding(StrEnum):
-    """Encoding that a producer says its video has."""
+    """Encoding that a producer declares for its video."""
 
     JPEG = "jpeg"
     H264 = "h264"
@@ -34,7 +34,7 @@ class VideoEncoding(StrEnum):
 
 
 class RecoveryPolicy(StrEnum):
-    """What a client shows while frames are missing; the relay never sees a frame and only keeps the word."""
+    """What a client shows while frames are missing; it has no effect on the relay."""
 
     FREEZE_LAST_FRAME = "freeze_last_frame"
     CONNECTION_INFO = "connection_info"
@@ -44,7 +44,7 @@ class RecoveryPolicy(StrEnum):
 
 
 class RobotType(StrEnum):
-    """The robots a room can be named for; it has no effect."""
+    """Robot type of a room; it has no effect."""
 
     SO_ARM100 = "so-arm100"
     GENERIC = "generic"
@@ -55,7 +55,7 @@ class _Body(BaseModel):
 
 
 class VideoConfig(_Body):
-    """Video settings of a room; shown to clients, not enforced on the media."""
+    """Video settings of a room, which are shown to clients and not enforced."""
 
     encoding: VideoEncoding | None = VideoEncoding.VP8
     resolution: Mapping[str, int] | None = Field(default={"width": 640, "height": 480}, max_length=8)
@@ -65,7 +65,7 @@ class VideoConfig(_Body):
 
 
 class RecoveryConfig(_Body):
-    """Accepted because clients send it; it has no effect, as in the reference."""
+    """Recovery settings, which clients of the reference server send; they have no effect."""
 
     frame_timeout_ms: int = Field(default=100, ge=10, le=1000)
     max_frame_reuse_count: int = Field(default=3, ge=1, le=10)
@@ -90,7 +90,7 @@ Identifier = Annotated[str, AfterValidator(_check_identifier)]
 
 
 class NewRoom(_Body):
-    """Body of a new room, for both services; the workspace comes from the path, the one in the body is ignored."""
+    """Body of a new room in both services; ``workspace_id`` is ignored, because the path has it."""
 
     room_id: Annotated[str, AfterValidator(lambda value: _check_identifier(value) if value else value)] | None = None
     workspace_id: str | None = None
@@ -99,7 +99,7 @@ class NewRoom(_Body):
 
     @property
     def consumer_limit(self) -> int | None:
-        """The limit the caller asked for; the default of 10 was never enforced and is not one."""
+        """The limit that the caller sent; the default of 10 is not enforced."""
         return self.max_consumers if "max_consumers" in self.model_fields_set else None
 
 
@@ -117,7 +117,7 @@ class NewVideoRoom(NewRoom):
 
 
 class Joint(_Body):
-    """One joint of a command; the unit of ``value`` is the robot's."""
+    """One joint of a command, in the robot's unit."""
 
     name: str = Field(min_length=1, max_length=50)
     value: float = Field(ge=-360.0, le=360.0)
@@ -139,7 +139,7 @@ def _check_json(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class Signal(_Body):
-    """POST /video/.../webrtc/signal; ``message`` is free-form here because a missing sdp answers 500, not 422."""
+    """POST /video/.../webrtc/signal; ``message`` is not validated here, because a missing sdp answers 500, not 422."""
 
     client_id: str = Field(min_length=1, max_length=100)
     message: Annotated[dict[str, Any], AfterValidator(_check_json)]
@@ -175,7 +175,7 @@ def _validate(adapter: TypeAdapter[Any], content: object, *where: str) -> Any:
     try:
         return adapter.validate_python(content)
     except ValidationError as error:
-        # pydantic would echo the input, secrets included; only where and what is wrong goes out.
+        # Pydantic's error contains the input, which may be a secret.
         entries = error.errors(include_url=False, include_input=False, include_context=False)
         raise Unprocessable(
             [{"type": e["type"], "loc": [*where, *e["loc"]], "msg": e["msg"]} for e in entries]

@@ -46,13 +46,13 @@ from service.transport.server.websocket import WriteQueue, perform_effects, time
 VERSION = "2.0.0"
 JsonObject = dict[str, Any]
 Handler = Callable[..., JsonObject]
-# Method, path under the service, what answers, and the least role of a key (None: public).
+# Method, path under the service, handler, and lowest role of a key (None: public).
 Route = tuple[str, str, Handler, KeyRole | None]
 ROOM = "/workspaces/<workspace:str>/rooms/<room:str>"
 
 
 class SignalRefused(Exception):
-    """A signal that cannot be relayed, with the status the wire has for it; these two answers give no reason."""
+    """A signal that cannot be relayed; the answer has this status and no reason."""
 
     def __init__(self, status: int):
         super().__init__(f"signal answered with {status}")
@@ -60,12 +60,12 @@ class SignalRefused(Exception):
 
 
 def create_route_handler(handler: Handler, queue: WriteQueue) -> Callable[..., Coroutine[Any, Any, HTTPResponse]]:
-    """Create the Sanic handler of an endpoint: path parts are unquoted, refusals become the wire's error forms."""
+    """Create the Sanic handler of an endpoint, which unquotes path parts and converts refusals to error responses."""
 
     async def route(request: Request, **parts: str) -> HTTPResponse:
         try:
             answer = handler(request, **{name: unquote(part) for name, part in parts.items()})
-            await queue.wait_written()  # a call that is followed by a message to many is answered when they have it
+            await queue.wait_written()  # Answer after the messages that the call caused are written.
             return json_response(answer)
         except Unprocessable as error:
             return json_response({"detail": error.detail}, 422)
@@ -73,12 +73,8 @@ def create_route_handler(handler: Handler, queue: WriteQueue) -> Callable[..., C
             return json_response({"detail": "Room not found"}, 404)
         except CommandRefused as error:
             return json_response({"detail": str(error), "code": error.code}, 409)
-        except RoomTaken as error:
-            return json_response({"detail": str(error)}, 409)
-        except Forbidden as error:
-            return json_response({"detail": str(error)}, 403)
-        except TooManyRooms as error:
-            return json_response({"detail": str(error)}, 429)
+        except (RoomTaken, TooManyRooms, Forbidden) as error:
+            return json_response({"detail": str(error)}, error.status)
         except SignalRefused as error:
             return json_response({"detail": ""}, error.status)
 
@@ -86,7 +82,7 @@ def create_route_handler(handler: Handler, queue: WriteQueue) -> Callable[..., C
 
 
 class RoomEndpoints:
-    """REST endpoints of one service, chosen by ``kind``: rooms in both, commands in one, signals in the other."""
+    """REST endpoints of one service: rooms, and by ``kind`` commands or signals."""
 
     def __init__(self, kind: Kind, table: RoomTable, cleanup: Cleanup):
         self.kind = kind
@@ -119,13 +115,13 @@ class RoomEndpoints:
         return {**_workspace_head(workspace), "rooms": [_summarize_room(room) for room in rooms], "total": len(rooms)}
 
     def create(self, request: Request, workspace: str) -> JsonObject:
-        """Create a room, with an id of the caller's or of ours, or return the one there is."""
+        """Create a room, with a new id if the caller gives none, or return the existing room."""
         read_workspace(workspace)
         new = read_optional_body(NEW_ROOM[self.kind], request.body)
         path = RoomPath(self.kind, workspace, (new and new.room_id) or str(uuid.uuid4()))
         caller, existing = caller_of(request), self.table.rooms.get(path)
         if existing is not None and not caller.sees(existing.owner):
-            raise RoomTaken(f"room {path.room} of workspace {workspace} is somebody else's; choose another id")
+            raise RoomTaken(f"room {path.room} of workspace {workspace} has another owner; choose another id")
         self.table.create(
             path,
             time.monotonic(),
@@ -154,7 +150,7 @@ class RoomEndpoints:
         return {**self._head(workspace), "message": f"Room {room} deleted successfully from workspace {workspace}"}
 
     def state(self, request: Request, workspace: str, room: str) -> JsonObject:
-        """Describe one room and what passed through it; no frame ever passes a relay, so video has none to show."""
+        """Describe one room and its joints; a relay sees no video frames."""
         target = self._find_room(request, workspace, room)
         body: JsonObject = {"room_id": room, "workspace_id": workspace}
         if self.kind is Kind.ROBOTICS:
@@ -165,7 +161,7 @@ class RoomEndpoints:
         return {**self._head(workspace), "state": {**body, "timestamp": timestamp()}}
 
     def status(self, request: Request) -> JsonObject:
-        """Count what the service holds."""
+        """Return counts of rooms and connections, and the settings of the service."""
         rooms = self._list_rooms()
         head = {
             "service": str(self.kind),
@@ -193,16 +189,17 @@ class RoomEndpoints:
         return {**head, **counted, **roles, **known, "cleanup": cleanup}
 
     def health(self, request: Request) -> JsonObject:
-        """Say that the service answers."""
+        """Report that the service is running."""
         return {"status": "healthy", "service": str(self.kind)}
 
     def command(self, request: Request, workspace: str, room: str) -> JsonObject:
-        """Set joints; consumers receive those that changed."""
+        """Set joints; consumers receive the changed joints."""
         body = read_body(Command, request.body)
-        path = self._find_room(request, workspace, room).path
+        target = self._find_room(request, workspace, room)
+        target.touched_at = time.monotonic()
         try:
             joints = tuple(joint.model_dump() for joint in body.joints)
-            count, effects = websocket.publish_command(self.table, path, joints, time.monotonic(), claim_of(request))
+            count, effects = websocket.publish_joints(self.table, target, joints, "api", claim_of(request))
         except protocol.WireError as error:
             raise Unprocessable([{"type": "too_long", "loc": ["body", "joints"], "msg": str(error)}]) from error
         perform_effects(effects)
@@ -221,7 +218,7 @@ class RoomEndpoints:
         except websocket.InvalidSignal as error:
             raise SignalRefused(500) from error
         perform_effects(effects)
-        if reply is None:  # it went nowhere
+        if reply is None:
             return {**_workspace_head(workspace), "message": "Signal processed"}
         return {**_workspace_head(workspace), "response": {"success": True, "message": reply}}
 
@@ -234,7 +231,7 @@ class RoomEndpoints:
         caller = caller_of(request)
         room = self.table.rooms.get(path)
         if room is not None and not caller.sees(room.owner):
-            raise SignalRefused(400)  # as for a room that is not there
+            raise SignalRefused(400)  # The same answer as for an unknown room.
         participant = self.table.find_sender(path, client_id)
         if participant is not None and participant.key_name not in (None, caller.name) and caller.role < KeyRole.ADMIN:
             raise Forbidden(f"participant {client_id} came with another key")
@@ -243,14 +240,14 @@ class RoomEndpoints:
         return [room for path, room in self.table.rooms.items() if path.kind is self.kind]
 
     def _find_room(self, request: Request, workspace: str, room: str) -> Room:
-        """Return a room that the caller may see, else raise UnknownRoom; rooms of other owners give the same answer."""
+        """Return a room; raises UnknownRoom if it does not exist or the caller may not see it."""
         target = self.table.get(RoomPath(self.kind, workspace, room))
         if not caller_of(request).sees(target.owner):
             raise UnknownRoom(f"no {self.kind} room {room!r} in workspace {workspace!r}")
         return target
 
     def _head(self, workspace: str) -> JsonObject:
-        # Only the video service repeats the workspace beside a room.
+        # Only the video service repeats the workspace next to a room.
         return _workspace_head(workspace) if self.kind is Kind.VIDEO else {"success": True}
 
 

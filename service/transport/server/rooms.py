@@ -1,7 +1,4 @@
-"""Table of rooms and participants, without I/O: it returns messages to send as effects.
-
-A connection is any hashable object; the table only returns it in effects.
-"""
+"""Table of rooms and participants, without I/O: it returns messages to send as effects."""
 
 import asyncio
 import hmac
@@ -11,13 +8,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from service.errors import ServiceError
 from service.transport import protocol
 from service.transport.address import Kind
 from service.transport.protocol import Join, Json, Message, Role, session_of
 from service.transport.server.bodies import VideoConfig
 
-Connection = Hashable
-# Seconds for which a room stays with the session of another server whose producer left it without deleting it.
+Connection = Hashable  # The table only stores connections, and returns them in effects.
+# Seconds for which a room keeps its session of another server after the session's producer left.
 CLAIM_GRACE = 60.0
 
 
@@ -25,20 +23,16 @@ class UnknownRoom(LookupError):
     """There is no such room."""
 
 
-class RoomTaken(Exception):
+class RoomTaken(ServiceError, status=409):
     """A room of another owner has this id."""
 
 
-class TooManyRooms(Exception):
-    """The table is full; the message says how full."""
+class TooManyRooms(ServiceError, status=429):
+    """The table, or the share of one owner, is full."""
 
 
 class CommandRefused(Exception):
-    """A command, or a producer, is refused because the room belongs to a session.
-
-    Attributes:
-        code: stable, as ``docs/robots/safety.md`` lists.
-    """
+    """A command or a producer is refused for a room of a session; ``docs/robots/safety.md`` lists the codes."""
 
     def __init__(self, code: str, text: str):
         super().__init__(text)
@@ -55,11 +49,11 @@ class Commander(Protocol):
 
     @property
     def is_moving(self) -> bool:
-        """Whether commands other than holds may leave now."""
+        """Whether commands other than holds are allowed now."""
         ...
 
     def is_own(self, claim: str | None) -> bool:
-        """Whether the session itself sent this."""
+        """Whether the claim is the session's secret."""
         ...
 
     def refuse_stranger(self) -> CommandRefused:
@@ -67,12 +61,12 @@ class Commander(Protocol):
         ...
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
-        """Return why a command of this session must not leave, given the last delivered joints; None allows it."""
+        """Return why a command of this session is refused, given the last delivered joints; None allows it."""
         ...
 
 
 class RoomPath(NamedTuple):
-    """Service, workspace and id of a room; rooms of the two services never meet, even with equal ids."""
+    """Service, workspace and id of a room."""
 
     kind: Kind
     workspace: str
@@ -81,11 +75,7 @@ class RoomPath(NamedTuple):
 
 @dataclass(frozen=True)
 class RoomLimits:
-    """Limits of one table: rooms, participants in all rooms, joint names per room.
-
-    Attributes:
-        per_owner: rooms of one owner, and participants in them, so that none uses up the total.
-    """
+    """Limits of one table: rooms, participants, joint names of a room, and rooms or participants of one owner."""
 
     rooms: int = 1024
     participants: int = 1024
@@ -107,13 +97,14 @@ class Participant:
 
 @dataclass
 class Room:
-    """One room of the table. Times are monotonic seconds; ``joints`` hold the last value of every name, for ever.
+    """One room of the table; times are monotonic seconds.
 
     Attributes:
-        owner: whose it is; None where there are no keys.
-        claim: secret of the session of another server whose room this is, or None.
-        claimed_until: when that ends; never while its producer is there.
-        has_foreign_producer: whether its producer was there before the session that would own it.
+        joints: last value of every joint name since the room was created.
+        owner: owner of the room; None without keys.
+        claim: secret of the session of another server that owns the room, or None.
+        claimed_until: when the claim ends; infinite while the session's producer is present.
+        has_foreign_producer: whether the producer joined before the session that would own the room.
     """
 
     path: RoomPath
@@ -140,7 +131,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Close:
-    """Effect: close these connections once what was sent before is written."""
+    """Effect: close these connections after earlier messages are written."""
 
     to: tuple[Connection, ...]
     reason: str
@@ -154,7 +145,7 @@ Authority = Callable[[RoomPath, str | None], Commander | None]
 
 
 class RemoteCommander:
-    """Commander of a room that a session of another server claimed: its secret is known, its state is not."""
+    """Commander of a room that a session of another server claimed; only its secret is available here."""
 
     latch = None
     is_moving = True
@@ -171,7 +162,7 @@ class RemoteCommander:
         return CommandRefused("robot_taken", "only the session that this room belongs to may command its robot")
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
-        """Allow every command: the session's own server judges them."""
+        """Allow every command, because the session's own server checks them."""
         return None
 
 
@@ -183,12 +174,12 @@ class RoomTable:
         limits: RoomLimits | None = None,
         authority: Authority = lambda path, owner: None,
     ):
-        """``authority`` returns the session of this server to which a room belongs, by its path and its owner."""
+        """Create an empty table; ``authority`` returns this server's session of a room, by path and owner."""
         self.limits = limits or RoomLimits()
         self._authority = authority
         self.rooms: dict[RoomPath, Room] = {}
         self._participants: dict[Connection, Participant] = {}
-        self._by_id: dict[ParticipantKey, Participant] = {}  # who answers to a participant id
+        self._by_id: dict[ParticipantKey, Participant] = {}  # Recipients of messages to a participant id.
 
     # Rooms.
 
@@ -236,8 +227,8 @@ class RoomTable:
         """Delete a room and disconnect its participants.
 
         Raises:
-            UnknownRoom: there is none there.
-            CommandRefused: it is a session's, and this is not the session.
+            UnknownRoom: the room does not exist.
+            CommandRefused: the room belongs to another session.
         """
         self.check_commander(self.get(path), claim)
         del self.rooms[path]
@@ -248,7 +239,7 @@ class RoomTable:
         return [Close(_connections(participants), "room deleted")] if participants else []
 
     def remove_idle(self, now: float, idle: float) -> list[RoomPath]:
-        """Remove the rooms without participants that nothing touched for ``idle`` seconds; returns their paths."""
+        """Remove empty rooms that were not used for ``idle`` seconds; returns their paths."""
         occupied = {participant.path for participant in self._by_id.values()}
         gone = [path for path, room in self.rooms.items() if now - room.touched_at > idle and path not in occupied]
         for path in gone:
@@ -263,10 +254,10 @@ class RoomTable:
         """Count the participants of one service."""
         return sum(participant.path.kind is kind for participant in self._by_id.values())
 
-    # Who commands.
+    # Commanders.
 
     def commander(self, room: Room) -> Commander | None:
-        """Return the session that commands this room's robot, or None; a producer from before the session stays."""
+        """Return the session that commands this room's robot; None if a producer joined before the session."""
         if room.path.kind is not Kind.ROBOTICS:
             return None
         commander = None if room.has_foreign_producer else self._authority(room.path, room.owner)
@@ -281,7 +272,7 @@ class RoomTable:
             raise commander.refuse_stranger()
 
     def is_commanded_by(self, connection: Connection) -> bool:
-        """Whether a connection is the session of this server that the robot of its room takes its commands from."""
+        """Whether a connection belongs to this server's session that commands the robot of its room."""
         participant = self._participants.get(connection)
         if participant is None or participant.role is not Role.PRODUCER or not is_output_room(participant.path):
             return False
@@ -309,22 +300,15 @@ class RoomTable:
         """
         participant = Participant(connection, path, join.participant_id, join.role, key_name, claim)
         room = self.rooms.get(path)
-        if (
-            room is not None
-            and participant.role is Role.PRODUCER
-            and room.producer is None
-            and is_allowed(room, join.role)
-        ):
+        if room is None or not is_allowed(room, join.role):
+            return _refuse_join(connection, path.kind)
+        if join.role is Role.PRODUCER and room.producer is None:
             try:
                 self.check_commander(room, claim)
             except CommandRefused as error:
-                refused = protocol.VideoError(f"Cannot join room: {error}", error.code)
-                return [Send((connection,), refused), Close((connection,), "join refused")]
-        if room is None or not is_allowed(room, join.role) or not self._has_space(room, participant):
-            return [
-                Send((connection,), _join_refusal(path.kind)),
-                Close((connection,), "join refused"),
-            ]
+                return _refuse_join(connection, path.kind, error)
+        if not self._has_space(room, participant):
+            return _refuse_join(connection, path.kind)
         if participant.role is Role.PRODUCER:
             room.producer = participant.id
             self._begin_commanding(room, claim)
@@ -342,7 +326,7 @@ class RoomTable:
         if participant.role is Role.PRODUCER:
             return [joined]
         commander = self.commander(room)
-        # What was commanded before is no command for now: a client may move its robot by a state_sync too.
+        # A client may move its robot to a state_sync, so old commands are omitted while the robot must not move.
         known = dict(room.joints) if commander is None or commander.is_moving else {}
         return [Send((connection,), protocol.StateSync(known)), joined, *_latched_stop(connection, room, commander)]
 
@@ -351,7 +335,7 @@ class RoomTable:
             return
         is_session = self._authority(room.path, room.owner) is not None
         if is_session or claim is not None:
-            # Commands from before the session must not reach later participants.
+            # Commands from before the session must not reach participants that join later.
             room.joints.clear()
         room.claim = None if is_session else claim
         room.has_foreign_producer = not is_session
@@ -369,11 +353,11 @@ class RoomTable:
         return effects
 
     def get_participant(self, connection: Connection) -> Participant | None:
-        """Return the participant of a connection; None before its join and after it was removed."""
+        """Return the participant of a connection; None before its join and after its removal."""
         return self._participants.get(connection)
 
     def find_sender(self, path: RoomPath, participant_id: str) -> Participant | None:
-        """Return the participant whose id a REST caller sent: the producer or a consumer of this room, or None."""
+        """Return the producer or consumer of a room with the id that a REST caller sent, or None."""
         room = self.rooms.get(path)
         if room is None:
             return None
@@ -382,10 +366,8 @@ class RoomTable:
         return self.find(path, Role.CONSUMER, participant_id) if participant_id in room.consumers else None
 
     def find(self, path: RoomPath, role: Role, participant_id: str) -> Participant | None:
-        """Return the participant that a message for this id goes to."""
+        """Return the recipient of messages to this id."""
         return self._by_id.get(self._key(Participant(None, path, participant_id, role)))
-
-    # Who is who.
 
     def _key(self, participant: Participant) -> ParticipantKey:
         return participant.path, participant.role, participant.id
@@ -424,7 +406,7 @@ class RoomTable:
         return send(self.others(room, participant), left)
 
     def consumers(self, room: Room | None) -> list[Participant]:
-        """Return the consumers of a room, in the order they came; none without a room."""
+        """Return the consumers of a room in the order of their joins; none without a room."""
         if room is None:
             return []
         consumers = (self.find(room.path, Role.CONSUMER, name) for name in room.consumers)
@@ -447,17 +429,17 @@ def send(participants: Iterable[Participant], message: Message) -> Effects:
 
 
 def matches_secret(given: str | None, secret: str) -> bool:
-    """Whether the given secret is right, compared in constant time."""
+    """Compare secrets in constant time."""
     return given is not None and hmac.compare_digest(given.encode(errors="replace"), secret.encode())
 
 
 def is_output_room(path: RoomPath) -> bool:
-    """Whether this is the output room of some session, in which sessions command robots."""
+    """Whether this is an output room, in which a session commands a robot."""
     return path.kind is Kind.ROBOTICS and session_of(path.room) is not None
 
 
 def _latched_stop(connection: Connection, room: Room, commander: Commander | None) -> Effects:
-    """Send a latched emergency stop to a connection that joins after it was made."""
+    """Return the effects that announce a latched emergency stop to a new connection."""
     if commander is None or commander.latch is None:
         return []
     stop = protocol.EmergencyStop(commander.latch, room.producer or session_of(room.path.room))
@@ -468,12 +450,17 @@ def _connections(participants: Iterable[Participant]) -> tuple[Connection, ...]:
     return tuple(participant.connection for participant in participants)
 
 
-def _join_refusal(kind: Kind) -> Message:
-    return protocol.JoinRefused() if kind is Kind.ROBOTICS else protocol.VideoError("Cannot join room")
+def _refuse_join(connection: Connection, kind: Kind, error: CommandRefused | None = None) -> Effects:
+    message: Message = protocol.VideoError("Cannot join room")
+    if error is not None:
+        message = protocol.VideoError(f"Cannot join room: {error}", error.code)
+    elif kind is Kind.ROBOTICS:
+        message = protocol.JoinRefused()
+    return [Send((connection,), message), Close((connection,), "join refused")]
 
 
 class Cleanup:
-    """Removes rooms that are empty and were not touched for ``idle`` seconds, every ``interval`` seconds."""
+    """Removes empty rooms that were not used for ``idle`` seconds, every ``interval`` seconds."""
 
     def __init__(self, table: RoomTable, idle: float, interval: float):
         self.table = table

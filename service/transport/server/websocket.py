@@ -1,8 +1,4 @@
-"""WebSocket of one participant: room rules, signalling, bounded outbox.
-
-Frames are written immediately while the peer keeps up, otherwise queued. Sockets take turns, so that a message to a
-thousand participants does not delay robots.
-"""
+"""WebSocket of one participant: room rules, signalling, bounded outbox."""
 
 import asyncio
 import logging
@@ -46,13 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OutboxLimits:
-    """Limits on how far a peer may fall behind.
-
-    Attributes:
-        messages: frames that may wait. At 50 joint updates a second 256 are five seconds.
-        size: characters that may wait.
-        seconds: how long one frame, or the closing handshake, may take.
-    """
+    """Limits on the frames and characters (``size``) that wait for a peer, and on seconds to write a frame or close."""
 
     messages: int = 256
     size: int = 4 << 20
@@ -60,7 +50,10 @@ class OutboxLimits:
 
 
 class WriteQueue:
-    """Queue of sockets with data to write, in slices of ``SLICE`` seconds; uses at most half of the event loop."""
+    """Queue of sockets with data to write, in slices of ``SLICE`` seconds, for at most half of the event loop's time.
+
+    Sockets take turns, so that a message to a thousand participants does not delay robots.
+    """
 
     SLICE = 0.001
 
@@ -70,12 +63,12 @@ class WriteQueue:
         self._is_scheduled = False
 
     def add(self, outbox: "Outbox") -> None:
-        """Write what waits in this outbox when its turn comes."""
+        """Write the frames of this outbox in its turn."""
         self._ready.append(outbox)
         self._schedule()
 
     async def wait_written(self) -> None:
-        """Wait until everything queued before is written, so that a broadcast delays the sender's next message."""
+        """Wait until all earlier frames are written, so that a broadcast delays only its sender."""
         if self._ready:
             written = asyncio.get_running_loop().create_future()
             self._ready.append(written)
@@ -132,7 +125,7 @@ class Outbox:
             self._queue.add(self)
 
     def write_waiting(self) -> None:
-        """Write what waits; the task goes on with it when the peer does not read as fast."""
+        """Write the waiting frames; ``run`` writes the rest if the peer reads slowly."""
         self._is_queued = False
         while self._waiting and self._write_now(self._waiting[0]):
             self._size -= len(self._waiting.popleft())
@@ -140,7 +133,7 @@ class Outbox:
             self._wake.set()
 
     def _write_now(self, text: str) -> bool:
-        """Write a frame in this turn of the loop if none is queued, in a tenth of the time of the writer task."""
+        """Write a frame now if no other frame is queued, which is ten times as fast as through ``run``."""
         connection = None if self._socket.io_proto is None else self._socket.io_proto.transport
         if (
             self._is_writing
@@ -156,14 +149,14 @@ class Outbox:
         return True
 
     def close(self, reason: str) -> None:
-        """Close the socket after what is queued."""
+        """Close the socket after the queued frames."""
         if self._close_reason is None:
             self._close_reason = reason
             if not self._is_queued:
                 self._wake.set()
 
     def abort(self, reason: str) -> None:
-        """Drop the connection now; what waits is lost."""
+        """Drop the connection and the waiting frames."""
         if self.is_aborted:
             return
         self.is_aborted = True
@@ -174,7 +167,7 @@ class Outbox:
             self._socket.io_proto.transport.abort()
 
     async def run(self) -> None:
-        """Write what is queued until the socket is closed or cut."""
+        """Write queued frames until the socket is closed or cut."""
         while not self.is_aborted:
             await self._wake.wait()
             self._wake.clear()
@@ -202,20 +195,20 @@ class Outbox:
         try:
             async with asyncio.timeout(self._limits.seconds):
                 await self._socket.close(1000, reason)
-                # The reader's end is what says that the peer has closed too; it cancels this task.
+                # The reader ends when the peer has closed, and cancels this task.
                 await self._socket.wait_for_connection_lost()
         except (TimeoutError, WebsocketClosed, ConnectionError):
             self.abort(f"{reason}, and the peer did not close")
 
 
-# Types a robotics room knows and does not act on; any other type that it does not handle gets an error back.
+# Types that a robotics room ignores; other types that it does not handle are answered with an error.
 _IGNORED_TYPES = frozenset({"joined", "error", "heartbeat_ack", "state_sync", "status_update", "consumer_status"})
 _HANDLED_TYPES = frozenset({"joint_update", "heartbeat", "emergency_stop"})
 MAX_REASON = 500
 
 
 def receive_message(table: RoomTable, connection: Connection, message: Message, now: float) -> Effects:
-    """Handle one message of a connection; no effects when it is in no room."""
+    """Handle one message of a connection; no effects without a room."""
     participant = table.get_participant(connection)
     if participant is None:
         return []
@@ -238,7 +231,7 @@ def receive_message(table: RoomTable, connection: Connection, message: Message, 
 
 
 def refuse_message(table: RoomTable, connection: Connection, error: WireError) -> Effects:
-    """Handle a frame that is no message: the robotics service answers some with an error."""
+    """Handle an invalid frame; the robotics service answers some invalid frames with an error."""
     participant = table.get_participant(connection)
     if participant is None or participant.path.kind is Kind.VIDEO or error.type is None:
         return []
@@ -247,25 +240,10 @@ def refuse_message(table: RoomTable, connection: Connection, error: WireError) -
     return [] if error.type in _IGNORED_TYPES | _HANDLED_TYPES else _reply(participant, _unknown_type(error.type))
 
 
-def publish_command(
-    table: RoomTable, path: RoomPath, joints: tuple[Json, ...], now: float, claim: str | None = None
-) -> tuple[int, Effects]:
-    """Set joints over REST; returns how many changed, and the effects.
-
-    Raises:
-        UnknownRoom: there is no such room.
-        WireError: the room would hold too many joint names.
-        CommandRefused: the room is a session's.
-    """
-    room = table.get(path)
-    room.touched_at = now
-    return _publish_joints(table, room, joints, "api", claim)
-
-
-def _publish_joints(
+def publish_joints(
     table: RoomTable, room: Room, joints: tuple[Json, ...], source: str, claim: str | None
 ) -> tuple[int, Effects]:
-    """Set the joints of a room and return how many changed, and the effects; all commands pass through here.
+    """Set the joints of a room and return the number of changed joints and the effects. All commands pass here.
 
     Only the room's session may set joints, within its latch and limits.
 
@@ -294,7 +272,7 @@ def _update_joints(
     if room is None:
         return _reply(participant, _UPDATE_FAILED)
     try:
-        return _publish_joints(table, room, message.data, participant.id, participant.claim)[1]
+        return publish_joints(table, room, message.data, participant.id, participant.claim)[1]
     except WireError:
         return _reply(participant, _UPDATE_FAILED)
     except CommandRefused as error:
@@ -302,7 +280,7 @@ def _update_joints(
 
 
 def _store_joints(room: Room, joints: tuple[Json, ...], limit: int) -> tuple[Json, ...]:
-    """Store the new values; returns the joints that differ from before, each as the whole object it came as."""
+    """Store the new values; returns the changed joints as received."""
     names = {joint["name"] for joint in joints} | room.joints.keys()
     if len(names) > limit:
         raise WireError(f"{len(names)} joint names in one room; the limit is {limit}", "joint_update")
@@ -353,13 +331,13 @@ def _unknown_type(kind: str | None) -> protocol.Error:
     return protocol.Error(f"Unknown message type: {kind}")
 
 
-# Participants to whom a message is written in one turn of the loop, 8 us each; the others follow.
+# Participants to whom a message is written in one turn of the loop, 8 us each.
 MAX_IMMEDIATE_WRITES = 32
-KEY_CHECK_INTERVAL = 2.0  # seconds between looks at whether a socket's key still counts
+KEY_CHECK_INTERVAL = 2.0  # Seconds between checks of a socket's key.
 
 
 def timestamp() -> str:
-    """Return the wall clock as the wire writes it: ISO-8601 with +00:00."""
+    """Return the present time in the wire's format: ISO-8601 with +00:00."""
     return datetime.now(tz=UTC).isoformat()
 
 
@@ -367,7 +345,7 @@ def perform_effects(effects: Effects, max_immediate: int = MAX_IMMEDIATE_WRITES)
     """Put each message into its outboxes without waiting, the first ``max_immediate`` in this turn of the loop.
 
     Returns:
-        Whether an effect has so many recipients that some are written later.
+        Whether an effect has too many recipients to write all of them now.
     """
     for effect in effects:
         if isinstance(effect, Send):
@@ -393,9 +371,8 @@ async def serve_participant(
 ) -> None:
     """Serve one upgraded socket: the join, then each frame.
 
-    A first frame that is not a join, or a missing one after ``join_timeout`` seconds, closes the connection silently.
-    When the key is no longer accepted, the socket is closed within ``KEY_CHECK_INTERVAL`` seconds, after an emergency
-    stop in its room if it is the producer. ``queue`` is shared by all sockets of the server.
+    A connection that does not join in ``join_timeout`` seconds is closed silently. If the key is no longer accepted,
+    the socket is closed within ``KEY_CHECK_INTERVAL`` seconds. All sockets of the server share ``queue``.
     """
     caller, claim = caller_of(request), request.headers.get(CLAIM_HEADER)
     _disable_nagle(socket)
@@ -425,16 +402,16 @@ async def serve_participant(
     except WebsocketClosed:
         return
     finally:
-        # Synchronous on purpose: when the peer is gone this runs inside a cancellation.
+        # Synchronous, because this runs inside a cancellation if the connection is lost.
         is_orderly = socket.ws_proto is not None and socket.ws_proto.close_rcvd is not None
-        # Sent in the next turn, so that at a shutdown participants do not see each other leave and video continues.
+        # Sent in the next turn, so that video continues if the whole server shuts down.
         perform_effects(table.leave(outbox, is_orderly), max_immediate=0)
         writer.cancel()
         key_watch.cancel()
 
 
 def _may_join(caller: Caller, room: Room, role: Role) -> bool:
-    """Whether a caller may have this role: a producer moves a robot, or shows it what it sees."""
+    """Whether a caller may have this role; producers need an operator's key, because they control a robot."""
     return caller.sees(room.owner) and (role is not Role.PRODUCER or caller.role >= KeyRole.OPERATOR)
 
 
@@ -442,18 +419,18 @@ async def _close_when_unauthorized(
     is_still_authorized: Callable[[], bool], socket: WebsocketImplProtocol, outbox: Outbox, table: RoomTable
 ) -> None:
     """Close a socket when its key is no longer accepted, after an emergency stop in its room if it is the producer."""
-    while is_still_authorized():  # noqa: ASYNC110, files do not say when they change
+    while is_still_authorized():  # noqa: ASYNC110, a file sends no event when it changes
         await asyncio.sleep(KEY_CHECK_INTERVAL)
     participant = table.get_participant(outbox)
     if participant is not None and participant.role is Role.PRODUCER:
-        # Without a latched stop, the robot would move by itself when the file of keys returns.
+        # The stop is latched, because the robot must not move by itself if the file of keys is restored.
         stop = protocol.EmergencyStop("its key is no longer accepted")
         perform_effects(receive_message(table, outbox, stop, time.monotonic()))
     socket.fail_connection(1008, "the key does not count any more")
 
 
 def _disable_nagle(socket: WebsocketImplProtocol) -> None:
-    """Turn Nagle's algorithm off, which delays small frames by 40 ms; asyncio does not do it for Sanic's sockets."""
+    """Turn off Nagle's algorithm, which would delay small frames by 40 ms."""
     connection = None if socket.io_proto is None else socket.io_proto.transport
     raw = None if connection is None else connection.get_extra_info("socket")
     if raw is not None:
@@ -474,10 +451,9 @@ class InvalidSignal(ValueError):
 
 
 def relay_signal(table: RoomTable, path: RoomPath, client_id: str, signal: Json) -> tuple[str | None, Effects]:
-    """Relay a WebRTC signal; returns the answer's text (None for the default one) and the effects.
+    """Relay a WebRTC signal; returns the answer's text (None for the default text) and the effects.
 
-    Producers signal to ``target_consumer``, consumers to ``target_producer``. Signals without a target or from another
-    role are dropped. A missing recipient is not an error, because the producer offers again.
+    Signals without a target are dropped. A missing recipient is not an error, because the producer offers again.
 
     Raises:
         UnknownRoom: the room does not exist.
@@ -490,40 +466,25 @@ def relay_signal(table: RoomTable, path: RoomPath, client_id: str, signal: Json)
     role = None if sender is None else sender.role
     to = Role.PRODUCER if role is Role.CONSUMER else Role.CONSUMER
     target = None if role is None else signal.get(f"target_{to}")
-    is_aimed = isinstance(target, str) and target != ""
+    has_target = isinstance(target, str) and target != ""
     match signal["type"], to:
-        case "offer", Role.CONSUMER if is_aimed:
-            what, message = (
-                "Offer",
-                protocol.WebrtcOffer({"type": "offer", "sdp": _require_text(signal, "sdp")}, client_id),
-            )
+        case "offer", Role.CONSUMER if has_target:
+            what, message = "Offer", protocol.WebrtcOffer(_read_description(signal), client_id)
         case "offer", _:
             return "Peer-to-peer mode - no server WebRTC processing", []
-        case "answer", Role.PRODUCER if is_aimed:
-            what, message = (
-                "Answer",
-                protocol.WebrtcAnswer({"type": "answer", "sdp": _require_text(signal, "sdp")}, client_id),
-            )
-        case "ice", _ if is_aimed:
-            what, message = (
-                "ICE candidate",
-                protocol.WebrtcIce(_require_candidate(signal), **{f"from_{role}": client_id}),
-            )
+        case "answer", Role.PRODUCER if has_target:
+            what, message = "Answer", protocol.WebrtcAnswer(_read_description(signal), client_id)
+        case "ice", _ if has_target:
+            if not isinstance(candidate := signal.get("candidate"), dict):
+                raise InvalidSignal("ice without candidate")
+            what, message = "ICE candidate", protocol.WebrtcIce(candidate, **{f"from_{role}": client_id})
         case _:
             return None, []
     recipient = table.find(path, to, str(target))
-    return f"{what} forwarded to {to}", [] if recipient is None else [Send((recipient.connection,), message)]
+    return f"{what} forwarded to {to}", [] if recipient is None else _reply(recipient, message)
 
 
-def _require_text(signal: Json, key: str) -> str:
-    value = signal.get(key)
-    if not isinstance(value, str):
-        raise InvalidSignal(f"{signal['type']} without {key}")
-    return value
-
-
-def _require_candidate(signal: Json) -> Json:
-    value = signal.get("candidate")
-    if not isinstance(value, dict):
-        raise InvalidSignal("ice without candidate")
-    return value
+def _read_description(signal: Json) -> Json:
+    if not isinstance(signal.get("sdp"), str):
+        raise InvalidSignal(f"{signal['type']} without sdp")
+    return {"type": signal["type"], "sdp": signal["sdp"]}

@@ -1,1 +1,1 @@
-"""WebRTC: peer connections, video in and out; knows no rooms."""
+"""WebRTC: peer connections, received and sent video."""

@@ -1,4 +1,4 @@
-"""Video packets to the newest decoded picture, off the event loop."""
+"""Decoding of video packets to the newest picture, in a thread."""
 
 import asyncio
 import threading
@@ -21,35 +21,32 @@ from service.errors import TransportError
 from service.http.limits import Bucket
 from service.transport.webrtc.jitter_buffer import BoundedNacks, EagerJitterBuffer, h264_pixels, is_keyframe, vp8_pixels
 
-# What a stream may declare: H.264 counts in blocks of 16, of which 1080 lines are 68.
-MAX_DECLARED = 1920 * 1088
-MAX_PENDING = 64  # compressed pictures that wait: two seconds at 30 fps, of which all but the last are too old to show
+MAX_DECLARED = 1920 * 1088  # Pixels that a stream may declare; H.264 counts 1080 lines as 68 blocks of 16.
+MAX_PENDING = 64  # Compressed pictures that wait.
 MAX_PENDING_BYTES = 8 << 20
-# Decoded pictures of the largest size, a second and at once. Smaller ones count by size, but at least half, because
-# beyond 120 a second their number matters: each takes the interpreter's lock.
+# Decoded pictures of the largest size, per second and at once. Smaller pictures count by size, but at least half,
+# because each picture takes the interpreter's lock.
 DECODE_RATE = (60, 30)
-# FFmpeg's names, and whose pictures they are; aiortc offers and answers with no others.
+# Codecs that aiortc negotiates: FFmpeg's name, and the function that reads a picture's declared pixels.
 CODECS: dict[str, tuple[str, Callable[[bytes], int]]] = {"VP8": ("libvpx", vp8_pixels), "H264": ("h264", h264_pixels)}
 END_TIMEOUT = 2.0
-# Where aiortc 1.16 keeps its thread.
+# Attribute of aiortc 1.16 with its decoder thread.
 _THREAD = "_RTCRtpReceiver__decoder_thread"
 
 Task = tuple[RTCRtpCodecParameters, JitterFrame]
 
 
 class DecoderThread:
-    """Decoder thread with a bounded queue, in place of aiortc's.
-
-    aiortc's thread decodes without a limit, dies of errors that are not FFmpeg's, and blocks the event loop at a BYE.
+    """Decoder thread with a bounded queue, in place of aiortc's unbounded thread.
 
     Args:
-        on_frame: takes a picture on the decoder's thread; returns a callback for the event loop, or None.
+        on_frame: takes a picture on the decoder's thread; returns a coroutine for the event loop, or None.
         on_error: called on the decoder's thread for each undecodable picture.
         on_skip: called on the event loop for each skipped picture, because the stream must restart at a keyframe.
 
     Attributes:
-        overrun: pictures dropped over ``DECODE_RATE`` or a full queue.
-        oversize: pictures dropped for their declared size.
+        overrun: number of pictures dropped because of ``DECODE_RATE`` or a full queue.
+        oversize: number of pictures dropped because of their declared size.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class DecoderThread:
         self._on_frame = on_frame
         self._on_error = on_error
         self._on_skip = on_skip
-        self._pixels = float(MAX_DECLARED)  # of a picture, as its stream declared
+        self._pixels = float(MAX_DECLARED)  # Declared pixels of the newest picture.
         self._rate = Bucket(DECODE_RATE[0] * MAX_DECLARED, DECODE_RATE[1] * MAX_DECLARED, clock)
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
@@ -77,11 +74,11 @@ class DecoderThread:
         self._contexts: dict[str, VideoCodecContext] = {}
 
     def qsize(self) -> int:
-        """Return how many compressed pictures wait."""
+        """Return the number of compressed pictures that wait."""
         return len(self._pending)
 
     def put(self, task: Task | None) -> None:
-        """Queue a compressed picture, or end with None; aiortc calls it on the event loop."""
+        """Queue a compressed picture, or end with None; called by aiortc on the event loop."""
         if task is None:
             self._end()
             return
@@ -105,13 +102,13 @@ class DecoderThread:
                 self._changed.notify()
 
     def get(self) -> None:
-        """Start our thread in place of aiortc's, which calls this and ends by the None it gets."""
+        """Start the thread; aiortc's own thread calls this, and ends because it gets None."""
         self._thread = threading.Thread(target=self._run, name="video-decoder")
         self._thread.start()
         setattr(self._receiver, _THREAD, _DetachedThread(self._thread))
 
     async def wait_ended(self) -> None:
-        """Wait until the thread is done with the picture it is at; afterwards it shows nothing more."""
+        """End the thread, and wait for its present picture."""
         self._end()
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join, END_TIMEOUT)
@@ -132,7 +129,7 @@ class DecoderThread:
             self._changed.notify()
 
     def _schedule(self, work: Coroutine[Any, Any, None]) -> None:
-        with self._changed:  # not between `_end` and the end of the loop, where nothing would run it
+        with self._changed:  # After `_end`, the event loop may not run the coroutine.
             if not self._is_over:
                 asyncio.run_coroutine_threadsafe(work, self._loop)
                 return
@@ -142,7 +139,7 @@ class DecoderThread:
         while (task := self._wait_next()) is not None:
             try:
                 frames = self._decode(*task)
-            except Exception:  # errors of FFmpeg and PyAV
+            except Exception:  # FFmpeg and PyAV raise many exceptions.
                 self._on_error()
                 continue
             for frame in frames:
@@ -167,7 +164,7 @@ class DecoderThread:
 
 
 class _DetachedThread:
-    """Thread that aiortc may join on the event loop without blocking; ``DecoderThread.wait_ended`` really waits."""
+    """Thread that aiortc may join without blocking the event loop; ``DecoderThread.wait_ended`` waits instead."""
 
     def __init__(self, thread: threading.Thread):
         self.is_alive = thread.is_alive
@@ -177,7 +174,7 @@ class _DetachedThread:
 
 
 def create_decoder(codec: str) -> VideoCodecContext:
-    """Create a decoder for camera pictures, of one thread, that refuses larger ones by itself too."""
+    """Create a decoder with one thread that refuses pictures of more than ``MAX_DECLARED`` pixels."""
     context = av.CodecContext.create(codec, "r")
     assert isinstance(context, VideoCodecContext)
     context.thread_count = 1
@@ -186,12 +183,11 @@ def create_decoder(codec: str) -> VideoCodecContext:
 
 
 MAX_PIXELS = 1920 * 1080
-# Pictures that may wait for the decoder; those behind a longer queue are too old (8 are 270 ms at 30 fps).
-MAX_BACKLOG = 8
-# swscale's default yuv420p -> rgb24 is too dark by 1.1 of 255; these flags remove that for 1 ms at 640x480.
+MAX_BACKLOG = 8  # Pictures behind a longer queue are outdated (8 pictures are 270 ms at 30 fps).
+# The default conversion of swscale is too dark by 1.1 of 255.
 EXACT_COLORS = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 
-# Where aiortc 1.16 keeps what ``FrameDecoder.install`` replaces; it has no public way to do any of it.
+# Private attributes of aiortc 1.16 that ``FrameDecoder.install`` replaces.
 _BUFFER = "_RTCRtpReceiver__jitter_buffer"
 _DECODER_QUEUE = "_RTCRtpReceiver__decoder_queue"
 _DECODE_ERROR = "_RTCRtpReceiver__decoder_error"
@@ -201,7 +197,7 @@ _PARTS = (_BUFFER, _DECODER_QUEUE, _DECODE_ERROR, _CODECS, _NACKS, _THREAD)
 
 
 class _CountingEvent(threading.Event):
-    """Event that counts how often the decoder thread sets it: once for each picture that cannot be decoded."""
+    """Event that counts undecodable pictures: the decoder thread sets it once for each."""
 
     count = 0
 
@@ -213,16 +209,14 @@ class _CountingEvent(threading.Event):
 class FrameDecoder:
     """Converts the decoded pictures of one peer connection and delivers the newest on the event loop.
 
-    ``put`` runs on the decoder's thread; at most one picture waits.
-
     Args:
-        on_frame: takes (picture, monotonic time it was decoded) on the event loop.
+        on_frame: takes (picture, monotonic decode time) on the event loop.
         on_error: called if ``on_frame`` raised.
 
     Attributes:
-        frames: delivered pictures.
-        oversize, late, broken, superseded: pictures dropped for their size, a backlog or rate, a failed conversion, and
-            a newer picture.
+        frames: number of delivered pictures.
+        oversize, late, broken, superseded: number of pictures dropped because of their size, a backlog or rate, a
+            failed conversion, and a newer picture.
         size: (height, width) of the last picture.
         decoded_at: time of the last decode, or None.
         is_muted: delivery has ended.
@@ -242,7 +236,7 @@ class FrameDecoder:
         self._decoder: DecoderThread | None = None
 
     def get_counts(self) -> dict[str, int]:
-        """Count what happened to the pictures."""
+        """Return the number of delivered and of dropped pictures by reason, and of lost packets."""
         buffer, decoder = self._buffer, self._decoder
         return {
             "frames": self.frames,
@@ -254,9 +248,7 @@ class FrameDecoder:
         }
 
     def install(self, receiver: RTCRtpReceiver) -> None:
-        """Put this decoder and our jitter buffer into a receiver before its start; TransportError for an unknown
-        aiortc.
-        """
+        """Replace the decoder and jitter buffer of a receiver before its start; raises TransportError."""
         missing = [name for name in _PARTS if not hasattr(receiver, name)]
         if missing or not hasattr(receiver.track, "_queue"):
             raise TransportError(f"this aiortc has no {', '.join(missing) or 'track queue'}; install aiortc 1.16")
@@ -272,15 +264,15 @@ class FrameDecoder:
         setattr(receiver, _DECODER_QUEUE, decoder)
         setattr(receiver, _DECODE_ERROR, self._errors)
         setattr(receiver, _NACKS, BoundedNacks())
-        setattr(receiver.track, "_queue", self)  # noqa: B010 - the attribute is none of RTCRtpReceiver's declared ones
+        setattr(receiver.track, "_queue", self)  # noqa: B010 - the attribute is not declared
 
     async def wait_ended(self) -> None:
-        """Wait for the decoder's thread, which shows nothing afterwards."""
+        """Wait for the end of the decoder's thread."""
         if self._decoder is not None:
             await self._decoder.wait_ended()
 
     def put(self, frame: Any) -> Any:
-        """Take a picture (None: the end) on the decoder's thread; returns a loop callback unless one is pending."""
+        """Take a picture (None at the end) on the decoder's thread; returns a coroutine unless one is pending."""
         if isinstance(frame, av.VideoFrame):
             self._convert(frame, time.monotonic())
             if self._is_delivering:
@@ -304,8 +296,7 @@ class FrameDecoder:
             self._newest = (image, now)
 
     async def _deliver(self) -> None:
-        # First of all: what is taken from now on has a delivery of its own.
-        self._is_delivering = False
+        self._is_delivering = False  # From here on, a new picture gets another delivery.
         newest, self._newest = self._newest, None
         if newest is None or self.is_muted:
             return
@@ -314,5 +305,5 @@ class FrameDecoder:
         self.size = (image.shape[0], image.shape[1])
         try:
             self._on_frame(image, self.decoded_at)
-        except Exception as error:  # passed to the owner, because aiortc would swallow it
+        except Exception as error:  # Passed to the owner, because aiortc would ignore it.
             self._on_error(error)

@@ -1,4 +1,4 @@
-"""Encodes a camera's newest picture into video tracks."""
+"""Encoding of a camera's newest picture for video tracks."""
 
 import asyncio
 import time
@@ -19,20 +19,19 @@ from service.errors import TransportError
 from service.http.limits import Bucket
 from service.transport.webrtc.decoding import EXACT_COLORS
 
-# A picture older than this is not sent to a peer that has just connected: it would arrive looking fresh.
+# Seconds after which a picture is not sent to a new peer, because the peer would take it for a new picture.
 MAX_IMAGE_AGE = 0.3
-# Half a bit per pixel keeps a rendered scene within one level of 255; the quality floor saves bits of easy scenes.
-BITS_PER_PIXEL = 0.5
+BITS_PER_PIXEL = 0.5  # It keeps a rendered scene within one level of 255.
 MIN_BITRATE, MAX_BITRATE = 1_000_000, 8_000_000
-KEYFRAME_INTERVAL = 0.5  # seconds between keyframes on request: each is ten times a picture, to make and to send
-# Packets a peer may have again, a second and at once. One datagram of 1.4 kB can name 5,800 of them.
+KEYFRAME_INTERVAL = 0.5  # Seconds between requested keyframes, each of which is as large as ten other pictures.
+# Retransmitted packets of one peer, per second and at once; one datagram can request 5,800 packets.
 RETRANSMIT_RATE = (300, 32)
 TIME_BASE = Fraction(1, VIDEO_CLOCK_RATE)
 _ENCODER = "_RTCRtpSender__encoder"
 
 
 class Camera:
-    """The newest picture of one camera, sent once to show a stopped camera, at most ``rate`` per second."""
+    """Newest picture of one camera, which is sent once, at most ``rate`` times per second."""
 
     def __init__(self, rate: float):
         self.rate = rate
@@ -42,10 +41,10 @@ class Camera:
         self.tracks: set[CameraTrack] = set()
 
     def show(self, image: np.ndarray) -> None:
-        """Send this picture, uint8 (h, w, 3) RGB, to everybody connected; it is copied.
+        """Send a copy of this picture, uint8 (h, w, 3) RGB, to all connected peers.
 
         Raises:
-            ValueError: it has another type or shape.
+            ValueError: the picture has another type or shape.
         """
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise ValueError(f"a picture is uint8 (h, w, 3), got {image.dtype} {image.shape}")
@@ -57,7 +56,7 @@ class Camera:
 
 
 class CameraTrack(MediaStreamTrack):
-    """Video track of one camera for one peer: the newest picture each time the sender is ready."""
+    """Video track of one camera for one peer, with the newest picture whenever the sender is ready."""
 
     kind = "video"
 
@@ -72,7 +71,7 @@ class CameraTrack(MediaStreamTrack):
         camera.tracks.add(self)
 
     def wake(self) -> None:
-        """Wake the track: there is a new picture, or it has stopped."""
+        """Wake the track for a new picture or its end."""
         self._wake_event.set()
 
     def stop(self) -> None:
@@ -82,8 +81,8 @@ class CameraTrack(MediaStreamTrack):
         self.wake()
 
     async def recv(self) -> av.VideoFrame:
-        """Return the newest picture not sent yet, when there is one and the rate allows it."""
-        # A little less than the period, or the jitter of the source would cost every other picture.
+        """Wait for a new picture and the rate, and return the newest picture."""
+        # Less than the period, because jitter of the source would otherwise drop every second picture.
         await asyncio.sleep(max(0.0, self._sent_at + 0.8 / self.camera.rate - time.monotonic()))
         while True:
             self._wake_event.clear()
@@ -104,11 +103,7 @@ class CameraTrack(MediaStreamTrack):
 
 
 class CameraEncoder(Vp8Encoder):
-    """VP8 for a policy's eyes: enough bits for the size, no denoising, exact colours.
-
-    aiortc's encoder uses 500 kbit/s for any size and restarts with keyframes at each bandwidth estimate. This one keeps
-    its budget; on a slow network, send fewer or smaller pictures.
-    """
+    """VP8 encoder for policies: bits by picture size, no denoising, exact colours, no bandwidth estimates."""
 
     def __init__(self, rate: float):
         super().__init__()
@@ -119,19 +114,19 @@ class CameraEncoder(Vp8Encoder):
 
     @property
     def target_bitrate(self) -> int:
-        """Bits a second that the encoder may use."""
+        """Bits per second that the encoder may use."""
         return MIN_BITRATE if self._context is None else self._context.bit_rate or MIN_BITRATE
 
     @target_bitrate.setter
     def target_bitrate(self, bitrate: int) -> None:
-        """Ignore the receiver's estimate, which aiortc hands over here."""
+        """Ignore the receiver's estimate, which aiortc sets."""
 
     def encode(self, frame: Frame, force_keyframe: bool = False) -> tuple[list[bytes], int]:
-        """Encode one picture as RTP payloads; called by aiortc on a thread of its own."""
+        """Encode one picture as RTP payloads; called by aiortc in a thread."""
         assert isinstance(frame, av.VideoFrame)
         planar = frame.reformat(format="yuv420p", interpolation=EXACT_COLORS)
         planar.pts, planar.time_base = frame.pts, frame.time_base
-        # A request that comes too soon is kept: who asks has no picture.
+        # An early request is kept, because its sender has no picture.
         self._is_keyframe_due |= force_keyframe
         now = time.monotonic()
         if self._is_keyframe_due and now >= self._keyframe_at + KEYFRAME_INTERVAL:
@@ -158,7 +153,7 @@ class CameraEncoder(Vp8Encoder):
         context.pix_fmt = "yuv420p"
         context.bit_rate = bitrate
         context.time_base = TIME_BASE
-        context.gop_size = 3000  # keyframes on request only
+        context.gop_size = 3000  # Keyframes only on request.
         context.qmin, context.qmax = 2, 48
         context.thread_count = 1 if frame.width * frame.height <= 640 * 480 else 2
         context.options = {
@@ -177,20 +172,20 @@ class CameraEncoder(Vp8Encoder):
 
 
 def vp8_codecs() -> list[RTCRtpCodecCapability]:
-    """Return the codecs to offer: VP8 and its retransmission, which every peer of this wire has."""
+    """Return the offered codecs: VP8 and its retransmission."""
     codecs = RTCRtpSender.getCapabilities("video").codecs
     return [codec for codec in codecs if codec.mimeType.lower() in ("video/vp8", "video/rtx")]
 
 
 def install_encoder(sender: RTCRtpSender, track: CameraTrack) -> None:
-    """Give a sender our encoder before its start; raises TransportError if this aiortc is unknown."""
+    """Replace the encoder of a sender before its start; raises TransportError for another aiortc."""
     if not hasattr(sender, _ENCODER):
-        raise TransportError("this aiortc keeps its encoder elsewhere; install aiortc 1.16")
+        raise TransportError("this aiortc has another encoder attribute; install aiortc 1.16")
     setattr(sender, _ENCODER, CameraEncoder(track.camera.rate))
 
 
 def limit_retransmissions(sender: RTCRtpSender) -> None:
-    """Limit the packets that a viewer's reports make a sender send again; called before the sender starts."""
+    """Limit the packets that a sender retransmits to a viewer; called before the sender starts."""
     original, bucket = sender._handle_rtcp_packet, Bucket(*RETRANSMIT_RATE)
 
     async def handle(packet: AnyRtcpPacket) -> None:

@@ -1,9 +1,4 @@
-"""ICE of a peer: which candidates are used, and a filter of the datagrams at its UDP sockets, before aiortc.
-
-Anybody can send to an open port, and aiortc 1.16 trusts all data: an empty datagram ended a connection, a fake STUN
-message of 64 kB took 25 ms, and early data queued without a limit. The filter costs microseconds per datagram.
-Accepted datagrams share the fair queue (``service.http.fair_queue``).
-"""
+"""ICE of a peer: rules for candidates, and a filter of datagrams before aiortc, which trusts all datagrams."""
 
 import ipaddress
 import logging
@@ -20,16 +15,13 @@ from service.http.limits import Bucket, source_key
 
 log = logging.getLogger(__name__)
 
-MAX_CANDIDATES = 32  # addresses of one connection; a laptop with two networks and a VPN has a dozen
-MAX_CANDIDATE_LENGTH = 512  # characters; a candidate with an IPv6 address and all extensions has 200
-LOWEST_PORT = 1024  # Browsers and libraries use no lower port. Services that could be attacked do.
+MAX_CANDIDATES = 32  # Addresses of one connection; a laptop with two networks and a VPN has a dozen.
+MAX_CANDIDATE_LENGTH = 512  # Characters; a candidate with an IPv6 address and all extensions has 200.
+LOWEST_PORT = 1024  # Peers use no lower port, but services that could be attacked do.
 
 
 class EarlyCandidates:
-    """ICE candidates by sender that arrived before their offer.
-
-    An offer takes the candidates of its own generation (``usernameFragment``) and candidates without a generation.
-    """
+    """ICE candidates by sender that arrived before their offer."""
 
     def __init__(self, max_senders: int = 16, per_sender: int = 64):
         self._max_senders = max_senders
@@ -37,7 +29,7 @@ class EarlyCandidates:
         self._by_sender: dict[str, deque[Mapping[str, Any]]] = {}
 
     def keep(self, sender: str, candidate: Mapping[str, Any]) -> None:
-        """Keep a candidate; the oldest are dropped above the limits."""
+        """Keep a candidate, and drop the oldest candidates above the limits."""
         candidates = self._by_sender.pop(sender, None) or deque(maxlen=self._per_sender)
         candidates.append(candidate)
         self._by_sender[sender] = candidates
@@ -49,7 +41,7 @@ class EarlyCandidates:
         self._by_sender.pop(sender, None)
 
     def for_description(self, sender: str, sdp: str) -> list[Mapping[str, Any]]:
-        """Return the candidates that belong to this description of the sender."""
+        """Return the sender's candidates with the generation (``usernameFragment``) of this SDP, or with none."""
         fragments = {line.partition(":")[2].strip() for line in sdp.splitlines() if line.startswith("a=ice-ufrag:")}
         return [
             candidate
@@ -59,21 +51,17 @@ class EarlyCandidates:
 
 
 def trim_candidate(candidate: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a candidate without superfluous fields; None for an oversized one."""
+    """Return a candidate without superfluous fields, or None if it is too long."""
     fields = {name: value for name in _FIELDS if isinstance(value := candidate.get(name), str | int)}
-    return (
-        fields
-        if sum(len(value) for value in fields.values() if isinstance(value, str)) <= MAX_CANDIDATE_LENGTH
-        else None
-    )
+    length = sum(len(value) for value in fields.values() if isinstance(value, str))
+    return fields if length <= MAX_CANDIDATE_LENGTH else None
 
 
 def explain_refused_address(host: str, port: int) -> str | None:
     """Return why this address is never used, or None.
 
-    Connectivity checks go to any address that the other side names. Without this rule, a participant could make this
-    server send datagrams to metadata servers, multicast groups or local services. Private addresses are allowed,
-    because robots use them.
+    Without this rule, a participant could make this server send connectivity checks to metadata servers, multicast
+    groups or local services. Private addresses are allowed, because robots use them.
     """
     if not LOWEST_PORT <= port <= 65535:
         return f"port {port} is not from {LOWEST_PORT} to 65535"
@@ -84,7 +72,7 @@ def explain_refused_address(host: str, port: int) -> str | None:
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     if address.is_multicast or address.is_unspecified or address == ipaddress.IPv4Address("255.255.255.255"):
-        return "it is no address of one machine"
+        return "it is not the address of one machine"
     if (address.version == 4 and address.is_link_local) or address in _METADATA:
         return "it is a link-local or metadata address"
     return None
@@ -95,9 +83,9 @@ _METADATA = frozenset({ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_addre
 
 
 def split_candidates(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
-    """Split an SDP into a description and its mDNS candidates; refused and excess candidates are dropped.
+    """Split an SDP into a description and its mDNS candidates, because aiortc would resolve each in a second.
 
-    aiortc would resolve ``.local`` candidates in a description one by one, a second each, and fail without mDNS.
+    Refused and excess candidates are dropped.
     """
     lines: list[str] = []
     named: list[Mapping[str, Any]] = []
@@ -110,38 +98,35 @@ def split_candidates(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
         parts = line.split() if line.startswith("a=candidate:") else []
         if len(parts) > 5:
             host, port = parts[4], int(parts[5]) if parts[5].isdecimal() else 0
-            why = (
-                explain_refused_address(host, port)
-                if used < MAX_CANDIDATES
-                else f"{MAX_CANDIDATES} others come before it"
-            )
-            used += why is None
+            why = explain_refused_address(host, port)
+            if used >= MAX_CANDIDATES:
+                why = f"{MAX_CANDIDATES} others come before it"
             if why is not None:
                 refused.append(f"{line!r}: {why}")
-            elif host.endswith(".local"):
+                continue
+            used += 1
+            if host.endswith(".local"):
                 named.append({"candidate": line, "sdpMLineIndex": max(index, 0)})
-            else:
-                lines.append(line)
-        else:
-            lines.append(line)
+                continue
+        lines.append(line)
     if refused:
         log.info("%d candidates not used, of them %s", len(refused), refused[0])
-    if named:  # They are added later, and aiortc accepts no candidate after the end.
+    if named:  # Candidates are added later, and aiortc accepts no candidate after the end.
         lines = [line for line in lines if line != "a=end-of-candidates"]
     return "\r\n".join(lines) + "\r\n", named
 
 
-MAX_DATAGRAM = 2048  # bytes; media and handshakes stay below 1500, the size of an Ethernet frame
-MAX_WAITING = 256  # unread datagrams of one peer
-# (Per second, at once) of one peer. Video of 8 Mbit/s has 1,000 packets a second, and a keyframe 300.
+MAX_DATAGRAM = 2048  # Bytes; media and handshakes have less than 1500.
+MAX_WAITING = 256  # Unread datagrams of one peer.
+# Datagrams of one peer, per second and at once. Video of 8 Mbit/s has 1,000 packets a second, and a keyframe 300.
 MEDIA_RATE = (3000, 1500)
 HANDSHAKE_RATE = (100, 50)
-CHECK_RATE = (100, 100)  # STUN of named or verified addresses
-STRANGER_RATE = (50, 50)  # other STUN, such as the first check of a peer behind a NAT
-# Seconds of the event loop (per second, at once) for one peer's media; more is a flood. 1,000 packets take 0.1 s.
+CHECK_RATE = (100, 100)  # STUN of candidates.
+STRANGER_RATE = (50, 50)  # Other STUN, such as the first check of a peer behind a NAT.
+# Seconds of the event loop for one peer's media, per second and at once; 1,000 packets take 0.1 s.
 MEDIA_BUDGET = (0.1, 0.05)
-MAX_SOURCES = 16  # SSRCs of one peer; a camera with retransmissions has two. libsrtp never frees one.
-STUN_COOKIE = b"\x21\x12\xa4\x42"  # at byte 4 of every STUN message (RFC 8489)
+MAX_SOURCES = 16  # SSRCs of one peer, which libsrtp never frees; a camera with retransmissions has two.
+STUN_COOKIE = b"\x21\x12\xa4\x42"  # Bytes 4 to 7 of every STUN message (RFC 8489).
 
 
 class DatagramFilter:
@@ -256,9 +241,9 @@ class DatagramFilter:
 
 
 def pace_datagrams(original: Callable[[], Awaitable[bytes]], ice: Any) -> Callable[[], Awaitable[bytes]]:
-    """Wrap the receive call of aiortc's task, which would read all waiting datagrams in one turn.
+    """Wrap the receive call of aiortc's task, so that each datagram waits for this peer's turn.
 
-    Each datagram waits for this peer's turn, and is charged with the time of the previous datagram (0.1 to 1 ms).
+    A turn is charged with the processing time of the previous datagram.
     """
     flow: Flow | None = None
     began: float | None = None

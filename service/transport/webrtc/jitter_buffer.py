@@ -1,8 +1,4 @@
-"""Jitter buffer: video packets to whole pictures, and the sizes that H.264 and VP8 declare.
-
-aiortc's buffer delivers a picture only with the next one (33 ms late at 30 fps). It stays behind after a
-retransmission, and decodes smeared pictures after a loss. A policy must not see such pictures.
-"""
+"""Jitter buffer: video packets to whole pictures, and the picture sizes that H.264 and VP8 declare."""
 
 import re
 import time
@@ -14,20 +10,18 @@ from aiortc.rtcrtpreceiver import NackGenerator
 from aiortc.rtp import RTP_HISTORY_SIZE, RtpPacket
 from aiortc.utils import uint16_add
 
-# Profiles whose description has chroma and scaling lists in it.
+# Profiles whose parameter sets contain chroma and scaling lists.
 _PROFILES_WITH_CHROMA = {44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244}
-_MAX_LEADING_ZEROS = 32  # zeros before a number; more are no H.264
-UNREADABLE_SIZE = 1 << 62  # pixels; reported for invalid descriptions, which are not decoded
-
-
-# Limits of one picture. Usual are 200 slices (one per packet) and one parameter set, of up to 1 ms each.
+_MAX_LEADING_ZEROS = 32  # Largest number of zeros before a number in H.264.
+UNREADABLE_SIZE = 1 << 62  # Pixels of an invalid parameter set, so that its picture is not decoded.
+# Limits of one picture; usual pictures have 200 slices and one parameter set, each of which takes up to 1 ms.
 MAX_UNITS = 1024
 MAX_DESCRIPTIONS = 2
 _START_CODE = b"\0\0\1"
 
 
 def _unit_pattern(kind: int) -> re.Pattern[bytes]:
-    """Return a pattern of a start code with the first byte of such a unit, of any importance."""
+    """Return a pattern of a start code and the first byte of a unit of this kind."""
     return re.compile(_START_CODE + b"[" + b"".join(b"\\x%02x" % (high << 5 | kind) for high in range(8)) + b"]")
 
 
@@ -45,12 +39,11 @@ def h264_pixels(data: bytes) -> int:
 
 
 def has_idr_slice(data: bytes) -> bool:
-    """Whether an access unit has an IDR slice: a decoder can begin with it."""
+    """Whether an access unit has an IDR slice, so that a decoder can start with it."""
     return data.startswith((b"\0\0\0\1", _START_CODE)) and _SLICE.search(data) is not None
 
 
 def _parse_pixels(description: bytes) -> int:
-    # A size stands in the first bytes; scaling lists, which may come before it, have a few hundred.
     bits = _BitReader(description.replace(b"\0\0\3", b"\0\0"))
     try:
         return _read_pixels(bits)
@@ -60,7 +53,7 @@ def _parse_pixels(description: bytes) -> int:
 
 def _read_pixels(bits: "_BitReader") -> int:
     profile = bits.read_bits(8)
-    bits.read_bits(16)  # constraints, level
+    bits.read_bits(16)  # Constraints and level.
     bits.read_golomb()
     if profile in _PROFILES_WITH_CHROMA:
         chroma = bits.read_golomb()
@@ -86,7 +79,7 @@ def _read_pixels(bits: "_BitReader") -> int:
     bits.read_golomb()
     bits.read_bits(1)
     width, height = bits.read_golomb() + 1, bits.read_golomb() + 1
-    return width * height * (1 if bits.read_bits(1) else 2) * 256  # in macroblocks of 16x16, of a frame or of a field
+    return width * height * (1 if bits.read_bits(1) else 2) * 256  # Macroblocks of 16x16 of a frame or a field.
 
 
 def _skip_scaling_list(bits: "_BitReader", size: int) -> None:
@@ -99,7 +92,7 @@ def _skip_scaling_list(bits: "_BitReader", size: int) -> None:
 
 
 class _BitReader:
-    """Reads numbers from a bit string, first bit first."""
+    """Reader of numbers from a bit string."""
 
     def __init__(self, data: bytes):
         self._bits = f"{int.from_bytes(data, 'big'):0{8 * len(data)}b}" if data else ""
@@ -121,30 +114,27 @@ class _BitReader:
         return self.read_bits(zeros + 1) - 1
 
 
-# Seconds a missing packet may hold up the stream; a retransmission on a local network takes a few ms.
-LOSS_TIMEOUT = 0.2
-# Pictures delivered per packet, those of LOSS_TIMEOUT at 60 fps; the others follow with later packets, because each
-# takes up to 1 ms of the event loop.
-MAX_FRAMES_PER_PACKET = 12
-NACK_INTERVAL = 0.005  # seconds between reports of missing packets
-VP8_START = b"\x9d\x01\x2a"  # stands at byte 3 of a keyframe
-KEYFRAME_REQUEST_INTERVAL = 0.3  # seconds between requests for a keyframe
+LOSS_TIMEOUT = 0.2  # Seconds to wait for a missing packet; a retransmission on a local network takes a few ms.
+MAX_FRAMES_PER_PACKET = 12  # Pictures delivered per packet (LOSS_TIMEOUT at 60 fps), each of which takes up to 1 ms.
+NACK_INTERVAL = 0.005  # Seconds between reports of missing packets.
+VP8_START = b"\x9d\x01\x2a"  # Bytes 3 to 5 of a keyframe.
+KEYFRAME_REQUEST_INTERVAL = 0.3  # Seconds between requests for a keyframe.
 
 
 class EagerJitterBuffer(JitterBuffer):
-    """Jitter buffer that delivers a picture as soon as it is complete, in place of aiortc's.
+    """Jitter buffer that delivers a picture at its marker bit (RFC 7741, RFC 6184), not with the next picture.
 
-    A picture ends at its marker bit (RFC 7741, RFC 6184) or at the next one. A loss skips to a requested keyframe.
+    After a loss, it skips to a requested keyframe, because a policy must not get smeared pictures.
 
     Args:
-        on_extra_frame: takes every picture but the last when one packet completes several, in order.
-        max_pixels: larger VP8 keyframes are dropped, because decoders allocate what a header declares (400 MB).
-        clock: monotonic seconds.
+        on_extra_frame: takes every picture but the last, in order, if one packet completes several pictures.
+        max_pixels: larger VP8 keyframes are dropped, because decoders allocate the declared size.
+        clock: returns monotonic seconds.
 
     Attributes:
         lost: number of losses.
-        skipped: pictures dropped while waiting for a keyframe.
-        oversize: keyframes dropped for their declared size.
+        skipped: number of pictures dropped while waiting for a keyframe.
+        oversize: number of keyframes dropped because of their declared size.
     """
 
     def __init__(
@@ -157,7 +147,7 @@ class EagerJitterBuffer(JitterBuffer):
         self.lost = 0
         self.skipped = 0
         self.oversize = 0
-        self._contiguous = 0  # packets from the first that are there, of one picture, and not its end
+        self._contiguous = 0  # Checked packets at the beginning of the first picture.
         self._max_pixels = max_pixels
         self._on_extra_frame = on_extra_frame
         self._clock = clock
@@ -167,7 +157,7 @@ class EagerJitterBuffer(JitterBuffer):
         self._highest: int | None = None
 
     def add(self, packet: RtpPacket) -> tuple[bool, JitterFrame | None]:
-        """Take one packet; returns whether to ask for a keyframe, and the newest complete picture, if any."""
+        """Take one packet; returns whether to request a keyframe, and the newest complete picture, if any."""
         now = self._clock()
         is_broken, _ = super().add(packet)
         if self._highest is None or is_broken or _ahead(packet.sequence_number, self._highest) > 0:
@@ -189,21 +179,21 @@ class EagerJitterBuffer(JitterBuffer):
         return asks, frames[-1] if frames else None
 
     def require_keyframe(self) -> None:
-        """Give nothing out, and ask, until there is a keyframe: a picture that was given out is not decoded."""
+        """Deliver nothing before the next keyframe, which is requested, because a delivered picture was skipped."""
         self._needs_keyframe = True
 
     def remove(self, count: int) -> None:
-        """Remove so many packets, and move on."""
+        """Remove this number of slots at the beginning."""
         assert self._origin is not None
         self._contiguous = 0
         if count < self._capacity:
             super().remove(count)
-        else:  # what a jump in the numbers asks for: not slot by slot
+        else:  # The sequence numbers jumped, and the base class would remove slot by slot.
             self._packets = [None] * self._capacity
             self._origin = uint16_add(self._origin, count)
 
     def smart_remove(self, count: int) -> bool:
-        """Likewise, up to the end of a picture; returns whether nothing is left."""
+        """Remove at least this number of slots, up to the end of a picture; returns whether all were removed."""
         self._contiguous = 0
         if count < self._capacity:
             return super().smart_remove(count)
@@ -211,7 +201,7 @@ class EagerJitterBuffer(JitterBuffer):
         return True
 
     def _remove_frame(self, sequence_number: int) -> JitterFrame | None:
-        return None  # the base class would give one picture out here; ``add`` gives out all there are
+        return None  # The base class would return one picture; ``add`` delivers all complete pictures.
 
     def _slot(self, index: int) -> RtpPacket | None:
         assert self._origin is not None
@@ -221,17 +211,17 @@ class EagerJitterBuffer(JitterBuffer):
         while (length := self._measure_first()) is not None:
             packets = [packet for index in range(length) if (packet := self._slot(index)) is not None]
             self.remove(length)
-            # Padding, which senders use to probe the bandwidth, makes a picture without data: nothing to decode.
+            # Padding, with which senders probe the bandwidth, makes a picture without data.
             if data := b"".join(packet._data for packet in packets):  # type: ignore[attr-defined]
                 yield JitterFrame(data=data, timestamp=packets[0].timestamp)
 
     def _measure_first(self) -> int | None:
-        """Return how many packets the first picture has, None while it is incomplete."""
+        """Return the number of packets of the first picture, None while it is incomplete."""
         first = self._slot(0)
         for index in range(self._contiguous, self._capacity):
             packet = self._slot(index)
             if packet is None or first is None:
-                # The next packet need not look at these again: a picture may be 512 packets long.
+                # The next call skips these packets, because a picture may have 512.
                 self._contiguous = index
                 return None
             if packet.timestamp != first.timestamp:
@@ -241,7 +231,7 @@ class EagerJitterBuffer(JitterBuffer):
         return None
 
     def _skip_loss(self, now: float) -> bool:
-        """Skip up to the end of a gap when a missing packet was waited for too long; returns whether it did."""
+        """Skip a gap whose packets are missing for ``LOSS_TIMEOUT``; returns whether it was skipped."""
         assert self._origin is not None
         assert self._highest is not None
         held = _ahead(self._highest, self._origin) + 1
@@ -261,7 +251,7 @@ class EagerJitterBuffer(JitterBuffer):
     def _is_decodable(self, frame: JitterFrame) -> bool:
         if vp8_pixels(frame.data) > self._max_pixels:
             self.oversize += 1
-            self._needs_keyframe = True  # what follows is built on it
+            self._needs_keyframe = True  # The next pictures depend on this picture.
             return False
         if self._needs_keyframe and not is_keyframe(frame.data):
             self.skipped += 1
@@ -271,7 +261,7 @@ class EagerJitterBuffer(JitterBuffer):
 
 
 class BoundedNacks(NackGenerator):
-    """Limited reports of the newest missing packets; aiortc's count through gaps of 30,000 and report each one."""
+    """Limited reports of the newest missing packets, in place of aiortc's unlimited reports."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         super().__init__()
@@ -281,7 +271,7 @@ class BoundedNacks(NackGenerator):
         self._count = 0
 
     def add(self, packet: RtpPacket) -> bool:
-        """Note a packet; returns whether to report what is missing."""
+        """Note a packet; returns whether to report missing packets."""
         number = packet.sequence_number
         gap = 1 if self.max_seq is None else _ahead(number, self.max_seq)
         if gap <= 0:
@@ -303,7 +293,7 @@ class BoundedNacks(NackGenerator):
 
 
 def vp8_pixels(data: bytes) -> int:
-    """Return the picture size that a VP8 keyframe declares (RFC 6386, 9.1), 0 for anything else."""
+    """Return the pixels that a VP8 keyframe declares (RFC 6386, 9.1), 0 for other data."""
     if len(data) < 10 or data[3:6] != VP8_START or data[0] & 1:
         return 0
     width, height = (int.from_bytes(data[at : at + 2], "little") & 0x3FFF for at in (6, 8))
@@ -312,12 +302,10 @@ def vp8_pixels(data: bytes) -> int:
 
 def is_keyframe(data: bytes) -> bool:
     """Whether a decoder can start here: a VP8 keyframe (RFC 6386, 9.1) or an H.264 access unit with an IDR slice."""
-    if data[3:6] == VP8_START and not data[0] & 1:
-        return True
-    return has_idr_slice(data)
+    return (data[3:6] == VP8_START and not data[0] & 1) or has_idr_slice(data)
 
 
 def _ahead(sequence_number: int, other: int) -> int:
-    """Return how far one 16-bit sequence number is ahead of another, negative when it is behind."""
+    """Return the difference of two 16-bit sequence numbers, negative if the first is older."""
     difference = uint16_add(sequence_number, -other)
     return difference - 0x10000 if difference >= 0x8000 else difference

@@ -1,4 +1,4 @@
-"""One WebRTC peer connection, its offers, answers and candidates."""
+"""One WebRTC peer connection: offers, answers and candidates."""
 
 import asyncio
 import logging
@@ -7,13 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from aiortc import (
-    MediaStreamTrack,
-    RTCConfiguration,
-    RTCIceServer,
-    RTCPeerConnection,
-    RTCSessionDescription,
-)
+from aiortc import MediaStreamTrack, RTCConfiguration, RTCIceServer, RTCPeerConnection, RTCSessionDescription
 from aiortc.sdp import candidate_from_sdp
 from OpenSSL import SSL
 
@@ -30,10 +24,10 @@ from service.transport.webrtc.ice import (
 
 log = logging.getLogger(__name__)
 
-_CERTIFICATES = "_RTCPeerConnection__certificates"  # where aiortc 1.16 keeps them
+_CERTIFICATES = "_RTCPeerConnection__certificates"  # Private attribute of aiortc 1.16.
 _CODEC = re.compile(r"a=rtpmap:(\d{1,3}) (?:VP8|H264|rtx)/90000$", re.IGNORECASE)
 CLOSE_TIMEOUT = 2.0
-OPEN_TIMEOUT = 0.5  # the sockets of this machine are open by then; what STUN servers answer may take 5 s
+OPEN_TIMEOUT = 0.5  # Seconds in which all local sockets are open; STUN servers may take 5 s longer.
 
 # Limits of a description: Chrome offers 500 lines in 20 kB, while 60 kB with 2,000 codecs block aiortc for 24 s.
 MAX_SDP = 65_536
@@ -44,13 +38,13 @@ MAX_LINES_OF_KIND = {
     "a=rtpmap": 64, "a=fmtp": 64, "a=rtcp-fb": 256, "a=ssrc": 64, "a=ssrc-group": 16, "a=extmap": 64,
     "a=candidate": 128, "a=fingerprint": 8,
 }  # fmt: skip
-MAX_CODECS = 16  # decodable codecs per video section; Chrome has VP8 and seven kinds of H.264, each twice
-MAX_FEEDBACK = 8  # kinds of RTCP feedback of one codec; Chrome has six
-MAX_CREDENTIAL = 256  # characters of a=ice-ufrag and a=ice-pwd (RFC 8839, 5.4); they go out with each check
+MAX_CODECS = 16  # Decodable codecs per video section; Chrome has VP8 and seven kinds of H.264, each twice.
+MAX_FEEDBACK = 8  # Kinds of RTCP feedback of one codec; Chrome has six.
+MAX_CREDENTIAL = 256  # Characters of a=ice-ufrag and a=ice-pwd (RFC 8839, 5.4), which each check contains.
 
 
 class BadSignal(Exception):
-    """An offer, an answer or a candidate that cannot be used."""
+    """An offer, an answer or a candidate is invalid."""
 
 
 class Peer:
@@ -65,7 +59,6 @@ class Peer:
     def __init__(self, ice_servers: Sequence[str]):
         servers = [RTCIceServer(urls=url) for url in ice_servers]
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=servers))
-        # A peer may let us make keys anew for ever: a handshake costs us a millisecond of the event loop each time.
         forbid_renegotiation(self._pc)
         self.datagram_filter = DatagramFilter()
         self._candidate_count = 0
@@ -86,20 +79,20 @@ class Peer:
 
     @property
     def is_answered(self) -> bool:
-        """Whether both descriptions are known, so that candidates can be added."""
+        """Whether both descriptions are set, so that candidates can be added."""
         return self._pc.signalingState == "stable" and self._pc.remoteDescription is not None
 
     def is_useless(self, connect_timeout: float) -> bool:
-        """Whether the connection ended, or did not connect in this many seconds."""
+        """Whether the connection ended, or did not connect in ``connect_timeout`` seconds."""
         return self.state in ("failed", "closed") or (
             self.connected_at is None and time.monotonic() > self.created_at + connect_timeout
         )
 
     async def answer_offer(self, offer: str, decoder: FrameDecoder) -> str:
-        """Take an offer, show its first video stream on ``decoder``, and return the answer's SDP with all candidates.
+        """Take an offer, decode its first video stream with ``decoder``, and return the answer's SDP with candidates.
 
         Raises:
-            BadSignal: the offer cannot be used.
+            BadSignal: the offer is invalid.
         """
 
         def receive(track: MediaStreamTrack) -> None:
@@ -116,14 +109,14 @@ class Peer:
         plain, named = split_candidates(keep_known_codecs(offer))
         await self._set_remote_description(RTCSessionDescription(plain, "offer"))
         if self._pc.sctp is not None:
-            self._pc.sctp.start = _ignore_start  # type: ignore[method-assign] # a data channel never opens: what comes for it is dropped
+            self._pc.sctp.start = _ignore_start  # type: ignore[method-assign] # data channels never open
         _limit_gathering(self._pc, self.datagram_filter)
         await self._gather()
         self.add_candidates(named)
         return self._get_description()
 
     async def create_offer(self, track: CameraTrack) -> str:
-        """Send ``track``, and return the offer's SDP with all candidates; raises BadSignal if there is no address."""
+        """Send ``track``, and return the offer's SDP with candidates; raises BadSignal without a local address."""
         transceiver = self._pc.addTransceiver(track, direction="sendonly")
         transceiver.setCodecPreferences(vp8_codecs())
         install_encoder(transceiver.sender, track)
@@ -134,7 +127,7 @@ class Peer:
         return self._get_description()
 
     async def accept_answer(self, answer: str) -> None:
-        """Take the answer to our offer; raises BadSignal if it cannot be used."""
+        """Take the answer to this peer's offer; raises BadSignal if it is invalid."""
         if self._pc.signalingState != "have-local-offer":
             raise BadSignal(f"an answer came while the connection was {self._pc.signalingState}")
         check_description(answer)
@@ -143,7 +136,7 @@ class Peer:
         self.add_candidates(named)
 
     def add_candidates(self, candidates: Iterable[Mapping[str, Any]]) -> None:
-        """Add trickled candidates in parallel (mDNS names resolve slowly), at most twice ``MAX_CANDIDATES``."""
+        """Add trickled candidates in parallel, at most twice ``MAX_CANDIDATES``."""
         for candidate in candidates:
             if self._candidate_count >= 2 * MAX_CANDIDATES:
                 return
@@ -153,7 +146,7 @@ class Peer:
             task.add_done_callback(self._adding.discard)
 
     async def close(self) -> None:
-        """Close the connection and its tasks; a cancelled caller still waits, because half a close leaks sockets."""
+        """Close the connection and its tasks; a cancelled caller still waits, so that no socket leaks."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         try:
@@ -178,15 +171,14 @@ class Peer:
             await self._decoder.wait_ended()
 
     async def _gather(self) -> None:
-        # aioice forgets the sockets that it has opened when it is cancelled between two; `close` lets it finish.
+        # `close` waits for this task, because aioice leaks its sockets if it is cancelled while opening them.
         self._gathering = asyncio.ensure_future(self._pc.setLocalDescription())
         try:
             await asyncio.shield(self._gathering)
-        except Exception as error:  # what aiortc finds missing in an offer only when it makes the answer: a direction
-            raise BadSignal(f"no description can be made of it ({type(error).__name__}: {error})") from error
+        except Exception as error:  # aiortc finds some errors of an offer only here.
+            raise BadSignal(f"no description can be created ({type(error).__name__}: {error})") from error
 
     def _get_description(self) -> str:
-        # Only after setLocalDescription does it hold our candidates; what createOffer and createAnswer return has none.
         sdp = self._pc.localDescription.sdp
         if self.has_video and "a=candidate:" not in sdp:
             raise BadSignal("no UDP port could be opened on any address of this machine; check its network")
@@ -196,13 +188,13 @@ class Peer:
         try:
             await self._pc.setRemoteDescription(description)
         except Exception as error:
-            # aiortc parses SDP with asserts, indexing and int(): a stranger's text can raise nearly anything.
+            # aiortc's parser raises many kinds of exceptions for invalid SDP.
             raise BadSignal(f"unusable {description.type} ({type(error).__name__}: {error})") from error
 
     async def _add_candidate(self, candidate: Mapping[str, Any]) -> None:
         text = candidate.get("candidate")
         if not isinstance(text, str) or not text.strip():
-            return  # the browser's end of candidates
+            return  # A browser marks the end of its candidates.
         try:
             parsed = candidate_from_sdp(text.removeprefix("a=").removeprefix("candidate:"))
             if (why := explain_refused_address(parsed.ip, parsed.port)) is not None:
@@ -213,7 +205,7 @@ class Peer:
             parsed.sdpMLineIndex = index if isinstance(index, int) else 0 if parsed.sdpMid is None else None
             await self._pc.addIceCandidate(parsed)
         except Exception as error:
-            # As above; and one bad candidate, or a host without multicast for mDNS, leaves the other candidates.
+            # One invalid candidate, or a host without multicast for mDNS, must not affect other candidates.
             log.info("candidate %r not used: %s: %s", text, type(error).__name__, error)
 
     def _on_state_change(self) -> None:
@@ -223,11 +215,11 @@ class Peer:
 
 
 async def _ignore_start(*arguments: object) -> None:
-    """Do nothing, in place of RTCSctpTransport.start."""
+    """Do nothing in place of RTCSctpTransport.start."""
 
 
 def check_description(sdp: str) -> None:
-    """Raise BadSignal for a description that exceeds a camera's sizes, before it is parsed."""
+    """Raise BadSignal for a description that is larger than a camera's, before it is parsed."""
     if len(sdp) > MAX_SDP:
         raise BadSignal(f"a description of {len(sdp)} characters; at most {MAX_SDP} are read")
     lines = sdp.splitlines()
@@ -253,7 +245,7 @@ def check_description(sdp: str) -> None:
 
 
 def keep_known_codecs(sdp: str) -> str:
-    """Return a description whose video has no codecs but ours: aiortc copies and compares each that it is offered."""
+    """Return a description with supported video codecs only, because aiortc compares all codecs with each other."""
     lines: list[str] = []
     section: list[str] = []
     for line in [*sdp.splitlines(), "m="]:
@@ -282,10 +274,10 @@ def _limit_codecs(section: list[str]) -> list[str]:
 
 
 def forbid_renegotiation(connection: RTCPeerConnection) -> None:
-    """Forbid a second handshake on the DTLS transports; raises TransportError if this aiortc is unknown."""
+    """Forbid repeated DTLS handshakes, which take 1 ms each; raises TransportError for another aiortc."""
     certificates = getattr(connection, _CERTIFICATES, None)
     if not certificates:
-        raise TransportError("this aiortc keeps its certificates elsewhere; install aiortc 1.16")
+        raise TransportError("this aiortc has another attribute of certificates; install aiortc 1.16")
     for certificate in certificates:
 
         def create(plain: Callable[..., SSL.Context] = certificate._create_ssl_context, **more: Any) -> SSL.Context:
@@ -297,11 +289,7 @@ def forbid_renegotiation(connection: RTCPeerConnection) -> None:
 
 
 def _limit_gathering(connection: RTCPeerConnection, datagram_filter: DatagramFilter) -> None:
-    """Change aioice in three ways, for each of the connection's transports.
-
-    It offers 127.0.0.1 on a machine without another address, so that two local processes connect. Resolved mDNS
-    addresses obey the rule for addresses, with at most ``MAX_CANDIDATES``. Datagrams go through ``datagram_filter``.
-    """
+    """Filter the datagrams of each transport, offer 127.0.0.1 without another address, and limit mDNS addresses."""
     datagram_filter.guard_connection(connection)
     for transport in transports_of(connection):
         ice = transport.transport.iceGatherer._connection

@@ -148,7 +148,7 @@ ODD_ROOM = {"room": {"participants": {"producer": ["p"], "consumers": {}}}}
     [
         (
             answering(lambda _: web.Response(text="<html>", content_type="text/html")),
-            ["text/html where JSON was wanted", "/api"],
+            ["expected JSON, got text/html", "/api"],
         ),
         (answering(lambda _: web.HTTPNotFound()), ["GET ", "answered 404", "base path"]),
         (answering(lambda _: web.HTTPInternalServerError()), ["answered 500", "see the log"]),
@@ -157,7 +157,7 @@ ODD_ROOM = {"room": {"participants": {"producer": ["p"], "consumers": {}}}}
             ["answered 307, a redirect", "final address"],
         ),
         (too_slow, ["no answer in time", "reachable"]),
-        (answering(lambda _: web.json_response([1])), ["a JSON list where an object was wanted"]),
+        (answering(lambda _: web.json_response([1])), ["expected an object, got a JSON list"]),
         (
             answering(lambda _: web.Response(body=b" " * (2 << 20), content_type="application/json")),
             ["over 1048576 bytes"],

@@ -94,7 +94,7 @@ async def test_a_session_does_not_go_into_a_room_that_a_stranger_made_before(ser
             "arm", "alice", workspace_id="lab", camera_names=["front"], transport_server_url=server.url
         )
         assert status == 502, told
-        assert "somebody else's" in told["detail"]
+        assert "has another owner" in told["detail"]
         assert (await server.call("GET", base, "root"))[1]["total"] == 1
 
 

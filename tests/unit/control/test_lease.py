@@ -52,7 +52,7 @@ def test_a_robot_is_commanded_by_one_session_until_it_is_given_back() -> None:
     leases, robot = Leases(), find_robot("http://h", "w", "r")
     first, second, after = Holder("one"), Holder("two"), Successor("two")
     leases.take(robot, first)
-    with pytest.raises(RobotTaken, match="'one' commands; delete that one first") as refused:
+    with pytest.raises(RobotTaken, match="'one' commands; delete that session first") as refused:
         leases.take(robot, second)
     assert refused.value.status == 409
     leases.release(robot, second)

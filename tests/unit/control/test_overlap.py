@@ -99,7 +99,7 @@ def test_the_overlap_is_the_requested_the_own_or_the_default() -> None:
 @pytest.mark.parametrize(
     ("name", "coefficient", "said"),
     [
-        ("rtc", None, "wants a policy that continues the plan"),
+        ("rtc", None, "needs a policy that continues a plan"),
         ("weighted", None, "none of this name; possible with this policy: 'replace', 'weighted_average'"),
         ("average", 0.1, "has no coefficient"),
         ("ensemble", 11.0, "wanted -10 to 10"),

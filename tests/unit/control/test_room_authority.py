@@ -81,7 +81,7 @@ class Arena:
     def over_rest(self, values: dict[str, float], claim: str | None = None) -> str | None:
         data = tuple({"name": name, "value": value} for name, value in values.items())
         try:
-            self.perform(websocket.publish_command(self.table, ARM, data, 0.0, claim)[1])
+            self.perform(websocket.publish_joints(self.table, self.table.get(ARM), data, "api", claim)[1])
         except CommandRefused as refused:
             return refused.code
         return None

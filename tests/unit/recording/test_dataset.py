@@ -124,7 +124,7 @@ def test_a_dataset_is_read_as_it_was_written(record, dataset):
 
 def test_nothing_is_left_behind_when_there_is_nothing_to_write(record, tmp_path):
     source = open_source(record(ticks=0))
-    with pytest.raises(RecordingError, match="nothing to make a dataset of"):
+    with pytest.raises(RecordingError, match="no step for a dataset"):
         write_dataset(tmp_path / "empty", source.info, source.steps())
     assert not list(tmp_path.glob("empty*"))
 

@@ -43,7 +43,7 @@ def test_an_error_above_the_limit_is_a_check_that_failed(run, record, limit, cod
 
 def test_exit_codes_of_a_misfit_and_a_missing_recording(run, record, tmp_path):
     found = run(record(episodes=1), "--policy", "wrist")
-    assert (found.exit_code, "it looks through wrist" in found.output) == (3, True)
+    assert (found.exit_code, "it needs the cameras wrist" in found.output) == (3, True)
     found = run(tmp_path / "no.mcap", "--policy", "front")
     assert (found.exit_code, "no.mcap is not there" in found.output) == (2, True)
 

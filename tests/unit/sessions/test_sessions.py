@@ -374,7 +374,7 @@ def has_moved(rig: Rig) -> bool:
 async def test_a_compile_at_a_start_ends_and_no_other_one_begins() -> None:
     async with started_beside_a_compile() as (rig, policy):
         session = rig.sessions.get("s")
-        assert "waited for" in str(session.status().stats["hold"])
+        assert "waiting for a compilation" in str(session.status().stats["hold"])
         await asyncio.sleep(0.1)
         assert not has_moved(rig), "it holds where it is"
         policy.gate.set()
@@ -390,7 +390,7 @@ async def test_a_compile_that_takes_too_long_is_not_waited_for(monkeypatch, capl
     async with started_beside_a_compile() as (rig, policy):
         await until(lambda: has_moved(rig))
         assert policy.batches == []
-        assert "more than 0.2 s; the robot moves beside that" in caplog.text
+        assert "more than 0.2 s; the robot moves in parallel" in caplog.text
         before = len(rig.transport.link.sent)
         await until(lambda: len(rig.transport.link.sent) > before + 50)
         assert rig.sessions.get("s").status().stats["holds"] == {"compiling": 1}

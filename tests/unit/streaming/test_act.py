@@ -393,7 +393,7 @@ async def test_acts_need_a_direct_session_that_is_no_dry_run(server):
     await server.create("dry", dry_run=True)
     assert "dry run" in (await server.act(server.seen(), "dry"))[1]["detail"]
     await server.create("rooms", transport_server_url="http://rooms.example")
-    assert "has rooms" in (await server.act(server.seen(), "rooms"))[1]["detail"]
+    assert "through rooms" in (await server.act(server.seen(), "rooms"))[1]["detail"]
 
 
 async def test_a_direct_session_outlives_its_server(serve, tmp_path):

@@ -81,7 +81,7 @@ async def test_a_policy_without_joints_in_its_prompt_gets_no_cut(serve):
     ("message", "said"),
     [
         ({"prompt": "gibberish"}, "is no instruction"),
-        ({"prompt": "lift", "task": "drop"}, "prompt and task say different things"),
+        ({"prompt": "lift", "task": "drop"}, "prompt and task differ"),
         ({"language_instruction": 3}, "language_instruction is 3; wanted text"),
         ({"task": "a\nb\x00"}, "task has the control character"),
     ],

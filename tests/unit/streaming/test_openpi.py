@@ -196,7 +196,7 @@ def test_actions_without_joint_targets_need_a_direct_session():
 
 REFUSED = [
     ({"observation/state": STATE}, "no picture of camera 'front'"),
-    ({"observation/image": IMAGE, "other": 1}, "What came: 'observation/image', 'other'"),
+    ({"observation/image": IMAGE, "other": 1}, "Received: 'observation/image', 'other'"),
     ({"front": IMAGE, "state": STATE[:3]}, "wanted 6 numbers"),
     ({"front": IMAGE, "state": np.full(6, np.inf)}, "infinity"),
     ({"front": "text", "state": STATE}, "wanted an array"),

@@ -77,7 +77,7 @@ def test_what_is_no_plain_array_is_refused(wrong):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (msgpack.packb({"a": 1}) + b"\xc0", "goes on after its end"),
+        (msgpack.packb({"a": 1}) + b"\xc0", "has data after its end"),
         (b"\x91" * 100_000, None),
         (b"\x81" * 100_000, None),
         (msgpack.packb(list(range(100)) * 6), "too many values"),
@@ -118,9 +118,9 @@ def test_what_is_no_json_is_refused(text):
     ("text", "what"),
     [
         ('{"a": "' + "\\n" * 200_000 + '"}', "backslashes"),
-        ('{"a": [' + " " * 200_000 + "]}", "beside its strings"),
-        ('{"a": [' + ("0." + "9" * 600 + ",") * 300 + "0]}", "beside its strings"),
-        ('"' * 200_000, "beside its strings"),
+        ('{"a": [' + " " * 200_000 + "]}", "outside of strings"),
+        ('{"a": [' + ("0." + "9" * 600 + ",") * 300 + "0]}", "outside of strings"),
+        ('"' * 200_000, "outside of strings"),
         ("[" + "{}," * 5000 + "1]", "too many values"),
         ('{"a":' + "[1]," * 5000, "too many values"),
         (b"[" + b"0," * 5000 + b"0]", "too many values"),

@@ -84,7 +84,7 @@ async def test_a_reset_another_instruction_and_another_client_begin_anew(looking
     assert await act(6, 0.5, reset=True) == both(6, 6, 6)
     status, told = await looking.act(seen(7, timestamp=0.4))
     assert status == 422
-    assert "timestamp is 0.4, and that of the observation before was 0.5" in told["detail"][0]["msg"]
+    assert "timestamp must not decrease: got 0.4 after 0.5" in told["detail"][0]["msg"]
     assert await act(8, 9.0) == both(8, 8, 8), "what was seen long ago is no past"
 
 

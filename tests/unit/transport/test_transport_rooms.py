@@ -59,7 +59,7 @@ def test_rooms_participants_and_joint_names_have_limits():
     assert told(websocket.receive_message(table, "p", many, 0.0)) == [("p", "error")]
     assert table.get(ARM).joints == {}
     with pytest.raises(WireError, match="4 joint names in one room; the limit is 3"):
-        websocket.publish_command(table, ARM, many.data, 0.0)
+        websocket.publish_joints(table, table.get(ARM), many.data, "api", None)
     table = RoomTable(RoomLimits(rooms=1, participants=1))
     table.create(ARM, 0.0)
     table.create(ARM, 0.0)
