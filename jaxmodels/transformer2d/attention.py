@@ -12,7 +12,7 @@ from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, FeedForward, dr
 from jaxmodels.layers.norm import LayerNorm
 
 Bias: TypeAlias = Float[Array, "#b #heads #n m"]
-# torch.nn.Linear's default: uniform within 1 / sqrt(inputs)
+# torch.nn.Linear's default: uniform within 1 / sqrt(inputs).
 linear_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
@@ -26,7 +26,7 @@ class Dtypes(NamedTuple):
 def linear(
     inputs: int, outputs: int, axes: tuple[str, str], dtypes: Dtypes, *, bias: bool = True, rngs: nnx.Rngs
 ) -> nnx.Linear:
-    """A linear layer; `axes` are the logical names of its inputs and outputs."""
+    """Return a linear layer; `axes` are the logical names of its inputs and outputs."""
     return nnx.Linear(
         inputs,
         outputs,
@@ -82,7 +82,7 @@ class SelfAttention(nnx.Module):
 
 
 class ContextAttention(nnx.Module):
-    """Attention to the tokens of a context of width `context_width`, or to the tokens themselves without one."""
+    """Attention to the tokens of a context of width `context_width`; without a context, self-attention."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ContextAttention(nnx.Module):
         self.to_out = linear(width, width, ("heads", "embed"), dtypes, rngs=rngs)
 
     def project_context(self, context: Float[Array, "b m c"]) -> KeyValue:
-        """Keys and values of the context's tokens."""
+        """Return keys and values of the context's tokens."""
         return KeyValue(*self.to_kv(context))
 
     def __call__(
@@ -144,12 +144,12 @@ class Fuser(nnx.Module):
         return x + jnp.tanh(self.alpha_dense[...]).astype(x.dtype) * self.ff(self.norm2(x))
 
 
-DISCARD = -10000.0  # added for a key that a two-dimensional mask discards; not -inf, so that no row is ever NaN
-NEVER = -1e30  # added where a boolean mask of three or four dimensions says no
+DISCARD = -10000.0  # Added for a key that a two-dimensional mask discards; not -inf, which would make rows NaN.
+NEVER = -1e30  # Added where a boolean mask of three or four dimensions is false.
 
 
 def to_bias(mask: Float[Array, "..."] | Bool[Array, "..."], batch: int, heads: int) -> Float[Array, "#b #heads #n m"]:
-    """Bias of the scores from a (batch, keys) mask of 0 to 1; masks of other shapes are biases already."""
+    """Return the bias of the scores from a (batch, keys) mask of 0 to 1; masks of other shapes are biases already."""
     if mask.ndim == 2:
         return ((1 - mask.astype(jnp.float32)) * DISCARD)[:, None, None]
     bias = jnp.where(mask, 0.0, NEVER).astype(jnp.float32) if mask.dtype == bool else mask
