@@ -29,7 +29,7 @@ from jaxmodels.weights import blueprint
 
 
 class ResidualLayer(nnx.Module):
-    """Base of both kinds of layers, with skip connections; norms are before each part (`pre_norm`) or after it."""
+    """Base of both layers, with skip connections; norms are before each part (`pre_norm`) or after it."""
 
     def __init__(self, config: ActConfig):
         self.pre_norm = config.pre_norm
@@ -42,7 +42,7 @@ class ResidualLayer(nnx.Module):
         x: Float[Array, "b n d"],
         rngs: nnx.Rngs | None,
     ) -> Float[Array, "b n d"]:
-        """Return `x` plus what `compute` makes of it, with dropout."""
+        """Return `x` plus the result of `compute`, with dropout."""
         x = x + dropout(compute(norm(x) if self.pre_norm else x), self.rate, rngs)
         return x if self.pre_norm else norm(x)
 
@@ -151,7 +151,7 @@ class Decoder(nnx.Module):
 
 
 _embedding_init = nnx.initializers.normal(1.0)
-_linear_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # torch.nn.Linear starts so
+_linear_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # torch.nn.Linear's default.
 
 
 def linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
@@ -165,11 +165,11 @@ class Posterior(NamedTuple):
     log_variance: Float[Array, "b z"]
 
     def at(self, noise: Float[Array, "b z"]) -> Float[Array, "b z"]:
-        """The latent sampled with this standard normal noise."""
+        """Return the latent sampled with this standard normal noise."""
         return self.mean + jnp.exp(self.log_variance / 2) * noise
 
     def divergence(self) -> Float[Array, ""]:
-        """Kullback-Leibler divergence from the standard normal: summed over the latent, mean over the batch."""
+        """Return the Kullback-Leibler divergence from a standard normal: sum over the latent, mean over the batch."""
         terms = 1 + self.log_variance - jnp.square(self.mean) - jnp.exp(self.log_variance)
         return (-0.5 * terms).sum(axis=-1).mean()
 
@@ -240,7 +240,7 @@ class Act(nnx.Module):
         latent: Float[Array, "b z"] | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "b t a"]:
-        """Return a normalised chunk; `latent` is zeros when None, as at inference; `rngs` switches dropout on."""
+        """Return a normalised chunk; `latent` is zeros when None, as at inference; `rngs` enables dropout."""
         tokens, positions = self.tokens(observation, latent)
         memory = self.encoder(tokens, positions, rngs=rngs)
         queries = self.action_queries[...][None]
@@ -250,7 +250,7 @@ class Act(nnx.Module):
     def tokens(
         self, observation: Observation, latent: Float[Array, "b z"] | None = None
     ) -> tuple[Float[Array, "b n d"], Float[Array, "1 n d"]]:
-        """Tokens for the encoder, and their positions."""
+        """Return tokens for the encoder, and their positions."""
         first = observation.images[0] if observation.images else observation.environment_state
         if latent is None:
             latent = jnp.zeros((first.shape[0], self.config.latent_dim), first.dtype)
@@ -277,18 +277,18 @@ class Act(nnx.Module):
         *,
         noise: Float[Array, "b z"] | None = None,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Training loss as LeRobot computes it, and its parts.
+        """Return LeRobot's training loss and its parts.
 
         The absolute error counts padded steps as zero but divides by all steps. With `use_vae`, `kl_weight` times the
         latent's divergence is added.
 
         Args:
             rngs: the streams ``dropout`` and ``latent``; None evaluates: no dropout, latent 0, no divergence.
-            noise: of the latent, standard normal; drawn from ``latent`` when None.
+            noise: standard normal noise of the latent; drawn from ``latent`` when None.
         """
         latent, posterior = None, None
         if self.config.use_vae and rngs is not None:
-            # The model computes in the dtype of its weights; what is measured stays float32.
+            # The model computes in the dtype of its weights; the loss is float32.
             dtype = self.action_queries[...].dtype
             encoded = self.latent_encoder(observation.state, actions.astype(dtype), is_pad, rngs)
             posterior = Posterior(*(part.astype(jnp.float32) for part in encoded))
@@ -314,7 +314,7 @@ class Serving:
         self._weights = weights
 
     def __call__(self, observation: Observation) -> Float[Array, "b t a"]:
-        """A normalised chunk for a normalised observation."""
+        """Return a normalised chunk for a normalised observation."""
         config, weights = self._config, self._weights
         x = self._tokens(observation)
         for i in range(config.n_encoder_layers):
@@ -336,11 +336,9 @@ class Serving:
         return jnp.concatenate((*tokens, *self._image_tokens(observation.images)), axis=1)
 
     def _image_tokens(self, images: tuple[Float[Array, "b _ _ 3"], ...]) -> list[Float[Array, "b _ d"]]:
-        """Tokens of each camera, (b, m, d) with an m of its own; cameras of one size go through the backbone together.
+        """Return the tokens of each camera; cameras of the same size go through the backbone as one batch.
 
-        Small frames as one batch, which reads the kernels once. Large ones on a CPU one after the other in a loop,
-        whose body is compiled once: side by side their intermediates would not fit the cache. Accelerators take all as
-        one batch: a loop is a row of small programs to them.
+        A CPU processes large frames in a loop, because the intermediates of a batch would not fit its cache.
         """
 
         def look(together: Float[Array, "k b h w 3"]) -> Float[Array, "k b h2 w2 c"]:
@@ -400,7 +398,7 @@ class Serving:
         self, query: Float[Array, "b n d"], key: Float[Array, "b m d"], value: Float[Array, "b m d"]
     ) -> Float[Array, "b n d"]:
         q, k, v = (rearrange(x, "b n (h k) -> b n h k", h=self._config.n_heads) for x in (query, key, value))
-        return attend(q, k, v, scale=1.0).reshape(query.shape)  # the scale is folded into the weights
+        return attend(q, k, v, scale=1.0).reshape(query.shape)  # The scale is folded into the weights.
 
     def _feed_forward(self, name: str, norm: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         activation = LEROBOT_ACTIVATIONS[self._config.feedforward_activation].function
@@ -434,7 +432,7 @@ class Serving:
         self, name: str, x: Float[Array, "b h w c"], *, stride: int = 1, dilation: int = 1
     ) -> Float[Array, "b h2 w2 c2"]:
         kernel, bias = self._weights[f"{name}.kernel"], self._weights[f"{name}.bias"]
-        if kernel.ndim == 3:  # prepared for Winograd
+        if kernel.ndim == 3:  # The kernel is transformed for Winograd.
             return vision.convolve_winograd(x, kernel) + bias
         return vision.convolve(x, kernel, stride, dilation) + bias
 
@@ -445,7 +443,7 @@ def act(config: ActConfig, weights: Mapping[str, Array], observation: Observatio
 
 
 class TemporalEnsembler:
-    """Weighted running mean of the predictions of all chunks so far for each future step; needs a chunk per step.
+    """Weighted running mean of all chunks' predictions for each future step; needs a chunk per step.
 
     The weight of the i-th chunk that predicts a step is exp(-coeff * i), so that a positive `coeff` prefers the oldest.
     Source: ACTTemporalEnsembler in LeRobot's modeling_act.py; algorithm 2 of https://arxiv.org/abs/2304.13705.
@@ -462,7 +460,7 @@ class TemporalEnsembler:
     def reset(self) -> None:
         """Forget all chunks, for a new episode."""
         self._actions: np.ndarray | None = None
-        self._counts = np.ones((self._chunk, 1), np.int64)  # chunks in the mean of each future step
+        self._counts = np.ones((self._chunk, 1), np.int64)  # Number of chunks in the mean of each future step.
 
     def update(self, chunk: Float[np.ndarray, "b c a"]) -> Float[np.ndarray, "b a"]:
         """Add the newest chunk and return the action of this step.
