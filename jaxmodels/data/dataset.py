@@ -12,13 +12,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from jaxmodels import hub
 from jaxmodels.checkpoints.files import read_json
 from jaxmodels.data import metadata
-from jaxmodels.data.metadata import (
-    check_video_spans,
-    read_episode_locations,
-    read_info,
-    read_tasks,
-    select_episodes,
-)
+from jaxmodels.data.metadata import check_video_spans, read_episode_locations, read_info, read_tasks, select_episodes
 from jaxmodels.data.rows import Rows, StillFrames, VideoFrames
 from jaxmodels.data.statistics import NAMES, Arrays, ColourStats, compute_vector_stats, read_stats
 from jaxmodels.errors import CheckpointError, DatasetError
@@ -290,10 +284,7 @@ ALL = ("data/chunk-*/*.parquet", "videos/*/*.mp4")
 
 
 def fetch_dataset(
-    repo_id: str,
-    revision: str | None,
-    episodes: Sequence[int] | None,
-    on_progress: Callable[[str], None] | None,
+    repo_id: str, revision: str | None, episodes: Sequence[int] | None, on_progress: Callable[[str], None] | None
 ) -> Path:
     """Fetch a dataset's files from the Hub at one commit; returns their folder.
 

@@ -47,12 +47,7 @@ LEROBOT_VERSIONS = ("0.4", "0.6")  # Versions of LeRobot that read some files di
 OTHER = "other"  # The config's field that holds unknown fields of the file.
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
-    {
-        "bool": bool,
-        "str": str,
-        "str | None": (str, type(None)),
-        "bool | None": (bool, type(None)),
-    }
+    {"bool": bool, "str": str, "str | None": (str, type(None)), "bool | None": (bool, type(None))}
 )
 _NAMES, _INTEGERS, _OPTIONS = tuple[str, ...], tuple[int, ...], tuple[tuple[str, Any], ...] | None
 

@@ -236,11 +236,7 @@ class OpenpiConfig:
             return {}
         mask = (*self.delta_mask, *[False] * (len(self.action_names) - len(self.delta_mask)))
         names = [f"{'delta' if is_delta else 'absolute'}_{number}" for number, is_delta in enumerate(mask)]
-        return {
-            "use_relative_actions": True,
-            "relative_exclude_joints": ["absolute"],
-            "action_feature_names": names,
-        }
+        return {"use_relative_actions": True, "relative_exclude_joints": ["absolute"], "action_feature_names": names}
 
 
 def _make_configs() -> dict[str, OpenpiConfig]:

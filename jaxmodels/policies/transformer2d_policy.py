@@ -24,16 +24,7 @@ from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.layers.vision import RESNETS, ResNet, SmallCnn, measure_feature_map
 from jaxmodels.policies import PolicyType
 from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig
-from jaxmodels.ranges import (
-    CHUNK,
-    HEADS,
-    LAYERS_STACKED,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE_BELOW_ONE,
-    WIDTH,
-    Range,
-)
+from jaxmodels.ranges import CHUNK, HEADS, LAYERS_STACKED, NOT_NEGATIVE, POSITIVE, SHARE_BELOW_ONE, WIDTH, Range
 from jaxmodels.text import TextEncoder
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.transformer2d.attention import Dtypes, to_bias
@@ -282,9 +273,7 @@ Model = TypeVar("Model", bound=Transformer2dPolicy)
 
 
 def transformer2d_policy_type(
-    config: type[Transformer2dPolicyConfig],
-    model: type[Transformer2dPolicy],
-    act: Callable[..., Float[Array, "b t a"]],
+    config: type[Transformer2dPolicyConfig], model: type[Transformer2dPolicy], act: Callable[..., Float[Array, "b t a"]]
 ) -> PolicyType:
     """The policy type with this config and network.
 

@@ -27,10 +27,7 @@ SMALL = "small"
 PRESETS = (SMALL,)
 # Any policy can be made for these; what fields its config has does not depend on them.
 _ANY = {
-    "input_features": {
-        STATE: {"type": "STATE", "shape": [1]},
-        ENVIRONMENT_STATE: {"type": "ENV", "shape": [1]},
-    },
+    "input_features": {STATE: {"type": "STATE", "shape": [1]}, ENVIRONMENT_STATE: {"type": "ENV", "shape": [1]}},
     "output_features": {ACTION: {"type": "ACTION", "shape": [1]}},
 }
 

@@ -54,10 +54,7 @@ def read_arguments(
     Raises:
         InputError: names the argument, the value found and the accepted values.
     """
-    for name, value in (
-        ("added_cond_kwargs", added_cond_kwargs),
-        ("cross_attention_kwargs", cross_attention_kwargs),
-    ):
+    for name, value in (("added_cond_kwargs", added_cond_kwargs), ("cross_attention_kwargs", cross_attention_kwargs)):
         if value is not None and not isinstance(value, Mapping):
             raise InputError(f"{name} is a {type(value).__name__}; wanted a mapping of names to arrays")
     if conditioning is not None:

@@ -85,15 +85,7 @@ class ContextAttention(nnx.Module):
     """Attention to the tokens of a context of width `context_width`; without a context, self-attention."""
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        context_width: int,
-        dtypes: Dtypes,
-        *,
-        bias: bool,
-        rate: float,
-        rngs: nnx.Rngs,
+        self, width: int, heads: int, context_width: int, dtypes: Dtypes, *, bias: bool, rate: float, rngs: nnx.Rngs
     ):
         self.heads = heads
         self.rate = rate

@@ -66,11 +66,7 @@ class CompiledTransformer2D:
             self._executables.pop(_shapes(self._abstract(hidden_states=hidden_states, **others)), None)
 
     def __call__(
-        self,
-        hidden_states: ArrayLike,
-        *others: ArrayLike,
-        conditioning: Conditioning | None = None,
-        **named: ArrayLike,
+        self, hidden_states: ArrayLike, *others: ArrayLike, conditioning: Conditioning | None = None, **named: ArrayLike
     ) -> Float[Array, "..."]:
         """Return the sample; raises InputError if an argument is wrong or its shapes are not compiled."""
         arguments = read_arguments(

@@ -235,10 +235,7 @@ class Act(nnx.Module):
         self.action_out = linear(width, config.action.shape[0], rngs)
 
     def __call__(
-        self,
-        observation: Observation,
-        latent: Float[Array, "b z"] | None = None,
-        rngs: nnx.Rngs | None = None,
+        self, observation: Observation, latent: Float[Array, "b z"] | None = None, rngs: nnx.Rngs | None = None
     ) -> Float[Array, "b t a"]:
         """Return a normalised chunk; `latent` is zeros when None, as at inference; `rngs` enables dropout."""
         tokens, positions = self.tokens(observation, latent)

@@ -47,11 +47,7 @@ class DiffusionConfig(LerobotConfig):
 
     type: ClassVar[str] = "diffusion"
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            "noise_scheduler_type": NOISE_SCHEDULERS,
-            "prediction_type": PREDICTION_TYPES,
-            "beta_schedule": BETA_SCHEDULES,
-        }
+        {"noise_scheduler_type": NOISE_SCHEDULERS, "prediction_type": PREDICTION_TYPES, "beta_schedule": BETA_SCHEDULES}
     )
     needs_state: ClassVar[bool] = True
     optimizer_type: ClassVar[str] = "adam"  # LeRobot's preset

@@ -200,12 +200,7 @@ class Pi0Config(VlaConfig):
 
     type: ClassVar[str] = "pi0"
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            "paligemma_variant": VARIANTS,
-            "action_expert_variant": VARIANTS,
-            "dtype": DTYPES,
-            "lerobot": LEROBOT_VERSIONS,
-        }
+        {"paligemma_variant": VARIANTS, "action_expert_variant": VARIANTS, "dtype": DTYPES, "lerobot": LEROBOT_VERSIONS}
     )
     processor_steps: ClassVar[frozenset[str]] = frozenset(
         {"tokenizer_processor", "pi0_new_line_processor", "relative_actions_processor", "absolute_actions_processor"}

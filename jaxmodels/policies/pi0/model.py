@@ -177,11 +177,7 @@ def apply_linear(linear: nnx.Linear, x: Float[Array, "... d"]) -> Float[Array, "
 
 
 def act(
-    config: Pi0Config,
-    weights: Mapping[str, Array],
-    observation: Observation,
-    *,
-    network: type[PiModel] = Pi0Model,
+    config: Pi0Config, weights: Mapping[str, Array], observation: Observation, *, network: type[PiModel] = Pi0Model
 ) -> Float[Array, "b t a"]:
     """A normalised chunk for a normalised observation; members of a batch do not depend on each other."""
     model = assemble(network, config, weights)

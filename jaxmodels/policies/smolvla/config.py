@@ -9,14 +9,7 @@ import numpy as np
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies.config import VlaConfig
-from jaxmodels.ranges import (
-    LAYERS_WRITTEN_OUT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Range,
-    is_number,
-    shorten_value,
-)
+from jaxmodels.ranges import LAYERS_WRITTEN_OUT, NOT_NEGATIVE, POSITIVE, Range, is_number, shorten_value
 from jaxmodels.samplers.real_time_chunking import BOUND
 from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.vlm.decoder import DecoderSizes
