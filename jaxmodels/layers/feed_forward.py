@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 
 def dropout(x: Float[Array, "..."], rate: float, rngs: nnx.Rngs | None) -> Float[Array, "..."]:
-    """Set a share `rate` of `x` to zero and scale the rest up, by the stream ``dropout``; without `rngs`, return `x`."""
+    """Set a share `rate` of `x` to zero and scale up the rest; keys are the stream ``dropout`` of `rngs`."""
     if rngs is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(rngs.dropout(), 1.0 - rate, x.shape)
