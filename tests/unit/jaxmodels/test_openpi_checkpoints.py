@@ -350,7 +350,7 @@ def test_openpi_folders_of_another_config_are_refused(tmp_path: Path) -> None:
     refused(wide, "statistics of 8 numbers for state, of which this robot has 14")
     refused(DROID, "mode QUANTILES.* has no statistic q01 and q99; found mean, std")
     (folder / "architecture.json").write_text(json.dumps(SIZES | {"vocab_size": 421}))
-    refused(DROID, "wanted those of architecture.json")
+    refused(DROID, "wanted architecture.json's")
     with pytest.raises(CheckpointError, match="wanted those of architecture"):
         lerobot_folder.read_checkpoint(folder)
     assert set(CONFIGS) >= {"pi0_aloha_sim", "pi0_droid", "pi05_droid", "pi0_libero", "pi05_libero"}
