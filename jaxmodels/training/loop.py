@@ -58,7 +58,7 @@ def train(
     """Train a policy and write it to ``output/policy`` in LeRobot's layout.
 
     ``output`` also gets ``training.json`` (the set-up), ``metrics.jsonl``, ``checkpoints/<step>`` (state, policy),
-    and ``loss.png``. A resumed run gets the same weights, because batches and noise depend only on the seed and the step.
+    and ``loss.png``. A resumed run gets the same weights, because batches and noise depend only on seed and step.
     Each of several processes (`jax.distributed.initialize`) calls this with the same `output`.
 
     Args:
