@@ -78,17 +78,17 @@ def cache_frames(
     needed = int(np.prod(shape))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):  # Only one process decodes.
+        with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):
             if not (path.is_file() and path.stat().st_size == needed):
                 if not _make_room(folder, needed):
-                    logger.info("%s: %s is decoded again for each batch: its frames have %d bytes and the cache's limit "
+                    logger.info("%s: %s is decoded for each batch: its frames have %d bytes and the cache's limit "
                                 "is %d", dataset.folder.name, camera, needed, LIMIT)  # fmt: skip
                     return None
                 _fill_file(path, dataset, camera, size, workers, on_progress)
             os.utime(path)  # The time of the last use.
         return np.memmap(path, np.uint8, "r", shape=shape)
     except OSError as error:
-        logger.warning("%s: %s is decoded again for each batch: %s cannot be used (%s); set %s to a folder that can be "
+        logger.warning("%s: %s is decoded for each batch: %s cannot be used (%s); set %s to a folder that can be "
                        "written", dataset.folder.name, camera, folder, error, VARIABLE)  # fmt: skip
         return None
 

@@ -11,6 +11,7 @@ from jaxmodels.layers.attention import attend
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, FeedForward, dropout
 from jaxmodels.layers.norm import LayerNorm
 
+Tokens: TypeAlias = Float[Array, "b n d"]
 Bias: TypeAlias = Float[Array, "#b #heads #n m"]
 # torch.nn.Linear's default: uniform within 1 / sqrt(inputs).
 linear_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -50,7 +51,7 @@ class Projections(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape[1:], dtypes.parameters), axes=(None, "heads")) if bias else None
         self.dtype = dtypes.compute
 
-    def __call__(self, x: Float[Array, "b n c"]) -> tuple[Float[Array, "b n d"], ...]:
+    def __call__(self, x: Float[Array, "b n c"]) -> tuple[Tokens, ...]:
         kernel = self.kernel[...].astype(self.dtype)
         y = jnp.einsum("bnc,cpd->bnpd", x.astype(self.dtype), kernel)
         if self.bias is not None:
@@ -74,9 +75,7 @@ class SelfAttention(nnx.Module):
         self.to_qkv = Projections(width, 3, width, dtypes, bias=bias, rngs=rngs)
         self.to_out = linear(width, width, ("heads", "embed"), dtypes, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "b n d"], bias: Bias | None = None, rngs: nnx.Rngs | None = None
-    ) -> Float[Array, "b n d"]:
+    def __call__(self, x: Tokens, bias: Bias | None = None, rngs: nnx.Rngs | None = None) -> Tokens:
         query, key, value = self.to_qkv(x)
         return dropout(self.to_out(_mix(query, KeyValue(key, value), self.heads, bias)), self.rate, rngs)
 
@@ -98,17 +97,13 @@ class ContextAttention(nnx.Module):
         return KeyValue(*self.to_kv(context))
 
     def __call__(
-        self,
-        x: Float[Array, "b n d"],
-        context: KeyValue | None = None,
-        bias: Bias | None = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "b n d"]:
+        self, x: Tokens, context: KeyValue | None = None, bias: Bias | None = None, rngs: nnx.Rngs | None = None
+    ) -> Tokens:
         context = self.project_context(x) if context is None else context
         return dropout(self.to_out(_mix(self.to_q(x), context, self.heads, bias)), self.rate, rngs)
 
 
-def _mix(query: Float[Array, "b n d"], context: KeyValue, heads: int, bias: Bias | None) -> Float[Array, "b n d"]:
+def _mix(query: Tokens, context: KeyValue, heads: int, bias: Bias | None) -> Tokens:
     def split(x: Array) -> Array:
         return x.reshape(*x.shape[:2], heads, -1)
 
@@ -129,7 +124,7 @@ class Fuser(nnx.Module):
         self.alpha_attn = nnx.Param(jnp.zeros((), dtypes.parameters), axes=())
         self.alpha_dense = nnx.Param(jnp.zeros((), dtypes.parameters), axes=())
 
-    def __call__(self, x: Float[Array, "b n d"], objects: Float[Array, "b o c"]) -> Float[Array, "b n d"]:
+    def __call__(self, x: Tokens, objects: Float[Array, "b o c"]) -> Tokens:
         both = jnp.concatenate((x, self.linear(objects.astype(x.dtype))), axis=1)
         mixed = self.attn(self.norm1(both))[:, : x.shape[1]]
         x = x + jnp.tanh(self.alpha_attn[...]).astype(x.dtype) * mixed

@@ -5,7 +5,7 @@ Tokens have the checkpoints' order: latent, state, environment state, then each 
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,12 @@ from jaxmodels.policies.config import SMALL_CNN
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint
 
+Tokens: TypeAlias = Float[Array, "b n d"]
+Positions: TypeAlias = Float[Array, "#b n d"]
+Actions: TypeAlias = Float[Array, "b t d"]
+Queries: TypeAlias = Float[Array, "#b t d"]
+Bias: TypeAlias = Float[Array, "#b #heads #n n"]
+
 
 class ResidualLayer(nnx.Module):
     """Base of both layers, with skip connections; norms are before each part (`pre_norm`) or after it."""
@@ -36,12 +42,8 @@ class ResidualLayer(nnx.Module):
         self.rate = config.dropout
 
     def add_residual(
-        self,
-        compute: Callable[[Float[Array, "b n d"]], Float[Array, "b n d"]],
-        norm: LayerNorm,
-        x: Float[Array, "b n d"],
-        rngs: nnx.Rngs | None,
-    ) -> Float[Array, "b n d"]:
+        self, compute: Callable[[Tokens], Tokens], norm: LayerNorm, x: Tokens, rngs: nnx.Rngs | None
+    ) -> Tokens:
         """Return `x` plus the result of `compute`, with dropout."""
         x = x + dropout(compute(norm(x) if self.pre_norm else x), self.rate, rngs)
         return x if self.pre_norm else norm(x)
@@ -64,13 +66,9 @@ class EncoderLayer(ResidualLayer):
         self.norm2 = LayerNorm(config.dim_model)
 
     def __call__(
-        self,
-        x: Float[Array, "b n d"],
-        positions: Float[Array, "#b n d"],
-        bias: Float[Array, "#b #heads #n n"] | None = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "b n d"]:
-        def attend(x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        self, x: Tokens, positions: Positions, bias: Bias | None = None, rngs: nnx.Rngs | None = None
+    ) -> Tokens:
+        def attend(x: Tokens) -> Tokens:
             positioned = x + positions
             return self.attention(positioned, positioned, x, bias, rngs)
 
@@ -86,12 +84,8 @@ class Encoder(nnx.Module):
         self.norm = LayerNorm(config.dim_model) if config.pre_norm else None
 
     def __call__(
-        self,
-        x: Float[Array, "b n d"],
-        positions: Float[Array, "#b n d"],
-        bias: Float[Array, "#b #heads #n n"] | None = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "b n d"]:
+        self, x: Tokens, positions: Positions, bias: Bias | None = None, rngs: nnx.Rngs | None = None
+    ) -> Tokens:
         for layer in self.layers:
             x = layer(x, positions, bias, rngs)
         return x if self.norm is None else self.norm(x)
@@ -111,18 +105,13 @@ class DecoderLayer(ResidualLayer):
         self.norm3 = LayerNorm(width)
 
     def __call__(
-        self,
-        x: Float[Array, "b t d"],
-        memory: Float[Array, "b n d"],
-        queries: Float[Array, "#b t d"],
-        positions: Float[Array, "#b n d"],
-        rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "b t d"]:
-        def attend(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        self, x: Actions, memory: Tokens, queries: Queries, positions: Positions, rngs: nnx.Rngs | None = None
+    ) -> Actions:
+        def attend(x: Actions) -> Actions:
             positioned = x + queries
             return self.self_attention(positioned, positioned, x, rngs=rngs)
 
-        def attend_memory(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        def attend_memory(x: Actions) -> Actions:
             return self.cross_attention(x + queries, memory + positions, memory, rngs=rngs)
 
         x = self.add_residual(attend, self.norm1, x, rngs)
@@ -138,13 +127,8 @@ class Decoder(nnx.Module):
         self.norm = LayerNorm(config.dim_model)
 
     def __call__(
-        self,
-        x: Float[Array, "b t d"],
-        memory: Float[Array, "b n d"],
-        queries: Float[Array, "#b t d"],
-        positions: Float[Array, "#b n d"],
-        rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "b t d"]:
+        self, x: Actions, memory: Tokens, queries: Queries, positions: Positions, rngs: nnx.Rngs | None = None
+    ) -> Actions:
         for layer in self.layers:
             x = layer(x, memory, queries, positions, rngs)
         return self.norm(x)
@@ -246,7 +230,7 @@ class Act(nnx.Module):
 
     def tokens(
         self, observation: Observation, latent: Float[Array, "b z"] | None = None
-    ) -> tuple[Float[Array, "b n d"], Float[Array, "1 n d"]]:
+    ) -> tuple[Tokens, Float[Array, "1 n d"]]:
         """Return tokens for the encoder, and their positions."""
         first = observation.images[0] if observation.images else observation.environment_state
         if latent is None:
@@ -323,7 +307,7 @@ class Serving:
             x = self._decoder_layer(f"decoder.layers.{i}", x, memory, is_first=i == 0)
         return self._linear("action_out", self._norm("decoder.norm", x))
 
-    def _tokens(self, observation: Observation) -> Float[Array, "b n d"]:
+    def _tokens(self, observation: Observation) -> Tokens:
         first = observation.images[0] if observation.images else observation.environment_state
         tokens = [jnp.broadcast_to(self._weights["latent"], (first.shape[0], 1, self._config.dim_model))]
         if observation.state is not None:
@@ -358,13 +342,11 @@ class Serving:
             tokens |= dict(zip(indices, self._linear("image_in", flat), strict=True))
         return [tokens[i] for i in range(len(images))]
 
-    def _encoder_layer(self, layer: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+    def _encoder_layer(self, layer: str, x: Tokens) -> Tokens:
         x = self._self_attention(f"{layer}.attention", f"{layer}.norm1", x)
         return self._feed_forward(f"{layer}.feed_forward", f"{layer}.norm2", x)
 
-    def _decoder_layer(
-        self, layer: str, x: Float[Array, "b t d"], memory: Float[Array, "b n d"], *, is_first: bool
-    ) -> Float[Array, "b t d"]:
+    def _decoder_layer(self, layer: str, x: Actions, memory: Tokens, *, is_first: bool) -> Actions:
         weights, pre_norm = self._weights, self._config.pre_norm
         cross = f"{layer}.cross_attention"
         query = weights[f"{cross}.query.table"][None]
@@ -382,7 +364,7 @@ class Serving:
             x = self._norm(f"{layer}.norm2", x)
         return self._feed_forward(f"{layer}.feed_forward", f"{layer}.norm3", x)
 
-    def _self_attention(self, name: str, norm: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+    def _self_attention(self, name: str, norm: str, x: Tokens) -> Tokens:
         weights, pre_norm = self._weights, self._config.pre_norm
         normed = self._norm(norm, x) if pre_norm else x
         query, key, value = jnp.split(
@@ -391,13 +373,11 @@ class Serving:
         x = x + self._linear(f"{name}.out", self._attend(query, key, value))
         return x if pre_norm else self._norm(norm, x)
 
-    def _attend(
-        self, query: Float[Array, "b n d"], key: Float[Array, "b m d"], value: Float[Array, "b m d"]
-    ) -> Float[Array, "b n d"]:
+    def _attend(self, query: Tokens, key: Float[Array, "b m d"], value: Float[Array, "b m d"]) -> Tokens:
         q, k, v = (rearrange(x, "b n (h k) -> b n h k", h=self._config.n_heads) for x in (query, key, value))
         return attend(q, k, v, scale=1.0).reshape(query.shape)  # The scale is folded into the weights.
 
-    def _feed_forward(self, name: str, norm: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+    def _feed_forward(self, name: str, norm: str, x: Tokens) -> Tokens:
         activation = LEROBOT_ACTIVATIONS[self._config.feedforward_activation].function
         normed = self._norm(norm, x) if self._config.pre_norm else x
         x = x + self._linear(f"{name}.down", activation(self._linear(f"{name}.up", normed)))

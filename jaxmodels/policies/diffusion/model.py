@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint_of
 
+Chunk: TypeAlias = Float[Array, "b t a"]
+Films: TypeAlias = list[Float[Array, "b _"]]  # Terms of each block.
+StepFilms: TypeAlias = list[Float[Array, "n _"]]  # Terms of each block for all steps.
 TEMPERATURE = 10_000
 EVALUATION = 0  # Seed of the noise of an evaluation.
 
@@ -156,7 +159,7 @@ class Level(nnx.Module):
         self.second = ResidualBlock(config, outputs, outputs, condition, rngs=rngs)
         self.change = change
 
-    def __call__(self, x: Float[Array, "b t c"], films: list[Float[Array, "b _"]]) -> Float[Array, "b t d"]:
+    def __call__(self, x: Float[Array, "b t c"], films: Films) -> Float[Array, "b t d"]:
         return self.second(self.first(x, films[0]), films[1])
 
 
@@ -192,9 +195,7 @@ class UNet(nnx.Module):
         up = [block for level in self.up for block in (level.first, level.second)]
         return [*down, *self.middle, *up]
 
-    def prepare(
-        self, timesteps: Int[Array, " n"], condition: Float[Array, "b c"]
-    ) -> tuple[list[Float[Array, "n _"]], list[Float[Array, "b _"]]]:
+    def prepare(self, timesteps: Int[Array, " n"], condition: Float[Array, "b c"]) -> tuple[StepFilms, Films]:
         """Return each block's FiLM terms of all steps and of the condition; a block uses their sum."""
         half = self.step_width // 2
         frequencies = np.exp(np.arange(half, dtype=np.float32) * np.float32(-math.log(TEMPERATURE) / (half - 1)))
@@ -210,7 +211,7 @@ class UNet(nnx.Module):
             of_condition.append(activated @ kernel[width:])
         return of_steps, of_condition
 
-    def __call__(self, x: Float[Array, "b t a"], films: list[Float[Array, "b _"]]) -> Float[Array, "b t a"]:
+    def __call__(self, x: Chunk, films: Films) -> Chunk:
         """Run the U-Net with the FiLM of each block (see `prepare`)."""
         left, skips = iter(films), []
         for level in self.down:
@@ -271,11 +272,11 @@ class DiffusionPolicyModel(nnx.Module):
     def loss(
         self,
         observation: Observation,
-        actions: Float[Array, "b t a"],
+        actions: Chunk,
         is_pad: Bool[Array, "b t"],
         rngs: nnx.Rngs | None = None,
         *,
-        noise: Float[Array, "b t a"] | None = None,
+        noise: Chunk | None = None,
         timesteps: Int[Array, " b"] | None = None,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """Return the training loss of LeRobot 0.6.1 and its parts: the mean squared error of the prediction.
@@ -318,7 +319,7 @@ def condition_width(config: DiffusionConfig) -> int:
     return config.n_obs_steps * (sum(vectors) + 2 * config.spatial_softmax_num_keypoints * len(config.cameras))
 
 
-def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
+def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation) -> Chunk:
     """Return a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
     model = assemble(config, weights)
     of_steps, of_condition = encode(config, model, observation)
@@ -345,9 +346,7 @@ def assemble(config: DiffusionConfig, weights: Mapping[str, Array]) -> Diffusion
     return blueprint_of(DiffusionPolicyModel, config).assemble(weights)
 
 
-def encode(
-    config: DiffusionConfig, model: DiffusionPolicyModel, observation: Observation
-) -> tuple[list[Float[Array, "n _"]], list[Float[Array, "b _"]]]:
+def encode(config: DiffusionConfig, model: DiffusionPolicyModel, observation: Observation) -> tuple[StepFilms, Films]:
     """Return the FiLM terms of all steps and of the observation, once per chunk (see `UNet.prepare`)."""
     timesteps = jnp.asarray(config.schedule.timesteps(config.steps))
     return model.unet.prepare(timesteps, model.condition(observation))
@@ -357,9 +356,7 @@ def _encode(config: DiffusionConfig, weights: Mapping[str, Array], observation: 
     return encode(config, assemble(config, weights), observation)
 
 
-def _denoise(
-    config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: Any
-) -> Float[Array, "b t a"]:
+def _denoise(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: Any) -> Chunk:
     of_steps, of_condition = given
     x = observation.noise
     if x is None:
@@ -370,13 +367,7 @@ def _denoise(
 STAGES = (Stage("encode", _encode), Stage("denoise", _denoise, count=lambda config: config.steps))
 
 
-def _predict(
-    unet: UNet,
-    of_condition: list[Float[Array, "b _"]],
-    x: Float[Array, "b t a"],
-    t: Any,
-    of_step: list[Float[Array, " _"]],
-) -> Float[Array, "b t a"]:
+def _predict(unet: UNet, of_condition: Films, x: Chunk, t: Any, of_step: list[Float[Array, " _"]]) -> Chunk:
     """Return the U-Net's prediction for a noisy chunk at the step of ``of_step``."""
     del t  # `of_step` contains the time.
     films = [step + condition for step, condition in zip(of_step, of_condition, strict=True)]

@@ -1,7 +1,7 @@
 """The network of pi0, and its parts that pi0.5 shares: PaliGemma encodes, an expert denoises a chunk of actions."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from jaxmodels.vlm.decoder import DecoderSizes
 from jaxmodels.vlm.gemma import EPSILON, Expert, PaliGemma, PrefixCache
 from jaxmodels.vlm.siglip import VisionSizes
 from jaxmodels.weights import blueprint_of
+
+Chunk: TypeAlias = Float[Array, "b t a"]
+StateToken: TypeAlias = Float[Array, "b 1 d"]
 
 
 def decoder_sizes(sizes: GemmaSizes) -> DecoderSizes:
@@ -110,13 +113,11 @@ class PiModel(nnx.Module):
         """Return the terms of times, for all steps of a sampler at once; in float32."""
         raise NotImplementedError
 
-    def embed_state(self, state: Float[Array, "b s"]) -> Float[Array, "b 1 d"] | None:
+    def embed_state(self, state: Float[Array, "b s"]) -> StateToken | None:
         """Return the token of a normalised state; None without a state token."""
         raise NotImplementedError
 
-    def denoise(
-        self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Float[Array, "b t a"], step: StepInputs
-    ) -> Float[Array, "b t a"]:
+    def denoise(self, prefix: PrefixCache, state: StateToken | None, x: Chunk, step: StepInputs) -> Chunk:
         """Return the velocity (noise - actions) at a noisy chunk, float32."""
         raise NotImplementedError
 
@@ -143,13 +144,11 @@ class Pi0Model(PiModel):
         kernel, bias = read_linear(self.time_in)
         return StepInputs(self.embed_times(times) @ kernel[self.config.expert.width :] + bias, None)
 
-    def embed_state(self, state: Float[Array, "b s"]) -> Float[Array, "b 1 d"]:
+    def embed_state(self, state: Float[Array, "b s"]) -> StateToken:
         padded = jnp.pad(state, ((0, 0), (0, self.config.max_state_dim - state.shape[1])))
         return apply_linear(self.state_in, padded)[:, None]
 
-    def denoise(
-        self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Float[Array, "b t a"], step: StepInputs
-    ) -> Float[Array, "b t a"]:
+    def denoise(self, prefix: PrefixCache, state: StateToken | None, x: Chunk, step: StepInputs) -> Chunk:
         assert state is not None
         assert step.hidden is not None
         # In float32, as in LeRobot.
@@ -178,7 +177,7 @@ def apply_linear(linear: nnx.Linear, x: Float[Array, "... d"]) -> Float[Array, "
 
 def act(
     config: Pi0Config, weights: Mapping[str, Array], observation: Observation, *, network: type[PiModel] = Pi0Model
-) -> Float[Array, "b t a"]:
+) -> Chunk:
     """Return a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
     model = assemble(network, config, weights)
     prefix = model.encode(observation)
@@ -205,14 +204,7 @@ def assemble(network: type[PiModel], config: Pi0Config, weights: Mapping[str, Ar
     return blueprint_of(network, config).assemble(weights)
 
 
-def denoise(
-    model: PiModel,
-    prefix: PrefixCache,
-    state: Float[Array, "b 1 d"] | None,
-    x: Float[Array, "b t a"],
-    t: Any,
-    step: StepInputs,
-) -> Float[Array, "b t a"]:
+def denoise(model: PiModel, prefix: PrefixCache, state: StateToken | None, x: Chunk, t: Any, step: StepInputs) -> Chunk:
     """Return the velocity of a noisy chunk at one step."""
     del t  # `step` contains the time.
     return model.denoise(prefix, state, x, step)
@@ -233,7 +225,7 @@ def list_stages(network: type[PiModel] = Pi0Model) -> tuple[Stage, ...]:
 
     def take_step(
         config: Pi0Config, weights: Mapping[str, Array], observation: Observation, given: PrefixCache
-    ) -> Float[Array, "b t a"]:
+    ) -> Chunk:
         model = assemble(network, config, weights)
         times = config.schedule.euler_rows(config.num_inference_steps).sigma[:1]
         step = jax.tree.map(lambda rows: rows[0], model.prepare_steps(times))
@@ -247,13 +239,8 @@ def list_stages(network: type[PiModel] = Pi0Model) -> tuple[Stage, ...]:
 
 
 def denoise_behind(
-    model: PiModel,
-    prefix: PrefixCache,
-    still: StepInputs,
-    x: Float[Array, "b t a"],
-    t: Float[Array, "b t"],
-    step: StepInputs,
-) -> Float[Array, "b t a"]:
+    model: PiModel, prefix: PrefixCache, still: StepInputs, x: Chunk, t: Float[Array, "b t"], step: StepInputs
+) -> Chunk:
     """Return the velocity of a chunk of pi0.5 whose first actions have no noise; `still` are the terms of time 0."""
     step = jax.tree.map(
         lambda noisy, clean: jnp.where((t == 0).reshape(*t.shape, *(1,) * noisy.ndim), clean, noisy), step, still
