@@ -156,7 +156,7 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
         return NoiseSchedule(
             num_train_timesteps=self.num_train_timesteps,
             beta_schedule="squaredcos_cap_v2",
-            prediction_type=cast(Any, self.prediction_type),  # one of PREDICTION_TYPES: checked above
+            prediction_type=cast(Any, self.prediction_type),  # `choices` checks it.
             timestep_spacing="trailing",
             clip_sample=self._is_bounded,
         )
