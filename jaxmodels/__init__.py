@@ -5,7 +5,7 @@ Names are looked up when first used, so that importing this package does not imp
 
 from typing import TYPE_CHECKING
 
-from jaxmodels._lazy import lazy_names
+from jaxmodels._lazy import lazy_names, list_homes
 
 if TYPE_CHECKING:
     from jaxmodels.cache_dirs import cache_folder, hub_cache, user_cache
@@ -43,28 +43,17 @@ __all__ = [
     "user_cache",
 ]
 
-_HOMES = {
-    "LoadedModel": "jaxmodels.transformer2d.loaded_model",
-    "POLICY_FILES": "jaxmodels.hub",
-    "Policy": "jaxmodels.policy",
-    "PolicyFolder": "jaxmodels.checkpoints.folder",
-    "Requirements": "jaxmodels.types",
-    "TemporalEnsembler": "jaxmodels.policies.act.model",
-    "Transformer2DConfig": "jaxmodels.transformer2d",
-    "Transformer2DModel": "jaxmodels.transformer2d",
-    "ask_hub": "jaxmodels.hub",
-    "cache_folder": "jaxmodels.cache_dirs",
-    "fetch": "jaxmodels.hub",
-    "find_policy": "jaxmodels.hub",
-    "is_model": "jaxmodels.transformer2d.loaded_model",
-    "is_policy_file": "jaxmodels.hub",
-    "list_policy_files": "jaxmodels.hub",
-    "load_model": "jaxmodels.transformer2d.loaded_model",
-    "load_policy": "jaxmodels.policy",
-    "name_devices": "jaxmodels.devices",
-    "open_file": "jaxmodels.checkpoints.folder",
-    "read_requirements": "jaxmodels.policy",
-    "hub_cache": "jaxmodels.cache_dirs",
-    "user_cache": "jaxmodels.cache_dirs",
-}
+_HOMES = list_homes(
+    {
+        "jaxmodels.cache_dirs": "cache_folder hub_cache user_cache",
+        "jaxmodels.checkpoints.folder": "PolicyFolder open_file",
+        "jaxmodels.devices": "name_devices",
+        "jaxmodels.hub": "POLICY_FILES ask_hub fetch find_policy is_policy_file list_policy_files",
+        "jaxmodels.policies.act.model": "TemporalEnsembler",
+        "jaxmodels.policy": "Policy load_policy read_requirements",
+        "jaxmodels.transformer2d": "Transformer2DConfig Transformer2DModel",
+        "jaxmodels.transformer2d.loaded_model": "LoadedModel is_model load_model",
+        "jaxmodels.types": "Requirements",
+    }
+)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

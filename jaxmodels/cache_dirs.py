@@ -9,13 +9,13 @@ OFF = ("", "0", "off", "none", "false")
 
 
 def user_cache() -> Path:
-    """The user's cache folder: ``XDG_CACHE_HOME``, else ``~/.cache`` (basedir specification of freedesktop.org)."""
-    # A variable that is set and empty counts as not set, as that specification has it.
+    """Return the user's cache folder: ``XDG_CACHE_HOME``, else ``~/.cache`` (specification of freedesktop.org)."""
+    # An empty variable counts as not set, as in the specification.
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
 def cache_folder(name: str, asked: str | None = None) -> Path | None:
-    """The folder of one of our caches: `asked`, or ``robojax/NAME`` in the user's cache folder; None for ``off``."""
+    """Return the folder of a cache: `asked`, or ``robojax/NAME`` in the user's cache folder; None for ``off``."""
     if asked is None:
         return user_cache() / "robojax" / name
     return None if asked.lower() in OFF else Path(asked).expanduser()
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 def use_compile_cache() -> Path | None:
     """Switch on JAX's persistent compilation cache, unless the caller configured one; returns its folder.
 
-    It is ``ROBOJAX_COMPILE_CACHE`` (a folder, or ``off``), else ``robojax/xla`` in the user's cache folder.
-    A folder that cannot be written only costs compile time, so it is said in the log and nothing is cached.
+    It is ``ROBOJAX_COMPILE_CACHE`` (a folder, or ``off``), else ``robojax/xla`` in the user's cache folder. A folder
+    that cannot be written is logged, and nothing is cached.
     """
-    import jax  # Here, because a server's process has no JAX, and asks for the folders only.
+    import jax  # Imported here, because a server's process needs the folders but has no JAX.
 
     configured = jax.config.values.get("jax_compilation_cache_dir")
     if configured:

@@ -2,7 +2,7 @@
 
 A batch is split over both axes of a mesh, ``data`` and ``fsdp``; parameters and the optimizer's state are split over
 ``fsdp`` (https://arxiv.org/abs/2304.11277). Layers name the axes of their weights (``nnx.Variable`` metadata ``axes``,
-e.g. ``("embed", "heads")``), and rules map names to axes of the mesh. Stacked layers have a leading axis ``layers``.
+e.g. ``("embed", "heads")``), and rules map these names to axes of the mesh.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxmodels.errors import ConfigError
 
-Device: TypeAlias = Any  # jax.Device is made at run time, so no type checker knows it
+Device: TypeAlias = Any  # jax.Device is created at run time, so type checkers do not know it.
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 MODEL_DTYPES = (*DTYPES, "float16")
 PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
@@ -37,7 +37,7 @@ def find_device(name: str | None) -> Device:
     try:
         if not number:
             return jax.local_devices(backend=backend)[0]
-        # By its id: where several processes have joined, those of one do not begin at 0.
+        # Find the device by id, because the ids of one of several processes do not begin at 0.
         return next(device for device in jax.devices(backend) if device.id == int(number))
     except (RuntimeError, ValueError, IndexError, StopIteration) as error:
         available = ", ".join(device_name(device) for device in jax.devices())
@@ -49,16 +49,14 @@ def device_name(device: Device) -> str:
 
 
 def find_dtype(name: str | None, platform: str = "cpu", accelerator_dtype: str = "float32") -> jnp.dtype:
-    """Return the dtype of a name that a policy or model computes in.
-
-    float32 has true float32 products on every device. bfloat16 is slower on a CPU.
+    """Return the dtype that a policy or model computes in; bfloat16 is slow on a CPU.
 
     Args:
-        name: None for `accelerator_dtype` on an accelerator and float32 on a CPU.
+        name: name of `DTYPES`; None for `accelerator_dtype` on an accelerator and float32 on a CPU.
         platform: JAX's name of the device's platform.
 
     Raises:
-        ConfigError: another name.
+        ConfigError: the name is unknown.
     """
     if name not in (None, *DTYPES):
         raise ConfigError(f"dtype is {name!r}; wanted one of {', '.join(DTYPES)}")
@@ -66,10 +64,10 @@ def find_dtype(name: str | None, platform: str = "cpu", accelerator_dtype: str =
 
 
 def read_dtype(dtype: DTypeLike | None) -> jnp.dtype:
-    """A model's dtype from a name, or as NumPy and JAX write it; float32 for None.
+    """Return a model's dtype from a name, or as NumPy and JAX write it; float32 for None.
 
     Raises:
-        ConfigError: none of `MODEL_DTYPES`.
+        ConfigError: it is not in `MODEL_DTYPES`.
     """
     try:
         resolved = jnp.dtype(jnp.float32 if dtype is None else dtype)
@@ -81,12 +79,12 @@ def read_dtype(dtype: DTypeLike | None) -> jnp.dtype:
 
 
 def use_exact_products(dtype: DTypeLike) -> AbstractContextManager[Any]:
-    """Context in which float32 products are exact; accelerators otherwise round them to fewer bits."""
+    """Return a context in which float32 products are exact; accelerators otherwise round them to fewer bits."""
     return jax.default_matmul_precision("highest" if jnp.dtype(dtype) == jnp.float32 else None)
 
 
 DATA, FSDP = "data", "fsdp"
-# Numbers below which an array lies whole on every device: gathering it takes longer than reading.
+# Smaller arrays are whole on every device, because gathering takes longer than reading.
 SHARDED_FROM = 1 << 12
 
 Tree = TypeVar("Tree")
@@ -109,7 +107,7 @@ class Layout:
 
     @cached_property
     def replicated(self) -> NamedSharding:
-        """Sharding of arrays that every device has all of."""
+        """Sharding of arrays that are whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
@@ -137,11 +135,11 @@ class Layout:
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     def put_batch(self, batch: Tree) -> Tree:
-        """Put a batch onto the devices, of which every process brings its own part."""
+        """Put a batch onto the devices; each process has its own part."""
         return jax.tree.map(lambda array: jax.make_array_from_process_local_data(self.batch_sharding, array), batch)
 
     def gather(self, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-        """Whole arrays on the host; every process has to call it."""
+        """Return whole arrays on the host; every process must call it."""
         return {name: _gather(array) for name, array in arrays.items()}
 
 
@@ -154,15 +152,15 @@ def _gather(array: jax.Array) -> np.ndarray:
 
 
 def find_layout(device: str | None, data: int | None, fsdp: int | None, batch_size: int, parts: int) -> Layout:
-    """A mesh of as many devices as a training asks for.
+    """Return the mesh of devices of a training.
 
     Args:
-        device: a kind (``cpu``, ``gpu``, ``cuda``, ``tpu``) or a single one of them (``cuda:1``); JAX's choice if None.
-        data, fsdp: sizes of the mesh's axes; where one is None, all there are, and 1 for `data` when both are.
-        parts: in which a batch is computed.
+        device: a kind (``cpu``, ``gpu``, ``cuda``, ``tpu``) or a single device (``cuda:1``); JAX's choice if None.
+        data, fsdp: sizes of the mesh's axes; None for all remaining devices, and 1 for `data` when both are None.
+        parts: number of parts in which a batch is computed.
 
     Raises:
-        ConfigError: there are not that many devices, or they do not divide the batch.
+        ConfigError: there are too few devices, or they do not divide the batch.
     """
     devices = _devices(device)
     if fsdp is None:
@@ -186,7 +184,7 @@ def find_layout(device: str | None, data: int | None, fsdp: int | None, batch_si
 
 
 def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Make this process one of several that train together, before any other use of JAX; JAX may ask the cluster.
+    """Connect this process with others that train together, before any other use of JAX.
 
     Raises:
         ConfigError: arguments are incomplete, or the other processes cannot be reached.
@@ -207,11 +205,11 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
 def _devices(name: str | None) -> list[Any]:
     if name is None:
         return jax.devices()
-    first = find_device(name)  # which says what there is when there is no such device
+    first = find_device(name)
     return [first] if ":" in name else jax.devices(first.platform)
 
 
-# Numbers below which an array lies whole on every device: it is small, and gathering takes longer than reading.
+# Smaller arrays of a policy are whole on every device, because gathering takes longer than reading.
 SPLIT_FROM = 1 << 14
 AXIS = "model"
 
@@ -220,8 +218,8 @@ AXIS = "model"
 class Placement:
     """The devices that a policy runs on: inputs and outputs are whole on each, weights are split.
 
-    For policies too large for one device: each array is split along its largest axis that the devices divide, and XLA
-    moves what a product needs. Answers differ in the last bits from those of one device.
+    Each array is split along its largest axis that the devices divide. Results differ from one device's in the last
+    bits.
     """
 
     devices: tuple[Device, ...]
@@ -242,7 +240,7 @@ class Placement:
 
     @property
     def replicated(self) -> jax.sharding.Sharding:
-        """Sharding of arrays that every device has all of."""
+        """Sharding of arrays that are whole on every device."""
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self._mesh, PartitionSpec())
@@ -266,14 +264,14 @@ def find_placement(name: str | None) -> Placement:
 
 
 def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, ...]:
-    """Check names of devices; returns them as `find_placement` reads them.
+    """Check names of devices and return them as `find_placement` reads them.
 
     Args:
-        asked: names, numbers, or ``all`` devices that JAX prefers in this process.
-        together: whether a policy's weights are spread over all of them.
+        asked: names, numbers, or ``all`` for the devices that JAX prefers in this process.
+        together: whether a policy's weights are split over all of them.
 
     Raises:
-        ConfigError: a device is missing, or nothing can be spread over them.
+        ConfigError: a device is missing, or weights cannot be split over the devices.
     """
     mine = [device_name(device) for device in jax.local_devices()]
     platform = jax.local_devices()[0].platform
@@ -284,14 +282,14 @@ def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, 
 
 
 LAYERS = "layers"
-# Each attention's heads and each feed-forward's channels are split; everything between is whole on every device.
+# Heads of attentions and channels of feed-forwards are split; everything else is whole on every device.
 TENSOR_PARALLEL: Mapping[str, str] = MappingProxyType({"heads": "model", "mlp": "model", "vocabulary": "model"})
-# Weights are spread over the devices that share a batch, and gathered where they are used.
+# Weights are split over the devices that share a batch, and gathered where they are used.
 FULLY_SHARDED: Mapping[str, str] = MappingProxyType({"embed": "data"})
 
 
 def get_logical_axes(model: nnx.Module) -> dict[tuple[Any, ...], tuple[str | None, ...]]:
-    """Names of the axes of every variable of a model by its path; None for an axis without a name."""
+    """Return the names of the axes of every variable of a model by path; None for an axis without a name."""
     named = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         axes = variable.get_metadata().get("axes")
@@ -302,11 +300,11 @@ def get_logical_axes(model: nnx.Module) -> dict[tuple[Any, ...], tuple[str | Non
 
 
 def build_shardings(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL) -> Any:
-    """A sharding for every variable of a model, as a state of its structure.
+    """Return a sharding for every variable of a model, as a state of the model's structure.
 
     Args:
-        rules: logical name to an axis of the mesh; a name without a rule is whole on every device, and so is an axis
-            whose size the mesh's does not divide.
+        rules: logical name to an axis of the mesh. An axis without a rule, or whose size the mesh does not divide, is
+            whole on every device.
 
     Raises:
         ConfigError: a rule names an axis the mesh does not have, or the mesh's axes are explicit.
@@ -329,10 +327,7 @@ def build_shardings(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TE
 
 
 def shard(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL) -> None:
-    """Put a model's weights onto a mesh, in place; the caller spreads the inputs.
-
-    Example of inputs: ``jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))``.
-    """
+    """Put a model's weights onto a mesh, in place; the caller puts the inputs there with ``jax.device_put``."""
     nnx.update(model, jax.device_put(nnx.state(model), build_shardings(model, mesh, rules)))
 
 

@@ -1,16 +1,4 @@
-"""Exceptions of policies and models.
-
-JaxModelsError
-├── ConfigError          a config field is missing, unknown or makes no sense
-├── CheckpointError      files of a checkpoint are missing, malformed, or do not fit the config
-│   └── WeightsMismatch  names or shapes of tensors differ; lists all of them at once
-├── InputError           an argument of a model's call has the wrong shape, dtype or value
-├── ObservationError     an observation lacks a feature or has the wrong shape or dtype
-├── PictureError         a PNG or JPEG file is no colour picture: 16-bit gray, transparent, CMYK
-├── DatasetError         demonstrations are missing, malformed, contradict themselves, or lack what a policy reads
-├── TrainingError        a training cannot begin or go on; what it was, and what would help
-└── HubError             a repo could not be fetched (unknown, not allowed, offline and not cached)
-"""
+"""Exceptions of policies and models."""
 
 
 class JaxModelsError(Exception):
@@ -26,7 +14,7 @@ class CheckpointError(JaxModelsError, ValueError):
 
 
 class WeightsMismatch(CheckpointError):
-    """Tensor names or shapes differ from what the config asks for."""
+    """Tensor names or shapes differ from what the config asks for; the text lists all of them."""
 
 
 class InputError(JaxModelsError, ValueError):
@@ -46,7 +34,7 @@ class DatasetError(JaxModelsError, ValueError):
 
 
 class TrainingError(JaxModelsError):
-    """A training cannot begin or go on: its folder holds another one, or its loss is NaN."""
+    """A training cannot begin or continue: its folder holds another training, or its loss is NaN."""
 
 
 class HubError(JaxModelsError):

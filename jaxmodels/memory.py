@@ -1,7 +1,6 @@
 """Memory and operations of a policy: measured on its traced program, and compared with what the machine has.
 
-The checks refuse a policy or a program without enough room, and state both figures, because a host that runs out of
-memory may kill the process that moves a robot.
+A policy that does not fit is refused, because a host without memory may kill the process that moves a robot.
 """
 
 import math
@@ -18,22 +17,22 @@ from jaxmodels.devices import Placement
 from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
 from jaxmodels.ranges import LAYERS_WRITTEN_OUT, list_numbers
 
-# A network with more layers takes over a second to build, so a config with more is first compared with the file.
+# A network with more layers takes over a second to build, so its config is first compared with the file.
 QUICK_LAYERS = 32
-TENSORS_PER_LAYER = 4  # the fewest tensors of a layer of any network here
+TENSORS_PER_LAYER = 4  # Fewest tensors of a layer of any network here.
 # Numbers in tables of positions; ACT with four cameras of 1080x1920 and a width of 1024 has 1.4e8.
 MAX_TABLE_NUMBERS = 1 << 29
 # Operations of one chunk: ten seconds of a fast accelerator. The largest published policy takes 6e13, ACT 1e11.
 MAX_OPERATIONS = 10**15
-# XLA allocated 0.6 to 1.8 times the bytes of the live values of a program (nine policies on a CPU).
+# XLA allocates 0.6 to 1.8 times the bytes of the live values of a program.
 MARGIN = 1.5
-FLOAT = 4  # bytes of a weight in memory as it is read, in any precision of serving
-# What needs less than this is never refused: an estimate must not stop a small policy.
+FLOAT = 4  # Bytes of a weight in memory as it is read.
+# Smaller needs are never refused, because an estimate must not stop a small policy.
 SPARE = 64 << 20
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
-PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}  # JAX's name of a device, and its names where programs choose by platform
-# XLA computes these within the operations that use them, without a buffer of their own.
+PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}  # JAX's name of a device to the names by which programs choose branches.
+# XLA computes these within the operations that use them, without a buffer.
 _WITHOUT_BUFFER = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "iota", "stop_gradient"})
 
 
@@ -52,11 +51,11 @@ def measure_program(jaxpr: Any, platform: str = "cpu") -> Demand:
 
 
 def _measure(jaxpr: Any, platforms: Set[str]) -> tuple[int, int]:
-    """Most bytes of values that are live at the same time, and operations."""
+    """Return the most bytes of values that are live at the same time, and the operations."""
     last_use = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if isinstance(var, core.Var)}
     last_use |= {var: len(jaxpr.eqns) for var in jaxpr.outvars if isinstance(var, core.Var)}
     held: dict[Any, int] = {}
-    branches: dict[Any, int] = {}  # values that follow from the platform alone, and which branch they choose
+    branches: dict[Any, int] = {}  # Values that depend on the platform alone, to the branch that they choose.
     live = most = operations = 0
     for i, eqn in enumerate(jaxpr.eqns):
         name, inputs = eqn.primitive.name, [var for var in eqn.invars if isinstance(var, core.Var)]
@@ -81,7 +80,7 @@ def _measure(jaxpr: Any, platforms: Set[str]) -> tuple[int, int]:
 
 
 def _list_inner(eqn: Any) -> list[Any]:
-    """The programs within an equation, such as the body of a loop."""
+    """Return the programs within an equation, such as the body of a loop."""
     values = [part for value in eqn.params.values() for part in (value if isinstance(value, tuple) else (value,))]
     return [getattr(part, "jaxpr", part) for part in values if isinstance(part, core.Jaxpr | core.ClosedJaxpr)]
 
@@ -98,7 +97,7 @@ def _count_operations(eqn: Any) -> int:
 
 
 def count_layers(config: Any) -> int:
-    """Sum the layers that a config's network builds one by one; a stack of layers is built at once."""
+    """Count the layers that a config's network builds one by one; a stack of layers is built at once."""
     total = sum(count_layers(value) for value in vars(config).values() if is_dataclass(value))
     for name, number in list_numbers(type(config)).items():
         most = None if number.range is None else number.range.maximum
@@ -140,25 +139,25 @@ class Needs:
 
 
 def estimate_needs(parameters: int, serving: int, item: int, runs_as_read: bool) -> Needs:
-    """Estimate the bytes that loading a policy and keeping it takes.
+    """Estimate the bytes that a policy takes while it is loaded and afterwards.
 
     Args:
-        parameters: numbers in the weights as files hold them.
-        serving: numbers in the weights that the program runs over.
+        parameters: numbers in the weights of the files.
+        serving: numbers in the weights of the program.
         item: bytes of a number on the device.
-        runs_as_read: whether the program runs over the arrays that were read, and nothing is folded.
+        runs_as_read: whether the program uses the arrays as they were read, without folding.
     """
     read = FLOAT * parameters
-    # What is not folded is converted an array at a time: 0.9 to 1.18 of the weights were measured (vla_latency).
+    # Weights that are not folded are converted one array at a time.
     host = read + read // 5 if runs_as_read else read + FLOAT * serving
     return Needs(host, item * serving)
 
 
 def check_loading(needs: Needs, placement: Placement, *, shares_memory: bool) -> None:
-    """Refuse to read the weights of a policy for which there is no room.
+    """Refuse to read the weights of a policy that does not fit into memory.
 
     Args:
-        shares_memory: whether a program on the CPU runs over the arrays that were read.
+        shares_memory: whether a program on the CPU uses the arrays that were read.
 
     Raises:
         ConfigError: there is too little memory.
@@ -174,7 +173,7 @@ def check_loading(needs: Needs, placement: Placement, *, shares_memory: bool) ->
 
 
 def check_running(demand: Demand, placement: Placement, what: str) -> None:
-    """Refuse to compile a program that has no room, or that no device computes in a time that a robot can wait.
+    """Refuse to compile a program for which memory is too small or that takes too long for a robot.
 
     Args:
         what: the batch and the frames, for the error.
@@ -195,20 +194,19 @@ def check_running(demand: Demand, placement: Placement, what: str) -> None:
 
 
 def check_host(bytes_needed: int, what: str) -> None:
-    """Raise ConfigError if arrays of so many bytes do not fit into this machine's memory."""
+    """Raise ConfigError if this number of bytes does not fit into this machine's memory."""
     _compare(bytes_needed, get_free_host_memory(), "the machine", what)
 
 
 def get_free_device_memory(placement: Placement) -> int | None:
-    """Free bytes of the fullest device of a placement; None when devices do not say."""
+    """Return the free bytes of the fullest device of a placement; None if unknown."""
     known = [device.memory_stats() or {} for device in placement.devices]
     free = [stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in known if "bytes_limit" in stats]
     return min(free, default=None)
 
 
 def get_free_host_memory() -> int | None:
-    """Bytes that this process can still allocate, by the machine, its control group (a container's limit) and its own
-    limits; None when unknown."""
+    """Return the bytes that the machine, the control groups and the process' limits still allow; None if unknown."""
     limits = [kilobytes << 10 for kilobytes in _find_kilobytes("meminfo", "MemAvailable")]
     limits += [*_list_group_limits(), *_list_process_limits()]
     return max(min(limits), 0) if limits else None
@@ -227,7 +225,7 @@ def _find_kilobytes(file: str, name: str) -> list[int]:
 
 
 def _list_group_limits() -> list[int]:
-    """Bytes left of the memory limits of this process' control group and of all above it."""
+    """Return the bytes left of the memory limits of this process' control group and of its parents."""
     limits = []
     for line in _read(_PROC / "self" / "cgroup").splitlines():
         number, kinds, path = line.split(":", 2)

@@ -1,7 +1,6 @@
 """Normalization of observations and actions, with LeRobot's modes, constants and file contents.
 
-Every mode is one shape of arithmetic, ``(x - offset) / scale + shift``, so that a compiled program takes its numbers
-as weights and another policy's numbers need no new compilation.
+Every mode is ``(x - offset) / scale + shift``, so that one compiled program serves the numbers of any policy.
 Source: lerobot/processor/normalize_processor.py.
 """
 
@@ -18,14 +17,14 @@ from jaxmodels.types import ACTION, Feature
 EPSILON = 1e-8
 IDENTITY = "IDENTITY"
 
-# Mode to the two statistics that it is made of.
+# Mode to its two statistics.
 STATISTICS = {
     "MEAN_STD": ("mean", "std"),
     "MIN_MAX": ("min", "max"),
     "QUANTILES": ("q01", "q99"),
     "QUANTILE10": ("q10", "q90"),
 }
-# Pairs of statistics that describe a feature's values, whatever the mode.
+# Pairs of statistics that describe a feature's values in every mode.
 DESCRIPTIVE = (("mean", "std"), ("min", "max"), ("q01", "q99"))
 
 
@@ -47,8 +46,8 @@ class Affine(NamedTuple):
 class Normalizer:
     """One normalizing or un-normalizing step of a LeRobot processor file.
 
-    A feature is left as it is only where the files say so: its type has the mode IDENTITY, `only` leaves it out, or
-    `unnormalized` names it. LeRobot also leaves features without statistics as they are; here they are an error.
+    A feature stays unchanged only if its type has the mode IDENTITY, `only` excludes it, or `unnormalized` contains it.
+    LeRobot also leaves features without statistics unchanged; here they are an error.
 
     Attributes:
         features: features that the step lists.
@@ -56,7 +55,7 @@ class Normalizer:
         stats: feature name to statistic to float32 array; arrays of images are (3, 1, 1).
         epsilon: added to a standard deviation, and used for a range of zero.
         only: names of the observations that the step applies to; None for all.
-        unnormalized: names of features that are left as they are although their type has a mode.
+        unnormalized: names of features that stay unchanged although their type has a mode.
         source: file that the step was read from, for errors.
     """
 
@@ -83,8 +82,7 @@ class Normalizer:
     def find_gap(self, feature: Feature) -> str | None:
         """Describe what the step lacks to normalize a feature; None when it lacks nothing.
 
-        As in LeRobot, actions need not be among the step's features. No default of LeRobot has a mode for the type ENV,
-        so ENV without a mode is IDENTITY; other types without a mode are an error.
+        As in LeRobot, the step need not list actions, and the type ENV without a mode is IDENTITY.
         """
         if feature.name in self.unnormalized or self.leaves_out(feature):
             return None
@@ -106,7 +104,7 @@ class Normalizer:
         return None
 
     def get_range(self, feature: Feature) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """Smallest and largest value of each number of a feature in the data, whatever the mode."""
+        """Return the smallest and largest value of each number of a feature in the data, in every mode."""
         stats = self.stats.get(feature.name, {})
         if not {"min", "max"} <= set(stats):
             return None
@@ -116,10 +114,7 @@ class Normalizer:
         return tuple(map(float, low)), tuple(map(float, high))
 
     def get_statistics(self, feature: Feature) -> dict[str, tuple[float, ...]] | None:
-        """Return statistic to one number per channel of a feature, whatever the mode; None without a usable pair.
-
-        A pair of `DESCRIPTIVE` is usable if it is complete, finite and of the feature's shape.
-        """
+        """Return statistic to one number per channel, from complete, finite pairs of `DESCRIPTIVE`; else None."""
         stats, found = self.stats.get(feature.name, {}), {}
         for names in DESCRIPTIVE:
             pair = [np.asarray(stats[name], np.float64).reshape(-1) for name in names if name in stats]
@@ -131,8 +126,6 @@ class Normalizer:
     def get_affine(self, feature: Feature, *, inverse: bool = False) -> Affine:
         """Return the numbers for `Affine.normalize`, or with `inverse` for `Affine.unnormalize`.
 
-        MEAN_STD has its epsilon in the forward direction only.
-
         Raises:
             CheckpointError: statistics are missing, misshaped, not finite or reversed.
         """
@@ -142,7 +135,7 @@ class Normalizer:
             return Affine(np.zeros(width, np.float32), np.ones(width, np.float32), np.zeros(width, np.float32))
         low, high = (self._get_statistic(feature, name) for name in STATISTICS[mode])
         if mode != "MEAN_STD" and (is_reversed := low > high).any():
-            # Such a range would turn the direction of the joint round.
+            # Such a range would reverse the direction of the joint.
             low_name, high_name = STATISTICS[mode]
             number = int(np.argmax(is_reversed))
             raise CheckpointError(
@@ -150,11 +143,11 @@ class Normalizer:
                 f"{high_name} {high[number]:g}; write the statistics of the dataset the policy was trained on"
             )
         epsilon = np.float32(self.epsilon)
-        if mode == "MEAN_STD":
+        if mode == "MEAN_STD":  # The epsilon is in the forward direction only.
             return Affine(low, high if inverse else high + epsilon, np.zeros(width, np.float32))
         span = high - low
         span = np.where(span == 0, epsilon, span)
-        # 2 (x - low) / span - 1: the halved span is exact, and x == low gives exactly -1.
+        # With 2 (x - low) / span - 1, halving the span is exact, and x == low gives exactly -1.
         return Affine(low, span / np.float32(2), np.full(width, -1, np.float32))
 
     def _get_statistic(self, feature: Feature, name: str) -> np.ndarray:
@@ -181,10 +174,10 @@ class ProcessorStep:
     """A step of LeRobot's processors that neither renames nor normalises.
 
     Attributes:
-        name: in LeRobot's registry.
-        fields: as the file has them.
-        comes_after: whether the normalizer comes before it; of the post-processor's, the unnormalizer.
-        is_output: whether it is the post-processor's.
+        name: name in LeRobot's registry.
+        fields: fields of the file.
+        comes_after: whether it follows the step that normalizes or un-normalizes.
+        is_output: whether it belongs to the post-processor.
     """
 
     name: str
@@ -200,8 +193,8 @@ class Normalization:
     Attributes:
         inputs: the pre-processor's step; it also normalises actions for training.
         outputs: the post-processor's step.
-        renames: observation name from outside to the policy's name for it.
-        steps: further steps of the processors, in order: name and fields, of those that `PolicyConfig` knows.
+        renames: the robot's name of an observation to the policy's.
+        steps: further steps of the processors, in order.
     """
 
     inputs: Normalizer
@@ -210,11 +203,11 @@ class Normalization:
     steps: tuple["ProcessorStep", ...] = ()
 
     def find_step(self, name: str) -> "ProcessorStep | None":
-        """The first of the further steps that has this name."""
+        """Return the first of the further steps with this name."""
         return next((step for step in self.steps if step.name == name), None)
 
     def get_outside_name(self, feature: str) -> str:
-        """The robot's name of a feature of the policy."""
+        """Return the robot's name of a feature of the policy."""
         return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
 
 
@@ -240,7 +233,7 @@ def check_normalization(
 ) -> None:
     """Compute all numbers once, so that bad statistics are found when a policy is read and not when it acts.
 
-    `inputs` and `outputs` need statistics; those of other features are checked if present.
+    Features of `inputs` and `outputs` need statistics; statistics of other features are checked if present.
 
     Raises:
         CheckpointError: statistics are missing, misshaped or not finite.

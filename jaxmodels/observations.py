@@ -48,7 +48,7 @@ def read_prefix(observation: Mapping[str, np.ndarray], batch: int, chunk: int, a
         return Prefix(np.zeros((batch, chunk, action), np.float32), none, none)
     if missing := [name for name in NAMES if name not in present]:
         raise ObservationError(
-            f"{', '.join(missing)} missing beside {', '.join(present)}; a plan is all three, or none"
+            f"{', '.join(missing)} missing, but {', '.join(present)} given; a plan is all three, or none"
         )
     delay, length = (_counts(name, observation[name], batch, chunk) for name in (PREFIX_DELAY, PREFIX_LENGTH))
     if (delay > length).any():
@@ -108,13 +108,13 @@ class Reader:
         self._noise_steps: int = config.noise_steps
         self._outside = checkpoint.normalization.get_outside_name
         features = (*self._cameras, self._state, self._environment_state)
-        # A feature may come under its name outside, its name inside, or (cameras) as observation.images.<camera>.
+        # A feature may have its outside name, its inside name, or (cameras) observation.images.<camera>.
         own = [feature for feature in features if feature is not None]
         self._names = {feature.name: self._aliases(feature, own) for feature in own}
 
     def _aliases(self, feature: Feature, own: Sequence[Feature]) -> tuple[str, ...]:
         outside = self._outside(feature.name)
-        # What another one is called outside is not this one, though it is called so inside.
+        # The outside name of another feature never names this feature.
         taken = {self._outside(other.name) for other in own if other is not feature}
         names = [outside, *({feature.name} - taken)]
         if feature.type == "VISUAL":
@@ -155,14 +155,14 @@ class Reader:
         return arrays._replace(image_masks=masks), inputs
 
     def _images(self, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray | None, ...]:
-        """Frames of each camera; None where one is left out that may be."""
+        """Return the frames of each camera; None for an absent camera, if the policy allows it."""
         absent = [
             camera for camera in self._cameras if not any(name in observation for name in self._names[camera.name])
         ]
         if self._allows_absent:
             known = {name for camera in self._cameras for name in self._names[camera.name]}
             known |= {f"{name}{PADDING_MASK}" for name in known}
-            # A name with a typing error would else be taken for a camera that is not there.
+            # Otherwise a misspelled name would count as an absent camera.
             if strange := sorted(name for name in observation if name.startswith(IMAGES) and name not in known):
                 names = [self._names[camera.name][0] for camera in absent]
                 missing = f", and {', '.join(names)} missing" if names else ""
@@ -171,7 +171,7 @@ class Reader:
                     f"it has {', '.join(self._names[camera.name][0] for camera in self._cameras)}"
                 )
             if len(absent) == len(self._cameras):
-                raise ObservationError(f"no image at all; the policy wants one of {sorted(known)[:64:2]} at least")
+                raise ObservationError(f"no image at all; the policy wants at least one of {sorted(known)[:64:2]}")
         left_out = absent if self._allows_absent else ()
         return tuple(
             None if camera in left_out else _frames(*self._find(observation, camera), self._steps)
@@ -179,18 +179,9 @@ class Reader:
         )
 
     def _masks(self, observation: Mapping[str, np.ndarray], images: tuple[np.ndarray | None, ...]) -> np.ndarray | None:
-        """Which images count, (b, cameras); None where nobody says."""
-        names = [
-            next(
-                (
-                    f"{name}{PADDING_MASK}"
-                    for name in self._names[camera.name]
-                    if f"{name}{PADDING_MASK}" in observation
-                ),
-                None,
-            )
-            for camera in self._cameras
-        ]
+        """Return which images count, (b, cameras); None if the observation does not say."""
+        possible = [[f"{name}{PADDING_MASK}" for name in self._names[camera.name]] for camera in self._cameras]
+        names = [next((name for name in masks if name in observation), None) for masks in possible]
         if not any(names):
             return None
         if not self._allows_absent:
@@ -266,7 +257,10 @@ class Reader:
             return None
         name, array = self._find(observation, feature)
         expected = _format_axes(self._steps, feature.shape[0])
-        if wrong := _vector_errors(array.shape, self._steps, feature.shape[0]):
+        wrong = _axis_errors(array.shape, self._steps, 1)
+        if not wrong and array.shape[-1] != feature.shape[0]:
+            wrong = [f"{array.shape[-1]} numbers, wanted {feature.shape[0]}"]
+        if wrong:
             raise ObservationError(f"{name} has shape {array.shape}; wanted {expected}: {', '.join(wrong)}")
         if array.dtype == bool or not (
             np.issubdtype(array.dtype, np.floating) or np.issubdtype(array.dtype, np.integer)
@@ -308,13 +302,6 @@ def _format_axes(steps: int, *axes: int | str) -> str:
     return f"({', '.join(map(str, ('batch', *(() if steps == 1 else (steps,)), *axes)))})"
 
 
-def _vector_errors(shape: tuple[int, ...], steps: int, width: int) -> list[str]:
-    """Return what is wrong with the shape of numbers (b, s), or (b, t, s) for several steps; empty when it is right."""
-    if wrong := _axis_errors(shape, steps, 1):
-        return wrong
-    return [] if shape[-1] == width else [f"{shape[-1]} numbers, wanted {width}"]
-
-
 def _frame_errors(shape: tuple[int, ...], steps: int) -> list[str]:
     """Return what is wrong with the shape of frames (b, h, w, 3), or (b, t, h, w, 3); empty when it is right."""
     axes = 4 if steps == 1 else 5
@@ -329,7 +316,7 @@ def _frame_errors(shape: tuple[int, ...], steps: int) -> list[str]:
 
 
 def _axis_errors(shape: tuple[int, ...], steps: int, axes: int) -> list[str]:
-    """Return what is wrong with the axes of batch and time, which stand before a feature's own `axes`."""
+    """Return what is wrong with the axes of batch and time, which precede a feature's own `axes`."""
     leading = 1 if steps == 1 else 2
     if len(shape) == leading + axes - 1:
         time = "" if steps == 1 else f", or an axis of time: the policy looks at {steps} observations, oldest first"

@@ -68,13 +68,13 @@ def read_requirements(
     Args:
         path_or_repo: a folder, or a repo id like ``owner/name``.
         revision: branch, tag or commit of a repo.
-        read: reads these files, e.g. in another process.
-        roots: as of `jaxmodels.load_policy`.
+        read: reads the files, e.g. in another process.
+        roots: see `load_policy`.
 
     Raises:
         HubError: the repo cannot be fetched.
         ConfigError: the config makes no sense.
-        CheckpointError: files are missing or malformed. Weights are only looked for, so loading may still fail.
+        CheckpointError: files are missing or malformed. Weights are not read, so loading may still fail.
     """
     folder = Path(os.path.expanduser(path_or_repo))
     if str(path_or_repo) and folder.is_dir():
@@ -83,7 +83,7 @@ def read_requirements(
         with PolicyFolder(folder, roots=roots) as opened:
             check_weights(opened, has_orbax=opened.has_tree() or opened.has_tree(PARAMS))
             return _check_description(read(opened))
-    # A cache of its own: half a policy in the usual one would pass for a whole policy when the Hub cannot be reached.
+    # The user's cache must not hold half a policy: it would pass for a whole policy when the Hub cannot be reached.
     with tempfile.TemporaryDirectory(prefix="robojax-description-") as cache:
         try:
             snapshot = fetch(str(path_or_repo), revision, files=DESCRIBING, cache=Path(cache))
@@ -133,10 +133,9 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-# Texts, and batches of texts, that are kept encoded; the least recently used go first. A long CLIP text has 0.2 MB.
-MAX_CACHED_TEXTS = 64
+MAX_CACHED_TEXTS = 64  # A long CLIP text has 0.2 MB.
 MAX_CACHED_BATCHES = 32
-# A prompt that has room for fewer tokens of an instruction is cut as LeRobot cuts it.
+# A prompt with room for fewer tokens of an instruction is cut as LeRobot cuts it.
 MIN_TASK_TOKENS = 8
 
 
@@ -174,10 +173,7 @@ def read_prompt_cuts(observation: Mapping[str, Any], batch: int) -> tuple[str, .
 
 
 class Instructions:
-    """Cache and encoder of instructions for several threads: texts to language tokens.
-
-    `encode` is a compiled program: tokens (1, n) and their mask to `Language`, where `placement` says.
-    """
+    """Thread-safe cache and encoder of instructions; `encode` maps tokens (1, n) and their mask to `Language`."""
 
     def __init__(
         self, tokenizer: Tokenizer, encode: Callable[[np.ndarray, np.ndarray], Language], placement: Placement
@@ -202,13 +198,13 @@ class Instructions:
 
 
 class Prompts:
-    """Cache and tokenizer, for several threads, of instructions that a policy's program embeds itself.
+    """Thread-safe cache and tokenizer of instructions that a policy's program embeds itself.
 
     Args:
-        config: the policy's config, which formats a prompt from an instruction, and from the state if it is in it.
+        config: the policy's config, which formats the prompt.
         state: normalization of the state.
         tokenizer: content of the policy's ``tokenizer.json``.
-        prompt_cut: default of `PROMPT_CUTS`; `Prompts.cuts` lists the possible ones.
+        prompt_cut: default of `PROMPT_CUTS`; `Prompts.cuts` lists the possible values.
     """
 
     def __init__(self, config: Any, state: Affine | None, tokenizer: bytes, prompt_cut: str = CUT_TASK):
@@ -234,9 +230,9 @@ class Prompts:
         """Tokenize instructions.
 
         Args:
-            texts: one for each member of the batch.
-            state: the raw states (b, s).
-            cuts: one of `PROMPT_CUTS` for each member; the policy's own where it is None.
+            texts: instruction of each member of the batch.
+            state: raw states (b, s).
+            cuts: `PROMPT_CUTS` value of each member; None for the policy's own.
 
         Returns:
             tokens (b, n) and their mask.
@@ -254,10 +250,7 @@ class Prompts:
         return Language(np.stack([ids for ids, _, _ in rows]), np.stack([mask for _, mask, _ in rows]))
 
     def count_cut(self, text: str, width: int | None, cut: str | None = None) -> int:
-        """Count an instruction's tokens that are left out with a state of `width` zeros.
-
-        Raises ObservationError if not even the beginning of the instruction fits.
-        """
+        """Count the tokens of an instruction that do not fit with a state of `width` zeros; raises ObservationError."""
         state = None if self._state is None else np.zeros(width or 0, np.float32)
         return self._tokenize(text, state, cut or self._prompt_cut)[2]
 
@@ -266,7 +259,7 @@ class Prompts:
     ) -> tuple[np.ndarray, np.ndarray, int]:
         """Return the tokens of an instruction's prompt, their mask, and how many tokens are left out."""
         prompt = self._config.format_prompt(text, state)
-        with self._lock:  # the tokenizer's truncation is switched on and off
+        with self._lock:  # The tokenizer's truncation is switched on and off.
             key = (prompt, cut)
             if key not in self._prompts:
                 ids, mask, length = self._tokenizer(prompt)
@@ -275,7 +268,7 @@ class Prompts:
                     ids, mask, kept = self._tokenizer(self._config.format_prompt(self._shorten(text, state), state))
                 _put_newest(self._prompts, key, (ids, mask, length - kept), MAX_CACHED_TEXTS)
             ids, mask, left_out = self._prompts[key]
-            # A state in the prompt makes a new prompt for each chunk; one line for each instruction is enough.
+            # A state in the prompt makes a new prompt for each chunk: log once per instruction.
             if left_out and is_logged and (text, cut) not in self._logged:
                 _put_newest(self._logged, (text, cut), None, MAX_CACHED_TEXTS)
                 self._log_cut(left_out, len(ids), cut)
@@ -292,8 +285,7 @@ class Prompts:
     def _shorten(self, text: str, state: Any) -> str:
         """Return the beginning of an instruction that fits into the prompt together with a state.
 
-        It leaves room for three-digit numbers, because an instruction that changes with each state would change what
-        the robot does.
+        It leaves room for a long state, so that the instruction does not change from state to state.
         """
         if text not in self._short:
             _put_newest(self._short, text, self._find_longest(text, np.zeros_like(state)), MAX_CACHED_TEXTS)
@@ -328,7 +320,7 @@ class Policy:
 
     Attributes:
         checkpoint: content of the policy's folder.
-        commit: the commit of a repo of the Hub; None for a folder, unless the caller sets a name for its content.
+        commit: commit of a repo of the Hub; None for a folder, unless the caller sets a name for its content.
         requirements: what the policy needs from a robot.
     """
 
@@ -375,7 +367,7 @@ class Policy:
         renames = checkpoint.normalization.renames
         needs = build_requirements(lerobot_folder.Description(config, checkpoint.sidecar, renames))
         inputs, outputs = checkpoint.normalization.inputs, checkpoint.normalization.outputs
-        # With a joint map, the statistics are those of mapped joints, which no robot reports.
+        # With a joint map, the statistics describe mapped joints, which no robot reports.
         state = config.state if config.joint_map is None else None
         self.requirements = replace(
             needs,
@@ -430,20 +422,19 @@ class Policy:
         """Compute a chunk of un-normalised actions, float32.
 
         Args:
-            observation: LeRobot's feature names to arrays with a leading batch axis; ``observation.state``
-                (b, s) and ``observation.environment_state`` (b, e) numbers, ``observation.images.<camera>``
-                (b, h, w, 3) uint8. Frames of another size than the policy's are resized in the program. A batch
-                or frame size that is new compiles first; see `is_compiled`. For a policy that reads language, ``task``:
-                b texts, a list or an array. A text is encoded when it is new; see `prepare_task`. ``prompt_cut``: b of
-                `PROMPT_CUTS`, in place of the policy's own. With `Requirements.observation_steps` above one, arrays
-                have a time axis behind the batch's, oldest first.
-            noise: what the chunk is made of, in the model's own shape; None takes the policy's own, always the same.
-                Another program is compiled for it.
-            step_noise: what a sampler adds on its way (DDPM: of each step but the last); only beside `noise`.
+            observation: LeRobot's feature names to arrays with a leading batch axis: ``observation.state`` (b, s) and
+                ``observation.environment_state`` (b, e) numbers, ``observation.images.<camera>`` (b, h, w, 3) uint8.
+                The program resizes frames of other sizes. A new batch or frame size compiles first; see `is_compiled`.
+                A policy that reads language also takes ``task``, b texts (see `prepare_task`), and optionally
+                ``prompt_cut``, b of `PROMPT_CUTS`. With `Requirements.observation_steps` above one, arrays have a time
+                axis after the batch axis, oldest first.
+            noise: noise that the sampler starts from, in the model's own shape; None for the policy's own, which is
+                always the same.
+            step_noise: noise that the sampler adds in its steps (DDPM: in each but the last); requires `noise`.
 
         Raises:
-            ObservationError: a feature is missing, has the wrong shape or dtype, or is not finite; the policy makes its
-                chunks of no noise, or of noise of another shape.
+            ObservationError: a feature is missing, has the wrong shape or dtype, or is not finite; or the policy takes
+                no such noise.
         """
         arrays, inputs = self._reader.read(observation, noise, step_noise)
         if self._instructions is not None:
@@ -459,10 +450,10 @@ class Policy:
         """Encode an instruction before the next `act`, perhaps in another thread; does nothing without language.
 
         Args:
-            prompt_cut: one of `PROMPT_CUTS`; the policy's own when None.
+            prompt_cut: a value of `PROMPT_CUTS`; the policy's own when None.
 
         Returns:
-            how many tokens of its prompt the policy never reads (see `describe_cut`), for a state of zeros.
+            Number of tokens that do not fit into the prompt with a state of zeros (see `describe_cut`).
 
         Raises:
             ObservationError: the policy cannot read it.
@@ -481,7 +472,7 @@ class Policy:
         return program(self._weights, *jax.device_put((ids, mask), self._placement.replicated))
 
     def _program(self, inputs: Inputs) -> Any:
-        """Return the executable for these shapes; raises ObservationError if a new one has no room to run."""
+        """Return the executable for these shapes; raises ObservationError if there is too little memory for it."""
 
         def check(demand: Demand) -> None:
             frames = ", ".join(f"{size[0]}x{size[1]}" for size in inputs.frames if size is not None)
@@ -491,16 +482,16 @@ class Policy:
 
     def _run(self, program: Any, arrays: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
-        # A CPU program reads aligned arrays in place, and an accelerator's sends them; a device_put costs 0.2 ms more.
+        # The program takes host arrays itself, because a device_put costs 0.2 ms more.
         is_single = len(self._placement.devices) == 1
         on_device = arrays if is_single else jax.device_put(arrays, self._placement.replicated)
         sent = time.perf_counter()
         chunk = program(self._weights, on_device)
         if not self._placement.is_host:
-            chunk.copy_to_host_async()  # travels as soon as it is there: 0.1 ms of 2.2 on an H200
+            chunk.copy_to_host_async()  # The copy starts as soon as the chunk is computed.
         jax.block_until_ready(chunk)
         computed = time.perf_counter()
-        actions = np.array(chunk)  # a copy: the buffer may be the device's own
+        actions = np.array(chunk)  # Copied, because the buffer may belong to the device.
         ended = time.perf_counter()
         return actions, {"to_device": sent - start, "compute": computed - sent, "to_host": ended - computed}
 
@@ -509,7 +500,7 @@ class Policy:
         zeros: Observation = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
         if zeros.language is None:
             return zeros
-        # A text without a token is none.
+        # A text without a valid token would give NaN.
         return zeros._replace(language=zeros.language._replace(mask=np.ones_like(zeros.language.mask)))
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
@@ -519,7 +510,7 @@ class Policy:
             cameras: camera name to (height, width) in pixels.
 
         Raises:
-            ObservationError: a camera the policy does not have, or one left out.
+            ObservationError: a camera is unknown or missing.
         """
         inputs = self._reader.inputs(batch, cameras)
         if inputs.language is not None and self._instructions is not None:
@@ -536,7 +527,7 @@ class Policy:
         return time.perf_counter() - start
 
     def profile_stages(self, runs: int = 10) -> tuple[StageTime, ...]:
-        """Measure the parts of `act` apart, as programs of their own on a batch of zeros; median of `runs`."""
+        """Measure each part of `act` as a separate program on a batch of zeros; median of `runs`."""
         inputs = self._reader.inputs(1, None)
         zeros = self._make_zeros(inputs)
         config, plan = self.checkpoint.config, self.checkpoint.config.architecture()
@@ -556,7 +547,7 @@ class Policy:
         return tuple(times)
 
     def count_parameters(self) -> dict[str, int]:
-        """Numbers in the weights by part of the network, such as ``vision``."""
+        """Count the numbers in the weights by part of the network, such as ``vision``."""
         counts: dict[str, int] = {}
         for name, array in self.checkpoint.weights.items():
             part = next(part for start, part in self._kind.parts.items() if name.startswith(start))
@@ -588,7 +579,7 @@ class Policy:
         return Policy(checkpoint, dtype=self.dtype, device=self.device, prompt_cut=cut, _programs=self._programs)
 
     def on(self, device: str | None) -> "Policy":
-        """This policy on another device; on its own device, one that shares weights and programs.
+        """Return this policy on another device; on the same device it shares weights and programs.
 
         Raises:
             ConfigError: there is no such device.
@@ -604,7 +595,7 @@ class Policy:
     def save(self, path: str | Path) -> None:
         """Write the policy in LeRobot's layout, with ``robojax.json`` for the fields LeRobot lacks.
 
-        Tensors that acting does not need (the heads for words of SmolVLA and pi0) are not kept: they are zeros.
+        Tensors that acting does not need (the language heads of SmolVLA and pi0) are written as zeros.
         """
         lerobot_folder.write_checkpoint(Path(path), self.checkpoint)
 
@@ -636,27 +627,26 @@ def load_policy(
         revision: branch, tag or commit of a repo.
         dtype: ``float32`` or ``bfloat16``, which is slow on a CPU. None: bfloat16 on an accelerator for policies that
             are built on a language model, else float32.
-        device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, ``cuda:0+cuda:1`` for a policy too large for one of them;
-            JAX's first choice when None.
+        device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, or ``cuda:0+cuda:1`` for a policy that is too large for one
+            device; JAX's first choice when None.
         like: a policy whose compiled programs are shared when the architecture is the same.
         on_progress: called with ``downloading``, ``reading``, ``ready``.
         inspect: called with the folder before anything in it is read; raises CheckpointError to refuse it.
-        largest: most bytes of the files of a repo, checked before they are fetched, or of the weights of a folder.
+        largest: maximum bytes of the files of a repo, or of the weights of a folder.
         roots: folders that must contain a folder's files after links are followed; any folder when None.
-        rename: names of cameras of the policy, and the robot's for them, e.g. ``{"camera1": "front"}``.
-        lerobot: the version of LeRobot, 0.4 or 0.6, that the files are read as; None for that of ``robojax.json``,
-            else 0.6.
-        prompt_cut: which end of a prompt that is too long is cut where the state follows the instruction (pi0.5):
-            ``task``, the instruction's, or ``lerobot``, the prompt's, and with it joints.
+        rename: the policy's camera names to the robot's, e.g. ``{"camera1": "front"}``.
+        lerobot: version of LeRobot, 0.4 or 0.6, that the files are read as; None for ``robojax.json``'s, else 0.6.
+        prompt_cut: what is cut from a prompt that is too long when the state follows the instruction (pi0.5): the end
+            of the instruction (``task``), or the end of the prompt and with it joints (``lerobot``).
 
     Raises:
-        HubError: the repo cannot be fetched, or is larger.
+        HubError: the repo cannot be fetched, or is larger than `largest`.
         ConfigError: the config, dtype, device or names of cameras make no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
     report = on_progress or (lambda stage: None)
     where = find_placement(device)
-    find_dtype(dtype)  # refuses a wrong name before anything is fetched
+    find_dtype(dtype)  # A wrong name is refused before anything is fetched.
     _check_prompt_cut(prompt_cut)
 
     def admit(config: Any, parameters: int) -> None:
@@ -667,7 +657,7 @@ def load_policy(
 
     folder, commit = find_policy(path_or_repo, revision, on_progress=report, largest=largest)
     report("reading")
-    # A snapshot of the Hub's cache links to files beside it.
+    # A snapshot of the Hub's cache links to files in a sibling folder.
     with PolicyFolder(folder, roots=roots if commit is None else folder.parents[1:2], largest=largest) as opened:
         if inspect is not None:
             inspect(opened)
@@ -686,11 +676,11 @@ def load_policy(
 
 
 def _rename_checkpoint(checkpoint: Checkpoint, rename: Mapping[str, str]) -> Checkpoint:
-    """A checkpoint whose cameras have a robot's names; LeRobot has a step of the pre-processor for that."""
+    """Return the checkpoint with a robot's camera names in its pre-processor's renaming step."""
     config: Any = checkpoint.config
     normalization = checkpoint.normalization
     known = lerobot_folder.Description(config, checkpoint.sidecar, normalization.renames)
-    rename_cameras(build_requirements(known), rename)  # raises for wrong names
+    rename_cameras(build_requirements(known), rename)  # Raises for wrong names.
     outside = {camera.name: normalization.get_outside_name(camera.name) for camera in config.cameras}
     new = {f"{IMAGES}{rename[name]}": inside for inside in outside if (name := camera_name(outside[inside])) in rename}
     renames = {name: inside for name, inside in normalization.renames.items() if inside not in new.values()} | new

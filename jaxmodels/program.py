@@ -1,7 +1,7 @@
 """Ahead-of-time compiled programs from frames to actions, over weights as a flat tuple.
 
-A call with 200 arrays takes 0.25 ms in a tuple, 0.7 ms in an NNX state and 20 ms in an NNX transform. Everything a
-checkpoint says is an argument, so another checkpoint of the same architecture runs in the same executable.
+A call with a flat tuple is faster than with an NNX state. All contents of a checkpoint are arguments, so that another
+checkpoint of the same architecture runs in the same executable.
 """
 
 import math
@@ -24,23 +24,22 @@ from jaxmodels.types import Language, Observation, Prefix
 
 Size: TypeAlias = tuple[int, int]
 Weights: TypeAlias = tuple[jax.Array, ...]
-# Relative to a number's size: a smaller spread or range is rounding in float32.
+# A spread or range that is smaller, relative to the number's size, is rounding in float32.
 STILL = 1e-6
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Shapes of an observation: all that an executable depends on besides the architecture.
+    """Shapes of an observation, which together with the architecture determine an executable.
 
     Attributes:
-        frames: (height, width) of each camera's frames as they arrive; None for one that is left out.
-        prefix: (t, a) of the plan that is continued, for policies that do.
-        language: (n, d) of what is made of an instruction, for policies that read one; (n,) of its tokens, for those
-            that embed them.
-        steps: observations that are looked at together; with one there is no time axis.
-        noise: (t, a) of the noise that a chunk is made of, where it is given.
-        noise_steps: how many noises are given for the sampler's way; 0 for none.
-        has_masks: whether it is said for each member which of its images count.
+        frames: (height, width) of each camera's frames as they arrive; None for an absent camera.
+        prefix: (t, a) of the plan that is continued, if any.
+        language: (n, d) of an encoded instruction, or (n,) of tokens that the policy embeds.
+        steps: consecutive observations in the input; with one there is no time axis.
+        noise: (t, a) of the sampler's first noise, if it is given.
+        noise_steps: number of noises that are given for the sampler's steps.
+        has_masks: whether each member has a mask of its images.
     """
 
     batch: int
@@ -118,7 +117,7 @@ def prepare_pixels(
 
 def normalize_plan(actions: Float[Array, "b t a"], scale: Affine) -> Float[Array, "b t a"]:
     """Convert a plan's un-normalised actions to the policy's normalised ones."""
-    # Where a joint never moved in the data, rounding of its value divided by next to nothing could be anything.
+    # If a joint never moved in the data, its rounding divided by nearly 0 could be any number.
     moves = scale.scale > STILL * (1 + jnp.abs(scale.offset))
     return jnp.where(moves, (actions - scale.offset) / jnp.where(moves, scale.scale, 1), 0) + scale.shift
 
@@ -138,7 +137,7 @@ def normalize(
     images = zip(observation.images, sizes, scales.images, strict=True)
     return Observation(
         images=tuple(
-            # What a policy resizes itself it rounds itself.
+            # A policy that resizes frames itself also rounds them itself.
             None if frames is None else prepare_pixels(frames, size, scale, jnp.float32 if size is None else dtype)
             for frames, size, scale in images
         ),
@@ -153,7 +152,7 @@ def normalize(
 
 
 def _cast_language(language: Language, dtype: DTypeLike) -> Language:
-    """Tokens of a text encoder in the policy's precision; those of a tokenizer are integers and stay."""
+    """Return encoded language in the policy's precision; tokens of a tokenizer stay integers."""
     is_encoded = jnp.issubdtype(language.tokens.dtype, jnp.floating)
     return language._replace(tokens=language.tokens.astype(dtype)) if is_encoded else language
 
@@ -167,46 +166,37 @@ def _normalize_prefix(observation: Observation, scale: Affine, relative: tuple[b
 
 
 def get_origin(state: Float[Array, "b s"], relative: tuple[bool, ...]) -> Float[Array, "b 1 a"]:
-    """What actions are relative to: the raw state where they are relative, 0 where they are not."""
+    """Return the origin of actions: the raw state for relative numbers, 0 for absolute numbers."""
     width = len(relative)
     start = jnp.pad(state[:, :width], ((0, 0), (0, max(width - state.shape[1], 0))))
     return jnp.where(jnp.asarray(relative), start, 0.0)[:, None]
 
 
+@dataclass(eq=False)
 class Programs:
     """Executables of one architecture on one placement, compiled on first use.
 
-    Args:
+    Attributes:
         act: serving weights (by name) and a normalised observation to a normalised chunk.
         weights: shapes of the serving weights by name, in the order of the flat tuple.
-        scales: anything with the tree of the policy's `Scales`.
+        scales: any tree of the structure of the policy's `Scales`.
         sizes: (height, width) per camera; None for a model that resizes frames itself.
-        read: serving weights, tokens (1, n) and their mask to `Language`, for policies that read one.
+        read: serving weights, tokens (1, n) and their mask to `Language`; None without a text encoder.
         relative: which numbers of an action are relative to the state.
         joint_map: see `PolicyConfig`.
     """
 
-    def __init__(
-        self,
-        act: Callable[[Mapping[str, Array], Observation], Array],
-        weights: Mapping[str, jax.ShapeDtypeStruct],
-        scales: Scales,
-        sizes: tuple[Size | None, ...],
-        dtype: DTypeLike,
-        placement: Placement,
-        read: Callable[[Mapping[str, Array], Array, Array], Language] | None = None,
-        relative: tuple[bool, ...] | None = None,
-        joint_map: Any = None,
-    ):
-        self._joint_map = joint_map
-        self._act = act
-        self._weights = dict(weights)
-        self._scales = scales
-        self._sizes = sizes
-        self._dtype = dtype
-        self._placement = placement
-        self._read = read
-        self._relative = relative
+    act: Callable[[Mapping[str, Array], Observation], Array]
+    weights: Mapping[str, jax.ShapeDtypeStruct]
+    scales: Scales
+    sizes: tuple[Size | None, ...]
+    dtype: DTypeLike
+    placement: Placement
+    read: Callable[[Mapping[str, Array], Array, Array], Language] | None = None
+    relative: tuple[bool, ...] | None = None
+    joint_map: Any = None
+
+    def __post_init__(self) -> None:
         self._reading: dict[int, jax.stages.Compiled] = {}
         self._compiled: dict[Inputs, jax.stages.Compiled] = {}
         self._demands: dict[Inputs, Demand] = {}
@@ -214,7 +204,7 @@ class Programs:
 
     def count_weights(self) -> int:
         """Numbers in the weights that the programs run over."""
-        return sum(math.prod(shape.shape) for shape in self._weights.values())
+        return sum(math.prod(shape.shape) for shape in self.weights.values())
 
     def has(self, inputs: Inputs) -> bool:
         return inputs in self._compiled
@@ -226,53 +216,53 @@ class Programs:
         """
         compiled = self._compiled.get(inputs)
         if compiled is not None:
-            return compiled  # without the lock, which is held for seconds while another one is compiled
-        with self._lock:  # two threads that want the same one wait for one compilation
+            return compiled  # This needs no lock, which another compilation may hold for seconds.
+        with self._lock:  # Two threads that need the same program wait for one compilation.
             if inputs not in self._compiled:
                 traced = self._trace_chunk(inputs)
-                demand = self._demands[inputs] = measure_program(traced.jaxpr, self._placement.platform)
+                demand = self._demands[inputs] = measure_program(traced.jaxpr, self.placement.platform)
                 if check is not None:
                     check(demand)
                 self._compiled[inputs] = self._compile(traced)
             return self._compiled[inputs]
 
     def measure(self, inputs: Inputs) -> Demand:
-        """Memory and operations of the program for these shapes; a program that is not compiled yet is traced."""
+        """Return memory and operations of the program for these shapes, which is traced if it is not compiled."""
         with self._lock:
             if inputs not in self._demands:
                 traced = self._trace_chunk(inputs)
-                self._demands[inputs] = measure_program(traced.jaxpr, self._placement.platform)
+                self._demands[inputs] = measure_program(traced.jaxpr, self.placement.platform)
             return self._demands[inputs]
 
     def get_reader(self, length: int) -> jax.stages.Compiled:
-        """The executable for texts of a length: ``(weights and scales, tokens (1, n), mask (1, n)) -> Language``."""
+        """Return the executable for a text length: ``(weights and scales, tokens (1, n), mask (1, n)) -> Language``."""
         if length in self._reading:
-            return self._reading[length]  # without the lock, as above
+            return self._reading[length]
         with self._lock:
             if length not in self._reading:
                 self._reading[length] = self._compile_reading(length)
             return self._reading[length]
 
     def flatten(self, weights: Mapping[str, Any], scales: Scales) -> Weights:
-        """Weights and scales on the device, in the order of the executables' arguments."""
-        # Split arrays are cast on the host, because one device may be too small for a whole array. On a CPU, aligned
-        # float32 arrays are then used in place (164 MB of ACT: 0.03 s instead of 0.35).
-        cast = jnp.asarray if len(self._placement.devices) == 1 and not self._placement.is_host else np.asarray
-        arrays = [cast(weights[name], shape.dtype) for name, shape in self._weights.items()]
+        """Put weights and scales on the device, in the order of the executables' arguments."""
+        # Split arrays are cast on the host, because one device may be too small for a whole array. A CPU then uses
+        # aligned float32 arrays in place.
+        cast = jnp.asarray if len(self.placement.devices) == 1 and not self.placement.is_host else np.asarray
+        arrays = [cast(weights[name], shape.dtype) for name, shape in self.weights.items()]
         everything = [*arrays, *jax.tree.leaves(scales)]
-        shardings = [*(self._placement.weight_sharding(np.shape(array)) for array in arrays)]
-        shardings += [self._placement.replicated] * (len(everything) - len(shardings))
+        shardings = [*(self.placement.weight_sharding(np.shape(array)) for array in arrays)]
+        shardings += [self.placement.replicated] * (len(everything) - len(shardings))
         return tuple(jax.device_put(everything, shardings))
 
     def _unflatten(self, flat: tuple[Array, ...]) -> tuple[dict[str, Array], Scales]:
-        names, tree = list(self._weights), jax.tree.structure(self._scales)
+        names, tree = list(self.weights), jax.tree.structure(self.scales)
         return dict(zip(names, flat, strict=False)), jax.tree.unflatten(tree, flat[len(names) :])
 
     def _read_joints(self, observation: Observation) -> Observation:
-        return observation if self._joint_map is None else self._joint_map.read(observation)
+        return observation if self.joint_map is None else self.joint_map.read(observation)
 
     def _normalize(self, observation: Observation, scales: Scales) -> Observation:
-        return normalize(observation, scales, self._sizes, self._dtype, self._relative)
+        return normalize(observation, scales, self.sizes, self.dtype, self.relative)
 
     def compile_stages(self, stages: Sequence[Callable[..., Any]], inputs: Inputs) -> list[jax.stages.Compiled]:
         """Compile parts: ``(flat weights and scales, observation, result of the stage before) -> result``.
@@ -280,7 +270,7 @@ class Programs:
         Each stage takes serving weights, a normalised observation and the stage before's result (None for the first).
         """
         compiled: list[jax.stages.Compiled] = []
-        observation, given = inputs.shapes(self._placement.replicated), None
+        observation, given = inputs.shapes(self.placement.replicated), None
         for stage in stages:
 
             def run(flat: tuple[Array, ...], raw: Observation, given: Any, stage: Callable[..., Any] = stage) -> Any:
@@ -289,7 +279,7 @@ class Programs:
 
             compiled.append(self._compile(self._trace(run, observation, given)))
             given = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._placement.replicated),
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.placement.replicated),
                 compiled[-1].out_info,
             )
         return compiled
@@ -299,15 +289,15 @@ class Programs:
             weights, scales = self._unflatten(flat)
             observation = self._read_joints(observation)
             normalized = self._normalize(observation, scales)
-            chunk = scales.action.unnormalize(self._act(weights, normalized).astype(jnp.float32))
-            if self._relative is not None:
-                chunk = chunk + get_origin(observation.state, self._relative)
-            return chunk if self._joint_map is None else self._joint_map.write_actions(chunk)
+            chunk = scales.action.unnormalize(self.act(weights, normalized).astype(jnp.float32))
+            if self.relative is not None:
+                chunk = chunk + get_origin(observation.state, self.relative)
+            return chunk if self.joint_map is None else self.joint_map.write_actions(chunk)
 
-        return self._trace(run, inputs.shapes(self._placement.replicated))
+        return self._trace(run, inputs.shapes(self.placement.replicated))
 
     def _compile_reading(self, length: int) -> jax.stages.Compiled:
-        read, names = self._read, list(self._weights)
+        read, names = self.read, list(self.weights)
         assert read is not None, "only of policies that read language"
 
         def run(flat: tuple[Array, ...], ids: Array, mask: Array) -> Language:
@@ -315,21 +305,21 @@ class Programs:
             return Language(tokens.astype(jnp.float32), is_token)
 
         kinds = (jnp.int32, jnp.bool_)
-        shapes = (jax.ShapeDtypeStruct((1, length), kind, sharding=self._placement.replicated) for kind in kinds)
+        shapes = (jax.ShapeDtypeStruct((1, length), kind, sharding=self.placement.replicated) for kind in kinds)
         return self._compile(self._trace(run, *shapes))
 
     def _compile(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
         use_compile_cache()
-        with use_exact_products(self._dtype):
+        with use_exact_products(self.dtype):
             return traced.lower().compile()
 
     def _trace(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Traced:
-        whole = self._placement.replicated
+        whole = self.placement.replicated
         flat = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._placement.weight_sharding(leaf.shape))
-            for leaf in self._weights.values()
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.placement.weight_sharding(leaf.shape))
+            for leaf in self.weights.values()
         ]
-        leaves = jax.tree.leaves(self._scales)
+        leaves = jax.tree.leaves(self.scales)
         flat += [jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole) for leaf in leaves]
-        with use_exact_products(self._dtype):
+        with use_exact_products(self.dtype):
             return jax.jit(run, out_shardings=whole).trace(tuple(flat), *shapes)

@@ -1,7 +1,6 @@
-"""Ranges of numbers in configs, declared for each field and checked before anything is computed. Imports no JAX.
+"""Ranges of numbers in untrusted configs, checked before anything is computed. Imports no JAX.
 
-Configs are untrusted, and their numbers size loops, tables and programs. A field states a generous range,
-``n_layers: Annotated[int, Range(1, 256)] = 6``; jaxmodels/memory.py checks what follows from all of them.
+A field declares its range, ``n_layers: Annotated[int, Range(1, 256)] = 6``; jaxmodels/memory.py checks combinations.
 """
 
 import logging
@@ -15,11 +14,11 @@ from jaxmodels.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_BITS = 256  # of an integer that is written out; Python refuses to write very long ones
+MAX_BITS = 256  # Bits of an integer in a message; Python refuses to write very long integers.
 
 # Ranges that several configs share. The largest published policies have 24 layers of width 4096, CLIP's towers 32.
-LAYERS_WRITTEN_OUT = 64  # each is a piece of the program, and takes 25 ms to build
-LAYERS_STACKED = 256  # one piece of the program for all
+LAYERS_WRITTEN_OUT = 64  # Each layer is a separate part of the program.
+LAYERS_STACKED = 256  # All layers are one part of the program.
 WIDTH = 65_536
 HEADS = 1024
 CHUNK = 10_000
@@ -39,7 +38,7 @@ class Range:
         return is_high and (value < self.maximum if self.below else value <= self.maximum)
 
     def describe(self, kind: str = "a number") -> str:
-        """The range in words, e.g. ``an integer of 1 or more, at most 256``."""
+        """Return the range in words, e.g. ``an integer of 1 or more, at most 256``."""
         if (self.minimum, self.maximum, self.above, self.below) == (0, 1, False, False) and kind == "a number":
             return "a share, 0 to 1"
         low = f"above {self.minimum:g}" if self.above else f"of {_format_number(self.minimum)} or more"
@@ -69,7 +68,7 @@ class Number:
     range: Range | None
 
     def describe_error(self, name: str, value: Any) -> str | None:
-        """Error text for a value, or None when it is allowed."""
+        """Return the error text for a value, or None when it is allowed."""
         if value is None and self.may_be_none:
             return None
         allowed = self.range or Range(-math.inf, math.inf)
@@ -91,7 +90,7 @@ _COUNTS = {2: "two", 3: "three"}
 
 
 def read_number_type(declared: Any) -> Number | None:
-    """Number type out of a field's annotation; None for a field of another type."""
+    """Return the number type of a field's annotation; None for a field of another type."""
     number, kind = None, declared
     if get_origin(declared) is Annotated:
         kind, *notes = get_args(declared)
@@ -112,27 +111,25 @@ def read_number_type(declared: Any) -> Number | None:
 
 
 def list_numbers(config: type[Any]) -> Mapping[str, Number]:
-    """Number types of a dataclass's fields, by name."""
+    """Return the number types of a dataclass's fields, by name."""
     numbers = {field.name: read_number_type(field.type) for field in fields(config)}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
 def find_number_errors(config: Any, *, integers: bool) -> list[str]:
-    """Errors of the numbers of a dataclass: of its integers, or of all others."""
-    return find_value_errors(
-        {name: number for name, number in list_numbers(type(config)).items() if number.is_integer is integers},
-        vars(config),
-    )
+    """Return the errors of the numbers of a dataclass: of its integers, or of all others."""
+    numbers = list_numbers(type(config)).items()
+    return find_value_errors({name: number for name, number in numbers if number.is_integer is integers}, vars(config))
 
 
 def find_value_errors(numbers: Mapping[str, Number], values: Mapping[str, Any]) -> list[str]:
-    """Errors of the values of numbers, by name."""
+    """Return the errors of values whose numbers are declared."""
     errors = (number.describe_error(name, values[name]) for name, number in numbers.items() if name in values)
     return [error for error in errors if error is not None]
 
 
 def check_numbers(config: Any, what: str) -> None:
-    """Check all numbers of a dataclass; raises ConfigError, which lists all that are outside of their range."""
+    """Raise ConfigError with all numbers of a dataclass that are outside of their range."""
     if wrong := [*find_number_errors(config, integers=True), *find_number_errors(config, integers=False)]:
         raise ConfigError(f"{what}: " + "; ".join(wrong))
 
@@ -143,7 +140,7 @@ def check_unknown_fields(what: str, unknown: Mapping[str, Any], advice: str) -> 
     Args:
         what: name of the config in errors.
         unknown: the unknown fields and their values, from JSON.
-        advice: which version's fields are known.
+        advice: text that names the version whose fields are supported.
 
     Raises:
         ConfigError: with the name and value of each field that is on.
@@ -161,7 +158,7 @@ def check_unknown_fields(what: str, unknown: Mapping[str, Any], advice: str) -> 
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value of JSON is false, 0, null, or a list or an object that contains only such values."""
+    """Return whether a value of JSON is false, 0, null, or a list or an object that contains only such values."""
     if isinstance(value, Mapping):
         return all(map(is_off, value.values()))
     if isinstance(value, list | tuple):
@@ -170,7 +167,7 @@ def is_off(value: Any) -> bool:
 
 
 def is_number(value: Any, allowed: Range, *, integer: bool = False) -> bool:
-    """Whether a value out of a file is a finite number in a range; booleans are not."""
+    """Return whether a value of a file is a finite number in a range; booleans are not."""
     kinds = (int,) if integer else (int, float)
     if not isinstance(value, kinds) or isinstance(value, bool):
         return False
@@ -178,7 +175,7 @@ def is_number(value: Any, allowed: Range, *, integer: bool = False) -> bool:
 
 
 def shorten_value(value: Any) -> str:
-    """A value for an error text, never longer than a line."""
+    """Return a value for an error text, never longer than a line."""
     return _SHORT.repr(value)
 
 

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 from jaxmodels.errors import ConfigError
 from jaxmodels.ranges import WIDTH, Range, check_unknown_fields, is_number, shorten_value
 
-# Inputs of policies that continue a plan (`Requirements.takes_prefix`), see `Prefix`: the un-normalised rest of the
-# plan (b, t, a) from the observation on, the delay (b,) int32 and the length (b,) int32.
+# The un-normalised `Prefix` of policies that continue a plan (`Requirements.takes_prefix`).
 PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH = "prefix.actions", "prefix.delay", "prefix.length"
-# LeRobot's name of the instruction, for policies that read language: one text for each member of the batch.
+# LeRobot's name of the instructions of policies that read language: a text for each member of the batch.
 TASK = "task"
-# Which end of a too long prompt with a state is cut: the instruction's or (LeRobot) the prompt's; a text per member.
+# What is cut from a prompt that is too long: the end of the instruction or (LeRobot) of the prompt; a text per member.
 PROMPT_CUT = "prompt_cut"
 CUT_TASK, CUT_AS_LEROBOT = "task", "lerobot"
 PROMPT_CUTS = (CUT_TASK, CUT_AS_LEROBOT)
@@ -33,11 +32,11 @@ class Prefix(NamedTuple):
 
 
 class Language(NamedTuple):
-    """Tokens of an instruction and their mask, as a text encoder computed them or as the tokenizer numbers them.
+    """Tokens of an instruction and their mask.
 
     Attributes:
         tokens: (b, n, d) numbers of a text encoder; or (b, n) int32 of the tokenizer, for policies that embed them.
-        mask: (b, n) bool, which tokens belong to the text; the others are not to be looked at.
+        mask: (b, n) bool, which tokens belong to the text.
     """
 
     tokens: Any
@@ -48,20 +47,17 @@ class Observation(NamedTuple):
     """Inputs of a policy in the order of its config; a NamedTuple and so a tree of arrays.
 
     Attributes:
-        images: one array (b, h, w, 3) per camera, None for one that is left out. uint8 pixels outside a program;
-            inside, floats.
+        images: (b, h, w, 3) of each camera, None for an absent camera; uint8 outside a program, floats inside.
         state: (b, s), or None when the policy reads no state.
         environment_state: (b, e), or None.
-        prefix: the plan to continue; None for a policy that continues none.
-        language: what it is told to do; None for a policy that reads no language.
-        noise: (b, t, a) that the chunk is made of; None for a policy's own.
-        step_noise: (n, b, t, a) that the sampler adds on its way; likewise.
-        image_masks: (b, cameras) bool, which of the images count; None for all.
+        prefix: plan to continue; None for a policy that continues none.
+        language: instructions; None for a policy that reads no language.
+        noise: (b, t, a), first noise of the sampler; None for the policy's own.
+        step_noise: (n, b, t, a), noise that the sampler adds in its steps; None for the policy's own.
+        image_masks: (b, cameras) bool, which images count; None for all.
 
-    Of a policy that looks at several observations (`Requirements.observation_steps`) images and states have a time axis
-    behind the batch's, oldest first.
-
-    No jaxtyping here: JAX also builds trees of shapes and of gradients with this class.
+    With several `Requirements.observation_steps`, images and states have a time axis after the batch axis, oldest
+    first. Fields have no jaxtyping, because JAX also builds trees of shapes and of gradients with this class.
     """
 
     images: tuple[Any, ...] = ()
@@ -86,9 +82,9 @@ class Requirements:
         environment_state: width of ``observation.environment_state``, or None.
         action: width of one action.
         chunk: steps in one action chunk.
-        action_steps: how many of them are meant to be executed before the next inference.
-        joint_names: names of the action's (and state's) joints in order, when the checkpoint says.
-        rate: actions per second the policy was trained at, when the checkpoint says.
+        action_steps: number of actions to execute before the next inference.
+        joint_names: names of the action's (and state's) joints in order, if the checkpoint has them.
+        rate: actions per second the policy was trained at, if the checkpoint has it.
         temporal_ensemble_coeff: LeRobot's exponential weight of older predictions; None is off.
         takes_prefix: whether an observation may hold the rest of the current plan (`PREFIX_ACTIONS`), which the new
             chunk continues: real-time chunking.
@@ -96,16 +92,14 @@ class Requirements:
         observation_steps: consecutive observations in one input, at the policy's `rate`. With two or more, every
             feature has a time axis after the batch axis, oldest first.
         controls_joints: whether actions are targets of the joints that the state measures. Velocities and displacements
-            need a client without rooms that knows them.
+            need a client without rooms.
         is_positional: whether clients take actions by position (openpi's protocol), so that a session without rooms
             needs no names of joints.
         metadata: JSON that the checkpoint has for its clients; openpi's ``policy_metadata``.
-        action_range: smallest and largest value of each joint in the training data, if the checkpoint has them. Two
-            policies with the same needs may differ in it.
+        action_range: smallest and largest value of each joint in the training data, if the checkpoint has them.
         state_statistics: statistics of ``observation.state`` in the training data, in the robot's units: ``mean``,
             ``std``, ``min``, ``max``, ``q01``, ``q99``, one number per joint each; None without a pair of them.
-        prompt_cuts: the `PROMPT_CUTS` that a loaded policy can apply to an instruction that is too long. Empty for a
-            prompt without the state.
+        prompt_cuts: `PROMPT_CUTS` that a loaded policy can apply to an instruction; empty for a prompt without state.
     """
 
     policy_type: str
@@ -146,9 +140,9 @@ def describe_cut(tokens: int, *, cuts: Sequence[str], prompt_cut: str) -> str | 
     """Return the warning about an instruction that is too long for a policy's prompt; None when it fits.
 
     Args:
-        tokens: how many tokens of the prompt the policy does not read.
+        tokens: number of tokens of the prompt that the policy does not read.
         cuts: `Requirements.prompt_cuts`.
-        prompt_cut: the chosen one of `PROMPT_CUTS`.
+        prompt_cut: the chosen value of `PROMPT_CUTS`.
     """
     if tokens <= 0:
         return None
@@ -169,13 +163,13 @@ def describe_cut(tokens: int, *, cuts: Sequence[str], prompt_cut: str) -> str | 
 
 
 def rename_cameras(requirements: Requirements, rename: Mapping[str, str]) -> Requirements:
-    """Requirements of a policy whose cameras have a robot's names.
+    """Return the requirements with a robot's names of cameras.
 
     Args:
-        rename: names of cameras of the policy, and what the robot calls them; the others are called the same.
+        rename: the policy's camera names to the robot's; other cameras keep their names.
 
     Raises:
-        ConfigError: a camera is none of the policy's, or two would have one name.
+        ConfigError: the policy has no such camera, or two cameras would get the same name.
     """
     names, cameras = {camera: rename.get(camera, camera) for camera in requirements.cameras}, requirements.cameras
     for camera, name in rename.items():
@@ -206,14 +200,14 @@ EMPTY_CAMERA = f"{IMAGES}empty_camera_"  # LeRobot's name of cameras that a poli
 TYPES = ("STATE", "VISUAL", "ENV", "ACTION", "REWARD", "LANGUAGE")
 MODES = ("MEAN_STD", "MIN_MAX", "IDENTITY", "QUANTILES", "QUANTILE10")
 
-SIDE = Range(1, 8192)  # pixels; of the frames a policy was trained with
-FRAME_SIDE = Range(1, 16_384)  # pixels; of the frames of an observation
-AXIS = Range(1, WIDTH)  # of everything else but actions
-ACTIONS = Range(1, 1024)  # numbers of one action
+SIDE = Range(1, 8192)  # Pixels of the frames a policy was trained with.
+FRAME_SIDE = Range(1, 16_384)  # Pixels of the frames of an observation.
+AXIS = Range(1, WIDTH)  # Sizes of other features than images and actions.
+ACTIONS = Range(1, 1024)  # Numbers of one action.
 AXES = Range(1, 8)
 FEATURES = Range(0, 256)
 CAMERAS = Range(0, 64)
-PIXELS = 1 << 25  # of all cameras together: sixteen frames of 1080x1920
+PIXELS = 1 << 25  # Pixels of all cameras together: sixteen frames of 1080x1920.
 
 
 @dataclass(frozen=True)
@@ -222,9 +216,9 @@ class Feature:
 
     Attributes:
         name: LeRobot's key, e.g. ``observation.images.front``.
-        type: one of `TYPES`.
+        type: value of `TYPES`.
         shape: without the batch axis; images are (channels, height, width), as in LeRobot's files.
-        names: what each number of a vector stands for, e.g. joint names; None when the file does not say.
+        names: names of the numbers of a vector, e.g. joint names; None when the file has none.
     """
 
     name: str
@@ -233,19 +227,13 @@ class Feature:
     names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        what = f"feature {shorten_value(self.name)}:"
         if self.type not in TYPES:
-            raise ConfigError(
-                f"feature {shorten_value(self.name)}: type is {shorten_value(self.type)}; wanted one of "
-                f"{', '.join(TYPES)}"
-            )
+            raise ConfigError(f"{what} type is {shorten_value(self.type)}; wanted one of {', '.join(TYPES)}")
         if wrong := self._wrong_shape():
-            raise ConfigError(
-                f"feature {shorten_value(self.name)}: shape is {shorten_value(list(self.shape))}; {wrong}"
-            )
+            raise ConfigError(f"{what} shape is {shorten_value(list(self.shape))}; {wrong}")
         if self.names is not None and len(self.names) != self.shape[0]:
-            raise ConfigError(
-                f"feature {shorten_value(self.name)}: {len(self.names)} names for {self.shape[0]} numbers"
-            )
+            raise ConfigError(f"{what} {len(self.names)} names for {self.shape[0]} numbers")
 
     def _wrong_shape(self) -> str | None:
         is_image = self.type == "VISUAL"
@@ -261,7 +249,7 @@ class Feature:
 
 
 def wrong_sizes(inputs: Iterable[Feature], outputs: Iterable[Feature]) -> list[str]:
-    """Errors of features that are too many or too large together."""
+    """Return the errors of features that are too many or too large together."""
     inputs, outputs = tuple(inputs), tuple(outputs)
     wrong = [
         f"{name} has {len(features)} features; wanted {FEATURES.maximum:g} at most"
@@ -278,7 +266,7 @@ def wrong_sizes(inputs: Iterable[Feature], outputs: Iterable[Feature]) -> list[s
 
 
 def camera_name(feature: str) -> str:
-    """Name of a feature's camera: ``observation.images.front`` is ``front``, ``observation.image`` is ``image``."""
+    """Return a feature's camera: ``observation.images.front`` is ``front``, ``observation.image`` is ``image``."""
     return feature.removeprefix(IMAGES) if feature.startswith(IMAGES) else feature.removeprefix("observation.")
 
 
@@ -297,7 +285,7 @@ def is_empty_camera(feature: str) -> bool:
 
 
 def parse_features(where: str, value: Any) -> tuple[Feature, ...]:
-    """Parse ``{name: {type, shape[, names]}}`` in its order, which is that of the cameras' tokens."""
+    """Parse ``{name: {type, shape[, names]}}`` in its order, which is the order of the cameras' tokens."""
     if value is None:
         return ()
     if not isinstance(value, Mapping):
@@ -330,5 +318,5 @@ def parse_names(where: str, value: Any) -> tuple[str, ...] | None:
 
 
 def dump_features(features: Iterable[Feature]) -> dict[str, dict[str, Any]]:
-    """The features as JSON, without `names`: LeRobot refuses more than type and shape."""
+    """Return the features as JSON, without `names`, because LeRobot accepts only type and shape."""
     return {feature.name: {"type": feature.type, "shape": list(feature.shape)} for feature in features}

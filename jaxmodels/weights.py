@@ -16,17 +16,17 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 class RunningStatistic(nnx.Variable):
-    """A statistic of what was seen in training: each pass of a module in training mode changes it; float32."""
+    """A float32 statistic that each pass of a module in training mode changes."""
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    # NNX ends the path to every variable in ".value"; this is the one place that knows.
+    # NNX ends the path to every variable in ".value".
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
     return ".".join(parts[:-1] if parts[-1] == "value" else parts)
 
 
 def flatten(module: nnx.Module) -> dict[str, jax.Array]:
-    """All variables of `module` by name, parameters and buffers alike."""
+    """Return all variables of `module` by name, parameters and buffers."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.state(module))
     return {_name(path): leaf for path, leaf in leaves}
 
@@ -37,8 +37,8 @@ class Blueprint(Generic[Module]):
 
     Attributes:
         shapes: name to shape and dtype of every weight.
-        learned: names of those that an optimizer may change, in the same order; the others are buffers.
-        running: names of the buffers that are statistics of what was seen in training.
+        learned: names of weights that an optimizer may change, in the same order; other weights are buffers.
+        running: names of the buffers that are running statistics.
     """
 
     graph: nnx.GraphDef[Module]
@@ -48,18 +48,16 @@ class Blueprint(Generic[Module]):
     running: tuple[str, ...] = ()
 
     def count_parameters(self) -> int:
-        """Numbers in all weights, parameters and buffers alike."""
+        """Count the numbers in all weights, parameters and buffers."""
         return sum(math.prod(shape.shape) for shape in self.shapes.values())
 
     def assemble(self, weights: Mapping[str, Any]) -> Module:
-        """The module over these arrays (or tracers), whose names must be exactly those of `shapes`."""
+        """Return the module over these arrays (or tracers), with exactly the names of `shapes`."""
         return nnx.merge(self.graph, jax.tree_util.tree_unflatten(self.tree, [weights[name] for name in self.shapes]))
 
 
 class _SameKey(nnx.RngStream):
-    """Gives the same key each time. To count keys costs more than all the rest of a module that is built abstractly:
-    NNX asks each count, a tracer, for its sharding, and JAX looks for the origins of the tracer to say there is none.
-    """
+    """Stream that returns the same key each time, because counting keys in NNX makes abstract modules slow to build."""
 
     def __call__(self) -> jax.Array:
         return self.key[...]
@@ -88,13 +86,7 @@ def blueprint(build: Callable[[nnx.Rngs], Module]) -> Blueprint[Module]:
 
 @lru_cache(maxsize=16)
 def blueprint_of(model: Callable[..., Module], config: Hashable, **options: Any) -> Blueprint[Module]:
-    """The `blueprint` of a config's network, built once.
-
-    A policy wants it to read its weights, and for each of its programs; a training each time that it writes them.
-
-    Args:
-        model: makes the network of the config with `options` and the random keys ``rngs``.
-    """
+    """Return the cached `blueprint` of a config's network; `model` builds it with `options` and the keys ``rngs``."""
     return blueprint(lambda rngs: model(config, **options, rngs=rngs))
 
 
@@ -118,5 +110,5 @@ def check_fit(
 
 
 def not_finite(weights: Mapping[str, np.ndarray]) -> list[str]:
-    """Names of the arrays that hold a NaN or an infinity."""
+    """Return the names of the arrays that hold a NaN or an infinity."""
     return [name for name, array in weights.items() if not np.isfinite(array).all()]

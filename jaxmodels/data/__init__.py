@@ -14,15 +14,7 @@ if TYPE_CHECKING:
     from jaxmodels.data.loader import Batch, Loader
     from jaxmodels.data.pictures import decode_picture
 
-__all__ = [
-    "Batch",
-    "Dataset",
-    "DatasetWriter",
-    "Loader",
-    "decode_picture",
-    "open_dataset",
-    "resize_frames",
-]
+__all__ = ["Batch", "Dataset", "DatasetWriter", "Loader", "decode_picture", "open_dataset", "resize_frames"]
 
 _HOMES = {
     "Batch": "jaxmodels.data.loader",

@@ -12,19 +12,13 @@ from jaxtyping import Bool, Float, Int, UInt8
 from jaxmodels import hub
 from jaxmodels.checkpoints.files import read_json
 from jaxmodels.data import metadata
-from jaxmodels.data.metadata import (
-    check_video_spans,
-    read_episode_locations,
-    read_info,
-    read_tasks,
-    select_episodes,
-)
+from jaxmodels.data.metadata import check_video_spans, read_episode_locations, read_info, read_tasks, select_episodes
 from jaxmodels.data.rows import Rows, StillFrames, VideoFrames
 from jaxmodels.data.statistics import NAMES, Arrays, ColourStats, compute_vector_stats, read_stats
 from jaxmodels.errors import CheckpointError, DatasetError
 from jaxmodels.types import Feature
 
-# Frames, evenly over the dataset, that statistics of colours are computed from if none are stored.
+# Number of frames for statistics of colours, if none are stored.
 STATISTICS_FRAMES = 1000
 
 
@@ -33,14 +27,14 @@ class Dataset:
     episodes.
 
     Attributes:
-        folder: where it is.
+        folder: folder of the dataset.
         version: ``v3.0`` or ``v2.1``.
         fps: rows per second.
         robot_type: LeRobot's name of the robot, or None.
-        features: what policies see and do, in the dataset's order; images are (3, h, w).
-        tasks: what is done, in words, by number.
-        episodes: their numbers in the folder.
-        lengths, starts, ends: rows of each episode, its first, and the one after its last.
+        features: observations and actions, in the dataset's order; images are (3, h, w).
+        tasks: texts of tasks, by number.
+        episodes: numbers of the episodes in the folder.
+        lengths, starts, ends: number of rows of each episode, its first row, and the row after its last row.
         task_index: (n,) int32, the task of each row.
     """
 
@@ -48,7 +42,7 @@ class Dataset:
         """Read and check the description, and the order and timestamps of the rows; no frames and no vectors.
 
         Raises:
-            DatasetError: something of it is missing, malformed or contradicts itself.
+            DatasetError: a file is missing, malformed or contradicts another file.
         """
         folder = Path(folder)
         info = read_info(folder)
@@ -56,7 +50,7 @@ class Dataset:
         self._is_whole = episodes is None
         self._locations = select_episodes(folder, locations, episodes)
         self._rows = Rows(folder, self._locations)
-        self._rows.check_rate(info.fps)  # before the spans: with a wrong rate every span looks wrong
+        self._rows.check_rate(info.fps)  # Before the spans, which all look wrong with a wrong rate.
         check_video_spans(folder, info.fps, locations)
         self._rows.check_times_of_videos(info.fps)
         self._pictures = info.pictures
@@ -81,11 +75,7 @@ class Dataset:
         return int(self.ends[-1])
 
     def feature(self, name: str) -> Feature:
-        """The feature of this name.
-
-        Raises:
-            DatasetError: there is none; says which there are.
-        """
+        """Return the feature of this name; raises DatasetError if there is none."""
         for feature in self.features:
             if feature.name == name:
                 return feature
@@ -104,10 +94,10 @@ class Dataset:
         return tuple(feature for feature in self.features if feature.type == "VISUAL")
 
     def vectors(self, name: str) -> Float[np.ndarray, "n d"]:
-        """All rows of a feature of numbers, (n, d); read once.
+        """Return all rows of a feature of numbers, (n, d); read once.
 
         Raises:
-            DatasetError: there is none, it is a camera's, it is garbled, or a number is not finite.
+            DatasetError: the feature is missing, a camera, or malformed, or a number is not finite.
         """
         if name not in self._vectors:
             feature = self.feature(name)
@@ -123,17 +113,14 @@ class Dataset:
     def window(
         self, name: str, rows: Int[np.ndarray, "b"] | Sequence[int], steps: Sequence[int]
     ) -> tuple[Float[np.ndarray, "b t d"], Bool[np.ndarray, "b t"]]:
-        """Values of a feature at rows plus `steps`, and a mask of those beyond the row's episode.
-
-        Beyond, the episode's last (or first) value is repeated. LeRobot's ``delta_timestamps`` times `fps` are steps.
-        """
+        """Return a feature at rows plus `steps` (LeRobot's ``delta_timestamps`` times `fps`), see `window_rows`."""
         inside, is_pad = self.window_rows(rows, steps)
         return self.vectors(name)[inside], is_pad
 
     def window_rows(
         self, rows: Int[np.ndarray, "b"] | Sequence[int], steps: Sequence[int]
     ) -> tuple[Int[np.ndarray, "b t"], Bool[np.ndarray, "b t"]]:
-        """Rows plus `steps`, those beyond the row's episode replaced by its last (or first), and a mask of them."""
+        """Return rows plus `steps`, clipped to the row's episode, and a mask of the clipped rows."""
         chosen = self._check_rows(rows)
         episode = np.searchsorted(self.ends, chosen, side="right")
         requested = chosen[:, None] + np.asarray(steps)
@@ -142,7 +129,7 @@ class Dataset:
         return inside, inside != requested
 
     def rows_without_ends(self, count: int) -> Int[np.ndarray, "k"]:
-        """All rows but the last `count` of each episode; LeRobot's ``drop_n_last_frames``.
+        """Return all rows but the last `count` of each episode; LeRobot's ``drop_n_last_frames``.
 
         Raises:
             DatasetError: none are left.
@@ -157,7 +144,7 @@ class Dataset:
         return rows
 
     def frames(self, name: str, rows: Int[np.ndarray, "k"] | Sequence[int]) -> UInt8[np.ndarray, "k h w 3"]:
-        """Frames of a camera at these rows, in their order; may be called from several threads.
+        """Decode frames of a camera at these rows, in their order; may be called from several threads.
 
         Raises:
             DatasetError: it is no camera, or a file is missing, cannot be decoded, or is shorter than its rows.
@@ -168,10 +155,10 @@ class Dataset:
         return frames
 
     def statistics(self) -> dict[str, Arrays]:
-        """LeRobot's statistics (min, max, mean, std, count, q01 to q99) of every feature.
+        """Return LeRobot's statistics (min, max, mean, std, count, q01 to q99) of every feature, float32.
 
-        float32; pictures' are (3, 1, 1) in [0, 1]. Read from ``meta/stats.json`` when all episodes are used, computed
-        where that does not say.
+        Statistics of images are (3, 1, 1) in [0, 1]. They are read from ``meta/stats.json`` if all episodes are used,
+        and computed otherwise.
         """
         written = self._read_stored()
         by_name = {}
@@ -185,11 +172,7 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the frames of all chosen rows; another one when files or the choice of episodes change.
-
-        Raises:
-            DatasetError: a file of them is missing.
-        """
+        """Hash of the frames of all chosen rows, which changes with their files; raises DatasetError without a file."""
         digest = hashlib.sha256(repr((self.version, self.fps, self.episodes, self.lengths.tolist())).encode())
         for camera in self.cameras:
             for file in self._source(camera).files:
@@ -197,7 +180,7 @@ class Dataset:
                     status = (self.folder / file).stat()
                 except OSError as error:
                     raise DatasetError(
-                        f"{self.folder.name}: {file} is missing ({error.strerror}); fetch or copy the dataset anew"
+                        f"{self.folder.name}: {file} is missing ({error.strerror}); fetch or copy the dataset again"
                     ) from error
                 digest.update(repr((camera.name, file, status.st_size, status.st_mtime_ns)).encode())
         for location in self._locations:
@@ -264,10 +247,10 @@ def open_dataset(
     Args:
         revision: branch, tag or commit of a repo.
         episodes: their numbers; all when None.
-        on_progress: told ``Downloading`` as `jaxmodels.hub.fetch` does.
+        on_progress: see `jaxmodels.hub.fetch`.
 
     Raises:
-        DatasetError: it is missing, malformed, or contradicts itself.
+        DatasetError: a file is missing, malformed, or contradicts another file.
         HubError: there is no such folder, and the repo cannot be fetched.
     """
     folder = Path(path_or_repo)
@@ -290,24 +273,20 @@ ALL = ("data/chunk-*/*.parquet", "videos/*/*.mp4")
 
 
 def fetch_dataset(
-    repo_id: str,
-    revision: str | None,
-    episodes: Sequence[int] | None,
-    on_progress: Callable[[str], None] | None,
+    repo_id: str, revision: str | None, episodes: Sequence[int] | None, on_progress: Callable[[str], None] | None
 ) -> Path:
     """Fetch a dataset's files from the Hub at one commit; returns their folder.
 
     Raises:
         HubError: the repo cannot be fetched.
-        DatasetError: what it holds is no dataset.
+        DatasetError: the repo is not a dataset.
     """
     folder = hub.fetch(repo_id, revision, files=META, kind="dataset", on_progress=on_progress)
     locations = select_episodes(folder, read_episode_locations(folder, read_info(folder)), episodes)
     files = {location.rows for location in locations} | {
         span.file for location in locations for span in location.videos.values()
     }
-    # Each name is compared with each pattern: of a whole dataset two are enough.
+    # Each name is compared with each pattern, so a whole dataset uses only two patterns.
     patterns = sorted(files) if episodes is not None else ALL
-    # A snapshot's folder has the name of its commit, so a later push changes nothing.
-    commit = folder.name
+    commit = folder.name  # The folder of a snapshot has the name of its commit.
     return hub.fetch(repo_id, commit, files=(*META, *patterns), kind="dataset", on_progress=on_progress)

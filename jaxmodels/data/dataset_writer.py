@@ -26,7 +26,7 @@ from jaxmodels.ranges import shorten_value
 
 
 def build_vectors_table(columns: Mapping[str, np.ndarray]) -> pa.Table:
-    """Arrow table of columns: vectors as lists of a fixed size, single values as they are."""
+    """Return an Arrow table of columns: vectors as lists of a fixed size, and single values."""
     arrays = {}
     for name, values in columns.items():
         flat = pa.array(values.ravel())
@@ -36,7 +36,7 @@ def build_vectors_table(columns: Mapping[str, np.ndarray]) -> pa.Table:
 
 
 def make_column(values: pa.ChunkedArray) -> np.ndarray:
-    """A column of such a table as an array (n, d)."""
+    """Return a column of such a table as an array (n, d)."""
     whole = values.combine_chunks()
     if isinstance(whole, pa.FixedSizeListArray):
         return whole.flatten().to_numpy().reshape(len(whole), -1)
@@ -44,7 +44,7 @@ def make_column(values: pa.ChunkedArray) -> np.ndarray:
 
 
 def build_tasks_table(tasks: Sequence[str]) -> pa.Table:
-    """Arrow table of tasks and their numbers, with pandas' metadata that makes the text its index, as LeRobot wants."""
+    """Return an Arrow table of tasks with pandas' metadata, in which the text is the index as in LeRobot."""
     index = "__index_level_0__"
     table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), index: pa.array(tasks, pa.string())})
 
@@ -68,7 +68,7 @@ def build_tasks_table(tasks: Sequence[str]) -> pa.Table:
 def describe_features(
     names: Mapping[str, Sequence[str]], cameras: Mapping[str, CameraFiles], rate: int | float
 ) -> dict[str, dict[str, Any]]:
-    """The entry ``features`` of ``info.json``: dtype, shape and names of each column."""
+    """Return ``features`` of ``info.json``: dtype, shape and names of each column."""
     features: dict[str, dict[str, Any]] = {
         name: {"dtype": "float32", "shape": [len(numbers)], "names": list(numbers)} for name, numbers in names.items()
     }
@@ -93,13 +93,13 @@ def describe_features(
     return features | indices
 
 
-# How the folder of one that is not finished ends; before it are the folder's name and who writes it.
+# Suffix of unfinished folders, after the folder's name and its writer.
 PARTIAL = ".partial"
 _WRITER = re.compile(r"(\d{1,9})-[0-9a-f]{8}")
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed writers of this folder left behind; running ones on this machine keep theirs."""
+    """Remove the unfinished folders of killed writers; running writers on this machine keep theirs."""
     for path in folder.parent.glob(f"{glob.escape(folder.name)}.*{PARTIAL}"):
         who = _WRITER.fullmatch(path.name[len(folder.name) + 1 : -len(PARTIAL)])
         if who is not None and not path.is_symlink() and not psutil.pid_exists(int(who[1])):
@@ -115,7 +115,7 @@ class DatasetWriter:
             writer.end_episode("pick up the cube")
 
     Attributes:
-        episodes, frames: how many there are.
+        episodes, frames: numbers of written episodes and frames.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class DatasetWriter:
             ("cameras", cameras),
             ("environment_state", environment_state),
         ):
-            # A text is a sequence of its letters.
+            # A string is also a sequence, of its letters.
             if isinstance(names, str) or len(set(names or ())) < len(names or ()) or not all(names or ()):
                 raise DatasetError(f"{what} are {shorten_value(names)}; wanted a list of names, each once")
         if not joint_names:
@@ -162,7 +162,7 @@ class DatasetWriter:
             raise DatasetError(f"{', '.join(wrong)}: no name for a feature of a dataset")
         self.episodes = self.frames = 0
         self._folder, self._fps, self._robot_type = folder, fps, robot_type
-        # Its own, because two may be making the same one: the first that is done gets the name.
+        # Each writer has its own folder; the first that finishes gets the name.
         self._partial = folder.with_name(f"{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL}")
         self._names = {metadata.STATE: list(joint_names), metadata.ACTION: list(joint_names)}
         if environment_state:
@@ -182,11 +182,11 @@ class DatasetWriter:
     def add(self, step: Mapping[str, np.ndarray]) -> None:
         """Add a step: the value of every feature, vectors (d,) and frames (h, w, 3) uint8.
 
-        A frame of another size than the camera's first one is scaled to that; the same array as in the step before is
-        the same frame, and costs less.
+        Frames are scaled to the size of the camera's first frame. The same array as in the previous step is the same
+        frame, which is cheaper.
 
         Raises:
-            DatasetError: features are missing or unknown, or of another shape or kind than wanted.
+            DatasetError: features are missing or unknown, or have a wrong shape or dtype.
         """
         self._check(step)
         for key, files in self._cameras.items():
@@ -203,11 +203,7 @@ class DatasetWriter:
         self.end_episode(task)
 
     def end_episode(self, task: str) -> None:
-        """Make an episode of the steps since the last one, in which `task` was done.
-
-        Raises:
-            DatasetError: there are none, or nothing is said to be done.
-        """
+        """End the episode of the steps since the last episode; raises DatasetError without steps or `task`."""
         if not self._steps or not isinstance(task, str) or not task.strip():
             raise DatasetError(f"an episode of {len(self._steps)} steps and the task {task!r}; wanted both")
         count, number = len(self._steps), self._tasks.setdefault(task, len(self._tasks))
@@ -246,7 +242,7 @@ class DatasetWriter:
             if kind is None:
                 self._finish()
         finally:
-            # Those of a whole dataset are closed.
+            # The files of a finished dataset are closed already.
             for files in self._cameras.values():
                 files.discard()
             shutil.rmtree(self._partial, ignore_errors=True)
@@ -288,7 +284,7 @@ class DatasetWriter:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             raise DatasetError(
-                f"{self._folder} was made by somebody else meanwhile; choose another folder or remove it first"
+                f"{self._folder} was created by another writer; choose another folder or remove it first"
             ) from error
 
     def _write(self, name: str, table: pa.Table) -> None:

@@ -20,7 +20,7 @@ from jaxmodels.data.dataset import Dataset
 def resize_frames(frames: UInt8[np.ndarray, "n h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "n h2 w2 3"]:
     """Resize frames to (height, width): linear with anti-aliasing as ``jax.image.resize``, rounded to uint8.
 
-    Training must resize as serving does. In NumPy, because threads do this while a device is busy with training.
+    Training must resize as serving does, but in NumPy, because threads resize while the device trains.
     """
     (count, height, width, _), (tall, wide) = frames.shape, size
     if (height, width) == size:
@@ -29,7 +29,7 @@ def resize_frames(frames: UInt8[np.ndarray, "n h w 3"], size: tuple[int, int]) -
     scaled = np.empty((count, tall, wide, 3), np.uint8)
     for frame, out in zip(frames, scaled, strict=True):
         narrowed = rows @ frame.reshape(height, width * 3).astype(np.float32)
-        # One product with columns as rows is faster than one with three colours for each row.
+        # One product over transposed rows is faster than a product for each row.
         turned = narrowed.reshape(tall, width, 3).swapaxes(0, 1).reshape(width, tall * 3)
         resized = (columns @ turned).reshape(wide, tall, 3).swapaxes(0, 1)
         out[:] = np.clip(np.round(resized), 0, 255)
@@ -38,7 +38,7 @@ def resize_frames(frames: UInt8[np.ndarray, "n h w 3"], size: tuple[int, int]) -
 
 @lru_cache(maxsize=64)
 def _weights(size: int, new_size: int) -> np.ndarray:
-    """(wanted, size) weights of each pixel in each new one (jax/_src/image/scale.py, compute_weight_mat)."""
+    """Return weights (new_size, size) of pixels in new pixels (jax/_src/image/scale.py, compute_weight_mat)."""
     scale = size / new_size
     centres = (np.arange(new_size) + 0.5) * scale - 0.5
     distance = np.abs(centres[:, None] - np.arange(size)) / max(scale, 1.0)
@@ -47,11 +47,11 @@ def _weights(size: int, new_size: int) -> np.ndarray:
 
 
 VARIABLE = "ROBOJAX_FRAME_CACHE"
-# Of all datasets together. A 96x96 frame has 28 kB, one of 480x640 0.9 MB.
+# Bytes of all datasets together. A 96x96 frame has 28 kB, a 480x640 frame 0.9 MB.
 LIMIT = 32 << 30
 # Bytes that stay free on the disk.
 SPARE = 2 << 30
-PART = 32  # frames that are decoded together
+PART = 32  # Frames that are decoded together.
 SUFFIX, UNFINISHED = ".frames", ".partial"
 
 logger = logging.getLogger(__name__)
@@ -78,17 +78,17 @@ def cache_frames(
     needed = int(np.prod(shape))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):  # two would decode everything twice
+        with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):
             if not (path.is_file() and path.stat().st_size == needed):
                 if not _make_room(folder, needed):
-                    logger.info("%s: %s is decoded anew for each batch: its frames have %d bytes and the cache's limit "
+                    logger.info("%s: %s is decoded for each batch: its frames have %d bytes and the cache's limit "
                                 "is %d", dataset.folder.name, camera, needed, LIMIT)  # fmt: skip
                     return None
                 _fill_file(path, dataset, camera, size, workers, on_progress)
-            os.utime(path)  # when it was used last
+            os.utime(path)  # The time of the last use.
         return np.memmap(path, np.uint8, "r", shape=shape)
     except OSError as error:
-        logger.warning("%s: %s is decoded anew for each batch: %s cannot be used (%s); set %s to a folder that can be "
+        logger.warning("%s: %s is decoded for each batch: %s cannot be used (%s); set %s to a folder that can be "
                        "written", dataset.folder.name, camera, folder, error, VARIABLE)  # fmt: skip
         return None
 
@@ -103,7 +103,7 @@ def _fill_file(
 ) -> None:
     partial = path.with_suffix(UNFINISHED)
     frame, rows, done, counting = int(np.prod((*size, 3))), len(dataset), 0, threading.Lock()
-    # A stretch of neighbours for each thread: frames after each other are decoded without a jump.
+    # Each thread decodes neighbouring frames, which needs no seek.
     stretches = [part for part in np.array_split(np.arange(rows), workers) if len(part)]
 
     def decode(stretch: np.ndarray) -> None:
@@ -111,7 +111,7 @@ def _fill_file(
         for start in range(0, len(stretch), PART):
             part = stretch[start : start + PART]
             pixels = resize_frames(dataset.frames(camera, part), size)
-            # Written, not stored through a mapping: a full disk is an error here, and the end of the process there.
+            # Written without a mapping, because a full disk would kill a process that writes to a mapping.
             _write_whole(file.fileno(), pixels.tobytes(), int(part[0]) * frame)
             with counting:
                 done += len(part)
@@ -141,7 +141,7 @@ def _write_whole(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def _make_room(folder: Path, needed: int) -> bool:
-    """Whether so many bytes fit, after the frames that were not used for the longest time were removed."""
+    """Remove the least recently used frames; returns whether `needed` bytes fit."""
     existing = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
     sizes = {path: path.stat().st_size for path in existing}
     free = shutil.disk_usage(folder).free
@@ -149,6 +149,6 @@ def _make_room(folder: Path, needed: int) -> bool:
         return False
     while sum(sizes.values()) + needed > LIMIT or needed + SPARE > free:
         oldest = next(iter(sizes))
-        oldest.unlink(missing_ok=True)  # readers keep their mapping
+        oldest.unlink(missing_ok=True)  # Readers keep their mapping.
         free += sizes.pop(oldest)
     return True

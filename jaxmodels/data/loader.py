@@ -91,7 +91,7 @@ class Loader:
         Args:
             policy: the policy's config.
             batch_size: examples of all shards together.
-            workers: number of threads; that of the processors, at most eight, when None.
+            workers: number of threads; None for the number of processors, at most eight.
             cache: folder for decoded frames; True is `ROBOJAX_FRAME_CACHE`, False decodes frames for each batch.
             shard: index of this process's part of each batch, from 0, and number of parts.
             on_progress: receives the number of decoded frames of a camera, and of all its frames.
@@ -107,11 +107,11 @@ class Loader:
         _check(dataset, policy)
         self.dataset, self.policy, self.waited = dataset, policy, 0.0
         self._part = slice(index * batch_size // count, (index + 1) * batch_size // count)
-        dropped = getattr(policy, "drop_n_last_frames", 0)  # LeRobot's name, of the policies that have it
+        dropped = getattr(policy, "drop_n_last_frames", 0)  # LeRobot's name; some policies have it.
         self._sampler = Sampler(dataset.rows_without_ends(dropped), batch_size, seed)
         self._looks = range(1 - policy.observation_steps, 1)
         self._workers = workers or min(os.cpu_count() or 1, 8)
-        self._ahead = self._workers + 2  # batches that are prepared in advance
+        self._ahead = self._workers + 2  # Batches that are prepared in advance.
         # ``ROBOJAX_FRAME_CACHE``, or ``robojax/frames`` in the user's cache; None for ``off``.
         users = cache_folder("frames", os.environ.get(VARIABLE))
         folder = users if cache is True else Path(cache) if cache else None
@@ -125,7 +125,7 @@ class Loader:
         self.is_cached = all(frames is not None for frames in self._cached.values())
 
     def at(self, step: int) -> Batch:
-        """The batch of one training step."""
+        """Return the batch of one training step."""
         rows = self._sampler.at(step)[self._part]
         dataset, policy = self.dataset, self.policy
         actions, is_pad = dataset.window(policy.action.name, rows, policy.action_delta_indices)
@@ -165,7 +165,7 @@ class Loader:
         cached = self._cached[name]
         if cached is not None:
             return np.asarray(cached[rows])
-        distinct, places = np.unique(rows, return_inverse=True)  # windows share frames: each is decoded once
+        distinct, places = np.unique(rows, return_inverse=True)  # Each frame of overlapping windows is decoded once.
         return resize_frames(self.dataset.frames(name, distinct), self._sizes[name])[places.reshape(rows.shape)]
 
 
@@ -185,6 +185,6 @@ def _check(dataset: Dataset, policy: Any) -> None:
                 f"{list(feature.shape)}"
             )
         elif feature.type != "VISUAL":
-            dataset.vectors(feature.name)  # now, once, and not in several threads at a time
+            dataset.vectors(feature.name)  # Read once, before several threads need it.
     if wrong:
         raise DatasetError(f"{dataset.folder.name} does not fit the policy: " + "; ".join(wrong))

@@ -1,4 +1,4 @@
-"""A dataset's metadata, checked: info.json, tasks, and where each episode lies."""
+"""Checked metadata of a dataset: info.json, tasks, and the location of each episode."""
 
 import math
 import re
@@ -33,7 +33,7 @@ OLD_TASKS, OLD_EPISODES = "meta/tasks.jsonl", "meta/episodes.jsonl"
 OLD_DATA = "data/chunk-{chunk:03d}/episode_{episode:06d}.parquet"
 OLD_VIDEO = "videos/chunk-{chunk:03d}/{video_key}/episode_{episode:06d}.mp4"
 
-# feature -> type of its one value, in every dataset
+# Features of every dataset with one value, and its type.
 INDICES = {
     "timestamp": "float32",
     "frame_index": "int64",
@@ -44,7 +44,7 @@ INDICES = {
 # Names of features become names of folders.
 FEATURE_NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}")
 
-# Larger frames are refused, because a hostile file may try to fill the memory.
+# Larger frames are refused, because a hostile file could fill the memory.
 MAX_PIXELS = 3840 * 2160
 # Codecs of datasets, so that an untrusted file cannot choose any of FFmpeg's decoders.
 CODECS = ("av1", "h264", "hevc", "libdav1d", "vp9")
@@ -60,10 +60,10 @@ class Info:
     Attributes:
         version: `layout.VERSION` or `layout.OLD_VERSION`.
         fps: rows per second.
-        features: what policies see and do; other columns (rewards, ends of episodes) are left out.
-        pictures: image feature to ``video`` or ``image`` (PNG or JPEG bytes beside the numbers).
+        features: observations and actions, without other columns such as rewards.
+        pictures: image feature to ``video`` or ``image`` (PNG or JPEG bytes in the rows).
         chunk_files: episodes in one folder of version 2.1.
-        episodes, frames: how many there are of both.
+        episodes, frames: numbers of episodes and frames.
     """
 
     version: str
@@ -132,7 +132,7 @@ def read_info(folder: Path) -> Info:
 
 
 def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
-    """The feature of a dataset's column, with types as in LeRobot's `dataset_to_policy_features`."""
+    """Return the feature of a column, with types as in LeRobot's `dataset_to_policy_features`."""
     if not FEATURE_NAME.fullmatch(name):
         raise ValueError("the name cannot be used; wanted letters, digits and _.-")
     dtype, shape = entry["dtype"], entry["shape"]
@@ -141,15 +141,9 @@ def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
     shape = tuple(shape)
     if dtype in PICTURES:
         return Feature(name, "VISUAL", _channels_first(shape, entry.get("names")))
-    kind = (
-        "ENV"
-        if name == ENVIRONMENT_STATE
-        else "STATE"
-        if name.startswith("observation")
-        else "ACTION"
-        if name.startswith(ACTION)
-        else None
-    )
+    kinds = {"observation": "STATE", ACTION: "ACTION"}
+    kind = next((kind for start, kind in kinds.items() if name.startswith(start)), None)
+    kind = "ENV" if name == ENVIRONMENT_STATE else kind
     is_needed = name in (ACTION, STATE, ENVIRONMENT_STATE)
     if kind is None or (len(shape) != 1 and not is_needed) or not _is_number(dtype):
         if is_needed:
@@ -158,7 +152,7 @@ def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
     try:
         names = parse_names(name, entry.get("names"))
     except ConfigError:
-        names = None  # another format; names are only for display
+        names = None  # Other formats are ignored, because names are only for display.
     return Feature(name, kind, shape, names if names is not None and len(names) == shape[0] else None)
 
 
@@ -177,7 +171,7 @@ def _channels_first(shape: tuple[int, ...], names: Any) -> tuple[int, int, int]:
 
 
 MAX_TASKS = 1_000_000
-# Frames that a time may be away from a frame. At half a frame, rounding decides which of two frames is the nearest.
+# Largest distance of a time from its frame, in frames; at half a frame, rounding decides which frame is nearest.
 NEAREST_FRAME = 0.45
 _SPAN = ("from_timestamp", "to_timestamp")
 
@@ -221,7 +215,7 @@ def read_episode_locations(folder: Path, info: Info) -> tuple[EpisodeLocation, .
 
 
 def check_video_spans(folder: Path, fps: float, locations: Sequence[EpisodeLocation]) -> None:
-    """Check that episodes do not share frames, and that each span is as long as the episode's rows; opens no video.
+    """Check that episodes do not share frames, and that each span has the length of the episode's rows.
 
     A span may be one frame too long, because some recorders keep a last frame without a row. `fps` is rows per second.
 
@@ -267,7 +261,7 @@ def select_episodes(
 def _read_new_episodes(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
     files = sorted((folder / "meta/episodes").glob("chunk-*/file-*.parquet"))
     if not files:
-        raise DatasetError(f"{folder.name}: no files in meta/episodes; fetch or copy the dataset anew")
+        raise DatasetError(f"{folder.name}: no files in meta/episodes; fetch or copy the dataset again")
     videos = [name for name, kind in info.pictures.items() if kind == "video"]
     columns = ["episode_index", "length", "data/chunk_index", "data/file_index"]
     for name in videos:

@@ -1,4 +1,4 @@
-"""Decoder of PNG and JPEG files to RGB, which refuses what cannot be a colour picture."""
+"""Decoder of PNG and JPEG colour pictures to RGB."""
 
 import io
 import re
@@ -11,13 +11,13 @@ from PIL import ExifTags, Image, ImageFile
 from jaxmodels.errors import PictureError
 
 _FORMATS = ("PNG", "JPEG")
-# Modes of Pillow that have an exact conversion to 8-bit RGB: black and white, gray, palette and colour.
+# Modes of Pillow with an exact conversion to 8-bit RGB: black and white, gray, palette and colour.
 _OPAQUE_MODES = ("1", "L", "P", "RGB")
 _ALPHA_MODES = ("LA", "PA", "RGBA")
-_MAX_EXIF = 1 << 16  # bytes; a JPEG cannot have more
+_MAX_EXIF = 1 << 16  # Bytes; the maximum of a JPEG.
 _MODE_NAMES = {"CMYK": "a CMYK picture"}
 _ACCEPTED = "wanted 8-bit RGB or gray, PNG or JPEG"
-# First bytes of a file -> how errors call a file that cannot be opened.
+# First bytes of a file to its name in errors.
 _SIGNATURES = (
     (re.compile(rb"\x89PNG"), "a damaged or incomplete PNG file"),
     (re.compile(rb"\xff\xd8"), "a damaged or incomplete JPEG file"),
@@ -26,7 +26,7 @@ _SIGNATURES = (
     (re.compile(rb"II\*\0|MM\0\*"), "a TIFF file"),
     (re.compile(rb"RIFF....WEBP", re.DOTALL), "a WebP file"),
 )
-# EXIF orientation -> how viewers turn the picture.
+# EXIF orientation to the transposition.
 _TURNS: Mapping[object, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -68,7 +68,7 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
         if opened.mode not in (*_OPAQUE_MODES, *_ALPHA_MODES):
             raise PictureError(f"{_MODE_NAMES.get(opened.mode, f'a picture of mode {opened.mode}')}; {_ACCEPTED}")
         try:
-            opened.load()  # a PNG may have its EXIF data behind the pixels
+            opened.load()  # A PNG may have its EXIF data after the pixels.
         except Exception as error:  # Pillow may raise anything for a damaged file.
             raise PictureError(f"a damaged or incomplete {opened.format} file; {_ACCEPTED}") from error
         picture = opened
@@ -102,5 +102,5 @@ def _find_turn(picture: Image.Image) -> Image.Transpose | None:
         raise PictureError(f"a picture with more than {_MAX_EXIF} bytes of EXIF data; {_ACCEPTED}")
     try:
         return _TURNS.get(picture.getexif().get(ExifTags.Base.Orientation))
-    except Exception:  # a parser may raise anything for a file from outside; viewers ignore malformed EXIF data
+    except Exception:  # The parser may raise any exception; like viewers, ignore malformed EXIF data.
         return None

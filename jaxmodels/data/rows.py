@@ -17,11 +17,11 @@ from jaxmodels.data.table_files import open_table, read_table, read_vectors
 from jaxmodels.data.video import VideoFile
 from jaxmodels.errors import DatasetError, PictureError
 
-# Files that are read at once: version 2.1 has one for each episode.
+# Number of files that are read at once; version 2.1 has one file per episode.
 READERS = 8
 # A rate of 29.97 differs from 30 by 0.1 %.
 _RATE_TOLERANCE = 5e-4
-_TIME_TOLERANCE = 1e-4  # seconds
+_TIME_TOLERANCE = 1e-4  # Seconds.
 
 
 class Rows:
@@ -51,7 +51,7 @@ class Rows:
         self._ends = np.cumsum([location.length for location in locations])
         selections = self._map_files(lambda number: self._select_rows(self.files[number], by_file[self.files[number]]))
         self.chosen = tuple(selection.chosen for selection in selections)
-        # As float32, because that is what LeRobot writes and looks frames up by.
+        # In float32, as LeRobot writes and compares timestamps.
         times = np.concatenate([selection.times for selection in selections])
         self._check_ascending("timestamp", times, is_continued=False)
         self.timestamps = times.astype(np.float64)
@@ -82,8 +82,8 @@ class Rows:
         """Check that the timestamps of each episode follow the dataset's rate.
 
         An episode is refused if three quarters of its stretches, each a quarter of the episode and at least a second
-        long, deviate in the same direction by more than 0.05 % and more than 0.1 ms, LeRobot's ``tolerance_s``. That
-        tells 29.97 from 30 per second, and accepts rounded timestamps, jitter and single gaps.
+        long, deviate in the same direction by more than 0.05 % and more than 0.1 ms, LeRobot's ``tolerance_s``. This
+        distinguishes 29.97 from 30 per second, and accepts rounded timestamps, jitter and single gaps.
 
         Raises:
             DatasetError: names both rates, the episode, and the file of each.
@@ -148,7 +148,7 @@ class Rows:
         frames = np.concatenate([np.arange(length) for length in lengths])
         count = min(len(chosen), len(expected))
         is_wrong = (episode[chosen][:count] != expected[:count]) | (frame[chosen][:count] != frames[:count])
-        # Rows of other episodes must not lie between those of one episode.
+        # Rows of other episodes must not lie between rows of an episode.
         is_wrong[1:] |= (np.diff(chosen[:count]) != 1) & (np.diff(expected[:count]) == 0)
         if is_wrong.any() or len(chosen) != len(expected):
             row = int(np.argmax(is_wrong)) if is_wrong.any() else count
@@ -210,7 +210,7 @@ def decode_still(data: bytes | None, size: tuple[int, int], where: str) -> np.nd
     """
 
     def check_size(height: int, width: int) -> None:
-        # Before anything is decoded: a few bytes can claim any size. A picture may be stored turned on its side.
+        # Checked before decoding, because a few bytes can claim any size. A picture may be stored rotated.
         if sorted((height, width)) != sorted(size):
             raise DatasetError(f"{where} is {height}x{width}; wanted {size[0]}x{size[1]}")
 
@@ -223,7 +223,7 @@ def decode_still(data: bytes | None, size: tuple[int, int], where: str) -> np.nd
     return picture
 
 
-# An open decoder holds the frames it may still refer to: some ten megabytes.
+# An open decoder keeps some ten megabytes of frames.
 OPEN_VIDEOS = 32
 # Groups of rows whose encoded pictures are kept, per camera; LeRobot's have about a thousand rows.
 HELD_GROUPS = 4
@@ -262,7 +262,7 @@ class VideoFrames:
 
     @contextmanager
     def _video(self, file: int) -> Iterator[VideoFile]:
-        """An open file that nobody else uses meanwhile."""
+        """Lend an open file for exclusive use."""
         with self._lock:
             key = next((key for key in reversed(self._idle) if key[0] == file), None)
             video = self._idle.pop(key) if key is not None else None
@@ -271,7 +271,7 @@ class VideoFrames:
         if video is None:
             name = self.files[file]
             video = VideoFile(self._folder / name, self._size, self._fps, f"{self._folder.name}: {name}")
-        # Not given back after an error: where its decoder stands is unknown then.
+        # After an error the position of the decoder is unknown, so the file is closed.
         try:
             yield video
         except BaseException:
@@ -302,7 +302,7 @@ class StillFrames:
             row = rows[position]
             file, number = int(self._file[row]), int(self._row[row])
             where = f"{self._folder.name}: {self.files[file]}: {self._name} of row {number}"
-            with self._lock:  # the decoding itself is outside of it
+            with self._lock:  # Decoding does not need the lock.
                 data = self._encoded(file, number)
             out[position] = decode_still(data, self._size, where)
 

@@ -9,7 +9,7 @@ from jaxmodels.errors import DatasetError
 from jaxmodels.types import Feature
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-# So many frames of an episode are looked at, and so many pixels of a row and a column: colours need no more.
+# Maximum number of frames of an episode, and of pixels of a row or column, for statistics of colours.
 FRAMES, SIDE = 100, 160
 
 NAMES = ("min", "max", "mean", "std", "count", *QUANTILES)
@@ -19,7 +19,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def compute_vector_stats(values: np.ndarray) -> Stats:
-    """min, max, mean, std, count and quantiles of an array (n, d) over n; integers keep integer bounds."""
+    """Return min, max, mean, std, count and quantiles of an array (n, d) over n; integers keep integer bounds."""
     wide = values.astype(np.float64)
     stats: Stats = {"min": values.min(0).tolist(), "max": values.max(0).tolist()}
     stats |= {"mean": wide.mean(0).tolist(), "std": wide.std(0).tolist(), "count": [len(values)]}
@@ -46,7 +46,7 @@ class ColourStats:
         return self
 
     def stats(self) -> Stats:
-        """Statistics of all frames so far."""
+        """Return statistics of all frames so far."""
         levels = np.arange(256) / 255
         count = np.maximum(self._counts.sum(1), 1)
         mean = self._counts @ levels / count

@@ -12,9 +12,9 @@ import pyarrow.parquet as parquet
 
 from jaxmodels.errors import DatasetError
 
-# Beyond any dataset there is; a few bytes of a file can claim as many rows as they like.
+# More rows than any dataset has, because a few bytes of a file can claim any number of rows.
 MAX_ROWS = 100_000_000
-# More rows than the file has bytes, and so many times its bytes in memory: those of arms that stand still come to 30.
+# Rows beyond the bytes of a file, bytes of small files, and bytes in memory per byte of a file (up to 30 in datasets).
 ROWS_BASE, VALUES_BASE, EXPANSION = 10_000, 64 << 20, 256
 
 
@@ -24,11 +24,11 @@ def open_table(path: Path, where: str) -> parquet.ParquetFile:
         check_regular(path)
         file = parquet.ParquetFile(path)
     except FileNotFoundError as error:
-        raise DatasetError(f"{where} is missing; fetch or copy the dataset anew") from error
+        raise DatasetError(f"{where} is missing; fetch or copy the dataset again") from error
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise DatasetError(f"{where} cannot be read ({type(error).__name__}); fetch or copy it anew") from error
+        raise DatasetError(f"{where} cannot be read ({type(error).__name__}); fetch or copy it again") from error
     rows = file.metadata.num_rows
-    # Each row has an index of its own: it takes more than a byte of the file, whatever is done to make it small.
+    # Each row has its own index, which takes more than a byte of the file.
     most = min(MAX_ROWS, ROWS_BASE + path.stat().st_size)
     if rows > most:
         file.close()
@@ -64,7 +64,7 @@ def _check_size(file: parquet.ParquetFile, columns: Sequence[str], where: str) -
 
 
 def read_table(path: Path, columns: Sequence[str] | None, where: str, *, optional: Sequence[str] = ()) -> pa.Table:
-    """Read these columns of a Parquet file (None: all but the statistics), and those of `optional` that it has.
+    """Read these columns of a Parquet file (None: all but the statistics), and existing `optional` columns.
 
     Raises:
         DatasetError: the file or a column is missing or unreadable.
@@ -81,7 +81,7 @@ def read_table(path: Path, columns: Sequence[str] | None, where: str, *, optiona
         try:
             return file.read(columns=selected)
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise DatasetError(f"{where} cannot be read ({type(error).__name__}); fetch or copy it anew") from error
+            raise DatasetError(f"{where} cannot be read ({type(error).__name__}); fetch or copy it again") from error
 
 
 def read_vectors(column: Any, width: int, dtype: Any, where: str) -> np.ndarray:
@@ -102,14 +102,14 @@ def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-LONGEST = 1 << 22  # bytes of a line; statistics of thirty features have a hundred thousand
+LONGEST = 1 << 22  # Bytes of a line; statistics of thirty features have a hundred thousand.
 
 
 def read_lines(path: Path, where: str) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file; raises DatasetError if it is missing or has a long or malformed line."""
     try:
         if not path.is_file():
-            raise DatasetError(f"{where} is missing, or no regular file; fetch or copy the dataset anew")
+            raise DatasetError(f"{where} is missing, or no regular file; fetch or copy the dataset again")
         with path.open("rb") as file:
             number = 0
             while line := file.readline(LONGEST + 1):
@@ -119,7 +119,7 @@ def read_lines(path: Path, where: str) -> Iterator[dict[str, Any]]:
                 if line.strip():
                     yield _object(line, f"{where}: line {number}")
     except OSError as error:
-        raise DatasetError(f"{where} cannot be read ({error.strerror}); fetch or copy the dataset anew") from error
+        raise DatasetError(f"{where} cannot be read ({error.strerror}); fetch or copy the dataset again") from error
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxmodels.data.statistics import FRAMES, ColourStats, Stats
 from jaxmodels.data.table_files import check_regular
 from jaxmodels.errors import DatasetError
 
-# Part of a frame's duration within which two times are equal, because of rounding in the file and float32.
+# Share of a frame's duration within which times are equal, because of rounding in the file and float32.
 NEAR = 0.1
 
 
@@ -32,7 +32,7 @@ class VideoFile:
             check_regular(path)
             self._container: Any = av.open(str(path), format="mp4", options=options)
         except FileNotFoundError as error:
-            raise DatasetError(f"{where} is missing; fetch or copy the dataset anew") from error
+            raise DatasetError(f"{where} is missing; fetch or copy the dataset again") from error
         except (OSError, FFmpegError) as error:
             raise DatasetError(f"{where} cannot be read as a video ({type(error).__name__})") from error
         try:
@@ -42,7 +42,7 @@ class VideoFile:
             raise
         self._reformatter = VideoReformatter()
         self._frames: Iterator[Any] = iter(())
-        # The frame that was decoded last, and the one before it.
+        # The last decoded frame, and its predecessor.
         self._newest: Any = None
         self._before: Any = None
 
@@ -59,8 +59,8 @@ class VideoFile:
                 f"{self._where} has frames of {size[0]}x{size[1]}; the dataset speaks of "
                 f"{self._size[0]}x{self._size[1]}"
             )
-        context.thread_count = 1  # several files are decoded at once instead
-        context.options = {"max_pixels": str(metadata.MAX_PIXELS)}  # frames may claim another size later on
+        context.thread_count = 1  # Several files are decoded at once instead.
+        context.options = {"max_pixels": str(metadata.MAX_PIXELS)}  # Later frames may claim another size.
         return streams[0]
 
     def at(self, seconds: float) -> np.ndarray:
@@ -76,7 +76,7 @@ class VideoFile:
             return self._reformatter.reformat(frame, format="rgb24").to_ndarray()
         except (OSError, FFmpegError) as error:
             raise DatasetError(
-                f"{self._where} cannot be decoded at {seconds:.3f} s ({type(error).__name__}); fetch or copy it anew"
+                f"{self._where} cannot be decoded at {seconds:.3f} s ({type(error).__name__}); fetch or copy it again"
             ) from error
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class VideoFile:
         return best
 
     def _is_ahead(self, seconds: float) -> bool:
-        """Whether decoding on is the shortest way there."""
+        """Return whether decoding further frames is faster than a seek."""
         if self._newest is None:
             return False
         if seconds <= self._newest.time:
@@ -108,7 +108,7 @@ class VideoFile:
         return self._key_frame(seconds) <= self._newest.pts
 
     def _key_frame(self, seconds: float) -> int:
-        """Timestamp of the last key frame before a time, from the MP4 index; nothing is read."""
+        """Return the timestamp of the last key frame before a time, from the MP4 index."""
         entries = self._stream.index_entries
         index = entries.search_timestamp(self._ticks(seconds), backward=True)
         return entries[index].timestamp if index >= 0 else 0
@@ -117,7 +117,7 @@ class VideoFile:
         return max(int(seconds / self._stream.time_base), 0)
 
     def _seek(self, seconds: float) -> None:
-        """Seek to a key frame before this time; that of the time itself may be shown later, as frames are reordered."""
+        """Seek to a key frame before this time; the nearest key frame may be shown later."""
         for back in (0.0, 1.0, seconds):
             self._container.seek(self._ticks(seconds - back), stream=self._stream)
             self._frames = self._container.decode(self._stream)
@@ -130,7 +130,7 @@ CODEC = "h264"
 _OPTIONS = {
     "crf": "20",
     "preset": "veryfast",
-    # A key frame every two frames: training reads single frames anywhere in the file.
+    # A key frame every two frames, because training reads single frames anywhere in the file.
     "g": "2",
     # Frames in the order they are shown, from time 0 on.
     "bf": "0",
@@ -157,7 +157,7 @@ class VideoWriter:
         self._newest: tuple[np.ndarray, Any] | None = None
 
     def add(self, pixels: np.ndarray) -> None:
-        """Encode the next frame, scaled to the first one's size; the same array again is not converted anew."""
+        """Encode the next frame, scaled to the first frame's size; the same array again is converted once."""
         if self._newest is None or self._newest[0] is not pixels:
             height, width = self.size
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), "rgb24")
@@ -188,7 +188,7 @@ class VideoWriter:
         try:
             self._container.mux(self._stream.encode(frame))
         except BaseException:
-            # FFmpeg ends the process (SIGSEGV) when it is to begin a file again whose head the disk did not take.
+            # FFmpeg crashes (SIGSEGV) if it writes again after the header of a file could not be written.
             self._has_failed = True
             raise
 
@@ -220,7 +220,7 @@ class CameraFiles:
         self._file.add(pixels)
 
     def end_episode(self) -> tuple[dict[str, Any], Stats]:
-        """Where the episode's frames lie, and their statistics."""
+        """Return the location of the episode's frames, and their statistics."""
         assert self._file is not None, "an episode has frames"
         chunk, file = divmod(self._number, metadata.CHUNK_FILES)
         prefix, count = f"videos/{self._key}/", self._file.count
@@ -234,7 +234,7 @@ class CameraFiles:
         stats = self._episode.stats()
         self.colours += self._episode
         self._episode, self._sampled_frames = ColourStats(), None
-        # There is no file yet while the encoder still holds all frames.
+        # The file does not exist while the encoder still has all frames.
         if self._file.path.is_file() and self._file.path.stat().st_size > metadata.VIDEO_MEGABYTES << 20:
             self.close()
         return row, stats

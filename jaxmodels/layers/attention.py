@@ -10,36 +10,37 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmodels.layers import attention_kernels
+from jaxmodels.layers.attention_kernels import Bias, Keys, Queries
 
-# Xavier over the joint query-key-value matrix, as torch.nn.MultiheadAttention starts: fan_out is three widths.
+# torch.nn.MultiheadAttention's default: Xavier over the joint query-key-value matrix, whose fan_out is three widths.
 _joint_init = nnx.initializers.variance_scaling(0.5, "fan_avg", "uniform")
 _xavier_init = nnx.initializers.xavier_uniform()
 
 
 def attend(
-    query: Float[Array, "b n heads k"],
-    key: Float[Array, "b m heads k"],
-    value: Float[Array, "b m heads k"],
-    bias: Float[Array, "#b #heads #n m"] | None = None,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    bias: Bias | None = None,
     rate: float = 0.0,
     rngs: nnx.Rngs | None = None,
     *,
     scale: float | None = None,
-) -> Float[Array, "b n heads k"]:
+) -> Queries:
     """Softmax attention by the kernel that is fastest for these shapes on the platform it is lowered for.
 
-    The softmax is in float32. Without dropout, no array has as many numbers as there are scores, once these are many.
+    The softmax is in float32. Without dropout, many scores are never in memory at once.
 
     Args:
-        bias: added to the scores (-inf leaves a key out); a constant without a gradient.
-        rate: share of the probabilities dropped where there are `rngs`; all scores are then in memory at once.
-        scale: of the scores; 1 / sqrt(k) when None.
+        bias: added to the scores (-inf excludes a key); a constant without a gradient.
+        rate: share of the probabilities that is dropped if `rngs` is given; all scores are then in memory at once.
+        scale: factor of the scores; 1 / sqrt(k) when None.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if scale != 1.0:
         query = query * jnp.asarray(scale, query.dtype)
     if bias is not None:
-        bias = lax.stop_gradient(bias)  # cuDNN's backward pass knows none for a bias that is repeated
+        bias = lax.stop_gradient(bias)  # cuDNN has no gradient for a bias that is broadcast.
     if rngs is not None and rate > 0.0:
         return attention_kernels.attend_whole(query, key, value, bias, rate, rngs)
     own: dict[str, Callable[..., Array]] = {"cpu": attention_kernels.attend_blocked}
@@ -66,7 +67,7 @@ class Attention(nnx.Module):
         query: Float[Array, "b n d"],
         key: Float[Array, "b m d"],
         value: Float[Array, "b m d"],
-        bias: Float[Array, "#b #heads #n m"] | None = None,
+        bias: Bias | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "b n d"]:
         split = "b n (h k) -> b n h k"

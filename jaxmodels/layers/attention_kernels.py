@@ -1,12 +1,11 @@
 """Attention kernels: batched, blocked for CPUs, cuDNN, flash attention for TPUs.
 
-On a CPU, blocks of two-dimensional products keep a block's scores in the cache. The limits below were measured with 16
-to 4096 queries and keys, on two cores with 1 MB of cache each.
-
+On a CPU, blocks of two-dimensional products keep a block's scores in the cache.
 Source: https://arxiv.org/abs/2205.14135, jax.experimental.pallas.ops.tpu.flash_attention.
 """
 
 import math
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +16,17 @@ from jaxtyping import Array, Float
 
 from jaxmodels.layers.feed_forward import dropout, split_rows
 
+Queries: TypeAlias = Float[Array, "b n heads k"]
+Keys: TypeAlias = Float[Array, "b m heads k"]
+Bias: TypeAlias = Float[Array, "#b #heads #n m"]
 # Scores in memory at once: 1 GiB of float32.
 WHOLE_SCORES = 1 << 28
 
 
 def attend_whole(
-    query: Float[Array, "b n heads k"],
-    key: Float[Array, "b m heads k"],
-    value: Float[Array, "b m heads k"],
-    bias: Float[Array, "#b #heads #n m"] | None,
-    rate: float = 0.0,
-    rngs: nnx.Rngs | None = None,
-) -> Float[Array, "b n heads k"]:
-    """Attention with all scores in memory at once; probabilities are dropped with `rate` where there are `rngs`."""
+    query: Queries, key: Keys, value: Keys, bias: Bias | None, rate: float = 0.0, rngs: nnx.Rngs | None = None
+) -> Queries:
+    """Attention with all scores in memory at once; probabilities are dropped with `rate` if `rngs` is given."""
     scores = jnp.einsum("bnhk,bmhk->bhnm", query, key, preferred_element_type=jnp.float32)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
@@ -40,19 +37,14 @@ def attend_whole(
 
 
 def compute_exponents(scores: Float[Array, "... n m"]) -> tuple[Float[Array, "... n m"], Float[Array, "... n 1"]]:
-    """Exponentials of a softmax and their sums; dividing after the values are mixed costs less."""
-    # The same shift for a whole row changes no softmax, and so no gradient either.
+    """Return the exponentials of a softmax and their sums, because dividing the mixed values costs less."""
+    # A shift of a whole row changes neither the softmax nor its gradient.
     powers = jnp.exp(scores - lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     return powers, powers.sum(axis=-1, keepdims=True)
 
 
-def attend_in_parts(
-    query: Float[Array, "b n heads k"],
-    key: Float[Array, "b m heads k"],
-    value: Float[Array, "b m heads k"],
-    bias: Float[Array, "#b #heads #n m"] | None,
-) -> Float[Array, "b n heads k"]:
-    """Attention over one part of the queries after the other, with at most `SCORES` scores in memory."""
+def attend_in_parts(query: Queries, key: Keys, value: Keys, bias: Bias | None) -> Queries:
+    """Attention over parts of the queries in a loop, with at most `WHOLE_SCORES` scores in memory."""
     batch, length, heads, _ = query.shape
     parts = min(length, math.ceil(batch * heads * length * key.shape[1] / WHOLE_SCORES))
     if parts == 1:
@@ -67,24 +59,20 @@ def attend_in_parts(
     return rearrange(lax.map(one, (queries, biases)), "i b n h k -> b (i n) h k")[:, :length]
 
 
-# Up to so many scores per head, or in all heads: one batched product, because less time goes into starting products.
+# Limits measured with 16 to 4096 queries and keys, on two cores with 1 MB of cache each.
+# Most scores per head, or in all heads, of one batched product, which starts faster than many products.
 BATCHED_PER_HEAD = 1 << 16
 BATCHED = 1 << 22
-# Up to so many scores per head and so many heads: these are written out one by one, without a loop's copies.
+# Most scores per head, and most heads, that are written out without a loop and its copies.
 WRITTEN_OUT_PER_HEAD = 1 << 19
 WRITTEN_OUT_HEADS = 16
-# Scores in a block of a loop, unless that makes it shorter than so many queries: products of few rows are slow.
+# Scores in a block of a loop, and its fewest queries, because products of few rows are slow.
 BLOCK_SCORES = 1 << 21
 BLOCK_QUERIES = 256
 
 
-def attend_blocked(
-    query: Float[Array, "b n heads k"],
-    key: Float[Array, "b m heads k"],
-    value: Float[Array, "b m heads k"],
-    bias: Float[Array, "#b #heads #n m"] | None,
-) -> Float[Array, "b n heads k"]:
-    """Attention with the scores of one block in memory, computed again in the backward pass."""
+def attend_blocked(query: Queries, key: Keys, value: Keys, bias: Bias | None) -> Queries:
+    """Attention with the scores of one block in memory, which the backward pass recomputes."""
     batch, length, heads, _ = query.shape
     scores = length * key.shape[1]
     if scores <= BATCHED_PER_HEAD:
@@ -138,7 +126,7 @@ def _attend_block(
     return (mixed / total).astype(query.dtype)
 
 
-# Below, XLA's own fusion of the batched products is as good: the scores of a head fit the memory on the chip.
+# With fewer tokens, the scores of a head fit the memory on the chip, and XLA's fusion is as fast.
 FLASH_TOKENS = 1024
 FLASH_LANES = 128
 FLASH_BLOCKS = (512, 256, 128)
@@ -150,18 +138,13 @@ def is_flash_supported(query: Array, key: Array, bias: Array | None) -> bool:
     return bias is None and min(lengths) >= FLASH_TOKENS and all(length % FLASH_BLOCKS[-1] == 0 for length in lengths)
 
 
-def attend_flash(
-    query: Float[Array, "b n heads k"],
-    key: Float[Array, "b m heads k"],
-    value: Float[Array, "b m heads k"],
-    bias: None = None,
-) -> Float[Array, "b n heads k"]:
+def attend_flash(query: Queries, key: Keys, value: Keys, bias: None = None) -> Queries:
     """Flash attention on a TPU: one block of scores on the chip, in both passes."""
-    # Here, as Pallas takes 0.16 s to import, and few policies have so many tokens.
+    # Imported here, because Pallas is slow to import and few policies have enough tokens.
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
 
     size = query.shape[-1]
-    # The kernel works on whole rows of lanes; channels of zeros change neither scores nor the channels before them.
+    # The kernel needs whole rows of lanes; channels of zeros change neither scores nor other channels.
     channels = ((0, 0), (0, 0), (0, 0), (0, -size % FLASH_LANES))
     q, k, v = (jnp.pad(jnp.swapaxes(x, 1, 2), channels) for x in (query, key, value))
     n, m = (next(size for size in FLASH_BLOCKS if x.shape[2] % size == 0) for x in (q, k))
@@ -181,30 +164,22 @@ def attend_flash(
     return jnp.swapaxes(flash_attention(q, k, v, block_sizes=sizes), 1, 2)[..., :size]
 
 
-def attend_cudnn(
-    query: Float[Array, "b n heads k"],
-    key: Float[Array, "b m heads k"],
-    value: Float[Array, "b m heads k"],
-    bias: Float[Array, "#b #heads #n m"] | None,
-) -> Float[Array, "b n heads k"]:
-    """Attention by cuDNN, for arguments of which `is_cudnn_supported` is true."""
-    if bias is not None:  # cuDNN repeats a bias over the batch and the heads, but not over the queries
+def attend_cudnn(query: Queries, key: Keys, value: Keys, bias: Bias | None) -> Queries:
+    """Attention by cuDNN, for arguments that `is_cudnn_supported` accepts."""
+    if bias is not None:  # cuDNN broadcasts a bias over the batch and the heads, but not over the queries.
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], query.shape[1], bias.shape[3])).astype(query.dtype)
     return jax.nn.dot_product_attention(query, key, value, bias, scale=1.0, implementation="cudnn")
 
 
 def is_cudnn_supported(query: Array, key: Array, bias: Array | None) -> bool:
-    """Return whether cuDNN is installed and supports this: half precision, head sizes of multiples of 8 up to a limit.
-
-    Without it nothing can be compiled for such a card; an exported program computes batched products instead.
-    """
+    """Return whether cuDNN is installed and supports this, e.g. half precision and head sizes of multiples of 8."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return False
-    # Its backward pass with a bias wants even lengths, and whether there will be one is not known here.
+    # The backward pass with a bias needs even lengths, and it is unknown here whether there will be one.
     if bias is not None and (query.shape[1] % 2 or key.shape[1] % 2):
         return False
     try:
         jax.eval_shape(attend_cudnn, query, key, key, bias)
-    except RuntimeError:  # no cuDNN; NotImplementedError, which is one, for what this version does not compute
+    except RuntimeError:  # There is no cuDNN, or (NotImplementedError) this version cannot compute it.
         return False
     return True

@@ -52,14 +52,14 @@ def time_sinusoid(time: Float[Array, "..."], width: int, shift: int) -> Float[Ar
     return jnp.concatenate((jnp.cos(angle), jnp.sin(angle)), axis=-1)
 
 
-# Where PyTorch's exponential rounds the other way, 6e-5 of an angle: (width, shift) -> place -> its neighbour.
+# Places where PyTorch's exponential rounds in the other direction: (width, shift) to place to direction.
 _OTHER_WAY: Mapping[tuple[int, int], Mapping[int, float]] = MappingProxyType(
     {(256, 0): {12: np.inf, 106: np.inf}, (256, 1): {4: -np.inf}}
 )
 
 
 def time_frequencies(width: int, shift: int) -> Float[np.ndarray, " d2"]:
-    """Frequencies of `time_sinusoid`, as PyTorch computed them where the goldens were recorded."""
+    """Return the frequencies of `time_sinusoid` as PyTorch computes them."""
     half = width // 2
     exponent = np.float32(-np.log(TEMPERATURE)) * np.arange(half, dtype=np.float32) / np.float32(half - shift)
     frequency = np.exp(exponent.astype(np.float64)).astype(np.float32)
@@ -71,7 +71,7 @@ def time_frequencies(width: int, shift: int) -> Float[np.ndarray, " d2"]:
 def flow_time_sinusoid(
     times: Float[np.ndarray, " n"], width: int, min_period: float, max_period: float
 ) -> Float[np.ndarray, "n {width}"]:
-    """Embed times in [0, 1]: sines first, then cosines; in float64, where float32 would cost 1e-4.
+    """Embed times in [0, 1] in float64: sines first, then cosines.
 
     Source: lerobot/policies/common/vla_utils.py, create_sinusoidal_pos_embedding; openpi's posemb_sincos.
     """
@@ -81,12 +81,11 @@ def flow_time_sinusoid(
 
 
 def patch_positions(rows: int, columns: int, base: int, scale: float, width: int) -> Float[Array, "n d"]:
-    """Fixed embeddings of a grid of patches, row by row: the column in the first half of the channels, the row in the
-    second; each half is sines, then cosines.
+    """Embed a grid of patches, row by row: channels are the column's sines and cosines, then the row's.
 
     Args:
-        base: side of the grid that positions were trained on; another grid is stretched onto it, per axis.
-        scale: positions are divided by it.
+        base: side of the grid of the training; another grid is stretched to it, per axis.
+        scale: divisor of the positions.
 
     Source: diffusers/models/embeddings.py, get_2d_sincos_pos_embed.
     """
@@ -97,7 +96,7 @@ def patch_positions(rows: int, columns: int, base: int, scale: float, width: int
         angle = steps[:, None].astype(np.float64) * frequency
         return np.concatenate((np.sin(angle), np.cos(angle)), axis=-1).astype(np.float32)
 
-    # Spread in the program: the whole table of a large image would be a large constant.
+    # Broadcast in the program, because the table of a large image would be a large constant.
     shape = (rows, columns, width // 2)
     by_column = jnp.broadcast_to(jnp.asarray(axis(columns))[None], shape)
     by_row = jnp.broadcast_to(jnp.asarray(axis(rows))[:, None], shape)

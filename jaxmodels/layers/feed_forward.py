@@ -1,9 +1,9 @@
-"""Feed-forward layer, its activations, and dropout."""
+"""Feed-forward layers, their activations, linear layers in torch's layout, and dropout."""
 
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxmodels.layers.linear import Linear
-
 
 def dropout(x: Float[Array, "..."], rate: float, rngs: nnx.Rngs | None) -> Float[Array, "..."]:
-    """Set a share `rate` of `x` to zero and scale the rest up; without `rngs`, return `x`.
-
-    Keys come from the call's stream ``dropout``, because a stateful layer would keep them among the weights.
-    """
+    """Set a share `rate` of `x` to zero and scale up the rest; keys are the stream ``dropout`` of `rngs`."""
     if rngs is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(rngs.dropout(), 1.0 - rate, x.shape)
@@ -27,7 +22,7 @@ def dropout(x: Float[Array, "..."], rate: float, rngs: nnx.Rngs | None) -> Float
 
 
 def split_rows(x: Float[Array, "..."], axis: int, parts: int) -> Float[Array, "parts ..."]:
-    """Split `x` into equal parts along one axis, which come first; the last is filled with zeros."""
+    """Split `x` into equal parts along one axis, with a leading axis of parts; the last is padded with zeros."""
     size = math.ceil(x.shape[axis] / parts)
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, parts * size - x.shape[axis])
@@ -50,7 +45,7 @@ def sigmoid_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _gate_by(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """The first half of the channels times `function` of the second."""
+    """Return a function of the first half of the channels times `function` of the second."""
 
     def gated(x: Float[Array, "..."]) -> Float[Array, "..."]:
         value, gate = jnp.split(x, 2, axis=-1)
@@ -59,19 +54,19 @@ def _gate_by(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return gated
 
 
-# Hidden numbers up to which a CPU computes all tokens at once, else this many: 98 ms instead of 174 for 8192 tokens.
+# Most hidden numbers that a CPU computes at once, and the tokens of a part of larger inputs.
 HIDDEN = 1 << 24
 ROWS = 512
 
 
 class Activation(NamedTuple):
-    """An activation function, and how many input channels it needs for one output channel."""
+    """An activation function, and its number of input channels per output channel."""
 
     function: Callable[[Array], Array]
     inputs: int
 
 
-# torch.nn.functional's, by the names in LeRobot's configs
+# Activations of torch.nn.functional by their names in LeRobot's configs.
 LEROBOT_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
         "relu": Activation(jax.nn.relu, 1),
@@ -79,13 +74,13 @@ LEROBOT_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "glu": Activation(_gate_by(jax.nn.sigmoid), 2),
     }
 )
-# diffusers/models/attention.py, FeedForward
+# Activations of diffusers/models/attention.py, FeedForward.
 DIFFUSERS_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
         "gelu": Activation(exact_gelu, 1),
         "gelu-approximate": Activation(tanh_gelu, 1),
         "geglu": Activation(_gate_by(exact_gelu), 2),
-        "geglu-approximate": Activation(sigmoid_gelu, 1),  # not gated, whatever its name says
+        "geglu-approximate": Activation(sigmoid_gelu, 1),  # Not gated, despite its name.
         "swiglu": Activation(_gate_by(jax.nn.silu), 2),
         "linear-silu": Activation(jax.nn.silu, 1),
     }
@@ -133,17 +128,29 @@ class FeedForward(nnx.Module):
 
     def _activate(self, x: Float[Array, "... d"]) -> Float[Array, "... f"]:
         hidden = self.up(x)
-        # In float32: an activation of several operations would round after each of them.
+        # In float32, because an activation of several operations would round after each operation.
         return self.activation(hidden.astype(jnp.float32)).astype(hidden.dtype)
 
     def _forward(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         return self.down(self._activate(x))
 
     def _forward_in_parts(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Compute some tokens after the other, so that their hidden channels stay in the cache."""
+        """Compute parts of the tokens in a loop, so that their hidden channels stay in the cache."""
         tokens = x.reshape(-1, x.shape[-1])
         parts = split_rows(tokens, 0, math.ceil(len(tokens) / ROWS))
         return lax.map(self._forward, parts).reshape(-1, x.shape[-1])[: len(tokens)].reshape(x.shape)
+
+
+class Linear(nnx.Module):
+    """Linear layer without a bias with torch's layout (out, in), which a CPU multiplies faster with few tokens."""
+
+    def __init__(self, width: int, out: int, *, axes: tuple[str, str] | None = None, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
+        metadata: dict[str, Any] = {} if axes is None else {"axes": axes}
+        self.weight = nnx.Param(init(rngs.params(), (out, width), jnp.float32), **metadata)
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... e"]:
+        return jnp.einsum("...d,ed->...e", x, self.weight[...])
 
 
 class GatedFeedForward(nnx.Module):
@@ -164,6 +171,6 @@ class GatedFeedForward(nnx.Module):
         return self.down((self.activation(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(up.dtype))
 
 
-# Logical axes, for those who spread a model over devices (jaxmodels/devices.py).
+# Logical axes for sharding (jaxmodels/devices.py).
 _UP, _UP_BIAS = {"axes": ("embed", "mlp")}, {"axes": ("mlp",)}
 _DOWN, _DOWN_BIAS = {"axes": ("mlp", "embed")}, {"axes": ("embed",)}

@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary positions, over keys and values that may come from a cache; and its masks.
+"""Grouped-query attention with rotary positions, optionally over cached keys and values, and its masks.
 
 Sources: https://arxiv.org/abs/2305.13245 (grouped queries), https://arxiv.org/abs/2104.09864 (rotary positions).
 """
@@ -12,10 +12,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmodels.layers.attention_kernels import compute_exponents
-from jaxmodels.layers.linear import Linear
+from jaxmodels.layers.feed_forward import Linear
 
 ROTARY_BASE = 10_000.0
-# Of scores that are left out. Not -inf: rows of padding that see nothing must not become NaN.
+# Score of a masked key; not -inf, because rows of padding without keys must not become NaN.
 LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -33,16 +33,16 @@ class KeyValues(NamedTuple):
     value: Float[Array, "b m kv k"]
 
 
-def compute_rotation(positions: Int[Array, "b n"], head_width: int, base: float = ROTARY_BASE) -> Rotation:
+def compute_rotation(positions: Int[Array, "b n"], head_width: int) -> Rotation:
     """Angles of each position, in float32: pair i of channels turns by ``position / base^(2 i / head_width)``."""
     exponent = np.arange(head_width // 2, dtype=np.float32) * np.float32(2.0 / head_width)
-    timescale = np.power(np.float32(base), exponent)
+    timescale = np.power(np.float32(ROTARY_BASE), exponent)
     angle = (positions[..., None].astype(jnp.float32) / timescale)[:, :, None]
     return Rotation(jnp.cos(angle), jnp.sin(angle))
 
 
 def rotate(x: Float[Array, "b n h k"], rotation: Rotation) -> Float[Array, "b n h k"]:
-    """Turn each pair of channels, one of the first half and one of the second, by its angle; in float32."""
+    """Rotate pairs of channels, from the first and the second half, by their angles; in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = rotation
     turned = (first * cos - second * sin, second * cos + first * sin)
@@ -50,18 +50,18 @@ def rotate(x: Float[Array, "b n h k"], rotation: Rotation) -> Float[Array, "b n 
 
 
 def count_positions(is_valid: Bool[Array, "b n"]) -> Int[Array, "b n"]:
-    """Position of each token among the valid ones; a masked one has that of the last valid one before it, or -1."""
+    """Return each token's position among the valid tokens; a masked token has the previous position, or -1."""
     return jnp.cumsum(is_valid, axis=1, dtype=jnp.int32) - 1
 
 
 def mask_blocks(is_valid: Bool[Array, "b n"], starts: Bool[np.ndarray, " n"]) -> Bool[Array, "b n n"]:
-    """Which keys (last axis) each query may see: valid ones of its block or an earlier one; `starts` begin blocks."""
+    """Return which keys (last axis) each query sees: valid keys up to its block; `starts` begin blocks."""
     block = np.cumsum(starts)
     return jnp.asarray(block[None, :] <= block[:, None]) & is_valid[:, None, :] & is_valid[:, :, None]
 
 
 def mask_after_prefix(prefix: Bool[Array, "b m"], starts: Bool[np.ndarray, " n"]) -> Bool[Array, "b n m_n"]:
-    """What tokens behind a prefix may see: every valid token of it, and of their own as in `mask_blocks`."""
+    """Return what tokens after a prefix see: all valid tokens of the prefix, and each other as in `mask_blocks`."""
     batch, count = prefix.shape[0], len(starts)
     own = mask_blocks(jnp.ones((batch, count), bool), starts)
     before = jnp.broadcast_to(prefix[:, None], (batch, count, prefix.shape[1]))
@@ -73,14 +73,14 @@ def append(cache: KeyValues, own: KeyValues) -> KeyValues:
     return KeyValues(jnp.concatenate((cache.key, own.key), axis=1), jnp.concatenate((cache.value, own.value), axis=1))
 
 
-# Keys in half precision: whole tiles of a product that XLA shares out over a GPU by its sum.
+# Number of keys in half precision: whole tiles of a product on a GPU.
 ALIGNED = 64
 
 
 def pad_keys(cache: KeyValues, behind: int = 0) -> KeyValues:
-    """Add zeros behind keys and values: with `behind` more tokens they are a multiple of `ALIGNED`; see `pad_mask`.
+    """Append zeros to keys and values, unless float32, so that with `behind` tokens they are a multiple of `ALIGNED`.
 
-    Otherwise XLA copies them at every use: 6 % of a step of pi0.5 on an H200. float32 inputs stay as they are.
+    Otherwise XLA copies them at every use. `pad_mask` pads the mask.
     """
     count = -(cache.key.shape[1] + behind) % ALIGNED
     if cache.key.dtype == jnp.float32 or count == 0:
@@ -89,7 +89,7 @@ def pad_keys(cache: KeyValues, behind: int = 0) -> KeyValues:
 
 
 def pad_mask(is_valid: Bool[Array, "b m"], cache: KeyValues) -> Bool[Array, "b m2"]:
-    """Which tokens count of a cache that may have zeros behind them."""
+    """Return which tokens of a padded cache count."""
     return jnp.pad(is_valid, ((0, 0), (0, cache.key.shape[1] - is_valid.shape[1])))
 
 
@@ -99,11 +99,11 @@ def attend_grouped(
     """Softmax attention, in float32; query head h looks at head ``h // (h_total / kv)`` of keys and values.
 
     Args:
-        mask: which keys a query sees; None for all. A query that sees none gets the mean of all values.
+        mask: which keys a query sees; None for all. A query without keys gets the mean of all values.
     """
     batch, length, heads, width = query.shape
     groups = heads // seen.key.shape[2]
-    # All queries of one key head under each other: few large products instead of many small ones.
+    # Stack all queries of one key head, for few large products instead of many small products.
     queries = rearrange(query, "b n (kv g) k -> b kv (n g) k", g=groups)
     scores = jnp.einsum("bvqk,bmvk->bvqm", queries, seen.key, preferred_element_type=jnp.float32) * width**-0.5
     if mask is not None:
@@ -131,20 +131,20 @@ class KeyValueProjection(nnx.Module):
         return KeyValues(rotate(key, rotation), rearrange(self.value(x), split, kv=self.kv_heads))
 
     def project_again(self, cache: KeyValues) -> KeyValues:
-        """Keys of another model's keys and values of its values, all heads of a token together; nothing is rotated."""
+        """Project another model's keys and values to own keys and values, without rotation."""
         flat, split = "b m kv k -> b m (kv k)", "b m (kv k) -> b m kv k"
         key, value = self.key(rearrange(cache.key, flat)), self.value(rearrange(cache.value, flat))
         return KeyValues(rearrange(key, split, kv=self.kv_heads), rearrange(value, split, kv=self.kv_heads))
 
 
 class GroupedQueryAttention(KeyValueProjection):
-    """Grouped-query attention without biases, in parts: a caller decides what is kept and what is seen.
+    """Parts of grouped-query attention without biases.
 
     Args:
-        width: of the tokens that queries are made of, and of what comes out.
-        heads: of queries.
-        kv_heads: of keys and values, a divisor of `heads`.
-        context_width: of the tokens that keys and values are made of; `width` when None.
+        width: width of queries' tokens and of the output.
+        heads: heads of queries.
+        kv_heads: heads of keys and values, a divisor of `heads`.
+        context_width: width of the tokens of keys and values; `width` when None.
     """
 
     def __init__(

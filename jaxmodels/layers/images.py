@@ -1,4 +1,4 @@
-"""Resizing of images inside a program that keeps their aspect: what is left is filled with one value."""
+"""Resizing of images inside a program with their aspect and padding."""
 
 from typing import Literal, TypeAlias
 
@@ -17,7 +17,7 @@ def resize_with_padding(
     Bilinear with half-pixel centres and without antialiasing, as torch's interpolate; sizes are rounded down.
 
     Args:
-        place: where in the result the image lies. In the centre the smaller half of the border is left and above.
+        place: place of the image in the result; in the centre, the smaller half of the border is left and above.
 
     Source: lerobot/policies/common/vla_utils.py, resize_with_pad and resize_with_pad_torch.
     """
@@ -32,8 +32,8 @@ def resize_with_padding(
 def resize_as_pillow(images: Float[Array, "b h w c"], size: tuple[int, int]) -> Float[Array, "b h2 w2 c"]:
     """Resize pixels of [0, 1] to fit into the middle of ``size`` and fill the rest with 0, as openpi's clients do.
 
-    Bilinear with antialiasing, along rows, then columns, each rounded to whole numbers of 0 to 255. Images of that size
-    stay as they are. Source: openpi_client/image_tools.py, resize_with_pad; Pillow's src/libImaging/Resample.c.
+    Bilinear with antialiasing, along rows, then columns, each rounded to integers of 0 to 255. Sources:
+    openpi_client/image_tools.py, resize_with_pad; Pillow's src/libImaging/Resample.c.
     """
     if images.shape[1:3] == size:
         return images
@@ -42,18 +42,18 @@ def resize_as_pillow(images: Float[Array, "b h w c"], size: tuple[int, int]) -> 
     for axis, count in ((2, inside[1]), (1, inside[0])):
         indices, weights = _weigh_neighbours(images.shape[axis], count)
         shape = [count if i == axis else 1 for i in range(4)]
-        total = jnp.full((), 1 << (_BITS - 1), jnp.int32)  # a half, so that cutting off rounds
+        total = jnp.full((), 1 << (_BITS - 1), jnp.int32)  # A half, so that the shift rounds.
         for index, weight in zip(indices.T, weights.T, strict=True):
             total = total + jnp.take(pixels, index, axis=axis) * weight.reshape(shape)
         pixels = jnp.clip(total >> _BITS, 0, 255)
     return _pad(pixels.astype(jnp.float32) / 255, size, "center", 0.0)
 
 
-_BITS = 22  # of a weight's fraction, as Pillow has them
+_BITS = 22  # Bits of a weight's fraction, as in Pillow.
 
 
 def _weigh_neighbours(size: int, count: int) -> tuple[Int[np.ndarray, "n k"], Int[np.ndarray, "n k"]]:
-    """For each of `count` pixels, its neighbours among `size` and their triangular weights, in units of 2**-22."""
+    """Return the neighbours of `count` pixels among `size` pixels, and their triangular weights in units of 2**-22."""
     scale = size / count
     places = (np.arange(count) + 0.5) * scale
     distance = np.abs(np.arange(size)[None] + 0.5 - places[:, None]) / max(scale, 1.0)
@@ -67,7 +67,7 @@ def _weigh_neighbours(size: int, count: int) -> tuple[Int[np.ndarray, "n k"], In
 
 
 def _fit(shape: tuple[int, ...], size: tuple[int, int]) -> tuple[int, int]:
-    """Height and width of an image of this shape inside ``size``, rounded down."""
+    """Return height and width of an image of this shape inside ``size``, rounded down."""
     ratio = max(shape[1] / size[1], shape[0] / size[0])
     return max(int(shape[0] / ratio), 1), max(int(shape[1] / ratio), 1)
 
@@ -86,7 +86,7 @@ def _resize_axis(images: Float[Array, "b h w c"], axis: int, count: int) -> Floa
     size = images.shape[axis]
     if size == count:
         return images
-    # Two neighbours each, instead of a product with a matrix that is almost all zeros.
+    # Two neighbours per pixel are faster than a product with a sparse matrix.
     before, after, share = _list_neighbours(size, count)
     share = share.reshape([count if i == axis else 1 for i in range(4)])
     return jnp.take(images, before, axis=axis) * (1 - share) + jnp.take(images, after, axis=axis) * share
@@ -95,7 +95,7 @@ def _resize_axis(images: Float[Array, "b h w c"], axis: int, count: int) -> Floa
 def _list_neighbours(
     size: int, count: int
 ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """Of each of `count` pixels: the two of `size` that it lies between, and the share of the second."""
+    """Return the two neighbours of `count` pixels among `size` pixels, and the share of the second."""
     scale = np.float32(size / count)
     place = np.maximum(scale * (np.arange(count, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), 0)
     before = np.minimum(place.astype(np.int32), size - 1)

@@ -79,13 +79,7 @@ class RMSNorm(nnx.Module):
 
 
 class Modulation(NamedTuple):
-    """What a condition makes of an adaptive norm and of the block behind it, each (..., d) float32.
-
-    Attributes:
-        scale: the norm's output is multiplied by 1 + scale.
-        shift: and this is added.
-        gate: of the block's output, before it is added to the residual.
-    """
+    """Modulation of an adaptive norm, ``x (1 + scale) + shift``, and gate of the following block; (..., d) float32."""
 
     scale: Float[Array, "... d"]
     shift: Float[Array, "... d"]
@@ -100,11 +94,11 @@ class AdaptiveRMSNorm(nnx.Module):
         self.dense = nnx.Linear(condition, 3 * width, kernel_init=nnx.initializers.zeros_init(), rngs=rngs)
 
     def modulate(self, condition: Float[Array, "... c"]) -> Modulation:
-        """The modulation of a condition: for a sampler, of all its steps at once."""
+        """Return the modulation of a condition; for a sampler, of all its steps at once."""
         return Modulation(*jnp.split(self.dense(condition).astype(jnp.float32), 3, axis=-1))
 
     def __call__(self, x: Float[Array, "b n d"], modulation: Modulation) -> Float[Array, "b n d"]:
-        """``modulation``: (d,), or (b, 1, d) for one of each member."""
+        """Normalize and modulate; `modulation` is (d,), or (b, 1, d) for each member."""
         return (divide_by_rms(x, self.epsilon) * (1 + modulation.scale) + modulation.shift).astype(x.dtype)
 
 
@@ -125,23 +119,22 @@ class GroupNorm(nnx.Module):
         return (normal * scale + bias).astype(x.dtype)
 
     def _mean(self, x: Float[Array, "b h w c"]) -> Float[Array, "b 1 1 c"]:
-        """The group's mean at each of its channels; pixels first, which keeps the large array in its layout."""
+        """Return the group's mean at each of its channels."""
         groups = rearrange(x.mean(axis=(1, 2)), "b (g c) -> b g c", g=self.groups).mean(axis=-1)
         return jnp.repeat(groups, x.shape[-1] // self.groups, axis=-1)[:, None, None]
 
 
-MOMENTUM = 0.1  # PyTorch's: the share of a batch's statistics in the running ones after it
+MOMENTUM = 0.1  # Share of a batch's statistics in the updated running statistics, as in PyTorch.
 
 
 class BatchNorm(nnx.Module):
-    """Batch normalisation with PyTorch's semantics, in float32: by the batch's own statistics in training mode
-    (``train()``), which go into the running ones; by those otherwise.
+    """Batch normalisation in float32: by the batch in training mode (``train()``), else by running statistics.
 
-    Source: torch/nn/modules/batchnorm.py. The batch is normalised by its biased variance, the running one is unbiased.
+    The batch's variance is biased, the running variance unbiased. Source: torch/nn/modules/batchnorm.py.
     """
 
     def __init__(self, width: int):
-        self.use_running_average = True  # NNX's name of what train() and eval() set
+        self.use_running_average = True  # The attribute that train() and eval() of NNX set.
         self.scale = nnx.Param(jnp.ones(width), axes=("channels",))
         self.bias = nnx.Param(jnp.zeros(width), axes=("channels",))
         self.mean = RunningStatistic(jnp.zeros(width))

@@ -2,9 +2,8 @@
 
 Source: torchvision/models/resnet.py (v1.5: the stride of a bottleneck is in its 3x3 convolution).
 
-Winograd: every 2x2 tile of the output comes from a 4x4 tile of the input by sums and sixteen small matrix products. The
-error is 1e-6 of the largest value in float32; larger tiles lose more. It pays on CPUs where the intermediate planes
-stay in the cache. Source: Lavin and Gray, https://arxiv.org/abs/1509.09308.
+Winograd (https://arxiv.org/abs/1509.09308) computes every 2x2 tile of the output from a 4x4 tile of the input by sums
+and sixteen small matrix products, which is faster on CPUs if the intermediate planes stay in the cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxmodels.layers.norm import Buffer, FrozenBatchNorm, GroupNorm
 
-# name -> (is a bottleneck, blocks of each stage)
+# Name to (is a bottleneck, blocks of each stage).
 RESNETS: dict[str, tuple[bool, tuple[int, int, int, int]]] = {
     "resnet18": (False, (2, 2, 2, 2)),
     "resnet34": (False, (3, 4, 6, 3)),
@@ -29,7 +28,7 @@ RESNETS: dict[str, tuple[bool, tuple[int, int, int, int]]] = {
     "resnet152": (True, (3, 8, 36, 3)),
 }
 STAGE_WIDTHS = (64, 128, 256, 512)
-EXPANSION = 4  # of a bottleneck
+EXPANSION = 4  # Output channels of a bottleneck per inner channel.
 
 _init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
@@ -39,7 +38,7 @@ def convolve(
 ) -> Float[Array, "b h2 w2 c2"]:
     """Convolve with a border of zeros that keeps the size except for the stride, as torchvision's ResNets do.
 
-    XLA's convolution on a CPU is a hundred times slower for maps not larger than the kernel; they use a product.
+    Maps that are not larger than the kernel use a product, because XLA's convolution on a CPU is slow for them.
     """
     size = kernel.shape[0]
     pad = dilation * (size // 2)
@@ -74,7 +73,7 @@ class BlockPlan(NamedTuple):
     """Shapes of one residual block.
 
     Attributes:
-        convolutions: (input channels, kernel size, stride, dilation) of each.
+        convolutions: (input channels, kernel size, stride, dilation) of each convolution.
         scale: pixels of the image per pixel of the block's output, per side.
         projects: whether the skip connection has a convolution with stride `stride`.
     """
@@ -114,12 +113,12 @@ def plan_blocks(name: str, dilate_last: bool = False) -> Iterator[BlockPlan]:
 
 
 def measure_feature_map(name: str, frame: tuple[int, int], dilate_last: bool = False) -> tuple[int, int]:
-    """Height and width of a backbone's last feature map for a frame of this height and width."""
+    """Return height and width of a backbone's last feature map for a frame of this height and width."""
     scale = 2 ** (4 if name not in RESNETS or dilate_last else 5)
     return -(-frame[0] // scale), -(-frame[1] // scale)
 
 
-Norm: TypeAlias = Callable[[int], nnx.Module]  # of so many channels
+Norm: TypeAlias = Callable[[int], nnx.Module]  # Number of channels to a norm.
 
 
 class Block(nnx.Module):
@@ -151,7 +150,7 @@ class Block(nnx.Module):
 
 def max_pool(x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c"]:
     """3x3 max pooling with stride 2; the border never wins."""
-    padding: Any = ((1, 1), (1, 1))  # declared as a string only
+    padding: Any = ((1, 1), (1, 1))  # Flax declares only a string.
     return nnx.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
 
 
@@ -159,9 +158,9 @@ class ResNet(nnx.Module):
     """ResNet without classifier: images to the last feature map, 1/32 of their size (1/16 when dilated).
 
     Args:
-        name: one of `RESNETS`.
+        name: key of `RESNETS`.
         dilate_last: dilate the last stage instead of its stride; bottlenecks only, as in torchvision.
-        norm: makes the norm, of so many channels, that follows each convolution.
+        norm: number of channels to the norm that follows each convolution.
     """
 
     def __init__(self, name: str, *, dilate_last: bool = False, norm: Norm = FrozenBatchNorm, rngs: nnx.Rngs):
@@ -209,7 +208,7 @@ def transform_winograd_kernel(kernel: Float[np.ndarray, "3 3 c c2"]) -> Float[np
 
 
 def count_winograd_bytes(height: int, width: int, channels: int) -> int:
-    """Bytes of the float32 planes that one image takes in `convolve_winograd`."""
+    """Return the bytes of the float32 planes of one image in `convolve_winograd`."""
     return 4 * 16 * -(-height // 2) * -(-width // 2) * channels
 
 
@@ -244,7 +243,7 @@ GROUPS = 8
 
 
 def coordinates(height: int, width: int) -> Float[np.ndarray, "h w 2"]:
-    """Row and column of each pixel in [-1, 1], as extra channels: convolutions know no positions."""
+    """Return row and column of each pixel in [-1, 1], as extra channels."""
     rows, columns = np.meshgrid(np.linspace(-1, 1, height), np.linspace(-1, 1, width), indexing="ij")
     return np.stack((rows, columns), axis=-1).astype(np.float32)
 

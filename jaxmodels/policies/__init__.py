@@ -1,4 +1,4 @@
-"""Registry of policy types: each is a module or a package here, by its name and its ``POLICY``."""
+"""Registry of policy types: each is a module or a package here with a ``POLICY``."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,22 +23,21 @@ class PolicyType:
     Attributes:
         config: reads a parsed ``config.json``, raising `ConfigError`.
         model: builds the NNX module from a config, given random keys.
-        tensors: the table of LeRobot's tensors for our names of the weights.
+        tensors: our names of the weights to the table of LeRobot's tensors.
         act: serving weights and a normalised observation to a normalised chunk.
         prepare: (config, weights of the module, platform) to weights of the serving program.
-        runs_as_read: whether `prepare` returns the arrays that were read, and folds nothing.
+        runs_as_read: whether `prepare` returns the arrays as they were read.
         takes_prefix: whether the observation may hold a plan for `act` to continue.
         read: (`PolicyConfig.architecture`, serving weights, tokens (b, n) int32, mask (b, n) bool) to the `Language` in
             the observation of `act`, for policies whose config has a `text_encoder`.
-        unused: tensors of a file that acting does not need, and their shapes, from a config.
+        unused: config to the shapes of a file's tensors that acting does not need.
         rename: name of a file's tensor to its name in the table.
-        tied: name of a tensor, and the name of a tensor with the same content that may replace it.
-        openpi: reader of openpi's own trees.
-        small: fields of the config, and their values, of a policy that a CPU trains in minutes.
-        accelerator_dtype: default dtype on an accelerator. Norms, softmax, and the times and steps of a flow are always
-            in float32.
+        tied: name of a tensor to the name of a tensor with the same content that may replace it.
+        openpi: reader of openpi's trees.
+        small: config fields of a policy that a CPU trains in minutes.
+        accelerator_dtype: default dtype on an accelerator; norms, softmax and flow times are always float32.
         stages: parts of `act` that can be compiled and timed separately, in order.
-        parts: prefix of names of weights to part of the network; the first prefix that fits counts.
+        parts: prefix of weight names to part of the network; the first matching prefix counts.
     """
 
     config: Callable[[dict[str, Any]], Any]
@@ -64,8 +63,8 @@ class Stage:
     """Part of a policy's `act`; serving runs all of them as one program.
 
     Attributes:
-        run: (`PolicyConfig.architecture`, serving weights, normalised observation, result of the stage before or None)
-            to the next stage's input; of a sampler, its first step.
+        run: (`PolicyConfig.architecture`, serving weights, normalised observation, result of the previous stage or
+            None) to the next stage's input; for a sampler, its first step.
         count: config to the number of runs per chunk.
     """
 
@@ -76,27 +75,24 @@ class Stage:
 
 @dataclass(frozen=True)
 class TreeReader:
-    """Functions that read a checkpoint of another program's, which is a tree of arrays in a folder.
-
-    `complete` returns a config with the tree's sizes; `read` returns our weights, float32.
-    """
+    """Reader of a tree of arrays: `complete` returns a config with the tree's sizes; `read` our weights, float32."""
 
     complete: Callable[[Path, Any], Any]
     read: Callable[[Path, Any], dict[str, Any]]
 
 
-# Types built on another model: the field of its sizes for the config's reader, and their file in the folder.
+# Policy type to the config reader's field for the sizes of its underlying model, and their file in the folder.
 VLM_NAME = "VLM"
 ARCHITECTURE_FILES: Mapping[str, tuple[str, str]] = {
     "smolvla": ("vlm", f"{VLM_NAME}/config.json"),
     "pi0": ("architecture", "architecture.json"),
     "pi05": ("architecture", "architecture.json"),
 }
-# The model whose tokenizer a type of policy reads instructions with, where the policy's files name no other.
+# Policy type to the model of its tokenizer, if the policy's files name no other.
 TOKENIZER_MODELS = {"pi0": "google/paligemma-3b-pt-224", "pi05": "google/paligemma-3b-pt-224"}
 
 _TRAINED = ("act", "diffusion", "diffusion2d", "tokens2d")
-# Served from checkpoints of LeRobot, and not trained here yet.
+# Policy types that are served from checkpoints of LeRobot, and not trained here.
 SERVED_ONLY = frozenset({"pi0", "pi05", "smolvla"})
 
 

@@ -42,66 +42,18 @@ from jaxmodels.types import (
 
 Config = TypeVar("Config", bound="PolicyConfig")
 FEATURES = ("input_features", "output_features")
-LEROBOT_VERSIONS = ("0.4", "0.6")  # whose reading of the same files can be chosen
+LEROBOT_VERSIONS = ("0.4", "0.6")  # Versions of LeRobot that read some files differently.
 
-OTHER = "other"  # the config's field that holds unknown fields of the file
+OTHER = "other"  # The config's field that holds unknown fields of the file.
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
-    {
-        "bool": bool,
-        "str": str,
-        "str | None": (str, type(None)),
-        "bool | None": (bool, type(None)),
-    }
+    {"bool": bool, "str": str, "str | None": (str, type(None)), "bool | None": (bool, type(None))}
 )
 _NAMES, _INTEGERS, _OPTIONS = tuple[str, ...], tuple[int, ...], tuple[tuple[str, Any], ...] | None
 
 
-def read_fields(cls: type[Any], values: Mapping[str, Any], what: str, advice: str) -> dict[str, Any]:
-    """Read the arguments of a config's dataclass from a parsed ``config.json``.
-
-    Args:
-        cls: the dataclass, a subclass of `PolicyConfig`.
-        values: the fields of the file.
-        what: name of the config in errors, e.g. ``act config``.
-        advice: which version's fields are known, for the error about unknown fields.
-
-    Raises:
-        ConfigError: unknown fields that are on, or values of the wrong type; all of them together.
-    """
-    known = {entry.name: entry for entry in fields(cls) if entry.name != OTHER}
-    read: dict[str, Any] = {name: None for name in FEATURES}
-    read |= {name: value for name, value in values.items() if name in known}
-    unknown = {name: value for name, value in values.items() if name not in known and name != "type"}
-    check_unknown_fields(what, unknown, advice)
-    wrong: list[str] = []
-    for name in read:
-        try:
-            read[name] = _read(name, known[name].type, read[name])
-        except ConfigError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise ConfigError(f"{what}: " + "; ".join(wrong))
-    return {**read, OTHER: unknown}
-
-
-def dump_fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a config as LeRobot writes them, ``type`` first and unknown fields last."""
-    values: dict[str, Any] = {"type": config.type}
-    values |= {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name != OTHER}
-    for name in FEATURES:
-        values[name] = dump_features(values[name])
-    values["normalization_mapping"] = dict(config.normalization_mapping)
-    if values.get("rtc_config") is not None:
-        values["rtc_config"] = dict(values["rtc_config"])
-    values |= {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
-    if values.get("text_encoder") is not None:
-        values["text_encoder"] = values["text_encoder"].to_json()
-    return values | dict(config.other)
-
-
 def _read(name: str, declared: Any, value: Any) -> Any:
-    """The value of a field from its JSON."""
+    """Return the value of a field from its JSON."""
     if name in FEATURES:
         return parse_features(name, value)
     if name == "normalization_mapping":
@@ -123,7 +75,7 @@ def _read(name: str, declared: Any, value: Any) -> Any:
 
 
 def _typed(name: str, declared: Any, value: Any) -> Any:
-    """Checks a JSON value against the declared type and range of its field."""
+    """Check a JSON value against the declared type and range of its field."""
     number = read_number_type(declared)
     if number is not None:
         if error := number.describe_error(name, value):
@@ -145,7 +97,7 @@ BACKBONES = (*RESNETS, SMALL_CNN)
 
 @dataclass(frozen=True)
 class _OtherFields:
-    """The field that all configs inherit; `PolicyConfig` itself is not a dataclass, because it has no defaults."""
+    """The field that all configs inherit; `PolicyConfig` is not a dataclass, because it has no defaults."""
 
     other: Mapping[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
 
@@ -154,10 +106,9 @@ class PolicyConfig(_OtherFields):
     """Base class of policy configs: features by LeRobot's names. Subclasses are dataclasses that add fields.
 
     Attributes:
-        other: unknown fields of the ``config.json``, all off. They change nothing and are written when the policy is
-            saved, because a version that knows them may have another default.
+        other: unknown fields of the ``config.json``, all off, which are written when the policy is saved.
         input_features: in the order of their tokens.
-        normalization_mapping: type of a feature and mode, as `jaxmodels.types` lists both.
+        normalization_mapping: pairs of feature type and mode (`TYPES` and `MODES` of `jaxmodels.types`).
     """
 
     type: ClassVar[str]
@@ -166,24 +117,35 @@ class PolicyConfig(_OtherFields):
     chunk_size: Any
     normalization_mapping: tuple[tuple[str, str], ...]
 
-    # Which version's fields are known, for the error about unknown fields.
+    # Supported version, for the error about unknown fields.
     advice: ClassVar[str] = "this reads the fields of LeRobot 0.6.1"
-    # Fields, or how their names begin, that neither a program nor its weights depend on.
+    # Prefixes of fields that neither a program nor its weights depend on.
     indifferent: ClassVar[tuple[str, ...]] = ()
-    # Fields that have one of these values.
+    # Accepted values of fields.
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
-    # Types of features of which a policy reads one at most, and its name.
+    # Types of features of which a policy reads one at most, and the feature's name.
     names: ClassVar[Mapping[str, str]] = MappingProxyType({"STATE": STATE, "ENV": ENVIRONMENT_STATE})
     needs_state: ClassVar[bool] = False
-    # Values of the policy types that have neither; the others declare a field.
-    temporal_ensemble_coeff: Any = None
-    text_encoder: Any = None
-    # Steps of LeRobot's processors, besides renaming and normalising, that the policy computes itself.
+    # Steps of LeRobot's processors, except renaming and normalising, that the policy computes itself.
     processor_steps: ClassVar[frozenset[str]] = frozenset()
     # Whether `act` receives frames in their original size; for other policies they are stretched to `frames`.
     resizes_frames: ClassVar[bool] = False
-    # Whether a camera may be left out of an observation.
+    # Whether a camera may be absent in an observation.
     allows_absent_cameras: ClassVar[bool] = False
+    # Defaults, which policy types replace by fields or properties.
+    temporal_ensemble_coeff: Any = None
+    text_encoder: Any = None
+    prompt_reads_state: Any = False  # Whether the prompt contains the numbers of the state (`format_prompt`).
+    prompt_length: Any = None  # Tokens of an instruction that the program embeds; None if it embeds none.
+    prefix_tokens: Any = 0  # Tokens of images and words that are computed once per chunk, for all steps.
+    vocabulary: Any = 0  # Number of tokens that the program embeds, if it has a `prompt_length`.
+    tokenizer_name: Any = None  # Model of the tokenizer, if the processors name none.
+    joint_map: Any = None  # Conversion from the robot's joints to the joints of the training (`AlohaJoints`).
+    controls_joints: Any = True  # Whether actions are targets of the joints that the state measures.
+    observation_steps: Any = 1  # Consecutive observations in one input, including the newest.
+    noise: Any = None  # Shape (t, a) of the sampler's first noise; None if callers cannot give it.
+    noise_steps: Any = 0  # Number of further noises that the sampler adds in its steps.
+    relative_action_mask: Any = None  # Which numbers of an action are relative to the raw state; None for none.
 
     def __post_init__(self) -> None:
         wrong = find_number_errors(self, integers=True) or [
@@ -196,24 +158,9 @@ class PolicyConfig(_OtherFields):
             raise ConfigError(f"{self.type} config: " + "; ".join(wrong))
 
     @property
-    def prompt_reads_state(self) -> bool:
-        """Whether the prompt contains the numbers of the state (`format_prompt`)."""
-        return False
-
-    @property
-    def joint_map(self) -> Any:
-        """Conversion from the robot's joints to those of the training, where they differ (`AlohaJoints`)."""
-        return None
-
-    @property
     def client_metadata(self) -> Mapping[str, Any]:
         """JSON that the checkpoint has for its clients."""
         return {}
-
-    @property
-    def controls_joints(self) -> bool:
-        """Whether actions are targets of the joints that the state measures; else velocities or displacements."""
-        return True
 
     @property
     def cameras(self) -> tuple[Feature, ...]:
@@ -239,57 +186,22 @@ class PolicyConfig(_OtherFields):
         return next(f for f in self.output_features if f.type == "ACTION" and f.name == ACTION)
 
     @property
-    def observation_steps(self) -> int:
-        """Observations that are looked at together, the newest included."""
-        return 1
-
-    @property
     def action_delta_indices(self) -> range:
-        """Actions that are learned together, in steps from the newest observation on (LeRobot's name)."""
+        """Actions that are learned together, in steps from the newest observation (LeRobot's name)."""
         return range(self.chunk_size)
-
-    @property
-    def noise(self) -> tuple[int, int] | None:
-        """Shape (t, a) of the noise that a chunk is made of; None if callers cannot give it."""
-        return None
-
-    @property
-    def noise_steps(self) -> int:
-        """How many more such noises the sampler adds on its way."""
-        return 0
-
-    @property
-    def prompt_length(self) -> int | None:
-        """Tokens of an instruction that the program embeds itself; None where it reads none, or encoded ones."""
-        return None
-
-    @property
-    def prefix_tokens(self) -> int:
-        """Tokens of images and words that are computed once per chunk, for all steps; 0 for a policy without them."""
-        return 0
 
     @property
     def table_numbers(self) -> int:
         """Numbers in the tables, such as positions, that are computed while a network is built, folded and traced."""
         return 2 * max((height * width for height, width in self.frames), default=0)
 
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens the program knows, where it has a `prompt_length`."""
-        return 0
-
-    @property
-    def tokenizer_name(self) -> str | None:
-        """Name of the model whose tokenizer is meant, where the processors do not say."""
-        return None
-
     def format_prompt(self, task: str, state: np.ndarray | None) -> str:
-        """The text that is tokenized for an instruction; `state` (s,) is normalised, given if it is part of it."""
+        """Return the text that is tokenized for an instruction; `state` (s,) is normalised."""
         del state
         return task
 
     def architecture(self: Config) -> Config:
-        """Return the config with every indifferent field at its default: equal ones share programs."""
+        """Return the config with every indifferent field at its default; equal results share programs."""
         return self._with_defaults()
 
     def _with_defaults(self: Config, **fixed: Any) -> Config:
@@ -299,21 +211,40 @@ class PolicyConfig(_OtherFields):
 
     @classmethod
     def from_json(cls: builtins.type[Config], values: Mapping[str, Any]) -> Config:
-        """Read a parsed ``config.json``; raises ConfigError for unknown fields or wrong values."""
-        return cls(**read_fields(cls, values, f"{cls.type} config", cls.advice))
+        """Read a parsed ``config.json``; raises ConfigError with all unknown fields that are on or all wrong values."""
+        what = f"{cls.type} config"
+        known = {entry.name: entry for entry in fields(cls) if entry.name != OTHER}
+        read: dict[str, Any] = {name: None for name in FEATURES}
+        read |= {name: value for name, value in values.items() if name in known}
+        unknown = {name: value for name, value in values.items() if name not in known and name != "type"}
+        check_unknown_fields(what, unknown, cls.advice)
+        wrong: list[str] = []
+        for name in read:
+            try:
+                read[name] = _read(name, known[name].type, read[name])
+            except ConfigError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise ConfigError(f"{what}: " + "; ".join(wrong))
+        return cls(**read, other=unknown)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as LeRobot writes them, ``type`` first."""
-        return dump_fields(self)
+        """Return the fields as LeRobot writes them, ``type`` first and unknown fields last."""
+        values: dict[str, Any] = {"type": self.type}
+        values |= {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != OTHER}
+        for name in FEATURES:
+            values[name] = dump_features(values[name])
+        values["normalization_mapping"] = dict(self.normalization_mapping)
+        if values.get("rtc_config") is not None:
+            values["rtc_config"] = dict(values["rtc_config"])
+        values |= {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+        if values.get("text_encoder") is not None:
+            values["text_encoder"] = values["text_encoder"].to_json()
+        return values | dict(self.other)
 
     def dump_architecture(self) -> Mapping[str, Any]:
-        """Contents of the JSON files with sizes of models that the policy is built on, by their names in its folder."""
+        """Return the JSON files with sizes of underlying models, by their names in the policy's folder."""
         return {}
-
-    @property
-    def relative_action_mask(self) -> tuple[bool, ...] | None:
-        """Which numbers of an action are relative to the raw state; None for none."""
-        return None
 
     def _wrong_choices(self) -> list[str]:
         return [
@@ -323,16 +254,16 @@ class PolicyConfig(_OtherFields):
         ]
 
     def _wrong_numbers(self) -> list[str]:
-        """Errors of fields whose numbers are each in range; each policy type adds its own."""
+        """Return the errors of combinations of numbers that are each in range; each policy type adds its own."""
         steps, chunk = getattr(self, "n_action_steps", 0), self.chunk_size
         return [f"n_action_steps is {steps}, more than chunk_size {chunk}"] if steps > chunk else []
 
     def _wrong_parts(self) -> list[str]:
-        """Errors of what is computed from the fields, once all of them make sense."""
+        """Return the errors of parts that are computed from valid fields."""
         return []
 
     def wrong_features(self) -> list[str]:
-        """Errors of features that no policy type supports; each type adds its own."""
+        """Return the errors of features that no policy type supports; each type adds its own."""
         wrong = [
             f"normalization_mapping has {kind[:40]}: {mode[:40]}; wanted types {', '.join(TYPES)} and modes "
             + ", ".join(MODES)
@@ -388,7 +319,7 @@ class LerobotConfig(PolicyConfig):
 
 @dataclass(frozen=True)
 class VlaConfig(LerobotConfig):
-    """What the configs of policies with a vision-language model and a flow over padded actions share."""
+    """Base config of policies with a vision-language model and a flow over padded actions."""
 
     resizes_frames: ClassVar[bool] = True
     allows_absent_cameras: ClassVar[bool] = True
@@ -453,7 +384,7 @@ class VlaConfig(LerobotConfig):
 
     @property
     def noise(self) -> tuple[int, int]:
-        """Shape of one member's first sample: its actions are padded."""
+        """Shape of one member's first noise; actions are padded."""
         return (self.chunk_size, self.max_action_dim)
 
     @property

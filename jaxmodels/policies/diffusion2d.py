@@ -1,7 +1,7 @@
 """diffusion2d: action chunks by flow matching or diffusion on the 2D transformer.
 
-The chunk (b, t, a) is an image of `a` channels, `t` high and 1 wide, each action a patch with a position of its own:
-the path of PixArt. (The path for whole images would normalise the scale of the actions away.)
+The chunk (b, t, a) is an image of `a` channels, `t` high and 1 wide; each action is a patch with a position, as in
+PixArt.
 
 Sources: https://arxiv.org/abs/2303.04137 (diffusion policy), https://arxiv.org/abs/2310.00426 (the transformer's
 modulation), https://arxiv.org/abs/2506.07339 and https://arxiv.org/abs/2512.05964 (real-time chunking, without and
@@ -59,22 +59,20 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
 
     Attributes:
         objective: flow matching, or diffusion (cosine schedule).
-        prediction_type: what a diffusion's model predicts: the noise (epsilon), the chunk (sample) or the velocity of
-            both (v_prediction). A flow's always predicts its own velocity.
-        timestep_sampling_strategy: how a flow's times are drawn in training: all alike, or as Beta(1.5, 1), more of
-            them close to the noise, where the course of a chunk is decided (https://arxiv.org/abs/2410.24164).
-        flow_solver: how a flow is followed; a diffusion is by DDIM.
-        num_inference_steps: of the sampler.
-        noise_seed: of the noise that every chunk is made from. It is always the same noise, so that the same
-            observation has the same answer, whenever it comes and with whomever it shares a batch.
-        trained_prefix: the longest delay, in actions, that a flow is trained to continue a plan after
-            (`jaxmodels.samplers.real_time_chunking`); 0 for none: every plan is then held on to by guidance, without
-            training. A longer delay than this one still is.
-        trained_prefix_decay: how much rarer than the delay before each delay is in training; 0 for all alike.
-        prefix_bound: how firmly guidance holds on to a plan (`jaxmodels.samplers.continuing`).
-        prefix_through_model: whether that takes the model's gradient.
+        prediction_type: prediction of a diffusion's model: the noise (epsilon), the chunk (sample) or the velocity of
+            both (v_prediction). A flow's model predicts its velocity.
+        timestep_sampling_strategy: distribution of a flow's times in training: uniform, or Beta(1.5, 1) with more
+            times close to the noise (https://arxiv.org/abs/2410.24164).
+        flow_solver: solver of a flow; a diffusion uses DDIM.
+        num_inference_steps: steps of the sampler.
+        noise_seed: seed of the first noise, which is the same for each observation.
+        trained_prefix: longest delay, in actions, after which a flow is trained to continue a plan
+            (`jaxmodels.samplers.real_time_chunking`); guidance is used for longer delays.
+        trained_prefix_decay: each delay is ``exp(-decay)`` as frequent in training as the previous delay.
+        prefix_bound: maximum pull of guidance (`jaxmodels.samplers.continuing`).
+        prefix_through_model: whether guidance takes the model's gradient.
 
-    Further attributes, and errors, as of `Transformer2dPolicyConfig`.
+    Further attributes and errors as in `Transformer2dPolicyConfig`.
     """
 
     type: ClassVar[str] = "diffusion2d"
@@ -158,24 +156,22 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
         return NoiseSchedule(
             num_train_timesteps=self.num_train_timesteps,
             beta_schedule="squaredcos_cap_v2",
-            prediction_type=cast(Any, self.prediction_type),  # one of PREDICTION_TYPES: checked above
+            prediction_type=cast(Any, self.prediction_type),  # `choices` checks it.
             timestep_spacing="trailing",
             clip_sample=self._is_bounded,
         )
 
 
-BETA = 1.5  # of Beta(1.5, 1), openpi's; lerobot/policies/pi0/modeling_pi0.py
-MIN_SIGMA = 0.001  # a flow's time is never quite 0, where there is nothing to learn; as there
-EVALUATION = 0  # seed of the noise of an evaluation
-SLOW, MAX_SLOW = 3, 0.25  # waves of the first noise that are held to so many standard deviations
+BETA = 1.5  # Parameter of Beta(1.5, 1), as in openpi (lerobot/policies/pi0/modeling_pi0.py).
+MIN_SIGMA = 0.001  # Minimum of a flow's time, because there is nothing to learn at 0.
+EVALUATION = 0  # Seed of the noise of an evaluation.
+SLOW, MAX_SLOW = 3, 0.25  # Number of slow waves of the first noise, and their limit in standard deviations.
 
 
 def make_first_noise(config: Diffusion2dConfig) -> Float[Array, "t a"]:
-    """Return the noise that every chunk is sampled from; its slowest waves along time are small.
+    """Return the noise that every chunk is sampled from; its slowest waves along time are limited.
 
-    It is the same for all observations. A wave as slow as the chunk biases all uncertain actions to one side: the
-    demo's policy was wrong by 1.6 degrees with plain noise and by 0.8 with this. The waves are not 0, so that there
-    is a side when two ways are equally good.
+    A wave as slow as the chunk would bias all uncertain actions to one side.
     """
     shape = (config.chunk_size, config.action.shape[0])
     noise = jax.random.normal(jax.random.key(config.noise_seed), shape, jnp.float32)
@@ -185,26 +181,26 @@ def make_first_noise(config: Diffusion2dConfig) -> Float[Array, "t a"]:
 
 
 def make_slow_waves(steps: int) -> Float[np.ndarray, "k {steps}"]:
-    """The `SLOW` slowest cosines over this many steps, with the constant; orthonormal."""
+    """Return the `SLOW` slowest cosines over `steps`, with the constant; orthonormal."""
     time, wave = np.arange(steps) + 0.5, np.arange(min(SLOW, steps))
     cosines = np.cos(np.pi * wave[:, None] * time / steps)
     return (cosines / np.linalg.norm(cosines, axis=1, keepdims=True)).astype(np.float32)
 
 
 def add_training_noise(config: Diffusion2dConfig, actions: Float[Array, "b t a"], rngs: nnx.Rngs | None) -> Example:
-    """Normalised actions with noise at a random time per chunk, and the targets for them.
+    """Return a training example of normalised actions with noise at a random time per chunk.
 
     Args:
         rngs: stream ``noise``; None takes the same noise and times in every call.
 
     Returns:
-        The example. Its `timestep` is (b,) unless a prefix is trained: then each action has its own (b, t).
+        The example. Its `timestep` is (b,), or (b, t) if a prefix is trained.
     """
     key = jax.random.key(EVALUATION) if rngs is None else rngs.noise()
     first, noise_key, delay_key = jax.random.split(key, 3)
     batch, schedule = actions.shape[0], config.schedule
     noise = jax.random.normal(noise_key, actions.shape, jnp.float32)
-    # Spread evenly over the batch for a less noisy loss: https://arxiv.org/abs/2107.00630, appendix I.1.
+    # Times are evenly spread over the batch for less noise (arXiv 2107.00630, appendix I.1).
     start = jnp.float32(0.5 / batch) if rngs is None else jax.random.uniform(first)
     share = (start + jnp.arange(batch, dtype=jnp.float32) / batch) % 1
     if not isinstance(schedule, FlowSchedule):
@@ -212,7 +208,7 @@ def add_training_noise(config: Diffusion2dConfig, actions: Float[Array, "b t a"]
         x, target = schedule.add_noise(actions, noise, timestep), schedule.target(actions, noise, timestep)
         return Example(x, timestep, target, jnp.ones(actions.shape[:2], bool))
     if config.timestep_sampling_strategy == "beta":
-        share = share ** (1 / BETA)  # the inverse of its distribution function
+        share = share ** (1 / BETA)  # The inverse of the distribution function.
     sigma = MIN_SIGMA + (1 - MIN_SIGMA) * share
     if config.trained_prefix:
         delay = draw_delays(delay_key, batch, config.trained_prefix, config.trained_prefix_decay)
@@ -241,7 +237,7 @@ class Diffusion2d(Transformer2dPolicy):
         is_pad: Bool[Array, "b t"],
         rngs: nnx.Rngs | None = None,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Mean squared error of the predictions for noisy chunks, and its parts.
+        """Return the mean squared error of the predictions for noisy chunks, and its parts.
 
         With `do_mask_loss_for_padding` errors of padded steps count as zero and are divided by all steps, as in
         LeRobot; no attention sees those steps. Actions of a plan (`trained_prefix`) are excluded from the mean.
@@ -266,7 +262,7 @@ class Diffusion2d(Transformer2dPolicy):
         error = jnp.square(prediction - example.target)
         if config.do_mask_loss_for_padding:
             error = jnp.where(is_pad[..., None], 0.0, error)
-        # never nothing: a delay is less than a chunk
+        # The sum is not 0, because a delay is less than a chunk.
         counted = example.counts.astype(jnp.float32)[..., None]
         value = (error * counted).sum() / (counted.sum() * actions.shape[2])
         return value, {"mse": value}
@@ -290,7 +286,7 @@ def initialize_plain(transformer: Transformer2DModel) -> None:
 def prepare_modulations(
     transformer: Transformer2DModel, timestep: Float[Array, "b *t"] | Int[Array, "b *t"]
 ) -> Modulations:
-    """Modulations of the transformer for timesteps: one per element, or one per action."""
+    """Return the transformer's modulations for timesteps, per element or per action."""
     modulations = transformer.prepare_modulations(timestep.reshape(-1).astype(jnp.float32))
     if timestep.ndim == 1:
         return modulations
@@ -343,7 +339,7 @@ def act(config: Diffusion2dConfig, weights: Mapping[str, Array], observation: Ob
             clean = prepare_modulations(transformer, jnp.zeros(1))
             knowing = Partial(_predict_rest, transformer, context, mask, clean)
         denoise = _continue_plan(config, denoise, knowing, prefix)
-    key = jax.random.key(config.noise_seed)  # of noise along the way; these samplers draw none
+    key = jax.random.key(config.noise_seed)  # Unused, because these samplers draw no further noise.
     options: dict[str, Any] = {"steps": steps, "start": noise}
     modulate = jax.vmap(transformer.prepare_modulations)
     if not isinstance(schedule, FlowSchedule):
@@ -359,7 +355,7 @@ def act(config: Diffusion2dConfig, weights: Mapping[str, Array], observation: Ob
 
 
 def _continue_plan(config: Diffusion2dConfig, denoise: Partial, knowing: Partial | None, prefix: Prefix) -> Partial:
-    """`denoise` for chunks that continue a plan; `knowing` was trained with plans and takes a time for each action."""
+    """Return `denoise` for chunks that continue a plan; `knowing` was trained with plans and a time per action."""
     schedule = config.schedule
     guided = continuing(denoise, prefix, schedule, bound=config.prefix_bound, through_model=config.prefix_through_model)
     if knowing is None or not isinstance(schedule, FlowSchedule):
@@ -369,7 +365,7 @@ def _continue_plan(config: Diffusion2dConfig, denoise: Partial, knowing: Partial
 
 
 def _predict_by_delay(trained: Partial, guided: Partial, is_longer: Bool[Array, " b"], x: Array, *rest: Any) -> Array:
-    """The trained prediction for delays as in training, the guided one for longer delays."""
+    """Return the trained prediction for delays as in training, and the guided prediction for longer delays."""
 
     def mixed() -> Array:
         return jnp.where(is_longer[:, None, None], guided(x, *rest), trained(x, *rest))
@@ -386,11 +382,10 @@ def _predict_rest(
     t: Float[Array, "b t"],
     modulations: Modulations,
 ) -> Float[Array, "b t a"]:
-    """Answer a chunk whose first actions have no noise; `clean` modulates time 0, `modulations` all other actions."""
+    """Predict for a chunk whose first actions have no noise; `clean` modulates time 0, `modulations` other actions."""
     is_known = (t == 0)[..., None]
     mixed = jax.tree.map(lambda known, others: jnp.where(is_known, known, others), clean, modulations)
     return predict(transformer, context, mask, x, t, mixed)
 
 
-# Its `small` has about 1.5 M parameters with one 96x96 camera.
 POLICY = transformer2d_policy_type(Diffusion2dConfig, Diffusion2d, act)

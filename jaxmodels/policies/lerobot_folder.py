@@ -45,7 +45,7 @@ from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.types import ACTION
 from jaxmodels.weights import Blueprint, blueprint_of, check_fit, not_finite
 
-RATE = Range(0, 10_000, above=True)  # actions per second
+RATE = Range(0, 10_000, above=True)  # Actions per second.
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Sidecar:
     Attributes:
         rate: actions per second the policy was trained at.
         joint_names: names of the action's numbers in order.
-        other: further keys, kept as they are, unless they are nearly the name of a key that is read;
-            ``normalization`` may be ``identity``, see `complete_statistics`.
+        other: further keys, which are kept; ``normalization`` may be ``identity``, see `complete_statistics`.
     """
 
     rate: float | None = None
@@ -111,7 +110,7 @@ class Checkpoint:
     tokenizer: bytes | None = None
 
 
-# Of the sidecar: the version of LeRobot whose reading of the same files is meant, where versions differ.
+# The sidecar's key for the version of LeRobot that the files are read as.
 LEROBOT = "lerobot"
 SIDECAR_KEYS = ("rate", "joint_names", NORMALIZATION, lerobot_processors.GROUP, LEROBOT, openpi_configs.KEY)
 READ_BY_VERSION = frozenset({"pi0", "pi05"})
@@ -124,9 +123,8 @@ class Description:
     """Contents of a policy's folder without its weights.
 
     Attributes:
-        renames: the robot's names of features to the policy's own, where they differ.
-        action_range: smallest and largest value of each joint in the actions of the training data; None where only the
-            weights may have them.
+        renames: the robot's names of features to the policy's, if they differ.
+        action_range: smallest and largest value of each joint in the training data; None if unknown without weights.
     """
 
     config: Any
@@ -135,7 +133,7 @@ class Description:
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def get_outside_name(self, feature: str) -> str:
-        """The robot's name of a feature of the policy."""
+        """Return the robot's name of a feature of the policy."""
         return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
 
 
@@ -160,19 +158,14 @@ def check_statistics(small: Mapping[str, Any], config: Any) -> None:
 
 
 def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | None) -> Any:
-    """Return the config from ``config.json`` and ``robojax.json``, which says the version of LeRobot.
-
-    Raises:
-        ConfigError: unknown fields or wrong values.
-    """
+    """Return the config from ``config.json`` and ``robojax.json``; raises ConfigError for wrong fields or values."""
     version = (sidecar or {}).get(LEROBOT)
     values = dict(values)
     if openpi_configs.KEY in (sidecar or {}):
         if values.get("type") not in openpi_configs.MODELS:
             raise ConfigError(
                 f"{SIDECAR}: has {openpi_configs.KEY!r}, and the policy is of type "
-                f"{shorten_value(values.get('type'))}; "
-                f"openpi's are {', '.join(openpi_configs.MODELS)}"
+                f"{shorten_value(values.get('type'))}; openpi's are {', '.join(openpi_configs.MODELS)}"
             )
         values[openpi_configs.KEY] = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY])
     if version is not None:
@@ -195,12 +188,11 @@ def read_checkpoint(
     """Read a policy's folder.
 
     Args:
-        folder: a path, or a folder whose files are open: then no file is opened again, and one that was changed since
-            is refused.
+        folder: a path, or a folder with open files, of which none may have changed.
         admit: called with the config and the number of its parameters before weights are read; raises ConfigError to
             refuse the policy.
-        lerobot: the version of LeRobot that is meant, whatever the sidecar says.
-        needs_statistics: False for a policy whose normalization is replaced by a dataset's before it acts.
+        lerobot: version of LeRobot, which replaces the sidecar's.
+        needs_statistics: False for a policy whose normalization will be replaced by a dataset's.
 
     Raises:
         ConfigError: the config has unknown fields or values that make no sense.
@@ -263,7 +255,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     Tensors that LeRobot's files have and that acting does not need (`PolicyType.unused`) are zeros.
 
     Raises:
-        WeightsMismatch: the weights are not those of the config.
+        WeightsMismatch: the weights do not fit the config.
     """
     kind = get_policy_type(checkpoint.config.type)
     plan = model_blueprint(checkpoint.config)
@@ -282,7 +274,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             (draft / file).parent.mkdir(parents=True, exist_ok=True)
             write_json(draft / file, dict(values), indent=2)
         tensors = write_tensors(kind.tensors(plan.shapes), dict(checkpoint.weights))
-        # LeRobot takes a file that lacks one for no file at all (pi0), or for another model.
+        # LeRobot refuses a file without an unused tensor, or reads it as another model.
         for name, shape in ({} if kind.unused is None else kind.unused(checkpoint.config)).items():
             tensors.setdefault(name, np.zeros(shape, np.float32))
         write_safetensors(draft / WEIGHTS, tensors)
@@ -290,23 +282,23 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         for path in sorted(files, key=lambda path: path.name == WEIGHTS):
             (folder / path.relative_to(draft)).parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, folder / path.relative_to(draft))
-        for path in folder.iterdir():  # of weights that were in shards before
+        for path in folder.iterdir():  # Remove the shards of earlier weights.
             if path.name == WEIGHTS_INDEX or SHARD.fullmatch(path.name):
                 path.unlink()
 
 
 def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
-    """The network of a config, without weights."""
+    """Return the network of a config, without weights."""
     return blueprint_of(get_policy_type(config.type).model, config)
 
 
 def _get_weights_name(folder: Folder) -> str:
-    """What errors call a policy's weights: the file of them, or the index of their shards."""
+    """Return the name of a policy's weights in errors: their file, or the index of their shards."""
     return WEIGHTS_INDEX if (folder / WEIGHTS_INDEX).exists() else WEIGHTS
 
 
 def _find_tensors(folder: Folder, kind: PolicyType, config: Any) -> tuple[dict[str, Stored], dict[str, Stored]]:
-    """Return the tensors that a policy acts with, and the statistics that older policies keep among them.
+    """Return the tensors that acting needs, and the statistics that older policies keep among them.
 
     Raises:
         WeightsMismatch: an unused tensor has a wrong shape, or a tensor is there twice.
@@ -331,7 +323,7 @@ def _find_tensors(folder: Folder, kind: PolicyType, config: Any) -> tuple[dict[s
 def _read_weights(
     folder: PolicyFolder, kind: PolicyType, config: Any, admit: Callable[[Any, int], None]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Our weights, and the statistics that older policies keep among theirs."""
+    """Return our weights, and the statistics that older policies keep among theirs."""
     if has_policy_weights(folder):
         weights, buffers = _read_tensors(folder, kind, config, admit)
     else:
@@ -400,11 +392,11 @@ def _read_buffers(config: Any, buffers: Mapping[str, np.ndarray], sidecar: Mappi
 
 
 def _sidecar(values: Mapping[str, Any] | None, config: Any) -> Sidecar:
-    """Return the sidecar with what is missing in it from the config: the rate and the names of the joints."""
+    """Return the sidecar, completed with the rate and the names of the joints from the config."""
     width = config.action.shape[0]
     sidecar = Sidecar() if values is None else Sidecar.from_json(values, width)
     openpi = getattr(config, "openpi", None)
-    if openpi is not None:  # whose config has no names: `OpenpiConfig.build_values` only marks relative actions
+    if openpi is not None:  # Its config has no names of joints: `OpenpiConfig.build_values` marks relative actions.
         rate = openpi.rate if sidecar.rate is None else sidecar.rate
         return replace(sidecar, rate=rate, joint_names=sidecar.joint_names or openpi.joint_names)
     names = getattr(config, "action_feature_names", None)

@@ -1,7 +1,7 @@
 """LeRobot's processor files and their older formats.
 
-Each file lists steps in order. Renaming and normalising are read, steps that move arrays are ignored, and steps that
-change numbers in another way are refused. Sources: lerobot/processor/{pipeline,migrate_policy_normalization}.py and
+Each file lists steps in order. Steps that move arrays are ignored, and steps that change numbers in an unknown way are
+refused. Sources: lerobot/processor/{pipeline,migrate_policy_normalization}.py and
 lerobot/policies/act/processor_act.py (0.4.4), lerobot/common/policies/normalize.py (before 0.4).
 """
 
@@ -27,21 +27,21 @@ STATE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 EPSILONS = Range(0, 1, above=True, below=True)
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,2}")
 MOVING = ("to_batch_processor", "device_processor")
-# Keys of ``robojax.json``: prefix of the robot's statistics, and whether features without statistics stay unchanged.
+# Keys of ``robojax.json``: prefix of the robot's statistics; whether features without statistics stay unchanged.
 GROUP, NORMALIZATION = "statistics", "normalization"
 WRITE_IDENTITY = f'write {{"{NORMALIZATION}": "identity"}} into robojax.json'
-OTHERS = 100  # names of statistics of other features that a description contains
+OTHERS = 100  # Maximum number of names of other features' statistics in a description.
 DATASET_STATISTICS = "stats.json"
 TOKENIZE = "tokenizer_processor"
 RELATIVE, ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
-# Steps that some policy types compute themselves (`PolicyConfig.processor_steps`), and their side of normalising.
+# Steps that some policy types compute themselves (`PolicyConfig.processor_steps`), before or after normalising.
 ONLY_BEFORE = frozenset({RELATIVE})
 ONLY_AFTER = frozenset({"pi05_prepare_state_tokenizer_processor_step", ABSOLUTE})
 OF_TYPES = ONLY_BEFORE | ONLY_AFTER | {TOKENIZE, "smolvla_new_line_processor", "pi0_new_line_processor"}
 _NORMALIZE = frozenset({"eps", "features", "norm_map", "normalize_observation_keys"})
 FILE_FIELDS = frozenset({"name", "steps"})
 ENTRY_FIELDS = frozenset({"registry_name", "class", "config", "state_file"})
-# Fields of each step's config (lerobot/processor, 0.6.1); a step that is not listed has none.
+# Fields of each step's config (lerobot/processor, 0.6.1); steps that are not listed have none.
 STEP_FIELDS: Mapping[str, Set[str]] = {
     "normalizer_processor": _NORMALIZE,
     "unnormalizer_processor": _NORMALIZE,
@@ -52,7 +52,7 @@ STEP_FIELDS: Mapping[str, Set[str]] = {
     ABSOLUTE: frozenset({"enabled"}),
     "pi05_prepare_state_tokenizer_processor_step": frozenset({"max_state_dim", "task_key"}),
 }
-FLOAT_DTYPES = (None, "float32")  # accepted values of device_processor's float_dtype
+FLOAT_DTYPES = (None, "float32")  # Accepted values of device_processor's float_dtype.
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +67,13 @@ def read_processors(folder: Folder) -> Normalization:
 
 
 def check_steps(normalization: Normalization, known: Set[str], policy_type: str) -> None:
-    """Raise CheckpointError for steps that this type of policy lacks or that are on the wrong side of normalising."""
+    """Raise CheckpointError for steps that are unknown to this policy type or on the wrong side of normalising."""
     for step in normalization.steps:
         where = f"{POST if step.is_output else PRE}.json"
         if step.name not in known:
             raise CheckpointError(
-                f"{where}: step {step.name!r} is none of a policy of type {policy_type}, whose steps besides "
-                f"normalising are {', '.join(sorted(known)) or 'none'}"
+                f"{where}: step {step.name!r} does not belong to policy type {policy_type}; its steps, except "
+                f"normalising, are {', '.join(sorted(known)) or 'none'}"
             )
         if step.name in ONLY_AFTER | ONLY_BEFORE and step.comes_after != (step.name in ONLY_AFTER):
             raise CheckpointError(
@@ -86,7 +86,7 @@ def get_relative_actions(normalization: Normalization, width: int) -> tuple[bool
     """Return which numbers of an action are relative to the state; None for none.
 
     Raises:
-        CheckpointError: a step is malformed, or one of the two steps is missing.
+        CheckpointError: a step is malformed, or only one step is there.
     """
     before, after = normalization.find_step(RELATIVE), normalization.find_step(ABSOLUTE)
     enabled = [step is not None and step.fields.get("enabled", False) for step in (before, after)]
@@ -130,16 +130,16 @@ def get_tokenizer_name(normalization: Normalization, length: int) -> str | None:
 def complete_statistics(
     normalization: Normalization, config: Any, sidecar: Mapping[str, Any] | None, dataset: Mapping[str, Any]
 ) -> Normalization:
-    """Add the robot's statistics where a policy lacks them, and refuse a policy with features that stay without.
+    """Add the robot's statistics to a policy without statistics, and refuse a policy that still lacks some.
 
-    The robot's statistics are the policy's own with the prefix that ``robojax.json`` names as ``statistics``, otherwise
-    the dataset's. Only names are compared, so a policy can be checked without reading its numbers.
+    The robot's statistics are the policy's own with the prefix ``statistics`` of ``robojax.json``, or else the
+    dataset's. Only names are compared, so a policy can be checked without reading its numbers.
 
     Args:
         dataset: statistics by feature, as `read_dataset_statistics` returns them.
 
     Returns:
-        the normalization, in which features without statistics are `Normalizer.unnormalized` if ``robojax.json`` has
+        The normalization, in which features without statistics are `Normalizer.unnormalized` if ``robojax.json`` has
         ``"normalization": "identity"``.
 
     Raises:
@@ -170,7 +170,7 @@ def complete_statistics(
 
 
 def allows_identity(sidecar: Mapping[str, Any] | None) -> bool:
-    """Return whether ``robojax.json`` says that features without statistics are left as they are."""
+    """Return whether features without statistics stay unchanged according to ``robojax.json``."""
     return (sidecar or {}).get(NORMALIZATION) == IDENTITY.lower()
 
 
@@ -182,13 +182,13 @@ def list_inputs(config: Any) -> tuple[Feature, ...]:
 
 
 def _ignore_absent_cameras(step: Normalizer, config: Any) -> Normalizer:
-    """Return the step without a need for statistics of cameras that no robot has: their images are never looked at."""
+    """Return the step without a need for statistics of cameras that no robot has."""
     absent = [camera for camera in config.cameras if config.allows_absent_cameras and is_empty_camera(camera.name)]
     return replace(step, unnormalized=frozenset(camera.name for camera in absent if step.find_gap(camera) is not None))
 
 
 def _find_mode_gap(step: Normalizer, feature: Feature, config: Any) -> str | None:
-    """Describe a type that has a mode in the config but not in the step, which LeRobot leaves as it is."""
+    """Describe a type that has a mode in the config but not in the step; LeRobot leaves it unchanged."""
     mode = dict(config.normalization_mapping).get(feature.type, IDENTITY)
     if feature.type in dict(step.modes) or mode == IDENTITY or feature.name in step.unnormalized:
         return None
@@ -219,7 +219,7 @@ def _add_robot_statistics(
 
 
 def _describe_gaps(gaps: Iterable[str], found: list[str]) -> str:
-    """Error text for a policy whose actions would not be scaled to the robot's joints."""
+    """Return the error text for a policy whose actions would not be scaled to the robot's joints."""
     others = f" and {len(found) - 20} more" if len(found) > 20 else ""
     return (
         f"{'; '.join(gaps)}. Statistics found: {', '.join(map(shorten_value, found[:20])) or 'none'}{others}. Without "
@@ -253,10 +253,7 @@ def read_dataset_statistics(folder: Folder) -> dict[str, dict[str, np.ndarray]]:
 
 
 def dump_names(normalization: Normalization, known: Iterable[str]) -> dict[str, Any]:
-    """Return a normalization without its numbers, as JSON for `parse_names`.
-
-    All statistics of the `known` features, with their prefix, are listed, and `OTHERS` names of other features.
-    """
+    """Return a normalization without its numbers, as JSON for `parse_names`, with at most `OTHERS` unknown features."""
     names = set(known)
 
     def dump(step: Normalizer) -> dict[str, Any]:
@@ -290,10 +287,13 @@ def parse_names(values: Mapping[str, Any]) -> Normalization:
 
 def write_processors(folder: Path, normalization: Normalization, device: str | None) -> None:
     """Write a policy's two processor files as LeRobot does."""
-    steps = normalization.steps
-    prepared = [_dump_step(step) for step in steps if not step.is_output and not step.comes_after]
-    told = [_dump_step(step) for step in steps if not step.is_output and step.comes_after]
-    ends = [_dump_step(step) for step in steps if step.is_output]
+
+    def dump(*, is_output: bool, comes_after: bool) -> list[dict[str, Any]]:
+        chosen = [step for step in normalization.steps if step.is_output == is_output]
+        chosen = [step for step in chosen if is_output or step.comes_after == comes_after]
+        return [{"registry_name": step.name, "config": dict(step.fields)} for step in chosen]
+
+    prepared = dump(is_output=False, comes_after=False)
     move = {"registry_name": "device_processor", "config": {"device": device or "cpu", "float_dtype": None}}
     before = [
         {"registry_name": "rename_observations_processor", "config": {"rename_map": dict(normalization.renames)}},
@@ -301,19 +301,15 @@ def write_processors(folder: Path, normalization: Normalization, device: str | N
         *prepared,
         move,
         _write_step(folder, PRE, 3 + len(prepared), "normalizer_processor", normalization.inputs),
-        *told,
+        *dump(is_output=False, comes_after=True),
     ]
     after = [
         _write_step(folder, POST, 0, "unnormalizer_processor", normalization.outputs),
-        *ends,
+        *dump(is_output=True, comes_after=True),
         {**move, "config": {"device": "cpu", "float_dtype": None}},
     ]
     write_json(folder / f"{PRE}.json", {"name": PRE, "steps": before}, indent=2)
     write_json(folder / f"{POST}.json", {"name": POST, "steps": after}, indent=2)
-
-
-def _dump_step(step: ProcessorStep) -> dict[str, Any]:
-    return {"registry_name": step.name, "config": dict(step.fields)}
 
 
 def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, str], list[ProcessorStep]]:
@@ -354,7 +350,7 @@ def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, s
 
 
 def _describe_unknown_step(where: str, step: Mapping[str, Any], kind: str, *, is_late: bool) -> str:
-    """Return the error text for a step that is not read here, or not at its position."""
+    """Return the error text for a step that is unknown or at the wrong position."""
     name = step.get("registry_name") or step.get("class")
     if is_late and name == kind:
         return f"{where}: has two steps {kind}; wanted one"
@@ -430,7 +426,7 @@ def _read_step(folder: Folder, where: str, step: Mapping[str, Any], config: Mapp
 def _read_state(folder: Folder, where: str, name: Any) -> dict[str, np.ndarray]:
     if name is None:
         return {}
-    # The file is untrusted: its name must not lead out of the folder.
+    # The file is untrusted, so its name must not lead out of the folder.
     if not isinstance(name, str) or not STATE_FILE.fullmatch(name):
         raise CheckpointError(
             f"{where}: state_file is {shorten_value(name)}; wanted the plain name of a .safetensors file"
@@ -472,7 +468,7 @@ OLD_MODES = {"mean_std": "MEAN_STD", "min_max": "MIN_MAX"}
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of a weights file is a statistic of the normalization."""
+    """Return whether a tensor of a weights file is a statistic of the normalization."""
     return name.startswith((INPUTS, TARGETS, OUTPUTS))
 
 

@@ -1,8 +1,7 @@
-"""openpi's configs by name: what its checkpoints do not say of robot, cameras, chunk and normalization.
+"""openpi's configs by name: robot, cameras, chunk and normalization, which openpi's checkpoints do not contain.
 
-A checkpoint of openpi has a tree ``params`` and ``assets/ID/norm_stats.json``. ``robojax.json`` next to the tree says
-the rest: ``{"openpi": "pi05_droid"}`` for a config of openpi's, or an object of `OpenpiConfig`'s fields. Without JAX,
-because a process without JAX describes policies.
+A checkpoint of openpi has a tree ``params`` and ``assets/ID/norm_stats.json``. ``robojax.json`` next to the tree names
+a config of openpi, ``{"openpi": "pi05_droid"}``, or has an object of `OpenpiConfig`'s fields. Imports no JAX.
 
 Sources: openpi/training/{config.py,misc}, openpi/policies/{aloha,droid,libero}_policy.py, openpi/transforms.py,
 openpi/models/{model,pi0_config}.py and examples/*/main.py
@@ -24,12 +23,12 @@ from jaxmodels.policies.lerobot_processors import ABSOLUTE, RELATIVE, WRITE_IDEN
 from jaxmodels.ranges import CHUNK, POSITIVE, WIDTH, Range, find_value_errors, list_numbers, shorten_value
 from jaxmodels.types import ACTION, ACTIONS, IMAGES, STATE, parse_features
 
-KEY = "openpi"  # in robojax.json
+KEY = "openpi"  # Key in robojax.json.
 MODELS = ("pi0", "pi05")
-PROMPTS = {"pi0": 48, "pi05": 200}  # tokens
+PROMPTS = {"pi0": 48, "pi05": 200}  # Tokens of a prompt.
 IMAGE_KEYS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
-METADATA_LIMIT = 4096  # characters
-# openpi adds it to every spread and range, in both directions.
+METADATA_LIMIT = 4096  # Characters of JSON.
+# openpi adds this number to every spread and range, in both directions.
 EPSILON = 1e-6
 
 
@@ -38,7 +37,7 @@ class Robot:
     """Cameras, state and actions of a robot, by the names that openpi's clients send.
 
     Attributes:
-        cameras: the robot's name of each, and openpi's key of its image.
+        cameras: pairs of the robot's camera name and openpi's key of its image.
         controls_joints: whether actions are targets of the state's joints; else velocities or displacements.
         rate: actions per second of openpi's example, if it has a rate.
     """
@@ -77,26 +76,26 @@ ROBOTS: Mapping[str, Robot] = {
 
 @dataclass(frozen=True)
 class OpenpiConfig:
-    """What openpi's code says of a checkpoint; names of fields are openpi's, where it has them.
+    """openpi's config of a checkpoint, with openpi's names of fields.
 
     Attributes:
         model: ``pi0`` or ``pi05``; compared with the tree.
-        robot: one of `ROBOTS`, or None: then `cameras`, `state` and `actions` have to be given.
+        robot: name in `ROBOTS`, or None, which requires `cameras`, `state` and `actions`.
         action_horizon: actions of a chunk.
-        cameras: the robot's name of each, and openpi's key of its image; the robot's own when empty.
-        state, actions: how many numbers; the robot's own when None.
-        action_dim: what both are padded to; compared with the tree.
+        cameras: pairs of the robot's camera name and openpi's key of its image; the robot's cameras when empty.
+        state, actions: numbers of a state and of an action; the robot's when None.
+        action_dim: width that both are padded to; compared with the tree.
         image_size: pixels of a side; compared with the tree.
-        asset_id: which statistics; the only ones when None.
-        use_quantile_norm: whether by quantiles; openpi's choice for the model when None.
-        delta_actions: which actions the model gives as differences to the state, as openpi's ``make_bool_mask`` writes
-            it: ``[6, -1]`` for six that are and one that is not; none when empty.
-        adapt_to_pi: whether joints and grippers are ALOHA's and turned into those that pi0 was trained with.
-        discrete_state_input: whether pi0.5's prompt says the state.
+        asset_id: name of the statistics; not needed if there is only one.
+        use_quantile_norm: whether to normalize by quantiles; openpi's choice for the model when None.
+        delta_actions: which actions are differences to the state, as in openpi's ``make_bool_mask``: ``[6, -1]`` is six
+            differences and one absolute action; none when empty.
+        adapt_to_pi: whether to convert ALOHA's joints and grippers to pi0's.
+        discrete_state_input: whether pi0.5's prompt contains the state.
         max_token_len: tokens of a prompt; openpi's default for the model when None.
-        default_prompt: what is to be done where nobody says; for people, it is not assumed here.
-        policy_metadata: what openpi's server tells its clients.
-        lora_scale: what low-rank updates are multiplied with, where their rank is none of openpi's variants.
+        default_prompt: openpi's default instruction, which is not used here.
+        policy_metadata: metadata that openpi's server sends to its clients.
+        lora_scale: factor of low-rank updates whose rank is not openpi's.
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
@@ -154,7 +153,7 @@ class OpenpiConfig:
 
     @property
     def views(self) -> tuple[tuple[str, str], ...]:
-        """The robot's name of each camera and openpi's key of its image, in openpi's order."""
+        """Pairs of the robot's camera name and openpi's key of its image, in openpi's order."""
         cameras = self.cameras or ROBOTS[self.robot or ""].cameras
         return tuple(sorted(cameras, key=lambda camera: IMAGE_KEYS.index(camera[1]) if camera[1] in IMAGE_KEYS else 9))
 
@@ -180,7 +179,7 @@ class OpenpiConfig:
 
     @property
     def joint_names(self) -> tuple[str, ...] | None:
-        """What the numbers of an action are, where they are those of a robot that is known."""
+        """Names of the numbers of an action, if the robot is known."""
         return self.action_names if self.robot and self.action_names == ROBOTS[self.robot].actions else None
 
     @property
@@ -192,7 +191,7 @@ class OpenpiConfig:
 
     @property
     def rate(self) -> float | None:
-        """Actions per second, where openpi's example for the robot says it."""
+        """Actions per second of openpi's example for the robot."""
         return None if self.robot is None else ROBOTS[self.robot].rate
 
     @property
@@ -201,18 +200,18 @@ class OpenpiConfig:
 
     @property
     def delta_mask(self) -> tuple[bool, ...]:
-        """Which numbers of an action are differences to the state; shorter than an action where the rest are not."""
+        """Which numbers of an action are differences to the state; missing numbers at the end are not."""
         return tuple(count > 0 for count in self.delta_actions for _ in range(abs(count)))
 
     @property
     def reading(self) -> "OpenpiConfig":
-        """All that a program depends on: equal ones share programs."""
+        """The fields that a program depends on; equal results share programs."""
         return OpenpiConfig(
             self.model, 1, cameras=(("camera", IMAGE_KEYS[0]),), state=14, actions=14, adapt_to_pi=self.adapt_to_pi
         )
 
     def build_values(self) -> dict[str, Any]:
-        """Fields of a ``config.json`` of LeRobot's for this policy."""
+        """Return the fields of LeRobot's ``config.json`` for this policy."""
         quantiles = self.model == "pi05" if self.use_quantile_norm is None else self.use_quantile_norm
         mode, side = "QUANTILES" if quantiles else "MEAN_STD", self.image_size
         return {
@@ -237,11 +236,7 @@ class OpenpiConfig:
             return {}
         mask = (*self.delta_mask, *[False] * (len(self.action_names) - len(self.delta_mask)))
         names = [f"{'delta' if is_delta else 'absolute'}_{number}" for number, is_delta in enumerate(mask)]
-        return {
-            "use_relative_actions": True,
-            "relative_exclude_joints": ["absolute"],
-            "action_feature_names": names,
-        }
+        return {"use_relative_actions": True, "relative_exclude_joints": ["absolute"], "action_feature_names": names}
 
 
 def _make_configs() -> dict[str, OpenpiConfig]:
@@ -291,9 +286,10 @@ CONFIGS: Mapping[str, OpenpiConfig] = _make_configs()
 
 
 def read_openpi_config(value: Any) -> OpenpiConfig:
-    """Return the config of ``openpi`` in ``robojax.json``: a name of `CONFIGS`, or fields.
+    """Return the config of ``openpi`` in ``robojax.json``: a name of `CONFIGS`, or fields, with a name in ``config``.
 
-    Fields may replace those of a name in ``config``. Raises ConfigError for unknown names or fields or wrong values.
+    Raises:
+        ConfigError: a name or field is unknown, or a value is wrong.
     """
     where = f"robojax.json: {KEY}"
     given = dict(value) if isinstance(value, Mapping) else {"config": value}
@@ -330,7 +326,7 @@ def _read_field(where: str, name: str, value: Any) -> Any:
         case "delta_actions":
             if isinstance(value, list) and all(type(part) is int and 0 < abs(part) <= WIDTH for part in value):
                 return tuple(value)
-            expected = "a list like [6, -1]: six numbers that are differences to the state, then one that is not"
+            expected = "a list like [6, -1]: six differences to the state, then one absolute number"
         case "use_quantile_norm" | "adapt_to_pi" | "discrete_state_input":
             if not isinstance(value, bool):
                 expected = "true or false"
@@ -345,7 +341,7 @@ def _read_field(where: str, name: str, value: Any) -> Any:
 
 
 def is_openpi(folder: Folder, sidecar: Mapping[str, Any] | None) -> bool:
-    """Whether a folder is a checkpoint of openpi's own: it has its tree or its statistics, and no file of LeRobot's."""
+    """Return whether a folder is openpi's checkpoint: it has openpi's tree or statistics, and no file of LeRobot."""
     if (folder / "config.json").exists() or (folder / "model.safetensors").exists():
         return False
     has_tree = folder.has_tree(PARAMS) if isinstance(folder, PolicyFolder) else (folder / PARAMS).is_dir()
@@ -353,11 +349,11 @@ def is_openpi(folder: Folder, sidecar: Mapping[str, Any] | None) -> bool:
 
 
 def describe_missing_config(name: str) -> str:
-    """Error text for a checkpoint of openpi's without a word on which config trained it."""
+    """Return the error text for an openpi checkpoint without the name of its config."""
     guess = f'"{name}"' if name in CONFIGS else '"NAME"'
     return (
         f"{name}: a checkpoint of openpi's, whose files say nothing of robot, cameras and chunk; write a file "
-        f'robojax.json beside {PARAMS} with {{"{KEY}": {guess}}}: the config that you would give openpi\'s '
+        f'robojax.json next to {PARAMS} with {{"{KEY}": {guess}}}: the config that you would give openpi\'s '
         f"serve_policy.py as --policy.config; known: {', '.join(CONFIGS)}"
     )
 
@@ -383,7 +379,7 @@ def read_normalization(folder: Folder, config: OpenpiConfig, sidecar: Mapping[st
         }
 
     normalizer = Normalizer((*inputs, *outputs), modes, source=where)
-    # LeRobot adds an epsilon of its own to spreads, and only where it divides by them.
+    # LeRobot also adds an epsilon to spreads, but only when it divides by them.
     before = replace(normalizer, stats=widen(EPSILON - normalizer.epsilon))
     after = Normalizer(outputs, modes, {ACTION: widen(EPSILON)[ACTION]}, source=where)
     if "use_relative_actions" in values:
@@ -436,7 +432,7 @@ def _read_norm_stats(
         if len(arrays["mean"]) < width:
             raise CheckpointError(
                 f"{where}: statistics of {len(arrays['mean'])} numbers for {name}, of which this robot has {width}; "
-                f"wanted those of the robot that robojax.json's {KEY} says"
+                f"wanted statistics of the robot in robojax.json's {KEY}"
             )
         statistics[name] = {key: array[:width] for key, array in arrays.items()}
     return where, statistics

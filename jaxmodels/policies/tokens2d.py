@@ -46,23 +46,17 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
     """Config of a policy that decodes a chunk of masked action tokens with a 2D transformer over cameras and joints.
 
     Attributes:
-        bins: classes of each number of an action, of equal width over [-1, 1]. Actions must be normalised to that
-            range, by MIN_MAX or by QUANTILES, which clips the outermost hundredths: more precise where data have
-            outliers, but what is done rarely (closing a gripper to the end) must not be among them.
-        label_smoothing: how far, in bins, the right answer spreads over its neighbours in training
-            (`spread_targets`); 0 for the one bin.
-        neighbours: bins on either side of the one chosen, over which the number that comes out is the mean; 0 for the
-            bin's centre.
+        bins: classes of each number of an action, of equal width over [-1, 1]. Actions must be normalised by MIN_MAX,
+            or by QUANTILES, which is more precise with outliers but clips rare actions.
+        label_smoothing: spread of training targets over neighbouring bins, in bins (`spread_targets`); 0 for none.
+        neighbours: bins on either side of the chosen bin that are averaged; 0 for the bin's centre.
         num_inference_steps: passes of the decoder.
-        remasking: whether a pass may take back tokens of earlier ones that were chosen with less confidence.
-        temperature: 0 takes the likeliest tokens, the surest first. Above, tokens are drawn as the model says (at 1),
-            and so is, to begin with, their order.
-        noise_seed: of that draw: always the same one, so that the same observation has the same answer, whenever it
-            comes and with whomever it shares a batch.
-        prefix_rate: share of the chunks in training whose first actions are given, as those of a plan are when it is
-            continued.
+        remasking: whether a pass may mask less confident tokens of earlier passes again.
+        temperature: 0 takes the most likely tokens, the most confident first; 1 draws from the model's distribution.
+        noise_seed: seed of the draw, which is the same for each observation.
+        prefix_rate: share of training chunks whose first actions are given, like a plan that is continued.
 
-    Further attributes, and errors, as of `Transformer2dPolicyConfig`.
+    Further attributes and errors as in `Transformer2dPolicyConfig`.
     """
 
     type: ClassVar[str] = "tokens2d"
@@ -91,7 +85,7 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
         return wrong
 
     def architecture(self) -> "Tokens2dConfig":
-        # Bins are bins, whichever way actions come to lie in [-1, 1].
+        # The mode that scales actions to [-1, 1] does not change the program.
         return replace(super().architecture(), normalization_mapping=(("ACTION", BOUNDED[0]),))
 
     @property
@@ -122,20 +116,19 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
 
 
 def get_bin_centres(bins: int) -> Float[np.ndarray, " {bins}"]:
-    """Centres of the bins over [-1, 1]."""
+    """Return the centres of the bins over [-1, 1]."""
     return ((2 * np.arange(bins) + 1) / bins - 1).astype(np.float32)
 
 
 def quantise(x: Float[Array, "*n"], bins: int) -> Int[Array, "*n"]:
-    """Bin of each number; numbers outside of [-1, 1] go to the first or last one."""
+    """Return the bin of each number; numbers outside of [-1, 1] get the first or last bin."""
     return jnp.clip(jnp.floor((x + 1) * (bins / 2)), 0, bins - 1).astype(jnp.int32)
 
 
 def spread_targets(x: Float[Array, "*n"], bins: int, width: float) -> Float[Array, "*n {bins}"]:
-    """Target distribution over bins for each number; its expectation is the number.
+    """Return a target distribution over bins for each number, whose expectation is the number.
 
-    Bins get shares of a normal distribution of `width` bins (0: only one bin). Source: HL-Gauss, arXiv 2403.03950,
-    which recommends 0.75.
+    Bins get shares of a normal distribution of `width` bins (0: only one bin). Source: HL-Gauss, arXiv 2403.03950.
     """
     if not width:
         return (quantise(x, bins)[..., None] == jnp.arange(bins)).astype(jnp.float32)
@@ -147,9 +140,9 @@ def spread_targets(x: Float[Array, "*n"], bins: int, width: float) -> Float[Arra
 def compute_expectation(
     log_probabilities: Float[Array, "b v n"], ids: Int[Array, "b n"], neighbours: int
 ) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
-    """Mean of each token's distribution within `neighbours` classes of the chosen one, and the probability there.
+    """Return the mean of each token's distribution within `neighbours` of the chosen class, and its probability.
 
-    Distant classes are excluded because a distribution may have several modes, each a way to do the task.
+    Distant classes are excluded because they may belong to another way to do the task.
     """
     classes = jnp.arange(log_probabilities.shape[1])
     is_near = jnp.abs(classes[:, None] - ids[:, None]) <= neighbours
@@ -160,20 +153,16 @@ def compute_expectation(
 
 
 def draw_even_shares(key: PRNGKeyArray, batch: int) -> Float[Array, " {batch}"]:
-    """Random numbers in [0, 1), each uniform, and evenly spread over the batch.
-
-    Less noise than independent ones: https://arxiv.org/abs/2107.00630, appendix I.1.
-    """
+    """Draw uniform numbers in [0, 1) that are evenly spread over the batch (arXiv 2107.00630, appendix I.1)."""
     return (jax.random.uniform(key, (), jnp.float32) + jnp.arange(batch, dtype=jnp.float32) / batch) % 1
 
 
 def mask_tokens(
     schedule: MaskSchedule, is_pad: Bool[Array, "b t"], width: int, prefix_rate: float, key: PRNGKeyArray
 ) -> Bool[Array, "b t {width}"]:
-    """Draw a mask of tokens to predict, at least one of each chunk; actions have `width` numbers.
+    """Draw a mask of tokens to predict, at least one token of each chunk; actions have `width` numbers.
 
-    Padded steps are not among them, nor, in a share `prefix_rate` of the chunks, some first actions, which a policy
-    sees when it continues a plan.
+    The mask excludes padded steps and, in a share `prefix_rate` of the chunks, some first actions.
     """
     batch, steps = is_pad.shape
     share_key, prefix_key, delay_key, order_key = jax.random.split(key, 4)
@@ -196,7 +185,7 @@ class Context(NamedTuple):
 
 
 def make_bin_embeddings(bins: int, width: int, seed: Array) -> Float[Array, "{bins} {width}"]:
-    """Return initial embeddings of the bins: waves, so that neighbours are similar, which need not be learned."""
+    """Return initial embeddings of the bins: waves, so that neighbours are similar."""
     phase_key, length_key = jax.random.split(seed)
     cycles = 0.5 * jnp.exp(jax.random.uniform(length_key, (width,), jnp.float32) * np.log(bins / 2))
     phase = jax.random.uniform(phase_key, (width,), jnp.float32)
@@ -216,7 +205,7 @@ class Tokens2d(Transformer2dPolicy):
         table[...] = table[...].at[:-1].set(waves.astype(table.dtype))
 
     def encode_observation(self, observation: Observation) -> Context:
-        """Everything about an observation that does not change between decoding passes."""
+        """Encode an observation for all decoding passes."""
         tokens, mask = self.observation_tokens(observation)
         return Context(self.transformer.prepare_context(tokens), mask)
 
@@ -227,14 +216,16 @@ class Tokens2d(Transformer2dPolicy):
         is_pad: Bool[Array, "b t"],
         rngs: nnx.Rngs | None = None,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Mean cross-entropy of all masked tokens in the batch, and its parts.
+        """Return the mean cross-entropy of all masked tokens in the batch, and its parts.
 
-        A random share of each chunk is masked (`mask_tokens`). With `do_mask_loss_for_padding` padded steps are masked
-        too, but nothing is asked of them. Which tokens is drawn from the stream ``noise`` of `rngs`, dropout from
-        ``dropout``; None evaluates, with the same draw whenever the batch is as large.
+        A random share of each chunk is masked (`mask_tokens`). With `do_mask_loss_for_padding`, padded steps are masked
+        and have no loss.
+
+        Args:
+            rngs: streams ``noise`` and ``dropout``; None evaluates with a fixed mask.
 
         Returns:
-            The loss, and of the masked tokens, too, ``bins_off``: how far the likeliest bin is from the right one.
+            The loss, and also ``bins_off``, the mean distance of the most likely bin from the right bin.
         """
         config = self.config
         key = jax.random.key(config.noise_seed) if rngs is None else rngs.noise()
@@ -260,8 +251,8 @@ class Tokens2d(Transformer2dPolicy):
 def predict(
     transformer: Transformer2DModel, context: Context, ids: Int[Array, "b n"], t: Array
 ) -> Float[Array, "b v n"]:
-    """Log-probabilities of all classes but the masked one, for each pixel of a chunk."""
-    del t  # how many tokens are masked shows how far it is
+    """Return log-probabilities of all classes but the masked class, for each pixel of a chunk."""
+    del t  # The number of masked tokens implies the time.
     conditioning = Conditioning(context.key_values, transformer.prepare_modulations())
     (answer,) = transformer(ids, encoder_attention_mask=context.mask, conditioning=conditioning, return_dict=False)
     return answer
@@ -314,10 +305,9 @@ def decode(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Ob
     )
     assert decoded.distribution is not None
     values, confidence = compute_expectation(decoded.distribution, decoded.ids, config.neighbours)
-    confidence = jnp.minimum(confidence, 1)  # of known tokens there is no distribution: all its logarithms are 0
+    confidence = jnp.minimum(confidence, 1)  # Known tokens have a distribution of zeros.
     values, confidence, ids = (from_pixels(array, shape[1]) for array in (values, confidence, decoded.ids))
     return Decoded(values if prefix is None else begin_with(prefix, values), confidence, ids)
 
 
-# Its `small` has about 1.4 M parameters with one 96x96 camera.
 POLICY = transformer2d_policy_type(Tokens2dConfig, Tokens2d, act)

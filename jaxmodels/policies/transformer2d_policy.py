@@ -24,16 +24,7 @@ from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.layers.vision import RESNETS, ResNet, SmallCnn, measure_feature_map
 from jaxmodels.policies import PolicyType
 from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig
-from jaxmodels.ranges import (
-    CHUNK,
-    HEADS,
-    LAYERS_STACKED,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE_BELOW_ONE,
-    WIDTH,
-    Range,
-)
+from jaxmodels.ranges import CHUNK, HEADS, LAYERS_STACKED, NOT_NEGATIVE, POSITIVE, SHARE_BELOW_ONE, WIDTH, Range
 from jaxmodels.text import TextEncoder
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.transformer2d.attention import Dtypes, to_bias
@@ -54,18 +45,18 @@ class Transformer2dPolicyConfig(PolicyConfig):
     Attributes:
         input_features: in the order of their tokens.
         chunk_size: actions that are sampled together.
-        n_action_steps: how many of them are meant to be executed.
-        vision_backbone: one of `BACKBONES`; all cameras share it.
-        pretrained_backbone_weights: where a ResNet's training starts from: a file, a folder or a repo of the Hub.
+        n_action_steps: number of actions to execute.
+        vision_backbone: value of `BACKBONES`; all cameras share the backbone.
+        pretrained_backbone_weights: initial weights of a ResNet: a file, a folder or a repo of the Hub.
         dim_model: width of all tokens.
-        n_encoder_layers: blocks in which what is seen looks at itself, once for each chunk; 0 for none.
-        n_layers: of the transformer over actions.
+        n_encoder_layers: self-attention blocks over the observation, once per chunk.
+        n_layers: layers of the transformer over actions.
         dropout: rate in both, in training.
-        text_encoder: reads instructions; None for a policy that is told nothing.
-        do_mask_loss_for_padding: whether actions beyond the end of a demonstration, where a dataset repeats the last
-            one, are left out of the training. If not, the policy learns to hold still there.
-        optimizer_lr_backbone: of the vision backbone alone.
-        optimizer_betas, optimizer_eps, optimizer_weight_decay: AdamW's.
+        text_encoder: config of the encoder of instructions; None for a policy without language.
+        do_mask_loss_for_padding: whether training excludes actions after the end of a demonstration; otherwise the
+            policy learns to hold still there.
+        optimizer_lr_backbone: learning rate of the vision backbone.
+        optimizer_betas, optimizer_eps, optimizer_weight_decay: parameters of AdamW.
         optimizer_grad_clip_norm: largest global norm of a gradient; 0 does not clip.
         scheduler_name: constant after the warm-up, or falling as a cosine.
 
@@ -155,12 +146,12 @@ class Transformer2dPolicyConfig(PolicyConfig):
         )
 
     def architecture(self: Config) -> Config:
-        # Numbers of a normalisation are weights; of its modes only the actions' says anything, how far these reach.
+        # Numbers of a normalisation are weights; only the mode of actions changes the program.
         modes = tuple((kind, mode) for kind, mode in self.normalization_mapping if kind == "ACTION")
         return self._with_defaults(n_action_steps=1, normalization_mapping=modes)
 
 
-# About as large as the features they are added to, so that two cameras are told apart from the first step.
+# About as large as the features, so that the network distinguishes cameras from the first step.
 _embedding_init = nnx.initializers.normal(0.5)
 
 
@@ -196,10 +187,10 @@ class ObservationTokens(nnx.Module):
     def __call__(
         self, observation: Observation, rngs: nnx.Rngs | None = None
     ) -> tuple[Float[Array, "b n d"], Bool[Array, "b n"] | None]:
-        """The tokens of a normalised observation, and which of them count; None when all do.
+        """Return the tokens of a normalised observation, and which tokens count; None for all.
 
         Args:
-            rngs: switches dropout on.
+            rngs: enables dropout.
 
         Raises:
             InputError: the policy reads language, and the observation has none.
@@ -242,12 +233,12 @@ class ObservationTokens(nnx.Module):
 
 
 def _mean(said: Language) -> Float[Array, "b d"]:
-    """Mean of the tokens that the mask keeps."""
+    """Return the mean of the tokens that the mask keeps."""
     counts = said.mask[..., None].astype(said.tokens.dtype)
     return (said.tokens * counts).sum(1) / counts.sum(1)
 
 
-# For one 96x96 camera, and a CPU.
+# Fields for one 96x96 camera and a CPU.
 SMALL = MappingProxyType(
     {
         "chunk_size": 20,
@@ -274,7 +265,6 @@ class Transformer2dPolicy(nnx.Module):
             self.text = TextEncoder(config.text_encoder, rngs=rngs)
 
     def read(self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]) -> Language:
-        """"""
         return Language(self.text(ids, mask), mask)
 
 
@@ -282,15 +272,9 @@ Model = TypeVar("Model", bound=Transformer2dPolicy)
 
 
 def transformer2d_policy_type(
-    config: type[Transformer2dPolicyConfig],
-    model: type[Transformer2dPolicy],
-    act: Callable[..., Float[Array, "b t a"]],
+    config: type[Transformer2dPolicyConfig], model: type[Transformer2dPolicy], act: Callable[..., Float[Array, "b t a"]]
 ) -> PolicyType:
-    """The policy type with this config and network.
-
-    Args:
-        act: as `PolicyType` says, over the model's own weights (`build_model`); it continues a plan.
-    """
+    """Return the policy type with this config, network and `act`, which continues plans."""
     return PolicyType(
         config=config.from_json,
         model=model,
@@ -303,13 +287,13 @@ def transformer2d_policy_type(
 
 
 def build_model(model: Callable[..., Model], config: Transformer2dPolicyConfig, weights: Mapping[str, Array]) -> Model:
-    """The network over weights for serving, in their precision."""
+    """Return the network over weights for serving, in their precision."""
     dtype = next(iter(weights.values())).dtype
     return blueprint_of(model, config, dtype=dtype).assemble(weights)
 
 
 def _tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
-    """LeRobot has no such policy: its file has our names and layouts, under ``model`` as all of LeRobot's."""
+    """Return a table with our names and layouts under ``model``, because LeRobot has no such policy."""
     return tuple(Tensor(f"model.{name}", (name,), SAME) for name in names)
 
 
@@ -320,5 +304,5 @@ def _read(
     ids: Int[Array, "b n"],
     mask: Bool[Array, "b n"],
 ) -> Language:
-    """Encode an instruction with the text encoder, which is a program of its own beside `act`."""
+    """Encode an instruction with the text encoder, as a separate program."""
     return build_model(model, config, weights).read(ids, mask)

@@ -1,6 +1,6 @@
 """Samplers: functions of a model's predictions and a key that return samples, each one compiled program.
 
-A sampler takes ``predict(x, t)`` and a shape, and knows nothing of what is sampled. With a prepared transformer::
+A sampler takes ``predict(x, t)`` and a shape. With a prepared transformer::
 
     def predict(model, context, x, t, modulations):
         return model(x, conditioning=Conditioning(context, modulations)).sample
@@ -8,8 +8,6 @@ A sampler takes ``predict(x, t)`` and a shape, and knows nothing of what is samp
     context = model.prepare_context(text)                                                # once
     each_step = jax.jit(jax.vmap(model.prepare_modulations))(schedule.timesteps(steps))  # for all steps at once
     ddim(Partial(predict, model, context), shape, key, schedule, steps=steps, extras=each_step)
-
-The steps are public: a loop of one's own, or a `predict` that looks at its x and t and corrects, needs nothing else.
 """
 
 from jaxmodels.samplers.diffusion import DiffusionRow, NoiseSchedule, ddim, ddim_step, ddpm, ddpm_step

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,13 @@ BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 SPACINGS = ("leading", "trailing", "linspace")
 VARIANCE_TYPES = ("fixed_small", "fixed_large")
-TIMESTEPS = Range(1, 100_000)  # that a model was trained with; there is a table of them
+TIMESTEPS = Range(1, 100_000)  # Timesteps of the training, each an entry of a table.
+Sample: TypeAlias = Float[Array, "*x"]
 _BETA = Range(0, 1, above=True, below=True)
 
 
 class DiffusionRow(NamedTuple):
-    """Coefficients of one sampling step; with a leading axis, of all steps.
+    """Coefficients of one sampling step, or with a leading axis of all steps.
 
     `alpha` and `next_alpha` are the clean sample's shares of the variance before and after it (alphas_cumprod).
     """
@@ -37,17 +38,17 @@ class NoiseSchedule:
     """Noise schedule of DDPM and DDIM, with fields and defaults of diffusers' `DDPMScheduler` and `DDIMScheduler`.
 
     Attributes:
-        prediction_type: what the model predicts: the noise, the clean sample, or the velocity of both.
-        timestep_spacing: which timesteps are visited (Table 2 of https://arxiv.org/abs/2305.08891).
+        prediction_type: prediction of the model: the noise, the clean sample, or the velocity of both.
+        timestep_spacing: choice of the timesteps (Table 2 of https://arxiv.org/abs/2305.08891).
         steps_offset: added to the timesteps of leading spacing.
-        clip_sample: clip the predicted clean sample to +-clip_sample_range; right for data in [-1, 1] only.
-        set_alpha_to_one: after its last step DDIM holds no noise at all; else the noise of timestep 0. DDPM ends
-            without noise either way.
-        variance_type: DDPM's noise; the smaller or the larger of the two bounds of https://arxiv.org/abs/2006.11239.
-        rescale_betas_zero_snr: nothing of the sample is left at the last timestep; not with epsilon.
+        clip_sample: clip the predicted clean sample to +-clip_sample_range; only for data in [-1, 1].
+        set_alpha_to_one: whether DDIM ends without noise, instead of with the noise of timestep 0. DDPM always ends
+            without noise.
+        variance_type: DDPM's noise: the smaller or the larger bound of https://arxiv.org/abs/2006.11239.
+        rescale_betas_zero_snr: whether the last timestep is noise alone; not with epsilon.
 
     Raises:
-        ConfigError: a field makes no sense; the message says which values do.
+        ConfigError: a field makes no sense.
     """
 
     num_train_timesteps: Annotated[int, TIMESTEPS] = 1000
@@ -82,7 +83,7 @@ class NoiseSchedule:
         if self.rescale_betas_zero_snr and self.prediction_type == "epsilon":
             wrong.append(
                 "rescale_betas_zero_snr leaves nothing of the sample at the last timestep, so that the noise does not "
-                "tell it; train with v_prediction or sample"
+                "determine it; train with v_prediction or sample"
             )
         if wrong:
             raise ConfigError("; ".join(wrong))
@@ -93,7 +94,7 @@ class NoiseSchedule:
         betas = _betas(self)
         if self.rescale_betas_zero_snr:
             betas = _without_remainder(betas)
-        # diffusers rounds betas and 1 - betas to float32 and accumulates the product in double: 1e-7 of it from here
+        # diffusers rounds betas and 1 - betas to float32 and accumulates the product in double.
         return np.cumprod(1 - betas, dtype=np.float64).astype(np.float32)
 
     def timesteps(self, steps: int) -> Int[np.ndarray, " k"]:
@@ -119,14 +120,14 @@ class NoiseSchedule:
         return times.astype(np.int32)
 
     def ddim_rows(self, steps: int) -> DiffusionRow:
-        """Coefficients of all DDIM steps. As in diffusers, timesteps fall by T // steps, whatever the spacing."""
+        """Return the coefficients of all DDIM steps; as in diffusers, timesteps always fall by T // steps."""
         times = self.timesteps(steps)
         following = times - self.num_train_timesteps // steps
         last = np.float32(1) if self.set_alpha_to_one else self.alphas[0]
         return DiffusionRow(times, self.alphas[times], np.where(following >= 0, self.alphas[following], last))
 
     def ddpm_rows(self, steps: int) -> DiffusionRow:
-        """Coefficients of all DDPM steps; each goes to the next timestep, the last one to no noise."""
+        """Return the coefficients of all DDPM steps; the last step removes all noise."""
         times = self.timesteps(steps)
         alphas = self.alphas[times]
         return DiffusionRow(times, alphas, np.append(alphas[1:], np.float32(1)))
@@ -140,7 +141,7 @@ class NoiseSchedule:
     def target(
         self, sample: Float[Array, "b *x"], noise: Float[Array, "b *x"], timestep: Int[Array, " b"]
     ) -> Float[Array, "b *x"]:
-        """Training target of this prediction_type for ``add_noise(sample, noise, timestep)``."""
+        """Return the training target of this prediction_type for ``add_noise(sample, noise, timestep)``."""
         if self.prediction_type == "epsilon":
             return noise
         if self.prediction_type == "sample":
@@ -148,10 +149,8 @@ class NoiseSchedule:
         alpha = self._alpha(timestep, sample.ndim)
         return jnp.sqrt(alpha) * noise - jnp.sqrt(1 - alpha) * sample
 
-    def split(
-        self, prediction: Float[Array, "*x"], x: Float[Array, "*x"], alpha: Float[Any, ""]
-    ) -> tuple[Float[Array, "*x"], Float[Array, "*x"]]:
-        """Clean sample and noise out of a prediction for `x`; the sample is clipped if the schedule says so."""
+    def split(self, prediction: Sample, x: Sample, alpha: Float[Any, ""]) -> tuple[Sample, Sample]:
+        """Return clean sample and noise from a prediction for `x`; the sample is clipped if the schedule says so."""
         signal, noise = jnp.sqrt(alpha), jnp.sqrt(1 - alpha)
         if self.prediction_type == "epsilon":
             sample, epsilon = (x - noise * prediction) / signal, prediction
@@ -167,7 +166,7 @@ class NoiseSchedule:
         return jnp.asarray(self.alphas)[timestep].reshape(-1, *(1,) * (rank - 1))
 
 
-def diffuse(sample: Float[Array, "*x"], noise: Float[Array, "*x"], alpha: Float[Any, "..."]) -> Float[Array, "*x"]:
+def diffuse(sample: Sample, noise: Sample, alpha: Float[Any, "..."]) -> Sample:
     """Mix a sample with noise, `alpha` being the sample's share of the variance."""
     return jnp.sqrt(alpha) * sample + jnp.sqrt(1 - alpha) * noise
 
@@ -183,7 +182,7 @@ def _betas(schedule: NoiseSchedule) -> Float[np.ndarray, " T"]:
 
 
 def _without_remainder(betas: Float[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
-    """Algorithm 1 of https://arxiv.org/abs/2305.08891: the last timestep holds noise alone."""
+    """Return betas whose last timestep is noise alone (algorithm 1 of https://arxiv.org/abs/2305.08891)."""
     roots = np.sqrt(np.cumprod(1 - betas, dtype=np.float64).astype(np.float32))
     shifted = (roots - roots[-1]) * (roots[0] / (roots[0] - roots[-1]))
     shares = shifted**2
@@ -195,17 +194,17 @@ ADVICE = "the shape of the sample; of a model that predicts a variance too, give
 
 def ddim_step(
     schedule: NoiseSchedule,
-    prediction: Float[Array, "*x"],
-    x: Float[Array, "*x"],
+    prediction: Sample,
+    x: Sample,
     row: DiffusionRow,
-    noise: Float[Array, "*x"] | None = None,
+    noise: Sample | None = None,
     eta: Any = 0.0,
-) -> Float[Array, "*x"]:
-    """One step of DDIM, formula 12 of https://arxiv.org/abs/2010.02502.
+) -> Sample:
+    """Take one step of DDIM, formula 12 of https://arxiv.org/abs/2010.02502.
 
     Args:
-        row: one row of ``schedule.ddim_rows(steps)``.
-        noise: standard normal; without it no noise is added, whatever `eta`.
+        row: row of ``schedule.ddim_rows(steps)``.
+        noise: standard normal noise; None adds no noise.
         eta: share of DDPM's noise; 0 is deterministic.
     """
     sample, epsilon = schedule.split(prediction, x, row.alpha)
@@ -213,23 +212,17 @@ def ddim_step(
         return diffuse(sample, epsilon, row.next_alpha)
     variance = (1 - row.next_alpha) / (1 - row.alpha) * (1 - row.alpha / row.next_alpha)
     deviation = eta * jnp.sqrt(variance)
-    # With eta 1 what is left can round to less than nothing, and its root to NaN.
+    # With eta 1 the rest can round below 0, and its root to NaN.
     left = jnp.maximum(1 - row.next_alpha - deviation**2, 0)
     return jnp.sqrt(row.next_alpha) * sample + jnp.sqrt(left) * epsilon + deviation * noise
 
 
-def ddpm_step(
-    schedule: NoiseSchedule,
-    prediction: Float[Array, "*x"],
-    x: Float[Array, "*x"],
-    row: DiffusionRow,
-    noise: Float[Array, "*x"],
-) -> Float[Array, "*x"]:
-    """One step of DDPM, formula 7 of https://arxiv.org/abs/2006.11239; at timestep 0 no noise is added.
+def ddpm_step(schedule: NoiseSchedule, prediction: Sample, x: Sample, row: DiffusionRow, noise: Sample) -> Sample:
+    """Take one step of DDPM, formula 7 of https://arxiv.org/abs/2006.11239; timestep 0 adds no noise.
 
     Args:
-        row: one row of ``schedule.ddpm_rows(steps)``.
-        noise: standard normal.
+        row: row of ``schedule.ddpm_rows(steps)``.
+        noise: standard normal noise.
     """
     sample, _ = schedule.split(prediction, x, row.alpha)
     remaining = row.alpha / row.next_alpha
@@ -258,11 +251,11 @@ def ddim(
     Args:
         predict: ``(x, t)``, or ``(x, t, extra)``, to a prediction shaped like x; t is a scalar int32. Give a
             `jax.tree_util.Partial` over weights and conditioning, so that they are arguments of the program.
-        shape: of the sample.
-        key: where all random numbers come from.
+        shape: shape of the sample.
+        key: source of all random numbers.
         eta: share of DDPM's noise, 0 to 1; 0 is deterministic after the first noise.
-        extras: a pytree with a leading axis of steps, one for each of ``schedule.timesteps(steps)``.
-        start: the first noise, instead of drawing it.
+        extras: a pytree with a leading axis of ``schedule.timesteps(steps)``.
+        start: first noise; drawn when None.
 
     Returns:
         The sample, float32.
@@ -285,10 +278,10 @@ def ddpm(
     start: Any = None,
     noise: Any = None,
 ) -> Float[Array, "..."]:
-    """Sample with DDPM, with new noise in each step; other arguments, result and errors as of `ddim`.
+    """Sample with DDPM, with new noise in each step; other arguments, result and errors as in `ddim`.
 
     Args:
-        noise: (steps - 1, *shape), or what broadcasts to it: of each step but the last, instead of drawing it.
+        noise: (steps - 1, *shape), or broadcastable to it: noise of each step but the last; drawn when None.
     """
     if noise is not None and jnp.shape(noise)[:1] != (steps - 1,):
         raise InputError(
@@ -320,7 +313,7 @@ def _sample(
 
         def fresh() -> Array:
             if noises is not None:
-                return jnp.broadcast_to(noises[jnp.minimum(count, steps - 2)], shape)  # the last step adds none
+                return jnp.broadcast_to(noises[jnp.minimum(count, steps - 2)], shape)  # The last step adds none.
             return jax.random.normal(jax.random.fold_in(step_key, row.timestep), shape, jnp.float32)
 
         if method == "ddpm":

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.ranges import POSITIVE, check_numbers, shorten_value
-from jaxmodels.samplers.diffusion import TIMESTEPS
+from jaxmodels.samplers.diffusion import TIMESTEPS, Sample
 from jaxmodels.samplers.sampling import Predict, check_prediction, first_noise, make_partial, run_steps
 
 SPACINGS = ("linspace", "uniform")
@@ -23,9 +23,9 @@ ADVICE = "the shape of the sample"
 
 
 class FlowRow(NamedTuple):
-    """Coefficients of one evaluation of the model and the step from `sigma` to `next_sigma`.
+    """Coefficients of one evaluation and the step to `next_sigma`, or with a leading axis of all evaluations.
 
-    With a leading axis, of all evaluations. `is_correction` marks Heun's second evaluation, at the step's end.
+    `is_correction` marks Heun's second evaluation, at the end of the step.
     """
 
     timestep: Float[Any, "..."]
@@ -39,10 +39,9 @@ class FlowSchedule:
     """Sigmas of flow matching, with defaults of diffusers' `FlowMatchEulerDiscreteScheduler`.
 
     Attributes:
-        shift: more than 1 takes more of the steps close to the noise.
-        spacing: linspace as in diffusers: sigmas from 1 to 1 / num_train_timesteps, so that the last step is short.
-            uniform: steps of one size (diffusers with ``sigmas=linspace(1, 1 / steps, steps)``, as Flux does), which
-            suits few steps better.
+        shift: above 1, more steps are close to the noise.
+        spacing: linspace: sigmas from 1 to 1 / num_train_timesteps as in diffusers, with a short last step.
+            uniform: equal steps, as in Flux, which suits few steps better.
 
     Raises:
         ConfigError: a field makes no sense.
@@ -58,11 +57,11 @@ class FlowSchedule:
             raise ConfigError(f"spacing is {shorten_value(self.spacing)}; wanted one of {', '.join(SPACINGS)}")
 
     def shifted(self, sigma: Any) -> Any:
-        """Sigmas shifted towards the noise; a trainer draws ``shifted(uniform)``."""
+        """Return sigmas shifted towards the noise; a trainer draws ``shifted(uniform)``."""
         return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
     def euler_rows(self, steps: int) -> FlowRow:
-        """Coefficients of Euler's method: one evaluation per step.
+        """Return the coefficients of Euler's method, with one evaluation per step.
 
         Raises:
             InputError: steps is less than 1.
@@ -70,7 +69,7 @@ class FlowSchedule:
         if steps < 1:
             raise InputError(f"steps is {steps}; wanted 1 or more")
         if self.spacing == "linspace":
-            # diffusers shifts the smallest sigma when it is built, and all of them when steps are set: twice
+            # As in diffusers, the smallest sigma is shifted twice.
             sigmas = np.linspace(1.0, self.shifted(1 / self.num_train_timesteps), steps)
         else:
             sigmas = np.linspace(1.0, 1 / steps, steps)
@@ -79,7 +78,7 @@ class FlowSchedule:
         return FlowRow(timesteps, sigmas, np.append(sigmas[1:], np.float32(0)), np.zeros(steps, bool))
 
     def heun_rows(self, steps: int) -> FlowRow:
-        """Coefficients of Heun's method: 2 steps - 1 evaluations, as the last step is Euler's (no velocity at 0)."""
+        """Return the coefficients of Heun's method: 2 steps - 1 evaluations, because the last step is Euler's."""
         rows = self.euler_rows(steps)
         corrections = FlowRow(rows.timestep[1:], rows.sigma[:-1], rows.sigma[1:], np.ones(steps - 1, bool))
         table = FlowRow(*(np.zeros(2 * steps - 1, column.dtype) for column in rows))
@@ -93,18 +92,18 @@ class FlowSchedule:
         """Mix `sample` with noise at a sigma for each element, for training."""
         return between(sample, noise, sigma.reshape(-1, *(1,) * (sample.ndim - 1)))
 
-    def target(self, sample: Float[Array, "*x"], noise: Float[Array, "*x"]) -> Float[Array, "*x"]:
-        """Training target for ``add_noise(sample, noise, sigma)``: the velocity."""
+    def target(self, sample: Sample, noise: Sample) -> Sample:
+        """Return the training target for ``add_noise(sample, noise, sigma)``: the velocity."""
         return noise - sample
 
 
-def between(sample: Float[Array, "*x"], noise: Float[Array, "*x"], sigma: Float[Any, "..."]) -> Float[Array, "*x"]:
-    """Point at sigma on the straight line from sample (sigma 0) to noise (sigma 1)."""
+def between(sample: Sample, noise: Sample, sigma: Float[Any, "..."]) -> Sample:
+    """Return the point at sigma on the straight line from sample (sigma 0) to noise (sigma 1)."""
     return sigma * noise + (1 - sigma) * sample
 
 
-def euler_step(velocity: Float[Array, "*x"], x: Float[Array, "*x"], row: FlowRow) -> Float[Array, "*x"]:
-    """One step of Euler's method along the velocity."""
+def euler_step(velocity: Sample, x: Sample, row: FlowRow) -> Sample:
+    """Take one step of Euler's method along the velocity."""
     return x + (row.next_sigma - row.sigma) * velocity
 
 
@@ -123,10 +122,10 @@ def flow_euler(
     Args:
         predict: ``(x, t)``, or ``(x, t, extra)``, to the velocity ``noise - sample``; t is a scalar float32. Give a
             `jax.tree_util.Partial` over weights and conditioning, so that they are arguments of the program.
-        shape: of the sample.
-        key: where all random numbers come from; only the first noise is random.
-        extras: a pytree with a leading axis of steps, one for each of ``schedule.euler_rows(steps).timestep``.
-        start: the first noise, instead of drawing it.
+        shape: shape of the sample.
+        key: source of the first noise.
+        extras: a pytree with a leading axis of ``schedule.euler_rows(steps).timestep``.
+        start: first noise; drawn when None.
 
     Returns:
         The sample, float32.
@@ -149,8 +148,8 @@ def flow_heun(
 ) -> Float[Array, "..."]:
     """Sample with Heun's method: each step uses the mean of the velocities at its two ends.
 
-    Arguments, result and errors as of `flow_euler`; the model is evaluated ``2 steps - 1`` times, and `extras` are
-    for ``schedule.heun_rows(steps).timestep``.
+    Arguments, result and errors as in `flow_euler`; the model is evaluated ``2 steps - 1`` times, and `extras` have a
+    leading axis of ``schedule.heun_rows(steps).timestep``.
     """
     return _sample(make_partial(predict), start, key, extras, shape, schedule, steps, "heun")
 

@@ -1,8 +1,6 @@
-"""MaskGIT sampler: masked tokens are decoded by confidence.
+"""MaskGIT sampler, which decodes masked tokens by confidence; the last class is the masked class.
 
 Source: https://arxiv.org/abs/2202.04200; the same numbers as diffusers' `AmusedScheduler`.
-
-The last class is the masked class. Models give no probability for it, and the sampler never draws it.
 """
 
 from dataclasses import dataclass
@@ -19,10 +17,10 @@ from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.ranges import NOT_NEGATIVE, Range, check_numbers, shorten_value
 from jaxmodels.samplers.sampling import Predict, check_prediction, make_partial, run_steps
 
-CLASSES = Range(2, 1 << 20)  # including the masked class
+CLASSES = Range(2, 1 << 20)  # Including the masked class.
 MASKINGS = ("cosine", "linear")
-LOWEST = -70.0  # smallest log-probability, so that differences of log-probabilities stay finite
-MIN_LOG_CONFIDENCE = -46.051702  # log(1e-20): diffusers' floor of a confidence
+LOWEST = -70.0  # Smallest log-probability, so that differences of log-probabilities stay finite.
+MIN_LOG_CONFIDENCE = -46.051702  # log(1e-20), diffusers' minimum of a confidence.
 
 
 class Tokens(NamedTuple):
@@ -40,12 +38,12 @@ class Tokens(NamedTuple):
 
 
 def normalized(prediction: Float[Array, "b v n"]) -> Float[Array, "b v n"]:
-    """Log-probabilities out of logits or log-probabilities, without infinities."""
+    """Return log-probabilities from logits or log-probabilities, without infinities."""
     return jnp.maximum(jax.nn.log_softmax(prediction.astype(jnp.float32), axis=1), LOWEST)
 
 
 class MaskRow(NamedTuple):
-    """Coefficients of one decoding step; with a leading axis, of all.
+    """Coefficients of one decoding step, or with a leading axis of all steps.
 
     Attributes:
         share: share of the initially masked tokens that are masked after the step.
@@ -62,15 +60,13 @@ class MaskSchedule:
     """Number of tokens that stay masked after each step.
 
     Attributes:
-        num_classes: with the masked class, which is the last (num_vector_embeds).
-        masking: cosine keeps few tokens in the first steps; linear the same number in each.
-        temperature: of the choice of tokens, at the first and at the last step. 0 keeps the surest ones, which is
-            greedy and prefers what is common; diffusers goes from 2 to 0.
-        class_temperature: of the draw of classes: 1 draws as the model says, 0 takes the likeliest.
-        remasking: whether a token of an earlier step may be masked again, if the model was less confident of it than of
-            the new tokens. Known tokens are never masked. diffusers does not do this.
-        begins_with_one: whether the first step keeps one token only, because the tokens of one step are chosen
-            independently of each other. diffusers does not do this.
+        num_classes: number of classes including the masked class (num_vector_embeds).
+        masking: cosine keeps few tokens in the first steps; linear the same number in each step.
+        temperature: randomness of the choice of tokens, at the first and at the last step; 0 keeps the most confident
+            tokens. diffusers goes from 2 to 0.
+        class_temperature: randomness of the classes: 1 draws from the model's distribution, 0 takes the most likely.
+        remasking: whether tokens of earlier steps with less confidence may be masked again; not in diffusers.
+        begins_with_one: whether the first step keeps only one token; not in diffusers.
 
     Raises:
         ConfigError: a field makes no sense.
@@ -99,7 +95,7 @@ class MaskSchedule:
         return self.num_classes - 1
 
     def share(self, progress: Any) -> Any:
-        """Share of masked tokens: 1 at progress 0 and 0 at 1; a trainer draws ``share(uniform)``."""
+        """Return the share of masked tokens: 1 at progress 0 and 0 at 1; a trainer draws ``share(uniform)``."""
         xp = np if isinstance(progress, np.ndarray) else jnp
         return xp.cos(progress * (np.pi / 2)) if self.masking == "cosine" else 1 - progress
 
@@ -111,9 +107,9 @@ class MaskSchedule:
         """
         if steps < 1:
             raise InputError(f"steps is {steps}; wanted 1 or more")
-        # float32 as in diffusers: where a share times the tokens is a whole number, its floor hangs on the rounding
+        # float32 as in diffusers, because the floor of a share times the tokens depends on the rounding.
         progress = np.arange(1, steps + 1).astype(np.float32) / np.float32(steps)
-        if self.begins_with_one and steps > 1:  # a share of 1: a step keeps one token at the least
+        if self.begins_with_one and steps > 1:  # With a share of 1, a step keeps one token.
             progress = np.arange(steps).astype(np.float32) / np.float32(steps - 1)
         temperature = np.linspace(*self.temperature, steps).astype(np.float32)
         return MaskRow(np.arange(steps)[::-1].astype(np.int32), self.share(progress), temperature)
@@ -121,10 +117,10 @@ class MaskSchedule:
     def add_noise(
         self, tokens: Int[Array, "b n"], share: Float[Array, " b"], uniform: Float[Array, "b n"]
     ) -> Int[Array, "b n"]:
-        """Mask a share of the tokens, at least one of each element, for training.
+        """Mask a share of each element's tokens, at least one token, for training.
 
         Args:
-            uniform: random numbers; the lowest ones say which tokens.
+            uniform: random numbers; the tokens with the lowest numbers are masked.
         """
         count = jnp.maximum(jnp.ceil(share * tokens.shape[1]), 1).astype(jnp.int32)
         return jnp.where(ranks(uniform) < count[:, None], self.mask, tokens)
@@ -153,7 +149,7 @@ def check_known(known: Any, mask: int) -> None:
 
 
 def ranks(x: Float[Array, "b n"]) -> Int[Array, "b n"]:
-    """Rank of each number within its element: how many are lower; ties in order of position."""
+    """Return the rank of each number within its element; ties are in order of position."""
     return jnp.argsort(jnp.argsort(x, axis=1), axis=1)
 
 
@@ -167,18 +163,18 @@ def maskgit_step(
     order_gumbel: Float[Array, "b n"],
     surety: Float[Array, "b n"] | None = None,
 ) -> tuple[Int[Array, "b n"], Bool[Array, "b n"], Float[Array, "b n"]]:
-    """One step: draw all masked tokens, and mask the least confident ones again.
+    """Take one step: draw all masked tokens, and mask the least confident tokens again.
 
     Args:
-        prediction: log-probabilities (or logits) of all classes but the masked one.
-        row: one row of ``schedule.rows(steps)``; timestep 0 masks nothing again.
-        masked_at_first: masked tokens before the first step.
+        prediction: log-probabilities (or logits) of all classes but the masked class.
+        row: row of ``schedule.rows(steps)``; timestep 0 masks nothing again.
+        masked_at_first: number of masked tokens before the first step.
         class_gumbel, order_gumbel: standard Gumbel noise, for the classes and for the order.
         surety: log-probability with which each unmasked token was chosen, for remasking; infinite for tokens that must
-            stay. None: all unmasked tokens stay.
+            stay. None keeps all unmasked tokens.
 
     Returns:
-        The tokens, which of them were revealed in this step, and the log-probability of each token's class.
+        The tokens, which tokens were revealed in this step, and the log-probability of each token's class.
     """
     log_probabilities = normalized(prediction)
     is_masked = tokens == schedule.mask
@@ -212,12 +208,11 @@ def maskgit(
             from steps - 1 down to 0. Give a `jax.tree_util.Partial` over weights and conditioning, so that they are
             arguments of the program.
         shape: (b, n).
-        key: where all random numbers come from.
-        extras: a pytree with a leading axis of steps, one for each of ``schedule.rows(steps).timestep``.
-        known: tokens (b, n) to keep, and the masked class where one is to be sampled.
-        alike: use the same random numbers for each member of the batch, so that a result does not depend on the place
-            in the batch.
-        distributions: return `Tokens.distribution`, too.
+        key: source of all random numbers.
+        extras: a pytree with a leading axis of ``schedule.rows(steps).timestep``.
+        known: tokens (b, n) to keep, and the masked class for tokens to sample.
+        alike: use the same random numbers for each member of the batch.
+        distributions: also return `Tokens.distribution`.
 
     Raises:
         InputError: steps, extras, known tokens or the prediction do not fit.
@@ -261,10 +256,7 @@ def _sample(
 
 
 def _noise(schedule: MaskSchedule, key: PRNGKeyArray, shape: tuple[int, int], alike: bool) -> tuple[Array, Array]:
-    """Draw Gumbel noise for the classes and for the order in one array, which compiles faster than two draws.
-
-    The row of the masked class is for the order. The noise is zero if the schedule is greedy.
-    """
+    """Draw Gumbel noise for the classes and, from the masked class's row, for the order; zero if decoding is greedy."""
     drawn = (1 if alike else shape[0], schedule.num_classes, shape[1])
     gumbel = jnp.zeros(drawn) if schedule.is_greedy else jax.random.gumbel(key, drawn, jnp.float32)
     gumbel = jnp.broadcast_to(gumbel, (shape[0], *drawn[1:]))

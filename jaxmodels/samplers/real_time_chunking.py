@@ -1,16 +1,15 @@
 """Real-time chunking: sampling of chunks that continue the plan that is being executed.
 
-Guidance: at every step the gradient of the expected clean chunk pulls it towards the plan, firmly where the robot will
-have moved before the chunk arrives, less after that. It needs no training and works with any sampler. Source:
-https://arxiv.org/abs/2506.07339 (formulas 2 to 5 and algorithm 1), pseudo-inverse guidance
-(https://openreview.net/forum?id=9_gsMA8MRKQ) for flow matching with soft masking and a bound. With sigma = 1 - tau and
-velocity = noise - sample::
+Guidance needs no training: at every step a gradient pulls the expected clean chunk towards the plan, most where the
+robot will have moved before the chunk arrives. Source: https://arxiv.org/abs/2506.07339 (formulas 2 to 5 and algorithm
+1), pseudo-inverse guidance (https://openreview.net/forum?id=9_gsMA8MRKQ) for flow matching with soft masking and a
+bound. With sigma = 1 - tau and velocity = noise - sample::
 
-    sample_hat = x - sigma velocity(x)                                # what the model expects
+    sample_hat = x - sigma velocity(x)                                # the model's expected sample
     error      = mask (plan - sample_hat)                             # `soft_mask`
     guided     = velocity - weight(sigma) error . d sample_hat / dx   # `pull`
 
-Trained: the first actions of a chunk have no noise in training, and each action has a timestep of its own (b, t).
+Training: the first actions of a chunk have no noise, and each action has its own timestep (b, t).
 Source: https://arxiv.org/abs/2512.05964 (its timestep 1 is sigma 0 here).
 """
 
@@ -29,14 +28,14 @@ from jaxmodels.samplers.flow import FlowSchedule, between
 from jaxmodels.samplers.sampling import Predict, make_partial
 from jaxmodels.types import Prefix
 
-BOUND = 5.0  # of the pull; the paper's beta
+BOUND = 5.0  # Maximum of the pull, the paper's beta.
 
 
 def soft_mask(delay: Int[Array, " b"], length: Int[Array, " b"], chunk: int) -> Float[Array, "b {chunk}"]:
-    """Weight of each action of a new chunk in the guidance towards the plan (formula 5 of the paper).
+    """Return the weight of each action of a new chunk in the guidance towards the plan (formula 5 of the paper).
 
-    1 for the first `delay` actions; then ``c (e^c - 1) / (e - 1)`` with c falling linearly, so that it would be 1 one
-    action earlier and is 0 at `length`, the end of the overlap (the paper's H - s); 0 from there on.
+    It is 1 for the first `delay` actions, then ``c (e^c - 1) / (e - 1)`` with c falling linearly to 0 at `length`, the
+    end of the overlap (the paper's H - s).
     """
     length = jnp.clip(length, 0, chunk)[:, None]
     delay = jnp.clip(delay[:, None], 0, length)
@@ -49,7 +48,7 @@ def soft_mask(delay: Int[Array, " b"], length: Int[Array, " b"], chunk: int) -> 
 def pull(sigma: Float[Any, "..."], bound: float = BOUND) -> Float[Array, "..."]:
     """Return the guidance's weight, ``(1 - tau) / (tau r^2)`` with ``r^2 = (1 - tau)^2 / (tau^2 + (1 - tau)^2)``.
 
-    It is 2 half way; the bound limits it at both ends, where few steps could not follow it.
+    The bound limits it at both ends, where few steps could not follow it.
     """
     other = 1 - sigma
     inside = sigma * other
@@ -60,7 +59,7 @@ def pull(sigma: Float[Any, "..."], bound: float = BOUND) -> Float[Array, "..."]:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Way:
-    """Static arguments of a guided program, besides its arrays."""
+    """Static arguments of a guided program."""
 
     schedule: FlowSchedule | NoiseSchedule
     bound: float
@@ -75,27 +74,22 @@ def continuing(
     bound: float = BOUND,
     through_model: bool = True,
 ) -> Partial:
-    """A `predict` guided to continue a plan, for any sampler over chunks (b, t, a) with this schedule.
+    """Return a `predict` guided to continue a plan, for any sampler over chunks (b, t, a) with this schedule.
 
-    Delays and lengths are arrays: one compiled program serves all of them, each member of a batch with its own. Without
-    a plan (length 0) a member's samples are those of `predict`; when nobody in the batch has one, no gradient is
-    computed at all.
+    One compiled program serves all delays and lengths. Members without a plan (length 0) are not guided, and a batch
+    without plans computes no gradient.
 
     Args:
-        predict: ``(x, t)``, or ``(x, t, extra)``, to a prediction shaped like x, with members that do not depend on
-            each other. For a diffusion schedule the prediction is read as its `prediction_type`: the model is guided as
-            the flow that it amounts to (``sigma = noise / (signal + noise)``), where the weight without bound is that
-            of https://openreview.net/forum?id=9_gsMA8MRKQ.
-        prefix: the plan, normalised as the samples are. Its actions may have fewer numbers than those of the samples,
-            whose others are padding and not pulled.
-        bound: the most that `pull` may be: the paper's beta. More holds the plan more firmly; few steps want less.
-        through_model: take the gradient through the model, which costs about two more forward passes a step. Without it
-            the expected sample counts as if it moved with x one to one, as in lerobot 0.4.4, whose gradient does not
-            reach the model: cheaper, but actions without a plan are not told of those with one.
+        predict: ``(x, t)``, or ``(x, t, extra)``, to a prediction shaped like x, with independent members. With a
+            diffusion schedule the model is guided as the equivalent flow (``sigma = noise / (signal + noise)``).
+        prefix: the plan, normalised like the samples. Its actions may be narrower than padded samples.
+        bound: maximum of `pull`, the paper's beta. A larger bound holds the plan more firmly but needs more steps.
+        through_model: take the gradient through the model, which costs about two more forward passes a step. Without
+            it, as in lerobot 0.4.4, the plan does not influence the actions after it.
 
     Raises:
         ConfigError: the bound is not more than 0.
-        InputError: the plan has another shape than the samples (when traced).
+        InputError: plan and samples have different shapes (when traced).
     """
     if not bound > 0:
         raise ConfigError(f"bound of the guidance is {bound}; wanted more than 0, e.g. {BOUND}")
@@ -103,7 +97,7 @@ def continuing(
 
 
 def begin_with(prefix: Prefix, chunk: Float[Array, "b t a"]) -> Float[Array, "b t a"]:
-    """Replace the first actions of `chunk` by those of the plan; guidance alone only comes close to them."""
+    """Replace the first actions of `chunk` by the plan's actions, which guidance only approximates."""
     steps = jnp.arange(chunk.shape[1])[None]
     is_past = steps < jnp.minimum(prefix.delay, prefix.length)[:, None]
     return jnp.where(is_past[..., None], prefix.actions.astype(chunk.dtype), chunk)
@@ -135,21 +129,21 @@ def _guided(predict: Predict, prefix: Prefix, way: _Way, x: Array, t: Any, *rest
 
 
 def _clean(schedule: FlowSchedule | NoiseSchedule, prediction: Array, x: Array, t: Any) -> Array:
-    """The sample that a prediction amounts to."""
+    """Return the clean sample of a prediction."""
     if isinstance(schedule, FlowSchedule):
         return x - t / schedule.num_train_timesteps * prediction
-    # not clipped: where it is, it has no gradient
+    # A clipped sample would have no gradient.
     return replace(schedule, clip_sample=False).split(prediction, x, jnp.asarray(schedule.alphas)[t])[0]
 
 
 def _corrected(way: _Way, prediction: Array, gradient: Array, t: Any) -> Array:
-    """The prediction whose sample is pulled along the gradient (by x), and whose noise makes up for it."""
+    """Return the prediction with its sample pulled along the gradient (by x)."""
     schedule = way.schedule
     if isinstance(schedule, FlowSchedule):
         return prediction - pull(t / schedule.num_train_timesteps, way.bound) * gradient
     alpha = jnp.asarray(schedule.alphas)[t]
     signal, noise = jnp.sqrt(alpha), jnp.sqrt(1 - alpha)
-    # x / (signal + noise) is the flow's x, and its gradient is (signal + noise) times that by x
+    # The flow's x is x / (signal + noise), so its gradient is (signal + noise) times the gradient by x.
     step = pull(noise / (signal + noise), way.bound) * gradient
     if schedule.prediction_type == "epsilon":
         return prediction - signal * step
@@ -160,10 +154,10 @@ class Example(NamedTuple):
     """Training example for a model with a timestep for each action.
 
     Attributes:
-        x: (b, t, a), noisy but for the first actions.
-        timestep: (b, t), 0 where there is no noise.
+        x: (b, t, a), with noise except in the first actions.
+        timestep: (b, t), 0 without noise.
         target: (b, t, a), the velocity.
-        counts: (b, t), true where the loss counts: the mean is over these.
+        counts: (b, t), whether the loss includes the action.
     """
 
     x: Float[Array, "b t a"]
@@ -173,10 +167,7 @@ class Example(NamedTuple):
 
 
 def draw_delays(key: PRNGKeyArray, batch: int, largest: int, decay: float = 0.0) -> Int[Array, " {batch}"]:
-    """Draw random delays of 0 to `largest` (included, less than a chunk) for training.
-
-    Each delay is ``exp(-decay)`` as frequent as the one before: short delays leave more actions to learn from.
-    """
+    """Draw random delays of 0 to `largest` for training, each ``exp(-decay)`` as frequent as the previous delay."""
     return jax.random.categorical(key, -decay * jnp.arange(largest + 1, dtype=jnp.float32), shape=(batch,))
 
 
@@ -187,7 +178,7 @@ def example(
     sigma: Float[Array, " b"],
     delay: Int[Array, " b"],
 ) -> Example:
-    """Training example: `actions` with noise, all but the first `delay` of each chunk."""
+    """Return a training example: `actions` with noise except in the first `delay` actions of each chunk."""
     counts = jnp.arange(actions.shape[1])[None] >= delay[:, None]
     sigmas = jnp.where(counts, sigma[:, None], 0)
     x = between(actions, noise, sigmas[..., None])
@@ -197,8 +188,7 @@ def example(
 def given(predict: Predict, prefix: Prefix, schedule: FlowSchedule) -> Partial:
     """Return a `predict` that continues a plan in a flow sampler, for a model that was trained with `example`.
 
-    The first `delay` actions stay without noise. The plan beyond them is not used, because the model never saw any.
-    `predict` takes ``(x, t)``, or ``(x, t, extra)``, with t (b, t).
+    The first `delay` actions have no noise. `predict` takes ``(x, t)``, or ``(x, t, extra)``, with t (b, t).
     """
     return Partial(_given, make_partial(predict), prefix, jnp.float32(schedule.num_train_timesteps))
 
@@ -207,5 +197,5 @@ def _given(predict: Predict, prefix: Prefix, total: Array, x: Array, t: Any, *re
     past = jnp.arange(x.shape[1])[None] < jnp.minimum(prefix.delay, prefix.length)[:, None]
     clamped = jnp.where(past[..., None], prefix.actions, x)
     velocity = jnp.asarray(predict(clamped, jnp.where(past, 0, t), *rest), jnp.float32)
-    # straight to the plan from wherever x is, which began as noise
+    # The velocity leads straight from x to the plan.
     return jnp.where(past[..., None], (x - prefix.actions) * (total / t), velocity)

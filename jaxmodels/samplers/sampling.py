@@ -20,11 +20,7 @@ Rows = TypeVar("Rows")
 
 
 def make_partial(predict: Predict) -> Partial:
-    """Return `predict` as a `Partial`, whose arrays are arguments of the compiled program.
-
-    Any other callable, with the arrays of its closure, is a constant of the program: each new closure compiles again,
-    unless the caller is inside a ``jit``.
-    """
+    """Return `predict` as a `Partial`, whose arrays are arguments of the program; each other closure compiles again."""
     return predict if isinstance(predict, Partial) else Partial(predict)
 
 
@@ -82,8 +78,7 @@ def draw_for_each(key: Any, shape: tuple[int, ...], batch: int) -> Array:
 
 
 def combine(unconditional: Float[Array, "*x"], conditional: Float[Array, "*x"], scale: Any) -> Float[Array, "*x"]:
-    """Classifier-free guidance of a prediction of noise, sample or velocity; scale 1 is the conditional one (formula 6
-    of https://arxiv.org/abs/2207.12598, with its w as scale - 1)."""
+    """Return the classifier-free guidance of a prediction (formula 6 of https://arxiv.org/abs/2207.12598)."""
     return unconditional + scale * (conditional - unconditional)
 
 
@@ -91,7 +86,7 @@ def guide(predict: Predict, scale: Any) -> Partial:
     """Return a guided `predict` for a model that predicts with and without the condition in one batch.
 
     `predict` receives x twice, 2 b; the first half of its result is without the condition, as in diffusers. A `scale`
-    of 1 is no guidance; another value does not compile the program again.
+    of 1 is no guidance; other values do not compile the program again.
     """
     return Partial(_guided, make_partial(predict), scale)
 

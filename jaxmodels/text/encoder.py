@@ -27,7 +27,7 @@ from jaxmodels.ranges import (
 SMALL, CLIP = "small", "clip"
 KINDS = (SMALL, CLIP)
 TEXT_ACTIVATIONS = ("gelu", "quick_gelu")
-BYTES = 257  # every byte, and one that starts a text
+BYTES = 257  # Every byte, and a start token.
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class TextConfig:
 
     Attributes:
         kind: ``small``, trained with the policy on the bytes of a text; ``clip``, CLIP's text tower.
-        length: n, tokens of a text, shorter ones filled up. For ``small`` one more than the bytes that fit.
-        width: d, of each token.
+        length: n, tokens of a text, including padding and, for ``small``, the start token.
+        width: d, width of each token.
         hidden: width within the feed-forward layers.
-        vocabulary: how many different tokens there are.
-        activation: between the feed-forward layers; ``quick_gelu`` is the sigmoid form of the first CLIP models.
+        vocabulary: number of different tokens.
+        activation: activation of the feed-forward layers; ``quick_gelu`` is the sigmoid form of the first CLIP models.
         is_frozen: whether training leaves its weights as they are.
 
     Raises:
@@ -77,7 +77,7 @@ class TextConfig:
 
     @classmethod
     def small(cls) -> "TextConfig":
-        """Config of a small one, trained with its policy, for instructions of up to 95 bytes."""
+        """Return the config of a small encoder, trained with its policy, for instructions of up to 95 bytes."""
         return cls()
 
     @classmethod
@@ -101,12 +101,12 @@ class TextConfig:
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """The object ``text_encoder`` of a policy's ``config.json``."""
+        """Return the object ``text_encoder`` of a policy's ``config.json``."""
         return asdict(self)
 
 
 ACTIVATIONS = {"gelu": Activation(exact_gelu, 1), "quick_gelu": Activation(sigmoid_gelu, 1)}
-# As large as what layers add to it: with 0.02, two instructions that differ in a word are nearly the same to a policy.
+# As large as the layers' outputs; with 0.02, a policy would barely distinguish similar instructions.
 _embedding_init = nnx.initializers.normal(1.0)
 
 

@@ -1,8 +1,8 @@
 """Tokenizers of bytes and of vocabularies."""
 
 import unicodedata
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -56,7 +56,7 @@ class PromptTokenizer:
         self._read.no_truncation()
 
     def __call__(self, text: str) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"], int]:
-        """Tokens of a prompt, which of them are part of it, and how many it has with those that were cut."""
+        """Return tokens of a prompt, their mask, and the number of tokens before the cut."""
         tokens = encode(self._read, text)
         used = self._cut(text) if len(tokens) > self.length else tokens
         ids, mask = np.zeros(self.length, np.int32), np.zeros(self.length, bool)
@@ -64,7 +64,7 @@ class PromptTokenizer:
         return ids, mask, len(tokens)
 
     def _cut(self, text: str) -> list[int]:
-        """As LeRobot cuts: tokens that begin or end every text stay."""
+        """Cut like LeRobot: tokens that begin or end every text stay."""
         self._read.enable_truncation(self.length)
         try:
             return encode(self._read, text)
@@ -75,24 +75,15 @@ class PromptTokenizer:
 START = BYTES - 1
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """Interface of tokenizers: texts to tokens of a fixed number."""
-
-    def __call__(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]:
-        """Tokens, int32, and which of them are part of the text. The first always is.
-
-        Raises:
-            ObservationError: a text cannot be read.
-        """
-        ...
+# Texts to a fixed number of tokens, int32, and their mask, whose first token is always valid; raises ObservationError.
+Tokenizer: TypeAlias = Callable[[Sequence[str]], tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]]
 
 
 def tokenizer(config: TextConfig, file: bytes | None = None) -> Tokenizer:
-    """The tokenizer of a text encoder.
+    """Return the tokenizer of a text encoder.
 
     Args:
-        file: the content of its ``tokenizer.json``; ``small`` needs none.
+        file: content of its ``tokenizer.json``; ``small`` needs no file.
 
     Raises:
         CheckpointError: the file is missing or cannot be read.

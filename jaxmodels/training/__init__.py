@@ -5,7 +5,7 @@ Names are looked up when first used, so that importing this package does not imp
 
 from typing import TYPE_CHECKING
 
-from jaxmodels._lazy import lazy_names
+from jaxmodels._lazy import lazy_names, list_homes
 
 if TYPE_CHECKING:
     from jaxmodels.devices import join
@@ -38,24 +38,16 @@ __all__ = [
     "trained_types",
 ]
 
-_HOMES = {
-    "ImageTransforms": "jaxmodels.training.augmentation",
-    "OptimizerConfig": "jaxmodels.training.optimizers",
-    "Progress": "jaxmodels.training.progress",
-    "SchedulerConfig": "jaxmodels.training.optimizers",
-    "Start": "jaxmodels.training.initial_policy",
-    "TrainingConfig": "jaxmodels.training.config",
-    "Transform": "jaxmodels.training.augmentation",
-    "draw_curve": "jaxmodels.training.progress",
-    "join": "jaxmodels.devices",
-    "new_policy": "jaxmodels.training.initial_policy",
-    "optimizer_preset": "jaxmodels.training.optimizers",
-    "parse_transforms": "jaxmodels.training.augmentation",
-    "policy_fields": "jaxmodels.training.initial_policy",
-    "policy_types": "jaxmodels.policies",
-    "trained_types": "jaxmodels.policies",
-    "scheduler_preset": "jaxmodels.training.optimizers",
-    "train": "jaxmodels.training.loop",
-    "trained_policy": "jaxmodels.training.initial_policy",
-}
+_HOMES = list_homes(
+    {
+        "jaxmodels.devices": "join",
+        "jaxmodels.policies": "policy_types trained_types",
+        "jaxmodels.training.augmentation": "ImageTransforms Transform parse_transforms",
+        "jaxmodels.training.config": "TrainingConfig",
+        "jaxmodels.training.initial_policy": "Start new_policy policy_fields trained_policy",
+        "jaxmodels.training.loop": "train",
+        "jaxmodels.training.optimizers": "OptimizerConfig SchedulerConfig optimizer_preset scheduler_preset",
+        "jaxmodels.training.progress": "Progress draw_curve",
+    }
+)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, UInt8
 
 from jaxmodels.errors import ConfigError
 
-# name -> (LeRobot's type, the smallest and largest number that make sense)
+# Name to (LeRobot's type, smallest number, largest number).
 KINDS: dict[str, tuple[str, float, float]] = {
     "brightness": ("ColorJitter", 0.0, 10.0),
     "contrast": ("ColorJitter", 0.0, 10.0),
@@ -27,9 +27,8 @@ class Transform:
     """One transform of images, whose strength is drawn from a range for every picture.
 
     Attributes:
-        name: one of `KINDS`; the number of ``affine`` is degrees, of ``hue`` a share of the colour wheel, of the others
-            a factor.
-        weight: how often it is chosen, beside those of the others.
+        name: key of `KINDS`; numbers are degrees (``affine``), a share of the colour wheel (``hue``), or a factor.
+        weight: relative frequency of the transform.
         translate: largest shift of an ``affine``, as shares of width and height.
     """
 
@@ -65,13 +64,13 @@ LEROBOT = (
 
 @dataclass(frozen=True)
 class ImageTransforms:
-    """Which transforms are applied: LeRobot's `ImageTransformsConfig` (lerobot/datasets/transforms.py), and noise.
+    """LeRobot's `ImageTransformsConfig` (lerobot/datasets/transforms.py), and noise.
 
     Attributes:
         enable: whether `tfs` are applied.
-        max_num_transforms: how many of them each picture gets, chosen anew for each.
-        tfs: the changes, in the order in which they are applied.
-        noise: standard deviation per pixel, as a share of the full range; given to every picture, enabled or not.
+        max_num_transforms: number of transforms that are chosen for each picture.
+        tfs: the transforms, in the order in which they are applied.
+        noise: standard deviation per pixel, as a share of the full range, independent of `enable`.
     """
 
     enable: bool = False
@@ -100,7 +99,7 @@ def parse_transforms(values: Any) -> tuple[Transform, ...]:
     """Parse LeRobot's ``tfs``: ``{"hue": {"weight": 1.0, "type": "ColorJitter", "kwargs": {"hue": [-0.05, 0.05]}}}``.
 
     Raises:
-        ConfigError: another form, or a change that is not known.
+        ConfigError: the form is wrong, or a transform is unknown.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"tfs is {values!r}; {SUFFIX}")
@@ -119,7 +118,7 @@ def _parse(name: str, entry: Any) -> Transform:
         raise ConfigError(f"tfs.{name} is {entry['type']} with {sorted(entry['kwargs'])}; known: {known}")
     values = kwargs[key]
     middle = 0.0 if kind in ("hue", "affine") else 1.0
-    # One number is how far to go to either side, of a factor down to nothing.
+    # One number is the distance to both sides; a factor is at least 0.
     is_one = isinstance(values, int | float)
     low, high = (max(middle - values, KINDS[kind][1]), middle + values) if is_one else values
     return Transform(kind, float(low), float(high), float(entry.get("weight", 1.0)), translate)
@@ -144,14 +143,14 @@ def augment(frames: UInt8[Array, "b h w 3"], config: ImageTransforms, key: PRNGK
 def augment_moments(
     frames: UInt8[Array, "b *t h w 3"], config: ImageTransforms, key: PRNGKeyArray
 ) -> UInt8[Array, "b *t h w 3"]:
-    """Apply random transforms to frames; where there is an axis of time, the same to all moments of an example."""
+    """Apply random transforms to frames, the same to all moments of an example."""
     if frames.ndim == 4:
         return augment(frames, config, key)
     return jax.vmap(lambda moment: augment(moment, config, key), in_axes=1, out_axes=1)(frames)
 
 
 def _choose(config: ImageTransforms, count: int, key: PRNGKeyArray) -> Array:
-    """Choose the transforms of each picture: drawn without replacement, by weight (the largest of Gumbel's numbers)."""
+    """Choose the transforms of each picture: drawn by weight without replacement (largest Gumbel scores)."""
     weights = jnp.log(jnp.asarray([transform.weight for transform in config.active], jnp.float32))
     scores = weights + jax.random.gumbel(key, (count, len(config.active)), jnp.float32)
     picks = min(config.max_num_transforms, len(config.active))
@@ -212,7 +211,7 @@ def hue(x: Pictures, turn: Numbers) -> Pictures:
 
 
 def sharpness(x: Pictures, factor: Numbers) -> Pictures:
-    """Blend each picture with one blurred over 3x3 pixels, by a factor; the border stays as it is."""
+    """Blend each picture with its blur over 3x3 pixels, by a factor; the border stays unchanged."""
     kernel = jnp.asarray(((1, 1, 1), (1, 5, 1), (1, 1, 1)), x.dtype) / 13
     weights = jnp.broadcast_to(kernel[..., None, None], (3, 3, 1, 3))
     inner = jax.lax.conv_general_dilated(
@@ -228,7 +227,7 @@ def affine(x: Pictures, degrees: Numbers, across: Numbers, down: Numbers) -> Pic
     rows, columns = jnp.meshgrid(jnp.arange(height) - middle[0], jnp.arange(width) - middle[1], indexing="ij")
 
     def one(picture: Float[Array, "h w 3"], angle: Array, dx: Array, dy: Array) -> Float[Array, "h w 3"]:
-        # Where each pixel comes from: shifted back, then turned back. Shifts are whole pixels, as torchvision's.
+        # The source of each pixel: shifted back, then rotated back. Shifts are whole pixels, as in torchvision.
         y, x = rows - jnp.round(dy * height), columns - jnp.round(dx * width)
         sine, cosine = jnp.sin(jnp.deg2rad(angle)), jnp.cos(jnp.deg2rad(angle))
         row = jnp.round(cosine * y - sine * x + middle[0]).astype(jnp.int32)

@@ -8,7 +8,7 @@ from jaxmodels.training.augmentation import ImageTransforms
 from jaxmodels.training.optimizers import OptimizerConfig, SchedulerConfig
 
 COUNTS = ("steps", "batch_size", "log_freq", "save_freq", "keep_checkpoints", "gradient_accumulation_steps")
-# What may change from one run to the next that goes on with it: it does not touch the weights.
+# Fields that may change when a run is resumed, because weights do not depend on them.
 OPERATIONAL = ("log_freq", "save_freq", "keep_checkpoints", "num_workers", "tensorboard", "data", "fsdp")
 
 
@@ -19,19 +19,19 @@ class TrainingConfig:
     Attributes:
         steps: updates of the parameters.
         batch_size: examples of one update, over all devices and processes together.
-        optimizer, scheduler: what the policy's config asks for, when None.
-        gradient_accumulation_steps: parts in which a batch is computed one after another, for less memory.
-        dtype: what the model computes in; parameters and their averages are float32 whatever it is.
-        ema_decay: of the exponential moving average of parameters that becomes the policy; 0 for none.
-        image_transforms: what happens to pictures.
-        state_noise: standard deviation of what is added to the normalised state.
-        use_imagenet_stats: normalise cameras by ImageNet's mean and spread, as LeRobot does, not by the dataset's.
-        log_freq, save_freq: steps between two lines of metrics and between two checkpoints.
-        keep_checkpoints: how many of the newest stay.
+        optimizer, scheduler: the policy's presets when None.
+        gradient_accumulation_steps: number of parts of a batch that are computed one after another, for less memory.
+        dtype: dtype of the model's computation; parameters and their averages are always float32.
+        ema_decay: decay of the exponential moving average of parameters that becomes the policy; 0 for none.
+        image_transforms: augmentation of images.
+        state_noise: standard deviation of noise that is added to the normalised state.
+        use_imagenet_stats: normalise cameras by ImageNet's mean and deviation, as LeRobot does, not by the dataset's.
+        log_freq, save_freq: steps between lines of metrics and between checkpoints.
+        keep_checkpoints: number of the newest checkpoints that are kept.
         num_workers: threads that read and decode.
-        tensorboard: whether metrics are also written as TensorBoard reads them.
-        data, fsdp: devices over which a batch is spread, and those over which the parameters are too; as many as there
-            are where None, and one for the other one when both are.
+        tensorboard: whether metrics are also written for TensorBoard.
+        data, fsdp: devices over which batches are split, and over which parameters are also split; None for all
+            remaining devices, and 1 for `data` when both are None.
 
     Raises:
         ConfigError: a value makes no sense; all errors together.

@@ -25,12 +25,9 @@ from jaxmodels.weights import blueprint, check_fit, not_finite
 
 SMALL = "small"
 PRESETS = (SMALL,)
-# Any policy can be made for these; what fields its config has does not depend on them.
+# Features of any policy type, to list the fields of its config.
 _ANY = {
-    "input_features": {
-        STATE: {"type": "STATE", "shape": [1]},
-        ENVIRONMENT_STATE: {"type": "ENV", "shape": [1]},
-    },
+    "input_features": {STATE: {"type": "STATE", "shape": [1]}, ENVIRONMENT_STATE: {"type": "ENV", "shape": [1]}},
     "output_features": {ACTION: {"type": "ACTION", "shape": [1]}},
 }
 
@@ -40,8 +37,8 @@ class Start:
     """Config, weights, backbone and tokenizer that a training starts from.
 
     Attributes:
-        weights: by our names: a whole policy's, those of its text encoder, or none; the others are drawn.
-        backbone: a trained vision backbone, which replaces the drawn one.
+        weights: weights by our names, of the policy or its text encoder; other weights are drawn.
+        backbone: a trained vision backbone, which replaces the drawn backbone.
         tokenizer: content of ``tokenizer.json``.
     """
 
@@ -51,7 +48,7 @@ class Start:
     tokenizer: bytes | None = None
 
     def with_values(self, values: Mapping[str, Any]) -> "Start":
-        """This start with other values of some config fields, as in ``config.json``.
+        """Return this start with other values of config fields, as in ``config.json``.
 
         Raises:
             ConfigError: a field is unknown or makes no sense.
@@ -84,14 +81,14 @@ def new_policy(
     values: Mapping[str, Any] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Start:
-    """A new policy for the features of a dataset.
+    """Return a new policy for the features of a dataset.
 
     Args:
-        preset: ``small``, what a CPU can train.
-        image_size: (height, width) that the policy looks at; that of the dataset's pictures when None.
-        text_encoder: folder or Hub repo of a CLIP as transformers writes it, whose text tower reads instructions.
-        values: of fields of the config, as ``config.json`` has them; before those of the preset.
-        on_progress: told how much of a trained part is downloaded.
+        preset: ``small`` for a policy that a CPU can train.
+        image_size: (height, width) of the policy's images; the dataset's size when None.
+        text_encoder: folder or Hub repo of transformers' CLIP, whose text tower reads instructions.
+        values: values of config fields, as in ``config.json``, which replace the preset's.
+        on_progress: called with the progress of downloads.
 
     Raises:
         ConfigError: a field is unknown or makes no sense, or the preset is not known.
@@ -123,9 +120,9 @@ def new_policy(
         read["text_encoder"] = _text_encoder(read["text_encoder"])
     backbone_weights, known = "pretrained_backbone_weights", policy_fields(kind)
     if backbone_weights in known and not str(read.get("vision_backbone", "resnet")).startswith("resnet"):
-        read.setdefault(backbone_weights, None)  # what the default names fits no other backbone
+        read.setdefault(backbone_weights, None)  # The default weights fit only a ResNet.
     if "push_to_hub" in known:
-        read.setdefault("push_to_hub", False)  # LeRobot's default; nothing is uploaded here
+        read.setdefault("push_to_hub", False)  # LeRobot's default is true, but nothing is uploaded here.
     policy = chosen.config(read)
     if getattr(policy, "push_to_hub", False):
         raise ConfigError(
@@ -147,7 +144,7 @@ def trained_policy(
     revision: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Start:
-    """A pretrained policy to go on with, from a folder or the Hub. The dataset's statistics will replace its own.
+    """Load a pretrained policy from a folder or the Hub; the dataset's statistics will replace its own.
 
     Raises:
         HubError: the repo cannot be fetched.
@@ -171,7 +168,7 @@ def _folder(
 
 
 def _features(dataset: Dataset, image_size: tuple[int, int] | None) -> dict[str, Any]:
-    """Inputs and outputs of a policy for a dataset, as in ``config.json``; like LeRobot's it reads one state."""
+    """Return inputs and outputs of a policy for a dataset, as in ``config.json``, with one state as in LeRobot."""
     inputs, done = [], []
     for feature in dataset.features:
         if feature.type == "VISUAL":
@@ -199,10 +196,10 @@ def _text_encoder(name: str) -> dict[str, Any]:
 
 # Source of the text encoder's names: transformers/models/clip (CLIPTextModel, or the text part of a CLIPModel).
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# How the names of all that is read begin, and of what there may be besides.
+# Prefixes of the tensors that are read, and of ignored tensors.
 TOWER = "text_model."
 OTHERS = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale")
-_TABLE = "text_model.embeddings.position_ids"  # 0, 1, 2, ... of older versions
+_TABLE = "text_model.embeddings.position_ids"  # A constant in files of older versions.
 _PARTS = {
     "tokens": "embeddings.token_embedding.weight",
     "positions": "embeddings.position_embedding.weight",
@@ -259,7 +256,7 @@ def _text_config(values: dict[str, Any]) -> TextConfig:
     epsilon = said.get("layer_norm_eps", EPSILON)
     if epsilon != EPSILON:
         raise CheckpointError(f"{CONFIG}: layer_norm_eps is {epsilon!r}; wanted {EPSILON}, which every known CLIP has")
-    # What a file leaves out has transformers' default (configuration_clip.py, CLIPTextConfig).
+    # Missing fields have transformers' defaults (configuration_clip.py, CLIPTextConfig).
     return TextConfig(
         kind=CLIP,
         length=said.get("max_position_embeddings", 77),

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,27 +57,25 @@ def train(
 ) -> Path:
     """Train a policy and write it to ``output/policy`` in LeRobot's layout.
 
-    ``output`` also gets ``training.json`` (the set-up), ``metrics.jsonl``, ``checkpoints/<step>`` (the state, and the
-    policy as it was) and ``loss.png``. A run that goes on ends with the weights that it would have had: batches and
-    noise depend on the seed and the step alone.
-
-    With several processes (`jax.distributed.initialize`) each calls this; they share `output`.
+    ``output`` also gets ``training.json`` (the set-up), ``metrics.jsonl``, ``checkpoints/<step>`` (state, policy),
+    and ``loss.png``. A resumed run gets the same weights, because batches and noise depend only on seed and step.
+    Each of several processes (`jax.distributed.initialize`) calls this with the same `output`.
 
     Args:
-        resume: go on with the run in `output` from its newest checkpoint, when there is one.
-        device: a kind (``cpu``, ``gpu``, ``tpu``) or one of them (``cuda:1``); JAX's first choice when None.
-        on_progress: told every `log_freq` steps.
-        on_decoding: told how many frames of a camera are decoded, and of how many.
+        resume: resume the run in `output` from its newest checkpoint, if there is one.
+        device: a kind (``cpu``, ``gpu``, ``tpu``) or a device (``cuda:1``); JAX's first choice when None.
+        on_progress: called every `log_freq` steps.
+        on_decoding: called with the number of decoded frames of a camera, and of all its frames.
 
     Returns:
         The policy's folder.
 
     Raises:
-        TrainingError: the loss is no number any more, or `output` holds another run.
+        TrainingError: the loss is NaN or infinite, or `output` holds another run.
         ConfigError: the devices do not divide the batch.
         DatasetError: the dataset does not fit the policy, or frames cannot be read.
         CheckpointError: weights to start from do not fit the policy.
-        OSError: something cannot be written, e.g. because the disk is full; a later run can go on from what was.
+        OSError: a file cannot be written, e.g. because the disk is full; a later run can resume.
     """
     output = Path(output)
     with explain_write_errors(output):
@@ -96,7 +95,7 @@ def train(
             state = training.state if newest is None else snapshots.restore(newest, training.state)
             first = 0 if newest is None else newest
             if newest is not None:
-                # A kill may have come between the two parts of a checkpoint. Every process has to gather: none looks.
+                # A killed run may lack the policy of its checkpoint; every process must gather the weights.
                 run.write(snapshots.folder(newest) / SNAPSHOT, state)
             before = cut_metrics(output, first) if is_first else 0.0
             with Reports(output, first=first, tensorboard=config.tensorboard, is_writing=is_first) as reports:
@@ -109,22 +108,17 @@ def train(
         return output / POLICY_FOLDER
 
 
+@dataclass(frozen=True)
 class _Run:
     """A running training: everything that does not change between steps."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        start: Start,
-        config: TrainingConfig,
-        output: Path,
-        layout: Layout,
-        normalization: Normalization,
-        training: PlacedTraining,
-    ):
-        self._dataset, self._start, self._config, self._output = dataset, start, config, output
-        self._layout, self._normalization = layout, normalization
-        self._step, self._fixed = training.step, training.fixed
+    dataset: Dataset
+    start: Start
+    config: TrainingConfig
+    output: Path
+    layout: Layout
+    normalization: Normalization
+    training: PlacedTraining
 
     def run_steps(
         self,
@@ -136,21 +130,17 @@ class _Run:
         reports: Reports,
         on_progress: Callable[[Progress], None] | None,
     ) -> State:
-        """All steps from the first to the last; gives the last state.
-
-        Args:
-            before: seconds of the runs before this one.
-        """
-        config = self._config
+        """Run all steps from the first, after `before` seconds of earlier runs; returns the last state."""
+        config = self.config
         watch = Throughput(config.steps, config.batch_size, first, before)
         running: jax.Array | None = None
         with closing(loader.batches(first, config.steps)) as batches:
             for number in range(first, config.steps):
                 with watch.waiting(running):
                     batch = next(batches)
-                state, loss = self._step(state, self._fixed, self._layout.put_batch(batch))
+                state, loss = self.training.step(state, self.training.fixed, self.layout.put_batch(batch))
                 if running is not None:
-                    running.block_until_ready()  # two steps ahead at most: batches in flight take memory
+                    running.block_until_ready()  # At most two steps ahead, because batches take memory.
                 running, done = loss, number + 1
                 if done % config.log_freq == 0 or done == config.steps:
                     values = self._measure(state, done)
@@ -159,30 +149,30 @@ class _Run:
                     if on_progress is not None:
                         on_progress(progress)
                 if done % config.save_freq == 0 and done < config.steps:
-                    self._measure(state, done)  # a state that is no number is not kept
+                    self._measure(state, done)  # A state with NaN is not saved.
                     self.save(snapshots, state)
         return state
 
     def save(self, snapshots: Snapshots, state: State) -> None:
-        """A checkpoint of this state; the greater part is written while the next steps are done."""
+        """Save a checkpoint of this state, which is mostly written during the next steps."""
         step = int(state.step)
         snapshots.save(step, state)
         self.write(snapshots.folder(step) / SNAPSHOT, state)
 
     def write(self, folder: Path, state: State) -> None:
-        """The policy as it is in this state."""
-        weights = gather_weights(state, self._fixed, self._layout)
+        """Write the policy of this state."""
+        weights = gather_weights(state, self.training.fixed, self.layout)
         if jax.process_index() == 0:
-            write_policy(folder, weights, self._start, self._normalization, self._dataset)
+            write_policy(folder, weights, self.start, self.normalization, self.dataset)
 
     def _rate(self, step: int) -> Any:
-        optimizer, scheduler = self._config.optimizer, self._config.scheduler
+        optimizer, scheduler = self.config.optimizer, self.config.scheduler
         assert optimizer is not None
         assert scheduler is not None
-        return optimizer.lr * scheduler.factor(step, self._config.steps)
+        return optimizer.lr * scheduler.factor(step, self.config.steps)
 
     def _measure(self, state: State, done: int) -> dict[str, float]:
-        """Means over the steps since the last line."""
+        """Return means over the steps since the last line of metrics."""
         sums: Mapping[str, Any] = jax.device_get(state.sums)
         values = {name: float(value / sums[COUNT]) for name, value in sums.items() if name != COUNT}
         if not math.isfinite(values["loss"]):
@@ -194,7 +184,7 @@ class _Run:
         return values
 
     def _last_line(self) -> str:
-        path = self._output / METRICS
+        path = self.output / METRICS
         lines = path.read_text().splitlines() if path.exists() else []
         if not lines:
             return ""
@@ -220,7 +210,7 @@ def _loader(
 
     if count == 1:
         return make()
-    # One process of a machine decodes the frames that all of them then read.
+    # The first process decodes the frames that all processes then read.
     loader = make() if index == 0 else None
     multihost_utils.sync_global_devices("frames")
     return loader or make()

@@ -19,8 +19,8 @@ class SchedulerConfig:
     """Learning-rate schedule, with LeRobot's names (lerobot/optim/schedulers.py).
 
     Attributes:
-        type: ``constant``; ``diffuser``, one of diffusers' by `name`; or ``cosine_decay_with_warmup``.
-        name: of a diffuser's: ``cosine`` and ``linear`` fall to 0 at the last step.
+        type: ``constant``; ``diffuser`` for diffusers' schedule `name`; or ``cosine_decay_with_warmup``.
+        name: diffusers' schedule; ``cosine`` and ``linear`` fall to 0 at the last step.
         num_warmup_steps: steps in which the rate rises linearly.
         num_decay_steps: length of a ``cosine_decay_with_warmup``; a shorter training shrinks it, and the warm-up in
             proportion. The training's length when None.
@@ -74,7 +74,7 @@ class SchedulerConfig:
         share = min(1.0, steps / decay)
         decay, warmup = min(steps, decay), int(self.num_warmup_steps * share)
         lowest = self.decay_lr / self.peak_lr
-        # The cosine counts from the first step, not from the end of the warm-up; so does LeRobot's.
+        # As in LeRobot, the cosine begins at the first step, not after the warm-up.
         cosine = 0.5 * (1 + jnp.cos(jnp.pi * jnp.minimum(now, decay) / decay))
         first = 1 / (warmup + 1)
         rising = first + (1 - first) * now / max(1, warmup)
@@ -82,7 +82,7 @@ class SchedulerConfig:
 
 
 def scheduler_preset(policy: object) -> SchedulerConfig:
-    """The schedule that a policy's config asks for; constant when it names none."""
+    """Return the schedule of a policy's config; constant if it has none."""
     warmup = getattr(policy, "scheduler_warmup_steps", None) or 0
     if (decay := getattr(policy, "scheduler_decay_steps", None)) is not None:
         lowest = getattr(policy, "scheduler_decay_lr", 0.0)
@@ -103,11 +103,11 @@ class OptimizerConfig:
     """Optimizer, with LeRobot's names (lerobot/optim/optimizers.py), and which parameters decay.
 
     Attributes:
-        type: ``adamw``, or ``adam``, in which the decay is a part of the gradient.
-        lr: the learning rate before the schedule.
-        lr_backbone: that of the parameters of vision backbones; `lr` when None.
+        type: ``adamw``, or ``adam`` with the decay as a part of the gradient.
+        lr: learning rate before the schedule.
+        lr_backbone: learning rate of vision backbones; `lr` when None.
         grad_clip_norm: largest global norm of a gradient; 0 does not clip.
-        decayed: ``all`` parameters, as in LeRobot, or only ``matrices``: no norms, no biases.
+        decayed: ``all`` parameters, as in LeRobot, or only ``matrices`` without norms and biases.
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
@@ -145,17 +145,9 @@ class OptimizerConfig:
 
 
 def optimizer_preset(policy: object) -> OptimizerConfig:
-    """The optimizer that a policy's config asks for."""
-    names = {
-        "type": "optimizer_type",
-        "lr": "optimizer_lr",
-        "lr_backbone": "optimizer_lr_backbone",
-        "weight_decay": "optimizer_weight_decay",
-        "betas": "optimizer_betas",
-        "eps": "optimizer_eps",
-        "grad_clip_norm": "optimizer_grad_clip_norm",
-    }
-    values = {ours: getattr(policy, theirs) for ours, theirs in names.items() if hasattr(policy, theirs)}
+    """Return the optimizer of a policy's config."""
+    names = ("type", "lr", "lr_backbone", "weight_decay", "betas", "eps", "grad_clip_norm")
+    values = {name: getattr(policy, f"optimizer_{name}") for name in names if hasattr(policy, f"optimizer_{name}")}
     if "betas" in values:
         values["betas"] = tuple(values["betas"])
     return OptimizerConfig(**values)

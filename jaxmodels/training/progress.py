@@ -24,13 +24,13 @@ class Progress:
     """Progress of a training at one line of its metrics; speed and losses are since the line before.
 
     Attributes:
-        step: how many are done.
-        steps: how many there will be.
-        loss: mean of the steps.
-        learning_rate: of the last step, before the backbone's own.
-        seconds: that the training has taken until now, compilation included, runs before this one too.
-        samples_per_second: examples trained on.
-        waited: share of the time in which the device had nothing to do because data was not there yet.
+        step: number of finished steps.
+        steps: number of all steps.
+        loss: mean loss of the steps.
+        learning_rate: learning rate of the last step, except the backbone's.
+        seconds: duration of the training, including compilation and earlier runs.
+        samples_per_second: examples per second.
+        waited: share of the time in which the device waited for data.
         left: seconds until the last step, at this speed.
     """
 
@@ -45,10 +45,7 @@ class Progress:
 
 
 class Reports:
-    """Open metrics files of a run, which only the first process writes.
-
-    Raises ConfigError if TensorBoard's events are wanted and tensorboardX is not installed.
-    """
+    """Open metrics files of a run, which only the first process writes; raises ConfigError without tensorboardX."""
 
     def __init__(self, output: Path, *, first: int, tensorboard: bool, is_writing: bool = True):
         self._is_writing = is_writing
@@ -60,7 +57,7 @@ class Reports:
         if self._is_writing:
             self._lines = self._stack.enter_context((self._output / METRICS).open("a"))
             if self._wants_events:
-                # Lines after the checkpoint that a killed run wrote are struck out by `purge_step`.
+                # `purge_step` removes lines that a killed run wrote after its checkpoint.
                 self._events = _writer()(logdir=str(self._output / EVENTS), purge_step=self._first or None)
                 self._stack.callback(self._events.close)
         return self
@@ -95,7 +92,7 @@ def _writer() -> Any:
 
 WIDTH, HEIGHT = 900, 480
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 50
-SMOOTHING = 20  # lines of metrics in the running mean
+SMOOTHING = 20  # Lines of metrics in the running mean.
 INK, FAINT, RAW, SMOOTH = "#222222", "#dddddd", "#9ec5e8", "#1f5fa8"
 
 
@@ -135,17 +132,14 @@ def draw_curve(metrics: str | os.PathLike[str], picture: str | os.PathLike[str])
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two powers of ten."""
+    """Return round numbers between two powers of ten."""
     decades = range(math.floor(low), math.ceil(high) + 1)
     ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
     return [tick for tick in ticks if low <= math.log10(tick) <= high]
 
 
 class Throughput:
-    """Measures seconds between lines of metrics, and those in which the device waited for data.
-
-    `first` steps were done before this run, in `before` seconds.
-    """
+    """Meter of time between metrics and waits for data; earlier runs took `before` seconds for `first` steps."""
 
     def __init__(self, steps: int, batch_size: int, first: int, before: float):
         self._steps, self._batch_size, self._before = steps, batch_size, before
@@ -154,14 +148,14 @@ class Throughput:
 
     @contextmanager
     def waiting(self, running: Any) -> Iterator[None]:
-        """Measure a wait for a batch; while the newest step (`running`, None at first) goes on, it does not count."""
+        """Measure a wait for a batch, unless the newest step (`running`, None at first) is still running."""
         began = time.monotonic()
         yield
         if running is None or running.is_ready():
             self._waited += time.monotonic() - began
 
     def progress(self, step: int, loss: float, rate: float) -> Progress:
-        """Progress since the last call."""
+        """Return the progress since the last call."""
         now = time.monotonic()
         seconds = max(now - self._last, 1e-9)
         progress = Progress(

@@ -54,7 +54,7 @@ def claim_folder(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
         raise TrainingError(
             f"{output}: holds a run with another set-up ({'; '.join(differing)}); choose another folder"
         )
-    for draft in output.glob(f".{POLICY_FOLDER}-*"):  # drafts of a killed run
+    for draft in output.glob(f".{POLICY_FOLDER}-*"):  # Remove drafts of a killed run.
         shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -70,7 +70,7 @@ def _list_differences(where: str, stored: Any, requested: Any) -> list[str]:
 
 
 def cut_metrics(output: Path, step: int) -> float:
-    """Drop lines of metrics after the last checkpoint of a killed run; returns the seconds that the others took."""
+    """Drop lines of metrics after the last checkpoint of a killed run; returns the seconds of the other lines."""
     path = output / METRICS
     if not path.exists():
         return 0.0
@@ -96,7 +96,7 @@ def explain_write_errors(output: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file that appears whole, or stays as it was when the disk is full or the process killed."""
+    """Write a file atomically."""
     draft = _draft_path(path)
     draft.write_text(text)
     os.replace(draft, path)
@@ -108,13 +108,13 @@ def _draft_path(path: Path) -> Path:
 
 STATE, POLICY, LAST = "training_state", "pretrained_model", "last"
 
-REMOVED = ".removed-"  # begins the name of what is being removed, in which files are missing already
+REMOVED = ".removed-"  # Prefix of folders that are being removed.
 
 Tree = TypeVar("Tree")
 
 
 class Snapshots:
-    """Checkpoints of a run, of which the newest `keep` stay; removes incomplete ones of killed runs.
+    """Checkpoints of a run, of which the newest `keep` stay; removes incomplete checkpoints of killed runs.
 
     Raises:
         OSError: a checkpoint cannot be written; raised by the next `save` or at the end.
@@ -144,7 +144,7 @@ class Snapshots:
         return max(self._list_complete_steps(), default=None)
 
     def save(self, step: int, state: Any) -> None:
-        """Begin to write a checkpoint; the one before is complete then."""
+        """Begin to write a checkpoint, after the previous checkpoint is complete."""
         self._writer.wait()
         self._finish_pending()
         self._writer.save(self.folder(step) / STATE, _leaves(state))
@@ -157,15 +157,15 @@ class Snapshots:
             for name, leaf in _leaves(target).items()
         }
         restored = orbax.restore(self.folder(step) / STATE, leaves)
-        self._pending = step  # the link to it may not have been made
+        self._pending = step  # The link to it may be missing.
         return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in sorted(restored)])
 
     def _list_complete_steps(self) -> list[int]:
-        # Orbax writes into a folder with another name and renames it: what has the plain name is whole.
+        # Orbax renames a folder when it is complete.
         return sorted(int(path.parent.name) for path in self._folder.glob(f"*/{STATE}") if path.parent.name.isdigit())
 
     def _finish_pending(self) -> None:
-        """Link to a checkpoint that is complete now, and remove the oldest ones."""
+        """Link to the pending checkpoint, which is complete, and remove the oldest checkpoints."""
         if self._pending is None or jax.process_index() != 0:
             return
         link = self._folder / f".{LAST}"
@@ -192,11 +192,11 @@ class Snapshots:
 
 
 def _leaves(state: Any) -> dict[str, Any]:
-    # By position: Orbax would make files and folders of optax's own structure otherwise.
+    # Names are positions, because Orbax would create a folder for each part of optax's structure.
     return {f"{i:05}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
 
 
-# Of torchvision's ResNets, and of nearly everything else that was trained on ImageNet.
+# Mean and standard deviation of ImageNet.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -223,7 +223,7 @@ def write_policy(
         raise TrainingError(f"weights hold a NaN or an infinity: {', '.join(sorted(wrong)[:5])}; nothing is written")
     policy = start.policy
     if any(field.name == "pretrained_backbone_weights" for field in fields(policy)):
-        # LeRobot would ask torchvision for this before it reads the weights, which are here.
+        # LeRobot would download these weights before it reads the policy's.
         policy = replace(policy, pretrained_backbone_weights=None)
     sidecar = Sidecar(rate=dataset.fps, joint_names=dataset.joint_names)
     lerobot_folder.write_checkpoint(folder, Checkpoint(policy, weights, normalization, sidecar, start.tokenizer))

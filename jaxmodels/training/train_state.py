@@ -31,7 +31,7 @@ from jaxmodels.training.optimizers import make_optimizer, optimizer_preset, sche
 from jaxmodels.types import Language, Observation
 from jaxmodels.weights import Blueprint, blueprint_of, check_fit, flatten
 
-AHEAD = 64  # tasks that are read at a time
+AHEAD = 64  # Tasks that are encoded at a time.
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class Instructions:
     language: Language | None = None
 
     def encode_tasks(self, model: Any, tasks: Int[Array, " b"], dtype: DTypeLike) -> Language:
-        """The model's language tokens for each example's task."""
+        """Return the model's language tokens for each example's task."""
         if self.language is not None:
             language = jax.tree.map(lambda x: x[tasks], self.language)
-        elif len(self.ids) <= len(tasks):  # each task once, however many examples have it
+        elif len(self.ids) <= len(tasks):  # Each task is encoded once.
             language = jax.tree.map(lambda x: x[tasks], model.read(self.ids, self.mask))
         else:
             language = model.read(self.ids[tasks], self.mask[tasks])
         return Language(language.tokens.astype(dtype), language.mask)
 
     def read_ahead(self, plan: Blueprint[Any], weights: Mapping[str, Any], sharding: NamedSharding) -> "Instructions":
-        """These with `language`, so that a frozen text encoder runs once and not in every step."""
+        """Return these with `language`, so that a frozen text encoder runs once and not in every step."""
 
         @partial(jax.jit, out_shardings=sharding)
         def read(weights: Mapping[str, Any], ids: Array, mask: Array) -> Language:
@@ -96,8 +96,7 @@ class State(NamedTuple):
 
     Attributes:
         average: moving average of the parameters; None without one.
-        sums: measured values since the last line of metrics, and `COUNT`, their steps, so that a resumed run
-            writes the same lines.
+        sums: sums of measured values since the last line of metrics, and the number `COUNT` of their steps.
         statistics: running statistics of batch norms.
     """
 
@@ -110,7 +109,7 @@ class State(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """Everything besides the batch that a training step reads: buffers and frozen parameters, normalisation, tasks."""
+    """Constant inputs of a training step: buffers and frozen parameters, normalisation, tasks."""
 
     weights: Weights
     scales: Scales
@@ -118,7 +117,7 @@ class Fixed(NamedTuple):
     instructions: Instructions | None
 
 
-# What was measured by name, and running statistics after the batch.
+# Measured values by name, and running statistics after the batch.
 Outcome = tuple[dict[str, Array], dict[str, Array]]
 Loss = Callable[[Weights, Weights, Fixed, Batch, PRNGKeyArray], tuple[Array, Outcome]]
 Step = Callable[[State, Fixed, Batch], tuple[State, Float[Array, ""]]]
@@ -134,7 +133,7 @@ def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingCon
     def loss(
         parameters: Weights, statistics: Weights, fixed: Fixed, batch: Batch, key: PRNGKeyArray
     ) -> tuple[Array, Outcome]:
-        # Cast before they are gathered: half the traffic in bfloat16.
+        # Cast before the weights are gathered, for half the traffic in bfloat16.
         weights = {**cast_weights({**fixed.weights, **parameters}, dtype), **statistics}
         weights = jax.lax.with_sharding_constraint(weights, layout.replicated)
         model = plan.assemble({name: weights[name] for name in plan.shapes})
@@ -202,7 +201,7 @@ def make_step(
 
 
 def cast_weights(weights: Weights, dtype: DTypeLike) -> dict[str, Any]:
-    """Weights in the dtype that is computed in; other dtypes than floats stay."""
+    """Return weights in the dtype of the computation; only floats are cast."""
     return {
         name: array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
         for name, array in weights.items()
@@ -210,7 +209,7 @@ def cast_weights(weights: Weights, dtype: DTypeLike) -> dict[str, Any]:
 
 
 def _split(x: Array, parts: int, layout: Layout) -> Array:
-    """The batch in parts, of which each device keeps its share."""
+    """Split the batch into parts, of which each device keeps its share."""
     some = jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
     return jax.lax.with_sharding_constraint(some, layout.microbatch_sharding)
 
@@ -225,8 +224,8 @@ class PlacedTraining:
 
 
 def resolve_config(config: TrainingConfig, policy: Any) -> TrainingConfig:
-    """The training config, with what the policy's config asks for where nothing is set."""
-    use_amp = getattr(policy, "use_amp", False)  # LeRobot's name of mixed precision
+    """Return the training config, completed from the policy's config."""
+    use_amp = getattr(policy, "use_amp", False)  # LeRobot's name of mixed precision.
     return replace(
         config,
         optimizer=config.optimizer or optimizer_preset(policy),
@@ -236,7 +235,7 @@ def resolve_config(config: TrainingConfig, policy: Any) -> TrainingConfig:
 
 
 def describe_training(dataset: Dataset, policy: Any, config: TrainingConfig) -> dict[str, Any]:
-    """Everything that the trained weights depend on, as JSON."""
+    """Return everything that the trained weights depend on, as JSON."""
     training = {name: value for name, value in asdict(config).items() if name not in OPERATIONAL}
     actions = hashlib.sha256(np.ascontiguousarray(dataset.vectors(policy.action.name)).tobytes()).hexdigest()
     data = {"episodes": len(dataset.lengths), "frames": int(sum(dataset.lengths)), "actions": actions[:16]}
@@ -287,7 +286,7 @@ class _Programs:
     step: Step
 
 
-# Fields that no program depends on, with one value each, so that trainings that differ in them share a program.
+# Default values of fields that no program depends on, so that trainings share programs.
 _UNCOMPILED = {
     field.name: field.default
     for field in fields(TrainingConfig)
@@ -295,10 +294,10 @@ _UNCOMPILED = {
 }
 
 
-@lru_cache(maxsize=4)  # a second training in a process does not compile again
+@lru_cache(maxsize=4)  # A second training in a process does not compile again.
 def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
     model = get_policy_type(policy.type).model
-    # Modules that compute in a dtype of their own take it; others compute in that of their weights.
+    # Modules without an argument `dtype` compute in the dtype of their weights.
     takes_dtype = config.dtype is not None and "dtype" in signature(model).parameters
     plan = blueprint_of(model, policy)
     computing = blueprint_of(model, policy, dtype=jnp.dtype(config.dtype)) if takes_dtype else plan
@@ -310,7 +309,7 @@ def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
     spread = layout.parameter_shardings(parameters)
     memory = layout.parameter_shardings(jax.eval_shape(rule.init, parameters))
     loss = make_loss(computing, policy.frames, config, layout)
-    whole: Any = layout.replicated  # one for all leaves of a part
+    whole: Any = layout.replicated  # Shared by all leaves of a part.
     running = layout.parameter_shardings({name: plan.shapes[name] for name in plan.running})
     shardings = State(whole, spread, memory, spread if config.ema_decay else None, whole, running)
     return _Programs(
@@ -327,12 +326,12 @@ def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
 
 
 def _weights(programs: _Programs, start: Start, layout: Layout, seed: int) -> dict[str, jax.Array]:
-    """All weights of the policy: those to start from, and the others drawn where they will be."""
+    """Return all weights of the policy on the devices: given weights, and drawn weights."""
     shapes = programs.plan.shapes
     expected = {name: shape.shape for name, shape in shapes.items()}
     shardings: Any = layout.parameter_shardings(dict(shapes))
     given = {name: np.shape(array) for name, array in start.weights.items()}
-    # A part of them, of a text encoder, is compared with the same part of the policy.
+    # Weights of a text encoder are compared with the same part of the policy.
     is_whole = {name.split(".")[0] for name in given} != {"text"}
     part = {name: shape for name, shape in expected.items() if is_whole or name.startswith("text.")}
     if given:
@@ -354,5 +353,5 @@ def _is_frozen(policy: Any, name: str) -> bool:
 
 
 def gather_weights(state: State, fixed: Fixed, layout: Layout) -> Mapping[str, np.ndarray]:
-    """The policy's current weights on the host, averaged where there is an average; every process has to call it."""
+    """Return the policy's current, or averaged, weights on the host; every process must call it."""
     return layout.gather({**fixed.weights, **(state.average or state.parameters), **state.statistics})

@@ -15,14 +15,14 @@ from jaxmodels.errors import InputError
 from jaxmodels.transformer2d.block import Conditioning, check_conditioning
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
-ArrayLike: TypeAlias = Any  # jax, NumPy, or a Python number
-CONDITIONS = {"resolution": 2, "aspect_ratio": 1}  # name -> numbers per element
+ArrayLike: TypeAlias = Any  # An array of JAX or NumPy, or a Python number.
+CONDITIONS = {"resolution": 2, "aspect_ratio": 1}  # Name to numbers per element.
 
 
 class Arguments(NamedTuple):
     """Checked arguments of a call, in the dtypes of the compiled program; a pytree.
 
-    `objects` are for GLIGEN's fusers, `conditions` are resolution and aspect ratio, `scale` is of LoRA adapters.
+    `objects` are for GLIGEN's fusers, `conditions` are resolution and aspect ratio, `scale` is for LoRA adapters.
     """
 
     hidden_states: Array
@@ -52,12 +52,9 @@ def read_arguments(
     """Check shapes and dtypes of a call's arguments or `conditioning`, and values unless they are tracers.
 
     Raises:
-        InputError: names the argument, what was found and what was wanted.
+        InputError: names the argument, the value found and the accepted values.
     """
-    for name, value in (
-        ("added_cond_kwargs", added_cond_kwargs),
-        ("cross_attention_kwargs", cross_attention_kwargs),
-    ):
+    for name, value in (("added_cond_kwargs", added_cond_kwargs), ("cross_attention_kwargs", cross_attention_kwargs)):
         if value is not None and not isinstance(value, Mapping):
             raise InputError(f"{name} is a {type(value).__name__}; wanted a mapping of names to arrays")
     if conditioning is not None:
@@ -135,7 +132,7 @@ def read_timing(
 
 
 def token_count(config: Transformer2DConfig, shape: tuple[int, ...]) -> int:
-    """Number of tokens of an input of this shape."""
+    """Return the number of tokens of an input of this shape."""
     if config.kind == "discrete":
         return shape[1]
     patch = config.patch_size or 1
@@ -154,7 +151,7 @@ def _array(name: str, value: ArrayLike) -> Array | np.ndarray:
         return value
     try:
         array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # PyTorch's say the last of tensors that want gradients
+    except (TypeError, ValueError, RuntimeError) as error:  # PyTorch raises RuntimeError for tensors with gradients.
         raise InputError(f"{name} is a {type(value).__name__}; wanted an array") from error
     if array.dtype.kind not in "biuf":
         raise InputError(f"{name} holds {array.dtype}; wanted an array of numbers")
@@ -305,7 +302,7 @@ def _conditions(
 def _objects(
     config: Transformer2DConfig, dtype: DTypeLike, objects: Mapping[str, Any] | None, batch: int
 ) -> Array | None:
-    """Objects for GLIGEN's fusers, out of cross_attention_kwargs."""
+    """Return the objects for GLIGEN's fusers in cross_attention_kwargs."""
     gligen = (objects or {}).get("gligen")
     if gligen is None:
         return None

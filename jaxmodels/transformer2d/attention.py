@@ -11,8 +11,9 @@ from jaxmodels.layers.attention import attend
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, FeedForward, dropout
 from jaxmodels.layers.norm import LayerNorm
 
+Tokens: TypeAlias = Float[Array, "b n d"]
 Bias: TypeAlias = Float[Array, "#b #heads #n m"]
-# torch.nn.Linear's default: uniform within 1 / sqrt(inputs)
+# torch.nn.Linear's default: uniform within 1 / sqrt(inputs).
 linear_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
@@ -26,7 +27,7 @@ class Dtypes(NamedTuple):
 def linear(
     inputs: int, outputs: int, axes: tuple[str, str], dtypes: Dtypes, *, bias: bool = True, rngs: nnx.Rngs
 ) -> nnx.Linear:
-    """A linear layer; `axes` are the logical names of its inputs and outputs."""
+    """Return a linear layer; `axes` are the logical names of its inputs and outputs."""
     return nnx.Linear(
         inputs,
         outputs,
@@ -50,7 +51,7 @@ class Projections(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape[1:], dtypes.parameters), axes=(None, "heads")) if bias else None
         self.dtype = dtypes.compute
 
-    def __call__(self, x: Float[Array, "b n c"]) -> tuple[Float[Array, "b n d"], ...]:
+    def __call__(self, x: Float[Array, "b n c"]) -> tuple[Tokens, ...]:
         kernel = self.kernel[...].astype(self.dtype)
         y = jnp.einsum("bnc,cpd->bnpd", x.astype(self.dtype), kernel)
         if self.bias is not None:
@@ -74,26 +75,16 @@ class SelfAttention(nnx.Module):
         self.to_qkv = Projections(width, 3, width, dtypes, bias=bias, rngs=rngs)
         self.to_out = linear(width, width, ("heads", "embed"), dtypes, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "b n d"], bias: Bias | None = None, rngs: nnx.Rngs | None = None
-    ) -> Float[Array, "b n d"]:
+    def __call__(self, x: Tokens, bias: Bias | None = None, rngs: nnx.Rngs | None = None) -> Tokens:
         query, key, value = self.to_qkv(x)
         return dropout(self.to_out(_mix(query, KeyValue(key, value), self.heads, bias)), self.rate, rngs)
 
 
 class ContextAttention(nnx.Module):
-    """Attention to the tokens of a context of width `context_width`, or to the tokens themselves without one."""
+    """Attention to the tokens of a context of width `context_width`; without a context, self-attention."""
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        context_width: int,
-        dtypes: Dtypes,
-        *,
-        bias: bool,
-        rate: float,
-        rngs: nnx.Rngs,
+        self, width: int, heads: int, context_width: int, dtypes: Dtypes, *, bias: bool, rate: float, rngs: nnx.Rngs
     ):
         self.heads = heads
         self.rate = rate
@@ -102,21 +93,17 @@ class ContextAttention(nnx.Module):
         self.to_out = linear(width, width, ("heads", "embed"), dtypes, rngs=rngs)
 
     def project_context(self, context: Float[Array, "b m c"]) -> KeyValue:
-        """Keys and values of the context's tokens."""
+        """Return keys and values of the context's tokens."""
         return KeyValue(*self.to_kv(context))
 
     def __call__(
-        self,
-        x: Float[Array, "b n d"],
-        context: KeyValue | None = None,
-        bias: Bias | None = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "b n d"]:
+        self, x: Tokens, context: KeyValue | None = None, bias: Bias | None = None, rngs: nnx.Rngs | None = None
+    ) -> Tokens:
         context = self.project_context(x) if context is None else context
         return dropout(self.to_out(_mix(self.to_q(x), context, self.heads, bias)), self.rate, rngs)
 
 
-def _mix(query: Float[Array, "b n d"], context: KeyValue, heads: int, bias: Bias | None) -> Float[Array, "b n d"]:
+def _mix(query: Tokens, context: KeyValue, heads: int, bias: Bias | None) -> Tokens:
     def split(x: Array) -> Array:
         return x.reshape(*x.shape[:2], heads, -1)
 
@@ -137,19 +124,19 @@ class Fuser(nnx.Module):
         self.alpha_attn = nnx.Param(jnp.zeros((), dtypes.parameters), axes=())
         self.alpha_dense = nnx.Param(jnp.zeros((), dtypes.parameters), axes=())
 
-    def __call__(self, x: Float[Array, "b n d"], objects: Float[Array, "b o c"]) -> Float[Array, "b n d"]:
+    def __call__(self, x: Tokens, objects: Float[Array, "b o c"]) -> Tokens:
         both = jnp.concatenate((x, self.linear(objects.astype(x.dtype))), axis=1)
         mixed = self.attn(self.norm1(both))[:, : x.shape[1]]
         x = x + jnp.tanh(self.alpha_attn[...]).astype(x.dtype) * mixed
         return x + jnp.tanh(self.alpha_dense[...]).astype(x.dtype) * self.ff(self.norm2(x))
 
 
-DISCARD = -10000.0  # added for a key that a two-dimensional mask discards; not -inf, so that no row is ever NaN
-NEVER = -1e30  # added where a boolean mask of three or four dimensions says no
+DISCARD = -10000.0  # Added for a key that a two-dimensional mask discards; not -inf, which would make rows NaN.
+NEVER = -1e30  # Added where a boolean mask of three or four dimensions is false.
 
 
 def to_bias(mask: Float[Array, "..."] | Bool[Array, "..."], batch: int, heads: int) -> Float[Array, "#b #heads #n m"]:
-    """Bias of the scores from a (batch, keys) mask of 0 to 1; masks of other shapes are biases already."""
+    """Return the bias of the scores from a (batch, keys) mask of 0 to 1; masks of other shapes are biases already."""
     if mask.ndim == 2:
         return ((1 - mask.astype(jnp.float32)) * DISCARD)[:, None, None]
     bias = jnp.where(mask, 0.0, NEVER).astype(jnp.float32) if mask.dtype == bool else mask

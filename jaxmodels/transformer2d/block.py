@@ -1,7 +1,6 @@
 """Transformer block: adaptive norms, timestep modulation, prepared conditioning.
 
-Modulations depend on timestep and class only, so that a sampler can make them for all of its steps before its loop.
-
+Modulations depend only on timestep and class, so a sampler can compute them for all of its steps before its loop.
 Source: diffusers/models/attention.py, BasicTransformerBlock.
 """
 
@@ -20,11 +19,11 @@ from jaxmodels.layers.norm import LayerNorm, standardize
 from jaxmodels.transformer2d.attention import Bias, ContextAttention, Dtypes, Fuser, KeyValue, SelfAttention, linear
 from jaxmodels.transformer2d.config import TIME_CHANNELS, Transformer2DConfig
 
-CLASS_DROPOUT = 0.1  # share of labels that become the null class in training; diffusers' LabelEmbedding
+CLASS_DROPOUT = 0.1  # Share of labels that become the null class in training (diffusers' LabelEmbedding).
 
 
 class Affine(NamedTuple):
-    """``x (1 + scale) + shift`` for each token of an element, or for all of them (n is 1)."""
+    """``x (1 + scale) + shift`` for each token of an element, or for all tokens (n is 1)."""
 
     scale: Float[Array, "*l b n d"]
     shift: Float[Array, "*l b n d"]
@@ -34,7 +33,7 @@ class Affine(NamedTuple):
 
 
 class Modulation(NamedTuple):
-    """Scales, shifts and gates of a block's three parts (with a leading axis, of each layer); None changes nothing."""
+    """Scales, shifts and gates of a block's three parts; a leading axis is the layers, None changes nothing."""
 
     first: Affine | None = None
     first_gate: Float[Array, "*l b n d"] | None = None
@@ -55,7 +54,7 @@ class Mlp(nnx.Module):
 
 
 class TimeNorm(nnx.Module):
-    """ada_norm: a table of learned timesteps, and their scale and shift. Scale comes first here alone."""
+    """ada_norm: a table of learned timesteps, and their scale and shift; here the scale is first."""
 
     def __init__(self, width: int, timesteps: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
         table = nnx.initializers.normal(1.0)(rngs.params(), (timesteps, width), dtypes.parameters)
@@ -69,7 +68,7 @@ class TimeNorm(nnx.Module):
 
 
 class Table(nnx.Module):
-    """Embedding table; indices are checked before compiled code runs, where they would be clipped silently."""
+    """Embedding table; indices must be checked before compiled code, which would clip them silently."""
 
     def __init__(self, rows: Float[Array, "e d"]):
         self.embedding = nnx.Param(rows, axes=("vocabulary", "embed"))
@@ -114,7 +113,7 @@ class TimeAndClassNorm(nnx.Module):
 
 
 def six_parts(parts: Float[Array, "b 6 d"]) -> Modulation:
-    """Shift, scale and gate of attention, then of feed-forward, in the order of ada_norm_zero and ada_norm_single."""
+    """Return the modulation of (shift, scale, gate) of attention, then of feed-forward."""
     shift, scale, gate, shift2, scale2, gate2 = (parts[:, i : i + 1] for i in range(6))
     return Modulation(Affine(scale, shift), gate, None, Affine(scale2, shift2), gate2)
 
@@ -129,7 +128,7 @@ class TimeSingle(nnx.Module):
     def __call__(
         self, timestep: Float[Array, " b"], conditions: Mapping[str, Array] | None
     ) -> tuple[Float[Array, "b 6 d"], Float[Array, "b d"]]:
-        """The blocks' six parts, and the embedding itself for the head."""
+        """Return the blocks' six parts, and the embedding for the head."""
         embedded = self.emb(timestep, conditions)
         parts = self.linear(jax.nn.silu(embedded))
         return parts.reshape(parts.shape[0], 6, -1).astype(jnp.float32), embedded.astype(jnp.float32)
@@ -149,9 +148,8 @@ class TimeAndConditions(nnx.Module):
         if self.resolution_embedder is None or self.aspect_ratio_embedder is None or conditions is None:
             return embedded
         size = self._embed(self.resolution_embedder, conditions["resolution"])
-        return embedded + jnp.concatenate(
-            (size, self._embed(self.aspect_ratio_embedder, conditions["aspect_ratio"])), -1
-        )
+        aspect = self._embed(self.aspect_ratio_embedder, conditions["aspect_ratio"])
+        return embedded + jnp.concatenate((size, aspect), -1)
 
     @staticmethod
     def _embed(embedder: Mlp, numbers: Float[Array, "b k"]) -> Float[Array, "b c"]:
@@ -159,8 +157,8 @@ class TimeAndConditions(nnx.Module):
         return embedded.reshape(numbers.shape[0], -1)
 
 
-ADA_NORM_EPSILON = 1e-5  # of the norms that ada_norm and ada_norm_zero modulate; fixed in diffusers, as is that
-ADA_NORM_ZERO_EPSILON = 1e-6  # they have no weights of their own
+# Epsilons of the norms without weights that ada_norm and ada_norm_zero modulate; fixed in diffusers.
+ADA_NORM_EPSILON, ADA_NORM_ZERO_EPSILON = 1e-5, 1e-6
 
 
 class PlainNorm(LayerNorm):
@@ -177,7 +175,7 @@ class PlainNorm(LayerNorm):
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of the context (with a leading axis, of each layer); None for self-attention."""
+    """Keys and values of the context; a leading axis is the layers, None is self-attention."""
 
     first: KeyValue | None = None
     second: KeyValue | None = None
@@ -211,7 +209,7 @@ class Block(nnx.Module):
         else:
             self.norm2 = PlainNorm(config, dtypes) if has_second or norm == "ada_norm_single" else None
         self.attn2 = ContextAttention(width, heads, config.second_context, dtypes, **options) if has_second else None
-        # ada_norm_single has its second norm here, before the feed-forward, and none before the second attention.
+        # ada_norm_single has its second norm before the feed-forward, and no norm before the second attention.
         self.is_single = norm == "ada_norm_single"
         self.norm3 = None if self.is_single else PlainNorm(config, dtypes)
         activation = DIFFUSERS_ACTIVATIONS[config.activation_fn]
@@ -240,7 +238,7 @@ class Block(nnx.Module):
         return PlainNorm(config, dtypes)
 
     def project_context(self, context: Float[Array, "b m c"]) -> KeyValues:
-        """Keys and values of the context for both attentions, where they use it."""
+        """Return keys and values of the context for the attentions that use it."""
         first = self.attn1.project_context(context) if isinstance(self.attn1, ContextAttention) else None
         return KeyValues(first, None if self.attn2 is None else self.attn2.project_context(context))
 
@@ -316,7 +314,7 @@ def check_conditioning(config: Transformer2DConfig, conditioning: Conditioning, 
     if (blocks.first is None) != (config.block_norm == "layer_norm") or (head is None) != (config.kind != "patches"):
         raise InputError(
             f"conditioning's modulations are of another kind of model; {config.kind} input with {config.block_norm} "
-            "wants those that its own prepare makes (of a timestep, where it has one)"
+            "wants the result of its own prepare (with a timestep, if the model takes one)"
         )
     for what, part, axes in (
         ("context", conditioning.context, 4),
@@ -326,8 +324,8 @@ def check_conditioning(config: Transformer2DConfig, conditioning: Conditioning, 
         for array in jax.tree.leaves(part):
             if array.ndim != axes:
                 raise InputError(
-                    f"conditioning's {what} has shape {list(array.shape)}; wanted {axes} axes, those of one step (of "
-                    "what was prepared for many steps, give one step's: a sampler's extras do)"
+                    f"conditioning's {what} has shape {list(array.shape)}; wanted {axes} axes, for one step (if it was "
+                    "prepared for many steps, give one step's: a sampler's extras do)"
                 )
             if axes == 4 and array.shape[0] != config.num_layers:
                 raise InputError(
@@ -336,10 +334,10 @@ def check_conditioning(config: Transformer2DConfig, conditioning: Conditioning, 
             if array.shape[axes - 3] not in (1, batch):
                 raise InputError(
                     f"conditioning's {what} was prepared for {array.shape[axes - 3]} elements, and hidden_states has "
-                    f"{batch}; prepare it for {batch}, or for one that counts for all"
+                    f"{batch}; prepare it for {batch}, or for one element, which serves all"
                 )
 
 
 def spread_context(context: KeyValues, batch: int) -> KeyValues:
-    """Keys and values of one element, repeated for all."""
+    """Repeat the keys and values of one element for all elements."""
     return jax.tree.map(lambda array: jnp.broadcast_to(array, (array.shape[0], batch, *array.shape[2:])), context)

@@ -22,18 +22,15 @@ if TYPE_CHECKING:
 # Structure of the arguments, and shape and dtype of each array in them.
 Shapes: TypeAlias = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
 BLOCKS = "transformer_blocks"
-# What modulations are made of stays in one piece, for all layers at once.
+# Weights of modulations stay stacked, because they are used for all layers at once.
 MODULATING = ("norm1.emb.", "norm1.linear.", "norm2.emb.", "norm2.linear.", "scale_shift_table")
-WRITTEN_OUT = 8  # layers; a program for more would take long to compile, and gain little
+WRITTEN_OUT = 8  # A program of more layers takes long to compile, and gains little.
 
 
 class CompiledTransformer2D:
-    """Forward pass of one model, as an executable for each set of shapes.
+    """Forward pass of one model, as an executable for each set of shapes; a call never compiles.
 
-    Calling it costs no Python work per weight, and never compiles: shapes that were not asked for are an error.
-
-    Up to `WRITTEN_OUT` layers are written out, each with arrays of its own: a slice of a stack is copied at every
-    call, which small models feel (16 tokens, 6 layers: 46 instead of 54 ms on a CPU).
+    Up to `WRITTEN_OUT` layers are written out with separate arrays, because a slice of a stack is copied in every call.
     """
 
     def __init__(self, model: "Transformer2DModel"):
@@ -48,7 +45,7 @@ class CompiledTransformer2D:
         self._lock = threading.Lock()
 
     def compile(self, hidden_states: ArrayLike, **others: Any) -> None:
-        """Compile for these shapes unless that was done; takes arguments of a call, or `jax.ShapeDtypeStruct`."""
+        """Compile for these shapes if necessary; takes arguments of a call, or `jax.ShapeDtypeStruct`."""
         call = {"hidden_states": hidden_states, **others}
         arguments, conditioning = self._abstract(**call)
         key = _shapes((arguments, conditioning))
@@ -57,14 +54,11 @@ class CompiledTransformer2D:
             for name, shape in arguments._asdict().items()
             if isinstance(getattr(call.get(name), "sharding", None), NamedSharding)
         }
-        with self._lock:  # two threads that want the same one wait for one compilation
+        with self._lock:  # Two threads that need the same program wait for one compilation.
             if key not in self._executables:
                 use_compile_cache()
                 lowered = jax.jit(self._forward).lower(self._weights, arguments._replace(**spread), conditioning)
                 self._executables[key] = lowered.compile()
-
-    def is_compiled(self, hidden_states: ArrayLike, **others: Any) -> bool:
-        return _shapes(self._abstract(hidden_states=hidden_states, **others)) in self._executables
 
     def forget(self, hidden_states: ArrayLike, **others: Any) -> None:
         """Drop the executable for these shapes."""
@@ -72,11 +66,7 @@ class CompiledTransformer2D:
             self._executables.pop(_shapes(self._abstract(hidden_states=hidden_states, **others)), None)
 
     def __call__(
-        self,
-        hidden_states: ArrayLike,
-        *others: ArrayLike,
-        conditioning: Conditioning | None = None,
-        **named: ArrayLike,
+        self, hidden_states: ArrayLike, *others: ArrayLike, conditioning: Conditioning | None = None, **named: ArrayLike
     ) -> Float[Array, "..."]:
         """Return the sample; raises InputError if an argument is wrong or its shapes are not compiled."""
         arguments = read_arguments(
@@ -95,12 +85,12 @@ class CompiledTransformer2D:
         return executable(self._weights, arguments, conditioning)
 
     def _abstract(self, **call: Any) -> tuple[Arguments, Conditioning | None]:
-        """Shapes of what the executable takes."""
+        """Return the shapes of the executable's arguments."""
 
         def read(call: dict[str, Any]) -> tuple[Arguments, Conditioning | None]:
             return read_arguments(self._config, self._dtype, **call), call.get("conditioning")
 
-        # A list would be taken apart into one argument for each of its numbers.
+        # A list would become one argument for each of its numbers.
         return jax.eval_shape(
             read, {name: np.asarray(x) if type(x) in (list, tuple) else x for name, x in call.items()}
         )
@@ -115,7 +105,7 @@ class CompiledTransformer2D:
         self, weights: tuple[Array, ...], arguments: Arguments, conditioning: Conditioning | None
     ) -> Float[Array, "..."]:
         remaining = iter(weights)
-        # Stacks that were taken apart are represented by their parts; nothing in the pass looks at the stack itself.
+        # `_Parts` replaces divided stacks, which the pass never uses directly.
         leaves = [
             next(remaining) if parts is None else _Parts([next(remaining) for _ in range(parts)])
             for parts in self._parts

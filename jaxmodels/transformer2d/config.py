@@ -1,7 +1,7 @@
 """Config of the 2D transformer: the constructor arguments of diffusers' Transformer2DModel."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -25,27 +25,26 @@ ADA_NORMS = ("ada_norm", "ada_norm_zero", "ada_norm_single")
 NORMS = ("layer_norm", *ADA_NORMS)
 GATED_ATTENTION = ("gated", "gated-text-image")
 ATTENTION_TYPES = ("default", *GATED_ATTENTION)
-TIME_CHANNELS = 256  # of the sinusoid a timestep becomes; fixed in diffusers
-ROWS = Range(1, 1 << 20)  # of a table of embeddings
+TIME_CHANNELS = 256  # Channels of a timestep's sinusoid; fixed in diffusers.
+ROWS = Range(1, 1 << 20)  # Rows of a table of embeddings.
 CHANNELS = Range(1, WIDTH)
-SIDE = Range(1, 16_384)  # of latents, in pixels or in numbers of a chunk
-CONDITIONED_SIZE = 128  # PixArt's 1024-pixel models: this sample size alone asks for additional conditions
+SIDE = Range(1, 16_384)  # Side of latents, in pixels or in numbers of a chunk.
+CONDITIONED_SIZE = 128  # Sample size of PixArt's 1024-pixel models, which have additional conditions.
 
 
 @dataclass(frozen=True)
 class Transformer2DConfig:
     """The 25 constructor arguments of diffusers' `Transformer2DModel`, in its order and with its defaults.
 
-    What is given says which of three inputs the model takes (`kind`): ``in_channels`` alone is continuous
-    (batch, channel, height, width); ``num_vector_embeds`` is discrete (batch, latent pixels); ``in_channels`` with
-    ``patch_size`` is patches.
+    They determine the input (`kind`): ``in_channels`` alone is continuous (batch, channel, height, width);
+    ``num_vector_embeds`` is discrete (batch, latent pixels); ``in_channels`` with ``patch_size`` is patches.
 
     Attributes:
-        num_attention_heads: heads of every attention; with `attention_head_dim` they make `inner_dim`.
+        num_attention_heads: heads of every attention; times `attention_head_dim` they are `inner_dim`.
         attention_head_dim: channels per head.
         in_channels: channels of a continuous or patched input.
-        out_channels: of a patched input's output; `in_channels` when None. A continuous output is added to its input,
-            so that it has as many channels (or one, which is added to all of them).
+        out_channels: channels of a patched output; `in_channels` when None. A continuous output is added to its input,
+            so it has the same number of channels, or one.
         num_layers: transformer blocks.
         dropout: rate after each attention and inside each feed-forward, in training.
         norm_num_groups: groups of the group norm over a continuous input.
@@ -54,24 +53,24 @@ class Transformer2DConfig:
         sample_size: height and width of a discrete or patched input; positions are made for it.
         num_vector_embeds: classes of a discrete input, the masked one (the last) included.
         patch_size: height and width of a patch.
-        activation_fn: of the feed-forwards; ``geglu-approximate`` is not gated, whatever its name says.
+        activation_fn: activation of the feed-forwards; ``geglu-approximate`` is not gated.
         num_embeds_ada_norm: with ada_norm the number of timesteps; with ada_norm_zero the number of classes.
-        use_linear_projection: whether files keep the projections of a continuous input as linear layers or as 1x1
-            convolutions; the mathematics is the same.
-        only_cross_attention: the first attention of a block looks at `encoder_hidden_states`, too.
-        double_self_attention: the second attention has keys as wide as the tokens themselves.
-        upcast_attention: kept for files; softmax is float32 here whatever it says.
+        use_linear_projection: whether files have the projections of a continuous input as linear layers or as 1x1
+            convolutions, which are equivalent.
+        only_cross_attention: whether the first attention of a block also attends to `encoder_hidden_states`.
+        double_self_attention: whether the second attention has keys as wide as the tokens.
+        upcast_attention: kept for files; softmax is always float32 here.
         norm_type: ``layer_norm`` with `num_embeds_ada_norm` means ``ada_norm``, as in older files (`block_norm`).
         norm_elementwise_affine: whether plain layer norms have weights.
-        norm_eps: of plain layer norms.
+        norm_eps: epsilon of plain layer norms.
         attention_type: ``gated`` and ``gated-text-image`` put GLIGEN's fuser into each block.
         caption_channels: width of the captions that a patched model projects to `inner_dim`.
-        interpolation_scale: positions of patches are divided by it; ``max(sample_size // 64, 1)`` when None.
-        use_additional_conditions: resolution and aspect ratio join the timestep (ada_norm_single); when None, exactly
-            for ada_norm_single with sample size 128.
+        interpolation_scale: divisor of the positions of patches; ``max(sample_size // 64, 1)`` when None.
+        use_additional_conditions: whether resolution and aspect ratio are added to the timestep (ada_norm_single); when
+            None, only for sample size 128.
 
     Raises:
-        ConfigError: a combination makes no sense; the message says which kind of input was meant.
+        ConfigError: a combination makes no sense.
     """
 
     num_attention_heads: Annotated[int, Range(1, HEADS)] = 16
@@ -104,10 +103,10 @@ class Transformer2DConfig:
         wrong = self._wrong_types()
         if wrong:
             raise ConfigError("Transformer2DModel: " + "; ".join(wrong))
-        kind = self._find_kind()
-        wrong = [*self._wrong_everywhere(), *_WRONG[kind](self)]
+        self._check_kind()
+        wrong = [*self._wrong_everywhere(), *_WRONG[self.kind](self)]
         if wrong:
-            raise ConfigError(f"Transformer2DModel with {kind} input: " + "; ".join(wrong))
+            raise ConfigError(f"Transformer2DModel with {self.kind} input: " + "; ".join(wrong))
 
     def _wrong_types(self) -> list[str]:
         wrong = []
@@ -125,22 +124,19 @@ class Transformer2DConfig:
             )
         return wrong
 
-    def _find_kind(self) -> Kind:
+    def _check_kind(self) -> None:
         if self.in_channels is not None and self.num_vector_embeds is not None:
             meant = "patches" if self.patch_size is not None else "continuous"
             raise ConfigError(
                 f"Transformer2DModel: in_channels {self.in_channels} means {meant} input and num_vector_embeds "
                 f"{self.num_vector_embeds} means discrete input; make sure that one of them is None"
             )
-        if self.num_vector_embeds is not None:
-            return "discrete"
-        if self.in_channels is None:
+        if self.in_channels is None and self.num_vector_embeds is None:
             raise ConfigError(
                 f"Transformer2DModel: no input is defined (in_channels {self.in_channels}, num_vector_embeds "
                 f"{self.num_vector_embeds}, patch_size {self.patch_size}); give in_channels for continuous input, "
                 "num_vector_embeds for discrete input, or in_channels and patch_size for patches"
             )
-        return "continuous" if self.patch_size is None else "patches"
 
     def _wrong_everywhere(self) -> list[str]:
         wrong = []
@@ -173,7 +169,7 @@ class Transformer2DConfig:
 
     @property
     def block_norm(self) -> str:
-        """Norm type of the blocks: older files say ``layer_norm`` and mean ``ada_norm``."""
+        """Norm type of the blocks: ``layer_norm`` in older files means ``ada_norm``."""
         is_old = self.norm_type == "layer_norm" and self.num_embeds_ada_norm is not None
         return "ada_norm" if is_old else self.norm_type
 
@@ -211,7 +207,7 @@ class Transformer2DConfig:
 
     @property
     def has_conditions(self) -> bool:
-        """Whether resolution and aspect ratio are conditions beside the timestep."""
+        """Whether resolution and aspect ratio are conditions in addition to the timestep."""
         if self.kind != "patches" or self.norm_type != "ada_norm_single":
             return False
         if self.use_additional_conditions is None:
@@ -227,8 +223,8 @@ class Transformer2DConfig:
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def to_json(self) -> dict[str, Any]:
-        """The constructor arguments by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the constructor arguments by name."""
+        return asdict(self)
 
 
 _TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(

@@ -13,7 +13,7 @@ from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 GENERAL = "Transformer2DModel"
-VERSION = "0.42.1"  # of diffusers, whose fields these are
+VERSION = "0.42.1"  # Version of diffusers that has these fields.
 PATCHED = {
     "num_attention_heads": 16,
     "attention_head_dim": 72,
@@ -47,7 +47,7 @@ SPLIT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-# Whatever its sample size, the first of them never scales positions.
+# DiT never scales positions, independently of its sample size.
 FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType({"DiTTransformer2DModel": {"interpolation_scale": 1.0}})
 UNETS = ("UNet2DConditionModel", "ControlNetModel")
 UNET_DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -70,8 +70,8 @@ UNET_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "attention_type": "default",
     }
 )
-STAGES = 16  # of a UNet; published ones have four
-LAYER_LIMIT = 64  # attentions in one block of a UNet; published ones have two or three
+STAGES = 16  # Stages of a UNet; published UNets have four.
+LAYER_LIMIT = 64  # Attentions in one block of a UNet; published UNets have two or three.
 
 
 def read_model_config(values: Mapping[str, Any]) -> Transformer2DConfig:
@@ -97,10 +97,10 @@ def read_model_config(values: Mapping[str, Any]) -> Transformer2DConfig:
 
 
 def dump_model_config(config: Transformer2DConfig) -> dict[str, Any]:
-    """A ``config.json`` as diffusers' ``save_config`` writes it: class, version, all constructor arguments, sorted."""
+    """Return a ``config.json`` like diffusers' ``save_config``: class, version, all constructor arguments, sorted."""
     values = {"_class_name": GENERAL, "_diffusers_version": VERSION, **config.to_json()}
     if config.kind == "patches" and config.norm_type == "ada_norm_single" and config.num_embeds_ada_norm is None:
-        # diffusers reads such a folder as its PixArtTransformer2DModel, which wants a number that it never uses.
+        # diffusers reads this folder as its PixArtTransformer2DModel, which refuses null here.
         del values["num_embeds_ada_norm"]
     return dict(sorted(values.items()))
 
@@ -121,7 +121,7 @@ def read_block_config(values: Mapping[str, Any], prefix: str) -> Transformer2DCo
 
 
 def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Constructor arguments of all 2D transformers inside a UNet, by prefix."""
+    """Return the constructor arguments of all 2D transformers inside a UNet, by prefix."""
     values = {key: values.get(key, default) for key, default in UNET_DEFAULTS.items()}
     channels = values["block_out_channels"]
     if not isinstance(channels, list | tuple) or not 1 <= len(channels) <= STAGES or not all(map(_is_count, channels)):
@@ -130,7 +130,7 @@ def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             f"each of 1 to {STAGES} blocks"
         )
     stages = len(channels)
-    # What UNets call attention_head_dim is the number of heads: https://github.com/huggingface/diffusers/issues/2011
+    # A UNet's attention_head_dim is the number of heads: https://github.com/huggingface/diffusers/issues/2011
     heads_name = "num_attention_heads" if values["num_attention_heads"] else "attention_head_dim"
     heads = _per_stage(values, heads_name, stages)
     contexts = _per_stage(values, "cross_attention_dim", stages)
@@ -195,7 +195,7 @@ def _arguments(values: Mapping[str, Any], channels: int, heads: int, context: in
 
 
 def _per_stage(values: Mapping[str, Any], name: str, stages: int, *, kind: type = int) -> list[Any]:
-    """One value for each block of the way down; a single one is that of all."""
+    """Return one value for each block of the way down; a single value is repeated."""
     value = values[name]
     per_stage = list(value) if isinstance(value, list | tuple) else [value] * stages
     is_right = (lambda entry: isinstance(entry, bool)) if kind is bool else _is_count
@@ -209,7 +209,7 @@ def _per_stage(values: Mapping[str, Any], name: str, stages: int, *, kind: type 
 
 
 def _depths(values: Mapping[str, Any], name: str, stages: int) -> list[Any]:
-    """Layers of the transformers of each block: a number for all of them, or a list of one for each."""
+    """Return the layers of the transformers of each block: a number for all of them, or a list."""
     value = values[name]
     per_stage = list(value) if isinstance(value, list | tuple) else [value] * stages
     flat = [entry for part in per_stage for entry in (part if isinstance(part, list | tuple) else [part])]
@@ -232,4 +232,4 @@ def _is_count(value: Any) -> bool:
     return is_number(value, _COUNT, integer=True)
 
 
-_COUNT = Range(1, 1 << 62)  # of channels, heads or layers; the transformer itself says more
+_COUNT = Range(1, 1 << 62)  # Channels, heads or layers, which `Transformer2DConfig` limits further.

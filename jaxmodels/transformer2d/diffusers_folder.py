@@ -1,9 +1,7 @@
-"""Reader and writer of diffusers' folders: weight names and shards.
+"""Strict reader and writer of diffusers' folders: files and config must have exactly the same tensors.
 
-Files keep layers, queries, keys and values apart; here they are slices of stacked arrays.
+Files have separate layers, queries, keys and values, which are slices of our stacked arrays.
 Source: diffusers 0.42.1, models/transformers/transformer_2d.py, models/attention.py, models/normalization.py.
-
-Reading is strict: files and config must have exactly the same tensors. They are read one after the other.
 """
 
 import math
@@ -30,6 +28,7 @@ from jaxmodels.checkpoints.files import (
     write_json,
     write_shards,
 )
+from jaxmodels.checkpoints.folder import empty_aligned
 from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, Layout, Shape, TensorTarget
 from jaxmodels.errors import CheckpointError
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
@@ -42,7 +41,7 @@ BLOCKS = "transformer_blocks"
 
 
 def tensor_names(config: Transformer2DConfig) -> tuple[TensorTarget, ...]:
-    """diffusers' tensors of a model, and the slices of our arrays that they hold; each element is in exactly one."""
+    """Return diffusers' tensors of a model, and the slices of our arrays that they hold."""
     return (*_inputs(config), *_blocks(config), *_outputs(config))
 
 
@@ -135,7 +134,7 @@ def _block(config: Transformer2DConfig) -> Iterator[TensorTarget]:
 
 
 def _attention(name: str, width: int, context: int | None, *, bias: bool) -> Iterator[TensorTarget]:
-    """`context` is the width of other tokens that keys and values are made of; None when they are the same tokens."""
+    """List an attention's tensors; `context` is the width of the tokens of keys and values, None for self-attention."""
     if context is None:
         yield from _joint(name, "to_qkv", ("to_q", "to_k", "to_v"), width, width, bias=bias)
     else:
@@ -187,31 +186,13 @@ def _table(name: str, rows: int, width: int) -> Iterator[TensorTarget]:
     yield TensorTarget(f"{name}.weight", f"{name}.embedding", (rows, width))
 
 
-CONFIG = "config.json"
-
-
-PIPELINE = "model_index.json"
-PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of a subfolder; no pattern, no way out
-NEVER_USED = ("pos_embed.pos_embed",)  # fixed positions that older files keep; they follow from the config
-ALIGNMENT = 64  # bytes; JAX takes arrays that begin so as they are, without a copy, on a CPU
-
-
-def read_config(folder: Path, *, subfolder: str | None = None, prefix: str | None = None) -> Transformer2DConfig:
-    """Return the config of the model in a folder, or of the one under a prefix of a UNet.
-
-    Raises ConfigError for another model or wrong values, CheckpointError for missing or malformed files.
-    """
-    folder = find_folder(folder, subfolder)
-    values = read_json(folder / CONFIG)
-    return (
-        diffusers_config.read_model_config(values)
-        if prefix is None
-        else diffusers_config.read_block_config(values, prefix)
-    )
+CONFIG, PIPELINE = "config.json", "model_index.json"
+PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # Excludes patterns and paths that lead out of the folder.
+NEVER_USED = ("pos_embed.pos_embed",)  # Fixed positions in older files, which the config determines.
 
 
 def files(*, subfolder: str | None = None, variant: str | None = None) -> tuple[str, ...]:
-    """Files of a repository that `read` needs (jaxmodels/hub.py)."""
+    """Return the files of a repository that `read` needs."""
     if subfolder and not all(PART.fullmatch(part) for part in subfolder.split("/")):
         raise CheckpointError(f"subfolder {subfolder!r} is no folder of a repo; wanted e.g. 'transformer'")
     start = f"{subfolder}/" if subfolder else ""
@@ -230,21 +211,24 @@ def read(
     """Read a model's config, and its weights by our names (jaxmodels/weights.py).
 
     Args:
-        subfolder: where in a pipeline's folder, e.g. ``transformer``.
+        subfolder: folder in a pipeline's folder, e.g. ``transformer``.
         variant: e.g. ``fp16`` for ``diffusion_pytorch_model.fp16.safetensors``.
-        prefix: read one transformer out of a larger model, e.g. ``down_blocks.0.attentions.1`` of a UNet; other tensors
-            are left alone.
-        config: instead of the folder's own.
-        dtype: what weights become while they are read; that of the files when None (float64 becomes float32).
+        prefix: read only one transformer of a larger model, e.g. ``down_blocks.0.attentions.1`` of a UNet.
+        config: replaces the folder's config.
+        dtype: dtype that weights are converted to; None for the files' dtype (float64 becomes float32).
 
     Raises:
         ConfigError: the config is of another model, or has values that make no sense.
         CheckpointError: a file is missing or malformed, there is no such prefix, a weight is not finite, or the files
             do not fit the config (`WeightsMismatch`, all misfits in one message, by diffusers' names).
     """
-    if config is None:
-        config = read_config(folder, subfolder=subfolder, prefix=prefix)
     folder = find_folder(folder, subfolder)
+    if config is None:
+        values = read_json(folder / CONFIG)
+        if prefix is None:
+            config = diffusers_config.read_model_config(values)
+        else:
+            config = diffusers_config.read_block_config(values, prefix)
     stored = _find(folder, variant, prefix)
     table = tensor_names(config)
     where = f"{folder.name}" + (f" under {prefix}" if prefix else "")
@@ -266,16 +250,15 @@ def write(
     variant: str | None = None,
     max_shard_bytes: int | None = None,
 ) -> None:
-    """Write a folder that diffusers loads. A new one appears whole; in an existing one, the model's files are replaced
-    when all are written, and older ones of the same variant are removed.
+    """Write a folder that diffusers loads; existing files of the same variant are replaced when all are written.
 
     Args:
         weights: by our names; float32, float16 and bfloat16 are kept.
         max_shard_bytes: larger models are split; 10 GB, as in diffusers, when None.
 
     Raises:
-        WeightsMismatch: the weights are not those of the config.
-        OSError: it cannot be written, e.g. because the disk is full; what was there before is as it was.
+        WeightsMismatch: the weights do not fit the config.
+        OSError: it cannot be written, e.g. because the disk is full; existing files stay unchanged.
     """
     table = tensor_names(config)
     check_fit(
@@ -289,7 +272,7 @@ def write(
     by_name = {target.theirs: target for target in table}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        draft = Path(temporary) / "draft"  # inside, because only its owner may read a temporary folder itself
+        draft = Path(temporary) / "draft"  # A folder inside, because only the owner may read a temporary folder.
         draft.mkdir()
         write_json(draft / CONFIG, diffusers_config.dump_model_config(config), indent=2, end="\n")
         write_shards(
@@ -303,7 +286,7 @@ def write(
 
 
 def _find(folder: Path, variant: str | None, prefix: str | None) -> dict[str, Stored]:
-    """The tensors of the model, by diffusers' names for it."""
+    """Return the tensors of the model by diffusers' names."""
     if prefix is None:
         return find_shards(folder, variant, lambda name: name not in NEVER_USED)
     start = f"{prefix}."
@@ -329,7 +312,7 @@ def _read_arrays(
     }
     broken: list[str] = []
     for target in sorted(table, key=lambda target: (stored[target.theirs].path.name, stored[target.theirs].start)):
-        with np.errstate(over="ignore"):  # what is too large for a narrower dtype becomes an infinity, and is named
+        with np.errstate(over="ignore"):  # A number too large for a narrower dtype becomes an infinity, reported below.
             tensor = stored[target.theirs].read().astype(arrays[target.ours].dtype, copy=False)
         if not np.isfinite(tensor).all():
             broken.append(target.theirs)
@@ -342,20 +325,17 @@ def _read_arrays(
 
 
 def _item_bytes(stored: np.dtype[Any], dtype: DTypeLike | None) -> int:
-    """Bytes of a number in memory, of a tensor that is stored in another dtype."""
+    """Return the bytes of a number in memory of a tensor that is stored in another dtype."""
     return min(stored.itemsize, 4) if dtype is None else np.dtype(dtype).itemsize
 
 
 def _common_dtype(dtypes: set[np.dtype[Any]]) -> np.dtype[Any]:
-    """The narrowest dtype that holds what the layers of one array have; float32 at most."""
+    """Return the narrowest dtype that holds all layers of an array; at most float32."""
     return dtypes.pop() if len(dtypes) == 1 and not dtypes & {np.dtype(np.float64)} else np.dtype(np.float32)
 
 
 def _aligned(shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    count = math.prod(shape) * dtype.itemsize
-    raw = np.empty(count + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + count].view(dtype).reshape(shape)
+    return empty_aligned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def _publish(draft: Path, folder: Path, variant: str | None) -> None:
@@ -363,7 +343,7 @@ def _publish(draft: Path, folder: Path, variant: str | None) -> None:
     if not folder.exists():
         draft.rename(folder)
         return
-    # Readers look for an index first: it comes after what it names, and an old one goes before what it named.
+    # Readers look for an index first: it is written after its shards, and an old index is removed before its shards.
     for name in sorted(new, key=lambda name: (name == CONFIG, name.endswith(".json"))):
         os.replace(draft / name, folder / name)
     old = [path for path in folder.iterdir() if is_shard(path.name, variant) and path.name not in new]
@@ -372,7 +352,7 @@ def _publish(draft: Path, folder: Path, variant: str | None) -> None:
 
 
 def find_folder(folder: Path, subfolder: str | None) -> Path:
-    """The folder that is meant, with a config in it."""
+    """Return the folder with the model's config."""
     inside = folder / subfolder if subfolder else folder
     if not inside.is_dir():
         raise CheckpointError(f"{inside.name}: no such folder; wanted one with {CONFIG} and {STEM}.safetensors")

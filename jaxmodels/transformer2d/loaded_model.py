@@ -34,9 +34,9 @@ class Input:
     """Name, shape and dtype of one input array.
 
     Attributes:
-        shape: sizes, or names of axes whose sizes are free.
-        dtype: ``float32`` or ``int32``; others of the same kind are converted.
-        note: what its numbers mean.
+        shape: sizes, or names of axes with free sizes.
+        dtype: ``float32`` or ``int32``; other dtypes of the same kind are converted.
+        note: meaning of its numbers.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Input:
 
 
 def inputs_of(config: Transformer2DConfig) -> tuple[Input, ...]:
-    """Input arrays that a model of this config takes."""
+    """Return the input arrays that a model of this config takes."""
     return (_hidden_states(config), *_context(config), *_timing(config), *_masks(config))
 
 
 def output_shape(config: Transformer2DConfig) -> tuple[str | int, ...]:
-    """Shape of the output sample."""
+    """Return the shape of the output sample."""
     if config.kind == "discrete":
         return ("batch", (config.num_vector_embeds or 1) - 1, "latent_pixels")
     channels = (config.in_channels if config.kind == "continuous" else config.outputs) or 0
@@ -83,7 +83,7 @@ def read_inputs(inputs: tuple[Input, ...], arrays: Mapping[str, np.ndarray]) -> 
 
 
 def _read(entry: Input, array: np.ndarray) -> np.ndarray:
-    """One dtype for what the model takes for the same, so that it is compiled once."""
+    """Convert to the entry's dtype, so that the model is compiled once for integers and floats."""
     narrow = np.atleast_1d(_narrowed(entry.name, array))
     is_counting = narrow.dtype == np.int32 and entry.dtype == "float32" and not entry.name.endswith("hidden_states")
     return narrow.astype(np.float32) if is_counting else narrow
@@ -96,7 +96,7 @@ def _narrowed(name: str, array: np.ndarray) -> np.ndarray:
         if array.size and (array.min() < _INT32.min or array.max() > _INT32.max):
             raise InputError(f"{name} holds integers beyond 32 bits; wanted {_INT32.min} to {_INT32.max}")
         return array.astype(np.int32, copy=False)
-    # bfloat16 is no kind of NumPy's own.
+    # NumPy has no kind for bfloat16.
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise InputError(f"{name} holds {array.dtype}; wanted floating-point numbers, integers or booleans")
     with np.errstate(over="ignore"):
@@ -164,7 +164,7 @@ class ForwardCost(NamedTuple):
 
     Attributes:
         operations: additions and multiplications.
-        memory: bytes of activations at the widest point of a block, where attention goes block by block (on a CPU).
+        memory: bytes of activations at the widest point of a block, with blocked attention (on a CPU).
         answer: bytes of the sample, float32.
     """
 
@@ -173,21 +173,21 @@ class ForwardCost(NamedTuple):
     answer: int
 
 
-# Numbers per token and channel at the widest point of a block: a gated feed-forward's 8, and what is kept beside it.
+# Numbers per token and channel at the widest point of a block.
 _WIDTHS = 18
-_SCORES = 1 << 22  # of an attention, at a time; longer ones go block by block
+_SCORES = 1 << 22  # Scores of blocked attention in memory at once.
 _FLOAT = 4
 
 
 def forward_cost(
     config: Transformer2DConfig, matrices: int, shapes: Mapping[str, tuple[int, ...]], item: int = _FLOAT
 ) -> ForwardCost:
-    """Estimate the cost of a forward pass roughly, to tell a second from an hour.
+    """Estimate the cost of a forward pass roughly, to distinguish a second from an hour.
 
     Args:
         matrices: numbers in the weights that every token is multiplied with.
-        shapes: of the arguments, by their flat names; hidden_states has its right rank.
-        item: bytes of a number that the model computes in.
+        shapes: shapes of the arguments by flat name; hidden_states has the right rank.
+        item: bytes of a number in the model's dtype.
     """
     shape = shapes["hidden_states"]
     batch, tokens, width = shape[0], token_count(config, shape), config.inner_dim
@@ -213,11 +213,11 @@ def _count_outputs(config: Transformer2DConfig, shape: tuple[int, ...]) -> int:
 Key: TypeAlias = tuple[tuple[str, tuple[int, ...], str], ...]
 
 MAX_SHAPES = 16
-UNSAID_SIZE = 32  # side of an example's latents when the config names none
-CONTEXT = 77  # tokens of an example's context: what CLIP makes of a text
-# Any machine does as many operations in a second; it keeps a first, small forward from looking like a slow machine.
+UNSAID_SIZE = 32  # Side of an example's latents if the config has none.
+CONTEXT = 77  # Tokens of an example's context, as CLIP encodes a text.
+# Operations per second of the slowest machine, so that a first, small forward does not look like a slow machine.
 SLOWEST = 1e10
-# Forgotten executables until JAX's caches are cleared, which keep 0.5 MB for each; refilling takes 50 ms.
+# Number of dropped executables after which JAX's caches are cleared, which keep 0.5 MB for each.
 CLEAR_AFTER = 32
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
@@ -238,10 +238,10 @@ def load_model(
     Args:
         path_or_repo: a folder, a repo id like ``owner/name``, or a folder in a repo like ``owner/name/transformer``.
         revision: branch, tag or commit of a repo.
-        dtype: ``float32`` (default) or ``bfloat16``, which is meant for accelerators and slow on a CPU.
+        dtype: ``float32`` (default) or ``bfloat16``, which is slow on a CPU.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
-        subfolder: where in the folder or repo, e.g. ``transformer``.
-        prefix: one transformer out of a UNet, e.g. ``down_blocks.0.attentions.1``.
+        subfolder: folder in the folder or repo, e.g. ``transformer``.
+        prefix: a transformer in a UNet, e.g. ``down_blocks.0.attentions.1``.
         on_progress: called with ``downloading``, ``reading``, ``ready``.
         inspect: called with the folder of the model before it is read; raises CheckpointError to refuse it.
 
@@ -265,11 +265,11 @@ def load_model(
 
 
 def is_model(path_or_repo: str | Path, revision: str | None = None, subfolder: str | None = None) -> bool:
-    """Whether a folder is a diffusers model and no policy: its ``config.json`` names a class instead of a type.
+    """Return whether a folder is a diffusers model, whose ``config.json`` names a class instead of a policy type.
 
     Raises:
         HubError: the repo cannot be fetched.
-        CheckpointError: ``config.json`` is missing or malformed, and nothing else says what this is.
+        CheckpointError: ``config.json`` is missing or malformed, and the folder is no pipeline.
     """
     source, inside = _split(str(path_or_repo), subfolder)
     if inside is not None:
@@ -282,7 +282,7 @@ def is_model(path_or_repo: str | Path, revision: str | None = None, subfolder: s
 
 
 def _split(source: str, subfolder: str | None) -> tuple[str, str | None]:
-    """``owner/name/transformer`` names a folder in a repo, unless that, or ``owner/name``, is a folder here."""
+    """Split ``owner/name/transformer`` into repo and folder, unless it, or ``owner/name``, is a local folder."""
     owner, *rest = source.split("/")
     repo, inside = "/".join([owner, *rest[:1]]), "/".join([*rest[1:], *([subfolder] if subfolder else [])])
     if source.startswith(("/", "~", ".")) or any(Path(path).is_dir() for path in (source, repo)):
@@ -291,13 +291,13 @@ def _split(source: str, subfolder: str | None) -> tuple[str, str | None]:
 
 
 class LoadedModel:
-    """A 2D transformer for serving. One thread at a time may compute; its properties may be read from any.
+    """A 2D transformer for serving. One thread at a time may compute; all threads may read its properties.
 
     Args:
-        model: give it away, or its weights are in memory twice.
+        model: the caller should drop it, or its weights are in memory twice.
 
     Attributes:
-        shapes_kept: executables kept, one for each set of shapes; the one that was longest unused goes first.
+        shapes_kept: maximum number of executables, one per set of shapes; the least recently used is dropped.
     """
 
     def __init__(self, model: Transformer2DModel, *, shapes_kept: int = MAX_SHAPES):
@@ -350,7 +350,7 @@ class LoadedModel:
         return len(self._cached_shapes)
 
     def example(self, batch: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
-        """Example inputs of the model's size: noise, and 1 where an index is expected."""
+        """Return example inputs of the model's size: noise, and 0 for an index."""
         config, random = self._config, np.random.default_rng(seed)
         side = config.sample_size or UNSAID_SIZE
         sizes = {"batch": batch, "height": side, "width": side, "latent_pixels": side**2, "context": CONTEXT}
@@ -366,10 +366,10 @@ class LoadedModel:
         return arrays
 
     def cost(self, inputs: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
-        """Estimated seconds, bytes of memory and bytes of output of a forward pass; nothing is compiled.
+        """Estimate seconds, bytes of memory and bytes of output of a forward pass; nothing is compiled.
 
-        Seconds are those of the fastest pass over such shapes; of new ones they follow from the fastest pass of all.
-        Accelerators say themselves when memory is short, so that only a CPU's is counted.
+        The fastest pass with these shapes gives the seconds, or for new shapes the fastest pass of all. Memory is 0 on
+        accelerators, which report an error when memory is short.
 
         Raises:
             InputError: an input is wrong.
@@ -381,11 +381,11 @@ class LoadedModel:
         return seconds, cost.memory if self._device.platform == "cpu" else 0, cost.answer
 
     def is_compiled(self, inputs: Mapping[str, np.ndarray]) -> bool:
-        """Whether there is an executable for arrays of these shapes."""
+        """Return whether there is an executable for arrays of these shapes."""
         return _key(_abstract(read_inputs(self._inputs, inputs))) in self._cached_shapes
 
     def compile(self, inputs: Mapping[str, np.ndarray]) -> float:
-        """Compile for arrays of these shapes; returns the seconds it took, 0 when that was done before.
+        """Compile for arrays of these shapes; returns the seconds it took, 0 if the executable existed.
 
         Raises:
             InputError: an input is wrong.
@@ -396,14 +396,14 @@ class LoadedModel:
         """Run a forward pass; compiles first when the shapes are new (see `is_compiled`).
 
         Args:
-            inputs: arrays by the names of `description`; any float and integer dtypes.
+            inputs: arrays by the names of `description`, of any float or integer dtype.
 
         Returns:
             ``sample``, float32.
 
         Raises:
-            InputError: an input is missing, unknown or has the wrong shape, dtype or value; or the pass does not fit
-                into the device's memory.
+            InputError: an input is missing, unknown or has the wrong shape, dtype or value; or device memory is too
+                small.
         """
         arrays = read_inputs(self._inputs, inputs)
         self._compile(arrays)
@@ -419,12 +419,8 @@ class LoadedModel:
         seconds, key = computed - sent, _key(_abstract(arrays))
         self._fastest = max(self._fastest, operations / max(seconds, 1e-9))
         self._seconds[key] = min(seconds, self._seconds.get(key, seconds))
-        host = np.array(sample, np.float32)  # a copy: the buffer may be the device's own
-        self._timings = {
-            "to_device": sent - start,
-            "compute": computed - sent,
-            "to_host": time.perf_counter() - computed,
-        }
+        host = np.array(sample, np.float32)  # Copied, because the buffer may belong to the device.
+        self._timings = {"to_device": sent - start, "compute": seconds, "to_host": time.perf_counter() - computed}
         return {"sample": host}
 
     def _describe(self, weights: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -446,7 +442,7 @@ class LoadedModel:
         return forward_cost(self._config, self._matrices, shapes, self._dtype.itemsize)
 
     def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Check inputs, with their values: nothing is compiled or estimated for wrong ones."""
+        """Check shapes and values of inputs before anything is compiled or estimated."""
         read_arguments(self._config, self._dtype, **unflatten_dict(arrays, sep="."))
 
     def _compile(self, arrays: Mapping[str, np.ndarray]) -> float:
@@ -482,13 +478,13 @@ def _key(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Key:
 
 
 def _is_matrix(name: str) -> bool:
-    """Whether every token is multiplied with it; what modulates the blocks is made once for all tokens."""
+    """Return whether every token is multiplied with a weight; modulations are computed once for all tokens."""
     is_modulating = "norm" in name or "adaln" in name or name.startswith("proj_out_1")
     return name.endswith("kernel") and not is_modulating
 
 
 def _convert_error(error: Exception) -> Exception:
-    """An error of the compiler or the device as one of ours, where it is the input's doing."""
+    """Return an InputError for an error of too little memory, or else the error itself."""
     if OUT_OF_MEMORY in str(error):
         return InputError("the forward pass does not fit into the device's memory; send a smaller batch or size")
     return error

@@ -1,6 +1,6 @@
 """LoRA adapters of a 2D transformer: read from files of peft and diffusers, attached to or fused into the weights.
 
-An adapter adds ``up @ down`` to weights, in their stacked layout, with zeros for parts without an adapter.
+An adapter adds ``up @ down`` to stacked weights, with zeros for parts without an adapter.
 Sources: peft 0.21 (utils/save_and_load.py, tuners/lora/layer.py), diffusers 0.42.1 (loaders/peft.py),
 https://arxiv.org/abs/2106.09685.
 """
@@ -30,7 +30,7 @@ from jaxmodels.transformer2d.config import Transformer2DConfig
 
 FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "adapter_config.json")
 SETTINGS = "adapter_config.json"
-METADATA = "lora_adapter_metadata"  # key of a file's metadata, for the same settings
+METADATA = "lora_adapter_metadata"  # Key of the same settings in a file's metadata.
 WRAPPERS = ("base_model.model.", "unet.", "transformer.")
 TEXT_ENCODER = "text_encoder"
 FACTOR = re.compile(r"(?P<module>.+?)\.lora_(?P<side>[AB])(?:\.[A-Za-z0-9_-]+)?\.weight")
@@ -46,14 +46,14 @@ def read(
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Read down and up factors (float32) by the name of our layer, e.g. ``transformer_blocks.attn1.to_qkv``.
 
-    The scale that the file states, alpha / rank, is part of the up factor. A kernel (layers, inputs, projections,
-    outputs) has factors (layers, inputs, projections, rank) and (layers, rank, projections, outputs); where it has
-    fewer axes, so have they. Smaller ranks than the largest are filled with zeros.
+    The up factor includes the file's scale, alpha / rank. A kernel (layers, inputs, projections, outputs) has factors
+    (layers, inputs, projections, rank) and (layers, rank, projections, outputs), each without the axes that the kernel
+    lacks. Smaller ranks are padded with zeros.
 
     Args:
-        path: a safetensors file, or a folder with one of `FILES`.
-        prefix: name of the transformer inside a UNet, e.g. ``mid_block.attentions.0``. Factors of other parts of the
-            UNet, and of text encoders, are not read.
+        path: a safetensors file, or a folder with a file of `FILES`.
+        prefix: name of the transformer inside a UNet, e.g. ``mid_block.attentions.0``; factors of other parts and of
+            text encoders are not read.
 
     Raises:
         CheckpointError: the file is missing or malformed, the kind of adapter is unknown, or factors are not finite.
@@ -129,7 +129,7 @@ def _find_misfits(module: str, factors: Factors, target: TensorTarget) -> list[s
 
 
 def _matrix(shape: Shape) -> Shape | None:
-    """The shape of a linear layer's weight, or of a 1x1 convolution's."""
+    """Return the shape of a linear layer's weight, or of a 1x1 convolution's."""
     return shape[:2] if len(shape) == 2 or (len(shape) == 4 and shape[2:] == (1, 1)) else None
 
 
@@ -143,7 +143,7 @@ def _stack(
         ours = target.ours.removesuffix(".kernel")
         ranks[ours] = max(ranks.get(ours, 0), parts["A"].shape[0])
         wholes[ours] = (target.whole, 1 if target.index else 0)
-    # Layers without an adapter get zeros: few factors of a file can ask for many times their size.
+    # Layers without an adapter get zeros, so a few factors of a file can need many times their size.
     size = sum(
         4 * ranks[ours] * (math.prod(whole[:-1]) + math.prod(whole) // whole[at])
         for ours, (whole, at) in wholes.items()
@@ -185,7 +185,7 @@ def _read_settings(file: Path) -> Mapping[str, Any]:
             raise CheckpointError(f"{file.name}: its {METADATA} is malformed; wanted a JSON object") from error
         if not isinstance(settings, dict):
             raise CheckpointError(f"{file.name}: its {METADATA} is no JSON object")
-        # A pipeline's file says it for each of its models.
+        # A pipeline's file has settings for each of its models.
         settings = {key.removeprefix("transformer.").removeprefix("unet."): value for key, value in settings.items()}
     if settings.get("use_dora"):
         raise CheckpointError(f"{file.name}: a DoRA adapter, which changes more than a low-rank part; wanted LoRA")
@@ -199,14 +199,14 @@ def _read_settings(file: Path) -> Mapping[str, Any]:
 
 
 def _alpha(module: str, rank: int, settings: Mapping[str, Any]) -> float:
-    """Scale of the up factor times the rank."""
+    """Return the scale of the up factor times the rank."""
     patterns: Mapping[str, Any] = settings.get("alpha_pattern") or {}
     stated = [alpha for pattern, alpha in patterns.items() if f".{module}".endswith(_make_pattern(pattern))]
     return float(stated[0] if stated else settings.get("lora_alpha", rank))
 
 
 def _make_pattern(pattern: str) -> str:
-    """peft takes patterns for regular expressions, which strangers should not write; files have plain names."""
+    """Return a pattern as the end of a name, because untrusted files must not contain regular expressions."""
     return f".{pattern.removeprefix('^')}"
 
 
@@ -244,7 +244,7 @@ def load(model: Any, path: str | Path, *, prefix: str | None = None) -> None:
     """Attach the adapter of a file to a `Transformer2DModel`, in the dtype of its weights.
 
     Calls and `prepare` then take ``cross_attention_kwargs={"scale": 0.5}``; the default scale is 1.
-    ``nnx.state(model, nnx.LoRAParam)`` returns the factors alone, e.g. to train them.
+    ``nnx.state(model, nnx.LoRAParam)`` returns the factors, e.g. to train them.
 
     Args:
         path: a safetensors file of diffusers or peft, or a folder with one.
@@ -267,13 +267,13 @@ def load(model: Any, path: str | Path, *, prefix: str | None = None) -> None:
 
 
 def fuse(model: nnx.Module, *, scale: float = 1.0) -> None:
-    """Add the adapters to their weights and remove them: calls cost nothing more from then on."""
+    """Add the adapters to their weights and remove them, so that calls become as fast as without adapters."""
     for _, layer in _iterate_adapted(model):
         axes = {2: "cr,rd->cd", 3: "lcr,lrd->lcd", 4: "lcpr,lrpd->lcpd"}[layer.kernel.ndim]
         down, up = (factor[...].astype(jnp.float32) for factor in (layer.lora_down, layer.lora_up))
         kernel = layer.kernel[...]
         fused = (kernel.astype(jnp.float32) + scale * jnp.einsum(axes, down, up)).astype(kernel.dtype)
-        layer.kernel = layer.kernel.replace(fused)  # not in place: other modules may have this variable, too
+        layer.kernel = layer.kernel.replace(fused)  # Replaced, because other modules may share this variable.
     detach(model)
 
 
@@ -298,7 +298,7 @@ def scale_adapters(state: Any, scale: Float[Array, ""]) -> Any:
 
     def multiply(path: tuple[Any, ...], variable: Any) -> Any:
         factor = variable.get_value()
-        # A stack that was taken apart is scaled by its parts.
+        # `CompiledTransformer2D` scales the parts of a divided stack.
         is_up = path[-1] == UP and isinstance(factor, jax.Array)
         return variable.replace(factor * scale.astype(factor.dtype)) if is_up else variable
 
@@ -317,7 +317,7 @@ def _iterate_adapted(model: nnx.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _change_class(layer: Any, kind: type[Any]) -> Any:
-    """The same layer, over the same variables, as an object of another class."""
+    """Return the layer, over the same variables, as an object of another class."""
     other = object.__new__(kind)
     vars(other).update(vars(layer))
     return other

@@ -50,21 +50,20 @@ class Transformer2DModelOutput(NamedTuple):
 class Transformer2DModel(Network):
     """The 2D transformer with diffusers' arguments and numbers, compiled.
 
-    The arguments are those of `Transformer2DConfig`, in the same order; and of our own:
-
     Args:
+        arguments, named: the arguments of `Transformer2DConfig`, in the same order or by name.
         dtype: dtype of the computation; norms, softmax and modulations are always float32.
         param_dtype: dtype of the weights; `dtype` when None. Use float32 for training in bfloat16.
         scan_layers: run one compiled block over all layers, so that compile time does not grow with their number.
         remat: recompute each block in the backward pass instead of keeping its activations.
         rngs: random numbers for the initial weights; seed 0 when None.
 
-    Weights of all layers lie in one array each (leading axis), queries, keys and values in one matrix. Every array
-    carries logical names of its axes (``nnx.Variable`` metadata ``axes``; see `jaxmodels.devices`).
+    Weights of all layers are stacked on a leading axis; queries, keys and values share one matrix. Every array has
+    logical names of its axes (``nnx.Variable`` metadata ``axes``; see `jaxmodels.devices`).
 
-    Differences from diffusers, each where diffusers crashes or gives garbage: timesteps may be one per element with
-    ada_norm; patched images may be of any shape; masks of one element spread over the batch; class labels are dropped
-    once per element in training, not independently in each block.
+    Differences from diffusers, where diffusers crashes or computes garbage: timesteps may be one per element with
+    ada_norm; patched images may be of any shape; masks of one element broadcast over the batch; class labels are
+    dropped once per element in training, not independently in each block.
 
     Raises:
         ConfigError: the arguments make no sense together.
@@ -74,65 +73,15 @@ class Transformer2DModel(Network):
 
     def __init__(
         self,
-        num_attention_heads: int = 16,
-        attention_head_dim: int = 88,
-        in_channels: int | None = None,
-        out_channels: int | None = None,
-        num_layers: int = 1,
-        dropout: float | int = 0.0,
-        norm_num_groups: int = 32,
-        cross_attention_dim: int | None = None,
-        attention_bias: bool = False,
-        sample_size: int | None = None,
-        num_vector_embeds: int | None = None,
-        patch_size: int | None = None,
-        activation_fn: str = "geglu",
-        num_embeds_ada_norm: int | None = None,
-        use_linear_projection: bool = False,
-        only_cross_attention: bool = False,
-        double_self_attention: bool = False,
-        upcast_attention: bool = False,
-        norm_type: str = "layer_norm",
-        norm_elementwise_affine: bool = True,
-        norm_eps: float | int = 1e-5,
-        attention_type: str = "default",
-        caption_channels: int | None = None,
-        interpolation_scale: float | int | None = None,
-        use_additional_conditions: bool | None = None,
-        *,
+        *arguments: Any,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike | None = None,
         scan_layers: bool = True,
         remat: bool = False,
         rngs: nnx.Rngs | None = None,
+        **named: Any,
     ):
-        config = Transformer2DConfig(
-            num_attention_heads,
-            attention_head_dim,
-            in_channels,
-            out_channels,
-            num_layers,
-            dropout,
-            norm_num_groups,
-            cross_attention_dim,
-            attention_bias,
-            sample_size,
-            num_vector_embeds,
-            patch_size,
-            activation_fn,
-            num_embeds_ada_norm,
-            use_linear_projection,
-            only_cross_attention,
-            double_self_attention,
-            upcast_attention,
-            norm_type,
-            norm_elementwise_affine,
-            norm_eps,
-            attention_type,
-            caption_channels,
-            interpolation_scale,
-            use_additional_conditions,
-        )
+        config = Transformer2DConfig(*arguments, **named)
         dtypes = Dtypes(read_dtype(dtype), read_dtype(dtype if param_dtype is None else param_dtype))
         super().__init__(config, dtypes, Execution(scan_layers, remat), rngs=nnx.Rngs(0) if rngs is None else rngs)
 
@@ -173,8 +122,8 @@ class Transformer2DModel(Network):
             revision: branch, tag or commit of a repo.
             dtype: dtype of the computation and of the weights: float32 (when None), bfloat16 or float16.
             variant: variant of the files, e.g. ``fp16``.
-            prefix: name of one transformer in a Stable Diffusion UNet, e.g. ``down_blocks.0.attentions.1``.
-            config: replaces the folder's config, e.g. for a prefix of a model whose config is not known.
+            prefix: name of a transformer in a Stable Diffusion UNet, e.g. ``down_blocks.0.attentions.1``.
+            config: replaces the folder's config, e.g. for a prefix of an unsupported model.
             device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
             param_dtype: see the class.
             on_progress: receives ``downloading``, ``reading``, ``ready``.
@@ -216,7 +165,7 @@ class Transformer2DModel(Network):
 
         Raises:
             ConfigError: the model has low-rank adapters.
-            OSError: it cannot be written; what was there before is as it was.
+            OSError: it cannot be written; existing files stay unchanged.
         """
         if lora.is_adapted(self):
             raise ConfigError("the model has adapters, which diffusers keeps apart; lora.fuse or lora.detach them")
@@ -241,32 +190,29 @@ class Transformer2DModel(Network):
         """Run a forward pass.
 
         Values are checked on the host, then one program per set of shapes runs, which is compiled at its first call.
-        Inside a ``jit`` or ``grad`` of the caller the pass is traced, and values cannot be checked: JAX clips indices
-        that are out of range.
+        Values cannot be checked inside a ``jit`` or ``grad`` of the caller: JAX clips indices that are out of range.
 
         Args:
             hidden_states: floats (batch, channel, height, width); discrete: integers (batch, latent pixels).
             encoder_hidden_states: (batch, tokens, cross_attention_dim), or captions; without them cross-attention is
-                self-attention. A model without cross-attention leaves them unused, like diffusers.
+                self-attention. A model without cross-attention ignores them, like diffusers.
             timestep: with ada_norm an integer below num_embeds_ada_norm; with ada_norm_zero and ada_norm_single any
-                number. One for all elements, or one per element (batch,). Continuous or discrete input with
-                ada_norm_single wants the embedded timestep (batch, 6 inner_dim).
-            added_cond_kwargs: {"resolution": (batch, 2), "aspect_ratio": (batch, 1)}, where the model has them.
-            class_labels: integers (batch,), for ada_norm_zero; num_embeds_ada_norm itself means no class. (Not
-                (batch, classes), as diffusers' documentation has it.)
+                number; scalar or (batch,). Continuous or discrete input with ada_norm_single takes the embedded
+                timestep (batch, 6 inner_dim).
+            added_cond_kwargs: {"resolution": (batch, 2), "aspect_ratio": (batch, 1)}, if the model has them.
+            class_labels: integers (batch,), for ada_norm_zero; num_embeds_ada_norm itself means no class.
             cross_attention_kwargs: {"gligen": {"objs": (batch, objects, cross_attention_dim)}} for gated models;
-                {"scale": number} for models with low-rank adapters (jaxmodels/transformer2d/lora.py), 1 without.
-            attention_mask: for the first attention of each block, whose keys are the tokens of `hidden_states`
-                themselves (those of `encoder_hidden_states` only with only_cross_attention). (batch, keys): 1 keeps,
-                0 adds -10000 to the scores. (batch, 1 or tokens, keys) and (batch, heads, tokens, keys): added as it
-                is; booleans of that many dimensions keep where true.
-            encoder_attention_mask: likewise for the second attention, whose keys are `encoder_hidden_states`.
-            return_dict: give a `Transformer2DModelOutput` rather than a tuple of one.
-            conditioning: of `prepare`, in the place of everything it was made of.
-            rngs: switches dropout on; its stream ``dropout`` is used.
+                {"scale": number} for models with low-rank adapters (jaxmodels/transformer2d/lora.py), default 1.
+            attention_mask: for the first attention of each block, whose keys are the tokens of `hidden_states` (with
+                only_cross_attention of `encoder_hidden_states`). (batch, keys): 1 keeps, 0 adds -10000 to the scores.
+                (batch, 1 or tokens, keys) and (batch, heads, tokens, keys): added to the scores; booleans keep true.
+            encoder_attention_mask: the same for the second attention, whose keys are `encoder_hidden_states`.
+            return_dict: return a `Transformer2DModelOutput` rather than a tuple of one.
+            conditioning: result of `prepare`, which replaces the arguments of `prepare`.
+            rngs: enables dropout; its stream ``dropout`` is used.
 
         Returns:
-            The sample. Discrete input gives log-probabilities, float32 whatever the model computes in.
+            The sample. Discrete input gives log-probabilities in float32.
 
         Raises:
             InputError: an argument has the wrong shape, dtype or value.
@@ -298,9 +244,9 @@ class Transformer2DModel(Network):
     ) -> Conditioning:
         """Compute ahead what does not depend on `hidden_states`; arguments as in a call.
 
-        A sampler makes the context once, ``model.prepare_context(text)``, and the modulations of all its steps before
-        its loop, ``jax.jit(jax.vmap(model.prepare_modulations))(timesteps)``. What is prepared for one element counts
-        for all elements of a batch.
+        A sampler computes the context once, ``model.prepare_context(text)``, and the modulations of all its steps
+        before its loop, ``jax.jit(jax.vmap(model.prepare_modulations))(timesteps)``. A conditioning of one element
+        serves all elements of a batch.
         """
         return Conditioning(
             self.prepare_context(encoder_hidden_states, cross_attention_kwargs),
@@ -310,7 +256,7 @@ class Transformer2DModel(Network):
     def prepare_context(
         self, encoder_hidden_states: ArrayLike = None, cross_attention_kwargs: Mapping[str, Any] | None = None
     ) -> KeyValues:
-        """Keys and values of `encoder_hidden_states` in every layer, captions being projected before; none of None."""
+        """Return keys and values of `encoder_hidden_states` in every layer; captions are projected first."""
         if encoder_hidden_states is None:
             check_no_context(self.config)
             return KeyValues()
@@ -327,12 +273,12 @@ class Transformer2DModel(Network):
         added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
         cross_attention_kwargs: Mapping[str, Any] | None = None,
     ) -> Modulations:
-        """Modulations of all layers by timesteps, classes and conditions; arguments as in a call."""
+        """Return modulations of all layers by timesteps, classes and conditions; arguments as in a call."""
         timing = read_timing(self.config, None, timestep, class_labels, added_cond_kwargs)
         return self._run("modulate", timing, None, read_scale(cross_attention_kwargs))
 
     def compile(self, hidden_states: ArrayLike, **others: Any) -> CompiledTransformer2D:
-        """The forward pass compiled ahead of time, over the model's current weights.
+        """Compile the forward pass ahead of time, over the model's current weights.
 
         Args:
             hidden_states: an array, or a `jax.ShapeDtypeStruct`; only its shape and dtype matter.

@@ -39,8 +39,8 @@ from jaxmodels.transformer2d.block import (
 )
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
-CONTINUOUS_EPSILON = 1e-6  # of the group norm; PyTorch's default would be 1e-5
-HEAD_EPSILON = 1e-6  # of the norm before a patched output
+CONTINUOUS_EPSILON = 1e-6  # Epsilon of the group norm of continuous input.
+HEAD_EPSILON = 1e-6  # Epsilon of the norm before a patched output.
 
 
 class LatentEmbedding(nnx.Module):
@@ -56,9 +56,9 @@ class LatentEmbedding(nnx.Module):
         self.dtype = dtypes.compute
 
     def __call__(self, ids: Int[Array, "b n"]) -> Float[Array, "b n d"]:
-        """Tokens; fewer of them than the square has latent pixels get its first positions, row by row."""
+        """Return tokens; fewer tokens than the square has latent pixels get its first positions, row by row."""
         rows, columns = self.height_emb.embedding[...], self.width_emb.embedding[...]
-        # Those of the rows that are begun: of a chunk 500 long, all of the square would take 256 MB.
+        # Only the rows in use, because for a chunk of 500 actions the whole square would take 256 MB.
         begun = -(-ids.shape[1] // columns.shape[0])
         positions = (rows[:begun, None] + columns[None]).reshape(-1, rows.shape[-1])
         return (self.emb(ids) + positions[: ids.shape[1]]).astype(self.dtype)
@@ -107,7 +107,7 @@ class Execution(NamedTuple):
 
 
 def stack_blocks(config: Transformer2DConfig, dtypes: Dtypes, rngs: nnx.Rngs) -> Block:
-    """Blocks with random weights, stacked along a leading axis."""
+    """Return blocks with random weights, stacked along a leading axis."""
 
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -133,10 +133,10 @@ def run_blocks(
     """Run tokens through all layers.
 
     Args:
-        modulation: of every layer, with a leading axis, as `seen`.
-        context: replaces `seen`: each block makes its own keys and values.
-        key: switches dropout on.
-        layers: each block's weights, if not stacked in `blocks`, which then only defines the block.
+        modulation, key_values: of all layers, with a leading axis.
+        context: replaces `key_values`: each block computes its own keys and values.
+        key: enables dropout.
+        layers: each block's weights, if they are not stacked in `blocks`, which then only defines the block.
     """
     graph, stacked = nnx.split(blocks)
     count = jax.tree.leaves(stacked)[0].shape[0] if layers is None else len(layers)
@@ -160,13 +160,13 @@ def run_blocks(
 
 
 def modulate_by_table(blocks: Block, parts: Float[Array, "b 6 d"]) -> Modulation:
-    """ada_norm_single: the timestep's six parts on top of each layer's own."""
+    """Return ada_norm_single's modulation: the timestep's six parts plus each layer's own."""
     tables = blocks.scale_shift_table[...].astype(jnp.float32)
     return jax.vmap(lambda table: six_parts(table[None] + parts))(tables)
 
 
 def embed_in_first_layer(blocks: Block, timing: Timing) -> Float[Array, "b d"]:
-    """The first layer's embedding of timestep and class in ada_norm_zero, which the head uses, too."""
+    """Return the first layer's embedding of timestep and class in ada_norm_zero, which the head also uses."""
     assert isinstance(blocks.norm1, TimeAndClassNorm)
     assert timing.timestep is not None
     assert timing.class_labels is not None
@@ -176,7 +176,7 @@ def embed_in_first_layer(blocks: Block, timing: Timing) -> Float[Array, "b d"]:
 
 
 def head_affine(parts: Float[Array, "b 2 d"]) -> Affine:
-    """Shift and scale of a patched model's head; shift first, as in diffusers' files."""
+    """Return shift and scale of a patched model's head; the parts have the shift first, as in diffusers' files."""
     shift, scale = jnp.split(parts.astype(jnp.float32), 2, axis=1)
     return Affine(scale, shift)
 
@@ -241,7 +241,7 @@ class Network(nnx.Module):
         """Run the forward pass.
 
         Args:
-            layers: each block's weights by itself, when they do not lie in one array each.
+            layers: each block's weights, if they are not stacked.
         """
         if arguments.scale is not None:
             layers = None if layers is None else [lora.scale_adapters(layer, arguments.scale) for layer in layers]
@@ -290,7 +290,7 @@ class Network(nnx.Module):
         if self.config.kind == "discrete":
             logits = self.out(self.norm_out(x)).astype(jnp.float32)
             return jax.nn.log_softmax(logits, axis=-1).swapaxes(1, 2)
-        assert head is not None  # patches have a norm type that makes one
+        assert head is not None  # The norm types of patches always have a head.
         out = self.proj_out if self.config.norm_type == "ada_norm_single" else self.proj_out_2
         patch = self.config.patch_size or 1
         pixels = out(head(standardize(x, HEAD_EPSILON)).astype(x.dtype))
@@ -298,14 +298,14 @@ class Network(nnx.Module):
         return rearrange(pixels, "b (h w) (p q c) -> b c (h p) (w q)", h=rows, p=patch, q=patch)
 
     def _project_captions(self, context: Float[Array, "..."]) -> Float[Array, "b m c"]:
-        """encoder_hidden_states as the blocks want them: captions are projected, and may have an axis too many."""
+        """Return encoder_hidden_states for the blocks: captions are projected, and may have an additional axis."""
         if self.config.kind != "patches" or self.config.caption_channels is None:
             return context
         projected = self.caption_projection(context, tanh_gelu)
         return projected.reshape(projected.shape[0], -1, projected.shape[-1])
 
     def _scaled(self, scale: Array) -> "Network":
-        """This model with adapters that count `scale` times as much."""
+        """Return this model with adapters multiplied by `scale`."""
         graph, state = nnx.split(self)
         return nnx.merge(graph, lora.scale_adapters(state, scale))
 
@@ -340,7 +340,7 @@ class Network(nnx.Module):
         return Modulations(modulate_by_table(blocks, parts), head_affine(head))
 
     def _drop_labels(self, timing: Timing, key: Array) -> Timing:
-        """Replace some labels by the null class; once per element, where diffusers draws anew in every block."""
+        """Replace some labels by the null class, once per element; diffusers draws again in every block."""
         labels = timing.class_labels
         assert labels is not None
         drops = jax.random.bernoulli(key, CLASS_DROPOUT, labels.shape)

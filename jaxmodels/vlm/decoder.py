@@ -51,7 +51,7 @@ class DecoderLayer(nnx.Module):
         self.feed_forward = GatedFeedForward(sizes.width, sizes.hidden, activation, rngs=rngs)
 
     def compute_key_values(self, x: Float[Array, "b n d"], rotation: Rotation) -> KeyValues:
-        """Keys and values of tokens: all that is needed of the last layer of a prefix."""
+        """Return keys and values of tokens, which suffice for the last layer of a prefix."""
         return self.attention.project_keys(self._normalize(self.attention_norm, x), rotation)
 
     def __call__(
@@ -67,16 +67,16 @@ class DecoderLayer(nnx.Module):
     def cross_attend(
         self, x: Float[Array, "b n d"], rotation: Rotation, seen: KeyValues, mask: Bool[Array, "b #n m"]
     ) -> Float[Array, "b n d"]:
-        """Tokens that look at others only (cross-attention)."""
+        """Attend only to other tokens."""
         query = self.attention.project_query(self._normalize(self.attention_norm, x), rotation)
         return self.forward(x + self.attention.mix(query, seen, mask).astype(x.dtype))
 
     def forward(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """The feed-forward layer and its residual."""
+        """Apply the feed-forward layer and its residual."""
         return x + self.feed_forward(self._normalize(self.feed_forward_norm, x)).astype(x.dtype)
 
     def _normalize(self, norm: RMSNorm, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Tokens as the weights have them: the sum of what all layers added may be more exact."""
+        """Normalize tokens to the dtype of the weights, because the residual may be float32."""
         return norm(x).astype(self.attention.query.weight.dtype)
 
 

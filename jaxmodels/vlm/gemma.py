@@ -1,4 +1,4 @@
-"""PaliGemma, images and words to keys and values of every layer, and a Gemma of actions that looks at them.
+"""PaliGemma, from images and words to keys and values of every layer, and a Gemma of actions that attends to them.
 
 Sources: https://arxiv.org/abs/2407.07726 (PaliGemma), https://arxiv.org/abs/2410.24164 (pi0: two Gemmas of one depth,
 layer by layer in one attention), openpi/models/gemma.py (pi0.5: the time modulates the expert's norms).
@@ -28,19 +28,19 @@ from jaxmodels.layers.norm import AdaptiveRMSNorm, Modulation, RMSNorm
 from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes, decoder_tensor
 from jaxmodels.vlm.siglip import VisionSizes, VisionTower
 
-EPSILON = 1e-6  # of every norm of Gemma
-OFFSET = 1.0  # of their scales: files hold scale - 1
+EPSILON = 1e-6  # Epsilon of every norm of Gemma.
+OFFSET = 1.0  # Offset of the norms' scales, because files have scale - 1.
 
 
 class PrefixCache(NamedTuple):
-    """Keys and values of what was seen and said, layer by layer, and which of its tokens count."""
+    """Keys and values of images and words for each layer, and which tokens count."""
 
     layers: tuple[KeyValues, ...]
     is_valid: Bool[Array, "b m"]
 
 
 class PaliGemma(nnx.Module):
-    """Images and words to keys and values of every layer, for others to look at."""
+    """Images and words to keys and values of every layer."""
 
     def __init__(self, vision: VisionSizes, sizes: DecoderSizes, vocabulary: int, *, rngs: nnx.Rngs):
         self.head_width = sizes.head_width
@@ -53,7 +53,7 @@ class PaliGemma(nnx.Module):
         )
 
     def embed_images(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b n d"]:
-        """Tokens of images, pixels in [-1, 1]; unlike those of words they are not scaled."""
+        """Return tokens of images, pixels in [-1, 1], which unlike words are not scaled."""
         return self.projector(self.vision(images))
 
     def embed_words(self, tokens: Int[Array, "b n"]) -> Float[Array, "b n d"]:
@@ -63,13 +63,9 @@ class PaliGemma(nnx.Module):
     def compute_cache(
         self, tokens: Float[Array, "b m d"], is_valid: Bool[Array, "b m"], behind: int = 0
     ) -> PrefixCache:
-        """Keys and values of tokens that all see each other; the last layer is needed no further.
-
-        Args:
-            behind: tokens that will follow, as of `pad_keys`.
-        """
+        """Return keys and values of tokens with full attention; `behind` more tokens will follow (see `pad_keys`)."""
         rotation, mask = compute_rotation(count_positions(is_valid), self.head_width), is_valid[:, None]
-        tokens = tokens.astype(jnp.float32)  # what layers add is added up in float32
+        tokens = tokens.astype(jnp.float32)  # The residual is float32.
         kept = []
         for layer in self.layers[:-1]:
             tokens, own = layer(tokens, rotation, mask)
@@ -80,7 +76,7 @@ class PaliGemma(nnx.Module):
 
 
 class AdaptiveLayer(nnx.Module):
-    """A Gemma layer whose two norms a condition modulates, which also gates what each half adds."""
+    """A Gemma layer with two norms and gates that a condition modulates."""
 
     def __init__(self, sizes: DecoderSizes, *, rngs: nnx.Rngs):
         width = sizes.width
@@ -90,7 +86,7 @@ class AdaptiveLayer(nnx.Module):
         self.feed_forward = GatedFeedForward(width, sizes.hidden, tanh_gelu, rngs=rngs)
 
     def modulate(self, condition: Float[Array, "*s d"]) -> tuple[Modulation, Modulation]:
-        """Modulations of both norms."""
+        """Return the modulations of both norms."""
         return self.attention_norm.modulate(condition), self.feed_forward_norm.modulate(condition)
 
     def __call__(
@@ -112,7 +108,7 @@ class AdaptiveLayer(nnx.Module):
 
 
 class Expert(nnx.Module):
-    """A Gemma over states and actions; its layers look at PaliGemma's keys and values and at their own."""
+    """A Gemma over states and actions, whose layers attend to PaliGemma's keys and values and to their own."""
 
     def __init__(self, sizes: DecoderSizes, *, rngs: nnx.Rngs):
         self.head_width = sizes.head_width
@@ -124,7 +120,7 @@ class Expert(nnx.Module):
     def __call__(
         self, x: Float[Array, "b n d"], prefix: PrefixCache, starts: Bool[np.ndarray, " n"]
     ) -> Float[Array, "b n d"]:
-        """Tokens behind a prefix; ``starts``: where a new block of them starts, which those before do not see."""
+        """Run tokens after a prefix; `starts` begin blocks, which earlier tokens do not see."""
         rotation, mask = locate_suffix(prefix, starts, self.head_width)
         for layer, seen in zip(self.layers, prefix.layers, strict=True):
             x, _ = layer(x, rotation, mask, seen)
@@ -140,10 +136,9 @@ class AdaptiveExpert(nnx.Module):
         self.layers = nnx.List([AdaptiveLayer(sizes, rngs=rngs) for _ in range(sizes.layers)])
 
     def modulate(self, condition: Float[Array, "*s d"]) -> Float[Array, "*s norms 3 d"]:
-        """Modulations of all norms by a condition, two in each layer and the last; for a sampler, of all its steps.
+        """Return the modulations of all norms by a condition, two in each layer and the last.
 
-        One array, because a sampler's loop copies each of those that it goes through: of three for each norm an H200
-        copied a hundred small ones a step, for a tenth of the time of a chunk.
+        They are one array, because a sampler's loop copies each of its arrays in every step.
         """
         norms = [*(modulation for layer in self.layers for modulation in layer.modulate(condition))]
         return jnp.stack([jnp.stack(each, axis=-2) for each in (*norms, self.norm.modulate(condition))], axis=-3)
@@ -155,7 +150,7 @@ class AdaptiveExpert(nnx.Module):
         starts: Bool[np.ndarray, " n"],
         modulations: Float[Array, "*b norms 3 d"],
     ) -> Float[Array, "b n d"]:
-        """Tokens behind a prefix, as of `Expert`; ``modulations``: of all tokens, or (b, n, norms, 3, d) of each."""
+        """Run tokens after a prefix as `Expert`; `modulations` are for all tokens, or (b, n, norms, 3, d) for each."""
         rotation, mask = locate_suffix(prefix, starts, self.head_width)
         each = [
             Modulation(*(modulations[..., norm, part, :] for part in range(3))) for norm in range(modulations.shape[-3])
@@ -168,18 +163,14 @@ class AdaptiveExpert(nnx.Module):
 def locate_suffix(
     prefix: PrefixCache, starts: Bool[np.ndarray, " n"], head_width: int
 ) -> tuple[Rotation, Bool[Array, "b n m_n"]]:
-    """Positions of tokens behind a prefix, which go on from its valid tokens, and what they see."""
+    """Return the positions of tokens after the valid tokens of a prefix, and their mask."""
     first = jnp.sum(prefix.is_valid, axis=1, dtype=jnp.int32)[:, None]
     rotation = compute_rotation(first + jnp.arange(len(starts), dtype=jnp.int32), head_width)
     return rotation, mask_after_prefix(prefix.is_valid, starts)
 
 
 def gemma_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
-    """Where transformers keeps a weight of a stack of layers, ``layers.N.…`` or ``norm.…``.
-
-    Args:
-        ours, theirs: what comes before it here and there, each with its dot.
-    """
+    """Return transformers' tensor of a weight ``layers.N.…`` or ``norm.…``; the prefixes end with a dot."""
     if ".dense." in inside:
         norm = inside.partition(".dense.")[0]
         place = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}

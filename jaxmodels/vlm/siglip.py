@@ -39,7 +39,7 @@ class VisionSizes:
         return self.image_size // self.patch_size
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of the patches of an image; pixels that fill no patch are not looked at."""
+        """Return rows and columns of the patches of an image; pixels that fill no patch are dropped."""
         return height // self.patch_size, width // self.patch_size
 
 
@@ -79,7 +79,7 @@ class VisionTower(nnx.Module):
         sizes, kernel = self.sizes, self.kernel[...]
         rows, columns = sizes.grid(*images.shape[1:3])
         size = sizes.patch_size
-        # In float32, as the sum of what layers add: a product of few channels.
+        # In float32, like the residual.
         pixels = images[:, : rows * size, : columns * size].astype(jnp.float32)
         patches = rearrange(pixels, "b (r p) (s q) c -> b (r s) (p q c)", p=size, q=size)
         x = patches @ kernel.reshape(-1, sizes.width).astype(jnp.float32) + self.bias[...].astype(jnp.float32)
@@ -90,7 +90,7 @@ class VisionTower(nnx.Module):
 
 
 def assign_positions(rows: int, columns: int, side: int) -> Int[np.ndarray, " n"]:
-    """Which position each patch has: those of a smaller grid are spread over all."""
+    """Return the position of each patch; a smaller grid is stretched over all positions."""
     row, column = (np.arange(count) * side // count for count in (rows, columns))
     return (row[:, None] * side + column).reshape(-1)
 

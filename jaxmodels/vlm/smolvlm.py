@@ -1,4 +1,4 @@
-"""SmolVLM2: SigLIP's tower, a connector that makes one token of several patches, and a Llama over all tokens.
+"""SmolVLM2: SigLIP's tower, a connector that joins several patches to a token, and a Llama over all tokens.
 
 Sources: https://arxiv.org/abs/2504.05299; transformers/models/smolvlm.
 """
@@ -29,7 +29,7 @@ from jaxmodels.ranges import WIDTH, Range, find_number_errors, is_number, shorte
 from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes
 from jaxmodels.vlm.siglip import VisionSizes, VisionTower
 
-# Tokens around those of an image, and before them.
+# Special tokens around an image and before it.
 AROUND_IMAGE, BEFORE_IMAGE = "<fake_token_around_image>", "<global-img>"
 
 
@@ -38,11 +38,11 @@ class SmolVlmSizes:
     """Sizes of the vision-language model, as transformers' ``config.json`` of a SmolVLM has them.
 
     Attributes:
-        text: of the language model, with all of its layers.
-        vocabulary: tokens that are known.
-        scale_factor: so many patches along each side become one token.
-        around_image, before_image: tokens of `AROUND_IMAGE` and `BEFORE_IMAGE`; None where nobody said.
-        source: the file that the sizes are from, as JSON; empty for those that are known by name.
+        text: sizes of the language model, with all of its layers.
+        vocabulary: number of tokens.
+        scale_factor: patches along each side that become one token.
+        around_image, before_image: tokens of `AROUND_IMAGE` and `BEFORE_IMAGE`; None if unknown.
+        source: file of the sizes, as JSON; empty for models in `VLMS`.
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
@@ -81,7 +81,7 @@ class SmolVlmSizes:
             raise ConfigError("config.json of the vision-language model: " + "; ".join(wrong))
 
     def count_image_tokens(self, height: int, width: int) -> int | None:
-        """Tokens of an image as the vision tower looks at it; None where its patches make no square of whole tokens."""
+        """Return the number of an image's tokens; None if its patches make no square of whole tokens."""
         rows, columns = self.vision.grid(height, width)
         side = isqrt(rows * columns)
         if side**2 != rows * columns or side == 0 or side % self.scale_factor:
@@ -90,20 +90,20 @@ class SmolVlmSizes:
 
     @classmethod
     def from_json(cls, values: Any, tokens: Mapping[str, int] | None = None) -> "SmolVlmSizes":
-        """Reads the ``config.json`` of a SmolVLM that was parsed already; what it leaves out is transformers' default.
+        """Read a SmolVLM's parsed ``config.json``; missing values have transformers' defaults.
 
         Args:
-            tokens: of `AROUND_IMAGE` and `BEFORE_IMAGE`, out of the tokenizer.
+            tokens: numbers of `AROUND_IMAGE` and `BEFORE_IMAGE` in the tokenizer.
 
         Raises:
-            ConfigError: it is of another kind of model, or values make no sense.
+            ConfigError: the model is of another kind, or values make no sense.
         """
         where = "config.json of the vision-language model"
         if not isinstance(values, Mapping):
             raise ConfigError(f"{where} is {shorten_value(values)}; wanted an object")
         text, vision = values.get("text_config", {}), values.get("vision_config", {})
         if not isinstance(text, Mapping) or not isinstance(vision, Mapping) or not text:
-            raise ConfigError(f"{where}: has no text_config and vision_config; wanted that of a SmolVLM")
+            raise ConfigError(f"{where}: has no text_config and vision_config; wanted the config of a SmolVLM")
         wrong = [
             f"{name} is {shorten_value(part[key])}; wanted {' or '.join(map(str, known))}"
             for name, part, key, known in (
@@ -151,7 +151,7 @@ class SmolVlmSizes:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The file that the sizes are from; empty for those that are known by name."""
+        """Return the file of the sizes; empty for models in `VLMS`."""
         return json.loads(self.source) if self.source else {}
 
 
@@ -167,14 +167,14 @@ VLMS: Mapping[str, SmolVlmSizes] = {"HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
 
 
 class Tokens(NamedTuple):
-    """Tokens in front of the language model, and which of them count."""
+    """Input tokens of the language model, and which tokens count."""
 
     values: Float[Array, "b m d"]
     is_valid: Bool[Array, "b m"]
 
 
 class LastLayer(nnx.Module):
-    """What is needed of the last layer of the language model that somebody looks at: its keys and values."""
+    """Keys and values of the last layer of the language model that the action expert attends to."""
 
     def __init__(self, sizes: DecoderSizes, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(sizes.width, epsilon=sizes.epsilon)
@@ -185,10 +185,7 @@ class LastLayer(nnx.Module):
 
 
 class SmolVlm(nnx.Module):
-    """SmolVLM2: a vision tower whose patches become tokens, and `layers` of a language model over all tokens.
-
-    Of the last layer only keys and values are used.
-    """
+    """SmolVLM2: a vision tower, and `layers` of a language model, the last of which has only keys and values."""
 
     def __init__(self, sizes: SmolVlmSizes, layers: int, *, rngs: nnx.Rngs):
         text = sizes.text
@@ -202,14 +199,14 @@ class SmolVlm(nnx.Module):
         self.last = LastLayer(text, rngs=rngs)
 
     def embed_images(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b n d"]:
-        """Tokens of images, pixels in [-1, 1]: `scale_factor` patches along each side make one."""
+        """Return tokens of images, pixels in [-1, 1], with `scale_factor` patches along each side of a token."""
         patches, factor = self.vision(images), self.sizes.scale_factor
         side = round(patches.shape[1] ** 0.5) // factor
         together = rearrange(patches, "b (y v x u) d -> b (y x) (v u d)", y=side, v=factor, x=side, u=factor)
         return self.connector(together) * self.sizes.text.width**0.5
 
     def embed_words(self, tokens: Int[Array, "*b n"]) -> Float[Array, "*b n d"]:
-        """The embedding of each token, as it is."""
+        """Return the unscaled embedding of each token."""
         return self.embedding[...][tokens]
 
     def compute_cache(self, tokens: Tokens, starts: Bool[np.ndarray, " m"]) -> list[KeyValues]:

@@ -409,7 +409,7 @@ def test_two_exports_into_one_folder_leave_one_whole_dataset(record, tmp_path: P
     go_on.set()
     writing.join(30)
     assert len(failures) == 1
-    assert "made by somebody else meanwhile" in failures[0]
+    assert "created by another writer" in failures[0]
     assert len(open_dataset(folder)) == len(steps)
     assert {path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")} == foreign
 

@@ -29,8 +29,8 @@ LAYERS = Range(1, LAYERS_WRITTEN_OUT)
 class ActConfig(LerobotConfig):
     """LeRobot's `ACTConfig`, field by field (lerobot/policies/act/configuration_act.py).
 
-    Differences: features are tuples, because their order is the order of the tokens; `vision_backbone` may also be
-    ``small_cnn`` (jaxmodels/layers/vision.py), which LeRobot does not know.
+    Features are tuples in the order of the tokens. `vision_backbone` may also be ``small_cnn`` (see
+    jaxmodels/layers/vision.py), which LeRobot lacks.
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
@@ -95,8 +95,8 @@ class ActConfig(LerobotConfig):
                 wrong.append(f"vision_backbone is {shorten_value(self.vision_backbone)}; known: {', '.join(BACKBONES)}")
             elif self.replace_final_stride_with_dilation and not self._is_bottleneck:
                 wrong.append(
-                    f"replace_final_stride_with_dilation is set, but {self.vision_backbone} has no bottlenecks that "
-                    "could be dilated; set it to false or use resnet50"
+                    f"replace_final_stride_with_dilation is set, but {self.vision_backbone} has no bottlenecks to "
+                    "dilate; set it to false or use resnet50"
                 )
             if self.dim_model % 4:
                 wrong.append(f"dim_model {self.dim_model} is not a multiple of 4, which image positions need")
@@ -110,7 +110,7 @@ class ActConfig(LerobotConfig):
     def table_numbers(self) -> int:
         name, is_dilated = self.vision_backbone, self.replace_final_stride_with_dilation
         tokens = 3 + sum(math.prod(measure_feature_map(name, frame, is_dilated)) for frame in self.frames)
-        # Tables of tokens: 3 per encoder layer, 2 per decoder layer; of the chunk: 4 per decoder layer (first: 1).
+        # Tables over tokens: 3 per encoder layer, 2 per decoder layer; over the chunk: 4 per decoder layer (first: 1).
         numbers = tokens * (1 + 3 * self.n_encoder_layers + 2 * self.n_decoder_layers)
         numbers += self.chunk_size * (4 * self.n_decoder_layers - 3 + self.use_vae)
         return super().table_numbers + numbers * self.dim_model
@@ -121,7 +121,7 @@ class ActConfig(LerobotConfig):
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ActConfig":
         read = dict(values)
-        if read.get("replace_final_stride_with_dilation") in (0, 1):  # LeRobot declares this flag as an integer
+        if read.get("replace_final_stride_with_dilation") in (0, 1):  # LeRobot declares this flag as an integer.
             read["replace_final_stride_with_dilation"] = bool(read["replace_final_stride_with_dilation"])
         return super().from_json(read)
 

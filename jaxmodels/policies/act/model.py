@@ -5,7 +5,7 @@ Tokens have the checkpoints' order: latent, state, environment state, then each 
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +27,24 @@ from jaxmodels.policies.config import SMALL_CNN
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint
 
+Tokens: TypeAlias = Float[Array, "b n d"]
+Positions: TypeAlias = Float[Array, "#b n d"]
+Actions: TypeAlias = Float[Array, "b t d"]
+Queries: TypeAlias = Float[Array, "#b t d"]
+Bias: TypeAlias = Float[Array, "#b #heads #n n"]
+
 
 class ResidualLayer(nnx.Module):
-    """Base of both kinds of layers, with skip connections; norms are before each part (`pre_norm`) or after it."""
+    """Base of both layers, with skip connections; norms are before each part (`pre_norm`) or after it."""
 
     def __init__(self, config: ActConfig):
         self.pre_norm = config.pre_norm
         self.rate = config.dropout
 
     def add_residual(
-        self,
-        compute: Callable[[Float[Array, "b n d"]], Float[Array, "b n d"]],
-        norm: LayerNorm,
-        x: Float[Array, "b n d"],
-        rngs: nnx.Rngs | None,
-    ) -> Float[Array, "b n d"]:
-        """Return `x` plus what `compute` makes of it, with dropout."""
+        self, compute: Callable[[Tokens], Tokens], norm: LayerNorm, x: Tokens, rngs: nnx.Rngs | None
+    ) -> Tokens:
+        """Return `x` plus the result of `compute`, with dropout."""
         x = x + dropout(compute(norm(x) if self.pre_norm else x), self.rate, rngs)
         return x if self.pre_norm else norm(x)
 
@@ -64,13 +66,9 @@ class EncoderLayer(ResidualLayer):
         self.norm2 = LayerNorm(config.dim_model)
 
     def __call__(
-        self,
-        x: Float[Array, "b n d"],
-        positions: Float[Array, "#b n d"],
-        bias: Float[Array, "#b #heads #n n"] | None = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "b n d"]:
-        def attend(x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        self, x: Tokens, positions: Positions, bias: Bias | None = None, rngs: nnx.Rngs | None = None
+    ) -> Tokens:
+        def attend(x: Tokens) -> Tokens:
             positioned = x + positions
             return self.attention(positioned, positioned, x, bias, rngs)
 
@@ -86,12 +84,8 @@ class Encoder(nnx.Module):
         self.norm = LayerNorm(config.dim_model) if config.pre_norm else None
 
     def __call__(
-        self,
-        x: Float[Array, "b n d"],
-        positions: Float[Array, "#b n d"],
-        bias: Float[Array, "#b #heads #n n"] | None = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "b n d"]:
+        self, x: Tokens, positions: Positions, bias: Bias | None = None, rngs: nnx.Rngs | None = None
+    ) -> Tokens:
         for layer in self.layers:
             x = layer(x, positions, bias, rngs)
         return x if self.norm is None else self.norm(x)
@@ -111,18 +105,13 @@ class DecoderLayer(ResidualLayer):
         self.norm3 = LayerNorm(width)
 
     def __call__(
-        self,
-        x: Float[Array, "b t d"],
-        memory: Float[Array, "b n d"],
-        queries: Float[Array, "#b t d"],
-        positions: Float[Array, "#b n d"],
-        rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "b t d"]:
-        def attend(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        self, x: Actions, memory: Tokens, queries: Queries, positions: Positions, rngs: nnx.Rngs | None = None
+    ) -> Actions:
+        def attend(x: Actions) -> Actions:
             positioned = x + queries
             return self.self_attention(positioned, positioned, x, rngs=rngs)
 
-        def attend_memory(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        def attend_memory(x: Actions) -> Actions:
             return self.cross_attention(x + queries, memory + positions, memory, rngs=rngs)
 
         x = self.add_residual(attend, self.norm1, x, rngs)
@@ -138,20 +127,15 @@ class Decoder(nnx.Module):
         self.norm = LayerNorm(config.dim_model)
 
     def __call__(
-        self,
-        x: Float[Array, "b t d"],
-        memory: Float[Array, "b n d"],
-        queries: Float[Array, "#b t d"],
-        positions: Float[Array, "#b n d"],
-        rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "b t d"]:
+        self, x: Actions, memory: Tokens, queries: Queries, positions: Positions, rngs: nnx.Rngs | None = None
+    ) -> Actions:
         for layer in self.layers:
             x = layer(x, memory, queries, positions, rngs)
         return self.norm(x)
 
 
 _embedding_init = nnx.initializers.normal(1.0)
-_linear_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # torch.nn.Linear starts so
+_linear_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # torch.nn.Linear's default.
 
 
 def linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
@@ -165,11 +149,11 @@ class Posterior(NamedTuple):
     log_variance: Float[Array, "b z"]
 
     def at(self, noise: Float[Array, "b z"]) -> Float[Array, "b z"]:
-        """The latent sampled with this standard normal noise."""
+        """Return the latent sampled with this standard normal noise."""
         return self.mean + jnp.exp(self.log_variance / 2) * noise
 
     def divergence(self) -> Float[Array, ""]:
-        """Kullback-Leibler divergence from the standard normal: summed over the latent, mean over the batch."""
+        """Return the Kullback-Leibler divergence from a standard normal: sum over the latent, mean over the batch."""
         terms = 1 + self.log_variance - jnp.square(self.mean) - jnp.exp(self.log_variance)
         return (-0.5 * terms).sum(axis=-1).mean()
 
@@ -235,12 +219,9 @@ class Act(nnx.Module):
         self.action_out = linear(width, config.action.shape[0], rngs)
 
     def __call__(
-        self,
-        observation: Observation,
-        latent: Float[Array, "b z"] | None = None,
-        rngs: nnx.Rngs | None = None,
+        self, observation: Observation, latent: Float[Array, "b z"] | None = None, rngs: nnx.Rngs | None = None
     ) -> Float[Array, "b t a"]:
-        """Return a normalised chunk; `latent` is zeros when None, as at inference; `rngs` switches dropout on."""
+        """Return a normalised chunk; `latent` is zeros when None, as at inference; `rngs` enables dropout."""
         tokens, positions = self.tokens(observation, latent)
         memory = self.encoder(tokens, positions, rngs=rngs)
         queries = self.action_queries[...][None]
@@ -249,8 +230,8 @@ class Act(nnx.Module):
 
     def tokens(
         self, observation: Observation, latent: Float[Array, "b z"] | None = None
-    ) -> tuple[Float[Array, "b n d"], Float[Array, "1 n d"]]:
-        """Tokens for the encoder, and their positions."""
+    ) -> tuple[Tokens, Float[Array, "1 n d"]]:
+        """Return tokens for the encoder, and their positions."""
         first = observation.images[0] if observation.images else observation.environment_state
         if latent is None:
             latent = jnp.zeros((first.shape[0], self.config.latent_dim), first.dtype)
@@ -277,18 +258,18 @@ class Act(nnx.Module):
         *,
         noise: Float[Array, "b z"] | None = None,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Training loss as LeRobot computes it, and its parts.
+        """Return LeRobot's training loss and its parts.
 
         The absolute error counts padded steps as zero but divides by all steps. With `use_vae`, `kl_weight` times the
         latent's divergence is added.
 
         Args:
             rngs: the streams ``dropout`` and ``latent``; None evaluates: no dropout, latent 0, no divergence.
-            noise: of the latent, standard normal; drawn from ``latent`` when None.
+            noise: standard normal noise of the latent; drawn from ``latent`` when None.
         """
         latent, posterior = None, None
         if self.config.use_vae and rngs is not None:
-            # The model computes in the dtype of its weights; what is measured stays float32.
+            # The model computes in the dtype of its weights; the loss is float32.
             dtype = self.action_queries[...].dtype
             encoded = self.latent_encoder(observation.state, actions.astype(dtype), is_pad, rngs)
             posterior = Posterior(*(part.astype(jnp.float32) for part in encoded))
@@ -314,7 +295,7 @@ class Serving:
         self._weights = weights
 
     def __call__(self, observation: Observation) -> Float[Array, "b t a"]:
-        """A normalised chunk for a normalised observation."""
+        """Return a normalised chunk for a normalised observation."""
         config, weights = self._config, self._weights
         x = self._tokens(observation)
         for i in range(config.n_encoder_layers):
@@ -326,7 +307,7 @@ class Serving:
             x = self._decoder_layer(f"decoder.layers.{i}", x, memory, is_first=i == 0)
         return self._linear("action_out", self._norm("decoder.norm", x))
 
-    def _tokens(self, observation: Observation) -> Float[Array, "b n d"]:
+    def _tokens(self, observation: Observation) -> Tokens:
         first = observation.images[0] if observation.images else observation.environment_state
         tokens = [jnp.broadcast_to(self._weights["latent"], (first.shape[0], 1, self._config.dim_model))]
         if observation.state is not None:
@@ -336,11 +317,9 @@ class Serving:
         return jnp.concatenate((*tokens, *self._image_tokens(observation.images)), axis=1)
 
     def _image_tokens(self, images: tuple[Float[Array, "b _ _ 3"], ...]) -> list[Float[Array, "b _ d"]]:
-        """Tokens of each camera, (b, m, d) with an m of its own; cameras of one size go through the backbone together.
+        """Return the tokens of each camera; cameras of the same size go through the backbone as one batch.
 
-        Small frames as one batch, which reads the kernels once. Large ones on a CPU one after the other in a loop,
-        whose body is compiled once: side by side their intermediates would not fit the cache. Accelerators take all as
-        one batch: a loop is a row of small programs to them.
+        A CPU processes large frames in a loop, because the intermediates of a batch would not fit its cache.
         """
 
         def look(together: Float[Array, "k b h w 3"]) -> Float[Array, "k b h2 w2 c"]:
@@ -363,13 +342,11 @@ class Serving:
             tokens |= dict(zip(indices, self._linear("image_in", flat), strict=True))
         return [tokens[i] for i in range(len(images))]
 
-    def _encoder_layer(self, layer: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+    def _encoder_layer(self, layer: str, x: Tokens) -> Tokens:
         x = self._self_attention(f"{layer}.attention", f"{layer}.norm1", x)
         return self._feed_forward(f"{layer}.feed_forward", f"{layer}.norm2", x)
 
-    def _decoder_layer(
-        self, layer: str, x: Float[Array, "b t d"], memory: Float[Array, "b n d"], *, is_first: bool
-    ) -> Float[Array, "b t d"]:
+    def _decoder_layer(self, layer: str, x: Actions, memory: Tokens, *, is_first: bool) -> Actions:
         weights, pre_norm = self._weights, self._config.pre_norm
         cross = f"{layer}.cross_attention"
         query = weights[f"{cross}.query.table"][None]
@@ -387,7 +364,7 @@ class Serving:
             x = self._norm(f"{layer}.norm2", x)
         return self._feed_forward(f"{layer}.feed_forward", f"{layer}.norm3", x)
 
-    def _self_attention(self, name: str, norm: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+    def _self_attention(self, name: str, norm: str, x: Tokens) -> Tokens:
         weights, pre_norm = self._weights, self._config.pre_norm
         normed = self._norm(norm, x) if pre_norm else x
         query, key, value = jnp.split(
@@ -396,13 +373,11 @@ class Serving:
         x = x + self._linear(f"{name}.out", self._attend(query, key, value))
         return x if pre_norm else self._norm(norm, x)
 
-    def _attend(
-        self, query: Float[Array, "b n d"], key: Float[Array, "b m d"], value: Float[Array, "b m d"]
-    ) -> Float[Array, "b n d"]:
+    def _attend(self, query: Tokens, key: Float[Array, "b m d"], value: Float[Array, "b m d"]) -> Tokens:
         q, k, v = (rearrange(x, "b n (h k) -> b n h k", h=self._config.n_heads) for x in (query, key, value))
-        return attend(q, k, v, scale=1.0).reshape(query.shape)  # the scale is folded into the weights
+        return attend(q, k, v, scale=1.0).reshape(query.shape)  # The scale is folded into the weights.
 
-    def _feed_forward(self, name: str, norm: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+    def _feed_forward(self, name: str, norm: str, x: Tokens) -> Tokens:
         activation = LEROBOT_ACTIVATIONS[self._config.feedforward_activation].function
         normed = self._norm(norm, x) if self._config.pre_norm else x
         x = x + self._linear(f"{name}.down", activation(self._linear(f"{name}.up", normed)))
@@ -434,7 +409,7 @@ class Serving:
         self, name: str, x: Float[Array, "b h w c"], *, stride: int = 1, dilation: int = 1
     ) -> Float[Array, "b h2 w2 c2"]:
         kernel, bias = self._weights[f"{name}.kernel"], self._weights[f"{name}.bias"]
-        if kernel.ndim == 3:  # prepared for Winograd
+        if kernel.ndim == 3:  # The kernel is transformed for Winograd.
             return vision.convolve_winograd(x, kernel) + bias
         return vision.convolve(x, kernel, stride, dilation) + bias
 
@@ -445,7 +420,7 @@ def act(config: ActConfig, weights: Mapping[str, Array], observation: Observatio
 
 
 class TemporalEnsembler:
-    """Weighted running mean of the predictions of all chunks so far for each future step; needs a chunk per step.
+    """Weighted running mean of all chunks' predictions for each future step; needs a chunk per step.
 
     The weight of the i-th chunk that predicts a step is exp(-coeff * i), so that a positive `coeff` prefers the oldest.
     Source: ACTTemporalEnsembler in LeRobot's modeling_act.py; algorithm 2 of https://arxiv.org/abs/2304.13705.
@@ -462,7 +437,7 @@ class TemporalEnsembler:
     def reset(self) -> None:
         """Forget all chunks, for a new episode."""
         self._actions: np.ndarray | None = None
-        self._counts = np.ones((self._chunk, 1), np.int64)  # chunks in the mean of each future step
+        self._counts = np.ones((self._chunk, 1), np.int64)  # Number of chunks in the mean of each future step.
 
     def update(self, chunk: Float[np.ndarray, "b c a"]) -> Float[np.ndarray, "b a"]:
         """Add the newest chunk and return the action of this step.

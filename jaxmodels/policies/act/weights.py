@@ -1,16 +1,14 @@
 """ACT weights: LeRobot's tensor names and layouts, and their folding for serving.
 
-What does not depend on the observation is computed here, once per checkpoint, in float32:
+Everything that does not depend on the observation is computed once per checkpoint, in float32:
 
-- frozen batch norm goes into the convolution before it (its variance, mean, scale and bias into kernel and bias);
-- query, key and value matrices become one; positions times that matrix become a table to add, so that
-  ``(x + positions) W`` is ``x W + table``; the scale of the scores goes into the queries;
+- frozen batch norms become part of the convolutions before them;
+- query, key and value matrices become one matrix; positions times the matrix become a table, so that
+  ``(x + positions) W`` is ``x W + table``; the scale of the scores becomes part of the queries;
 - the latent is zero at inference, so its token is a bias;
-- the first decoder layer starts from zeros: its self-attention averages equal values, whatever its weights are, so
-  its result is one constant vector, and the queries of its cross-attention are constants, too;
-- on a CPU, 3x3 convolutions whose intermediates fit the cache get the kernels of jaxmodels/layers/vision.py.
-
-Our own small backbone has no counterpart there; its tensors keep our names under ``model.backbone``.
+- the first decoder layer starts from zeros, so the result of its self-attention is one constant vector, and the
+  queries of its cross-attention are constants;
+- on a CPU, 3x3 convolutions whose intermediates fit the cache use Winograd's kernels (jaxmodels/layers/vision.py).
 """
 
 import math
@@ -29,7 +27,7 @@ from jaxmodels.policies.act.config import ActConfig
 
 Arrays = Mapping[str, np.ndarray]
 
-# Measured on a Zen 4 server: 60x80x128 (10 MB) is 1.6 times faster, 120x160x64 (20 MB) 1.9 times slower.
+# On a Zen 4 server, 60x80x128 (10 MB) is 1.6 times faster with Winograd, 120x160x64 (20 MB) 1.9 times slower.
 WINOGRAD_BYTES = 12 << 20
 WINOGRAD_CHANNELS = 64
 
@@ -43,7 +41,10 @@ def fold(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndar
     for name in ("state_in", "environment_in", "action_out"):
         folded |= {key: array for key, array in weights.items() if key.startswith(f"{name}.")}
     folded["latent"] = weights["latent_in.bias"]
-    positions = np.concatenate((weights["vector_positions"], *(_image_positions(config))))
+    dilated, width = config.replace_final_stride_with_dilation, config.dim_model
+    maps = [vision.measure_feature_map(config.vision_backbone, frame, dilated) for frame in config.frames]
+    tables = [sinusoidal_2d(rows, columns, width).reshape(-1, width) for rows, columns in maps]
+    positions = np.concatenate((weights["vector_positions"], *tables))
     for i in range(config.n_encoder_layers):
         folded |= _encoder_layer(config, weights, f"encoder.layers.{i}", positions)
     if config.pre_norm:
@@ -52,16 +53,6 @@ def fold(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndar
         folded |= _decoder_layer(config, weights, f"decoder.layers.{i}", positions, is_first=i == 0)
     folded |= _select_weights(weights, "decoder.norm")
     return folded
-
-
-def _image_positions(config: ActConfig) -> list[np.ndarray]:
-    tables = []
-    for frame in config.frames:
-        rows, columns = vision.measure_feature_map(
-            config.vision_backbone, frame, config.replace_final_stride_with_dilation
-        )
-        tables.append(sinusoidal_2d(rows, columns, config.dim_model).reshape(rows * columns, -1))
-    return tables
 
 
 def _select_weights(weights: Arrays, prefix: str) -> dict[str, np.ndarray]:
@@ -79,7 +70,7 @@ def _encoder_layer(config: ActConfig, weights: Arrays, layer: str, positions: np
 
 
 def _joint_projection(config: ActConfig, weights: Arrays, name: str, positions: np.ndarray) -> dict[str, np.ndarray]:
-    """Query, key and value in one matrix; the table holds positions and biases for all three."""
+    """Return query, key and value in one matrix, and a table of positions and biases for all three."""
     scale = _score_scale(config)
     kernels = [weights[f"{name}.{part}.kernel"] for part in ("query", "key", "value")]
     biases = [weights[f"{name}.{part}.bias"] for part in ("query", "key", "value")]
@@ -130,10 +121,10 @@ def _decoder_layer(
 
 
 def _first_self_attention(config: ActConfig, weights: Arrays, layer: str) -> np.ndarray:
-    """Output of the first layer's self-attention for its input of zeros, norm included: one row, (d,)."""
+    """Return the output of the first layer's self-attention and norm for zeros: one row, (d,)."""
     attention = f"{layer}.self_attention"
     value = weights[f"{attention}.value.bias"]
-    if config.pre_norm:  # the norm of zeros is its bias
+    if config.pre_norm:  # The norm of zeros is its bias.
         value = weights[f"{layer}.norm1.bias"] @ weights[f"{attention}.value.kernel"] + value
     out = value @ weights[f"{attention}.out.kernel"] + weights[f"{attention}.out.bias"]
     return out if config.pre_norm else _layer_norm(out, weights, f"{layer}.norm1")
@@ -153,7 +144,7 @@ def _backbone(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np
     if config.vision_backbone not in RESNETS:
         return _select_weights(weights, "backbone")
     folded = _fold_norm(weights, "backbone.stem", "backbone.stem_norm")
-    # Kernels are shared by all cameras, so the largest decides.
+    # All cameras share the kernels, so the largest camera decides.
     height, width = map(max, zip(*config.frames, strict=True))
     for block in plan_blocks(config.vision_backbone, config.replace_final_stride_with_dilation):
         name = f"backbone.stages.{block.stage}.{block.position}"
@@ -180,7 +171,7 @@ def _fold_norm(weights: Arrays, convolution: str, norm: str) -> dict[str, np.nda
     }
 
 
-# our prefix -> theirs, for linear layers outside the transformer
+# Our prefix to theirs, for linear layers outside the transformer.
 LINEARS = {
     "latent_in": "encoder_latent_input_proj",
     "state_in": "encoder_robot_state_input_proj",
@@ -199,12 +190,12 @@ SINGLE = {
 }
 STACKS = {"encoder": "encoder", "decoder": "decoder", "latent_encoder.encoder": "vae_encoder"}
 ATTENTIONS = {"attention": "self_attn", "self_attention": "self_attn", "cross_attention": "multihead_attn"}
-# Query, key and value lie in one tensor of theirs, which is listed under the query.
+# LeRobot's tensor of query, key and value is listed under the query.
 SECONDARY = ("key.kernel", "key.bias", "value.kernel", "value.bias")
 
 
 def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
-    """LeRobot's tensors for our weights of one config."""
+    """Return LeRobot's tensors for our weights of one config."""
     return tuple(_tensor(name) for name in names if not name.endswith(SECONDARY))
 
 

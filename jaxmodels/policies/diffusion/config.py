@@ -22,24 +22,24 @@ from jaxmodels.samplers.diffusion import BETA_SCHEDULES, TIMESTEPS
 from jaxmodels.samplers.sampling import STEPS
 
 NOISE_SCHEDULERS, PREDICTION_TYPES = ("DDPM", "DDIM"), ("epsilon", "sample")
-STEP_GROUPS = 8  # of the norm before the last convolution, whatever n_groups says
-CHANNELS_PER_GROUP = 16  # of the vision backbone with use_group_norm
+STEP_GROUPS = 8  # Groups of the norm before the last convolution, independent of n_groups.
+CHANNELS_PER_GROUP = 16  # Channels per group of the vision backbone with use_group_norm.
 _BETA = Range(0, 1, above=True, below=True)
-_SIDE = Range(1, 8192)  # pixels
+_SIDE = Range(1, 8192)  # Pixels.
 
 
 @dataclass(frozen=True)
 class DiffusionConfig(LerobotConfig):
     """LeRobot's `DiffusionConfig`, field by field (lerobot/policies/diffusion/configuration_diffusion.py, 0.6.1).
 
-    Differences: features are tuples, because their order is the order of the condition.
+    Features are tuples in the order of the condition.
 
     Attributes:
-        n_obs_steps: observations that are looked at, the newest included.
-        horizon: actions that are sampled together; the first of them belongs to the oldest observation.
-        n_action_steps: those of them that are meant to be executed, from the newest observation on.
-        crop_ratio: of ``resize_shape``, from which the crop is derived; without it ``crop_shape`` says.
-        num_inference_steps: of the sampler; None for all of ``num_train_timesteps``.
+        n_obs_steps: consecutive observations in the input, including the newest.
+        horizon: actions that are sampled together; the first action belongs to the oldest observation.
+        n_action_steps: number of actions to execute, from the newest observation on.
+        crop_ratio: size of the crop as a share of ``resize_shape``; without it ``crop_shape`` counts.
+        num_inference_steps: steps of the sampler; None for ``num_train_timesteps``.
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
@@ -47,11 +47,7 @@ class DiffusionConfig(LerobotConfig):
 
     type: ClassVar[str] = "diffusion"
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            "noise_scheduler_type": NOISE_SCHEDULERS,
-            "prediction_type": PREDICTION_TYPES,
-            "beta_schedule": BETA_SCHEDULES,
-        }
+        {"noise_scheduler_type": NOISE_SCHEDULERS, "prediction_type": PREDICTION_TYPES, "beta_schedule": BETA_SCHEDULES}
     )
     needs_state: ClassVar[bool] = True
     optimizer_type: ClassVar[str] = "adam"  # LeRobot's preset
@@ -147,7 +143,7 @@ class DiffusionConfig(LerobotConfig):
         return wrong
 
     def _wrong_parts(self) -> list[str]:
-        self.schedule  # noqa: B018  which raises a ConfigError for wrong noise
+        self.schedule  # noqa: B018 - The property raises a ConfigError for wrong noise.
         return []
 
     def wrong_features(self) -> list[str]:
@@ -165,14 +161,14 @@ class DiffusionConfig(LerobotConfig):
         if len(set(self.frames)) > 1:
             wrong.append(f"images have the sizes {sorted(set(self.frames))}; wanted one size for all")
         elif self.crop is not None and any(cut > side for cut, side in zip(self.crop, self._resized, strict=True)):
-            wrong.append(f"the crop is {list(self.crop)} of images of {list(self._resized)}; wanted one that fits in")
+            wrong.append(f"the crop is {list(self.crop)} of images of {list(self._resized)}; wanted a smaller crop")
         if self.use_group_norm and self.pretrained_backbone_weights:
             wrong.append("use_group_norm is true, and pretrained_backbone_weights have batch norms; set one of them")
         return wrong
 
     @property
     def chunk_size(self) -> int:
-        """Actions of the chunk that comes out: those from the newest observation on that are to be executed."""
+        """Actions of the resulting chunk, from the newest observation on."""
         return self.n_action_steps
 
     @property
@@ -189,7 +185,7 @@ class DiffusionConfig(LerobotConfig):
 
     @property
     def crop(self) -> tuple[int, int] | None:
-        """Height and width of the part in the middle that is looked at; None for all of it."""
+        """Height and width of the crop; None without a crop."""
         if self.resize_shape is None:
             return self.crop_shape
         if self.crop_ratio == 1:
@@ -198,17 +194,17 @@ class DiffusionConfig(LerobotConfig):
 
     @property
     def encoder_size(self) -> tuple[int, int]:
-        """Height and width of what the vision backbone looks at."""
+        """Height and width of the vision backbone's input."""
         return self.crop or self._resized
 
     @property
     def steps(self) -> int:
-        """Of the sampler."""
+        """Steps of the sampler."""
         return self.num_inference_steps or self.num_train_timesteps
 
     @property
     def noise(self) -> tuple[int, int]:
-        """Shape of one member's first sample: horizon and width of an action."""
+        """Shape of one member's first noise: horizon and width of an action."""
         return (self.horizon, self.action.shape[0])
 
     @property
@@ -217,12 +213,12 @@ class DiffusionConfig(LerobotConfig):
 
     @property
     def schedule(self) -> NoiseSchedule:
-        """What it is trained with and sampled by."""
+        """Noise schedule of training and sampling."""
         return NoiseSchedule(
             num_train_timesteps=self.num_train_timesteps,
             beta_start=self.beta_start,
             beta_end=self.beta_end,
-            beta_schedule=cast(Any, self.beta_schedule),  # both are known: checked above
+            beta_schedule=cast(Any, self.beta_schedule),  # `choices` checks this and the next field.
             prediction_type=cast(Any, self.prediction_type),
             clip_sample=self.clip_sample,
             clip_sample_range=self.clip_sample_range,

@@ -1,9 +1,9 @@
-"""Diffusion Policy's model: what is seen as one condition, and a U-Net over time that it modulates (FiLM)."""
+"""Diffusion Policy's model: encoders that make one condition, and a U-Net over time that it modulates (FiLM)."""
 
 import math
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,15 @@ from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint_of
 
+Chunk: TypeAlias = Float[Array, "b t a"]
+Films: TypeAlias = list[Float[Array, "b _"]]  # Terms of each block.
+StepFilms: TypeAlias = list[Float[Array, "n _"]]  # Terms of each block for all steps.
 TEMPERATURE = 10_000
-EVALUATION = 0  # seed of the noise of an evaluation
+EVALUATION = 0  # Seed of the noise of an evaluation.
 
 
 class ImageEncoder(nnx.Module):
-    """A normalised image to a vector: a part of it, a ResNet, keypoints, a linear layer."""
+    """Normalised images to vectors: crop, ResNet, keypoints, linear layer."""
 
     def __init__(self, config: DiffusionConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -46,14 +49,14 @@ class ImageEncoder(nnx.Module):
         self.out = nnx.Linear(2 * count, 2 * count, rngs=rngs)
 
     def __call__(self, images: Float[Array, "b h w 3"], crop: PRNGKeyArray | None = None) -> Float[Array, "b d"]:
-        """``crop`` draws where the images are cut, all at the same place as LeRobot does; None cuts in the middle."""
+        """Encode images; `crop` draws one place to crop all images, as in LeRobot, None crops the middle."""
         keypoints = self.pool(self.backbone(self.resize_and_crop(images, crop)))
         return jax.nn.relu(self.out(rearrange(keypoints, "b k xy -> b (k xy)")))
 
     def resize_and_crop(
         self, images: Float[Array, "b h w 3"], key: PRNGKeyArray | None = None
     ) -> Float[Array, "b h2 w2 3"]:
-        """Resized (with antialiasing) and cut, as the config says."""
+        """Resize images with antialiasing, and crop them, as the config says."""
         size, crop = self.config.resize_shape, self.config.crop
         if size is not None and images.shape[1:3] != size:
             images = jax.image.resize(images, (images.shape[0], *size, 3), "linear")
@@ -63,13 +66,13 @@ class ImageEncoder(nnx.Module):
             room = jnp.asarray(images.shape[1:3]) - jnp.asarray(crop)
             top, left = jax.random.randint(key, (2,), 0, room + 1)
             return jax.lax.dynamic_slice(images, (0, top, left, 0), (images.shape[0], *crop, 3))
-        # As torchvision's CenterCrop: halves go to the even number.
+        # Halves are rounded to the even number, as in torchvision's CenterCrop.
         top, left = (round((whole - cut) / 2) for whole, cut in zip(images.shape[1:3], crop, strict=True))
         return images[:, top : top + crop[0], left : left + crop[1]]
 
 
 def shift_time(x: Float[Array, "b t c"], size: int, stride: int = 1) -> Float[Array, "b t2 k_c"]:
-    """What a convolution over time looks at, side by side: ``size`` actions around each, zeros beyond the ends."""
+    """Return the inputs of a convolution over time: ``size`` actions around each action, zeros beyond the ends."""
     pad, steps = size // 2, x.shape[1]
     x = jnp.pad(x, ((0, 0), (pad, pad), (0, 0)))
     return jnp.concatenate([x[:, i : i + steps : stride] for i in range(size)], axis=-1)
@@ -80,7 +83,7 @@ class TimeConvolution(nnx.Module):
 
     def __init__(self, inputs: int, outputs: int, size: int, *, stride: int = 1, rngs: nnx.Rngs):
         self.stride = stride
-        bound = 1 / math.sqrt(inputs * size)  # as torch's
+        bound = 1 / math.sqrt(inputs * size)  # torch's default initialization.
         self.kernel = nnx.Param(jax.random.uniform(rngs.params(), (size, inputs, outputs), minval=-bound, maxval=bound))
         self.bias = nnx.Param(jax.random.uniform(rngs.params(), (outputs,), minval=-bound, maxval=bound))
 
@@ -91,7 +94,7 @@ class TimeConvolution(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """A transposed convolution of four steps that makes two of each."""
+    """Transposed convolution of size four that doubles the number of steps."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         bound = 1 / math.sqrt(4 * width)
@@ -140,7 +143,7 @@ class ResidualBlock(nnx.Module):
 
 
 class Level(nnx.Module):
-    """Two residual blocks, and what makes the time axis shorter or longer for the next level."""
+    """Two residual blocks, and a change of the length of the time axis for the next level."""
 
     def __init__(
         self,
@@ -156,12 +159,12 @@ class Level(nnx.Module):
         self.second = ResidualBlock(config, outputs, outputs, condition, rngs=rngs)
         self.change = change
 
-    def __call__(self, x: Float[Array, "b t c"], films: list[Float[Array, "b _"]]) -> Float[Array, "b t d"]:
+    def __call__(self, x: Float[Array, "b t c"], films: Films) -> Float[Array, "b t d"]:
         return self.second(self.first(x, films[0]), films[1])
 
 
 class UNet(nnx.Module):
-    """A noisy chunk, its timestep and a condition to what the scheduler asks for: the noise, or the clean chunk."""
+    """A noisy chunk, its timestep and a condition to the prediction: the noise, or the clean chunk."""
 
     def __init__(self, config: DiffusionConfig, condition: int, *, rngs: nnx.Rngs):
         width, widths, action = config.diffusion_step_embed_dim, config.down_dims, config.action.shape[0]
@@ -187,18 +190,13 @@ class UNet(nnx.Module):
 
     @property
     def blocks(self) -> list[ResidualBlock]:
-        """Residual blocks in the order in which they are passed."""
+        """Residual blocks in the order of the forward pass."""
         down = [block for level in self.down for block in (level.first, level.second)]
         up = [block for level in self.up for block in (level.first, level.second)]
         return [*down, *self.middle, *up]
 
-    def prepare(
-        self, timesteps: Int[Array, " n"], condition: Float[Array, "b c"]
-    ) -> tuple[list[Float[Array, "n _"]], list[Float[Array, "b _"]]]:
-        """What each block adds of a step and of the condition, for all steps at once: their sum is its FiLM.
-
-        Mish goes over each number of both, so that the product with the one and with the other can be taken apart.
-        """
+    def prepare(self, timesteps: Int[Array, " n"], condition: Float[Array, "b c"]) -> tuple[StepFilms, Films]:
+        """Return each block's FiLM terms of all steps and of the condition; a block uses their sum."""
         half = self.step_width // 2
         frequencies = np.exp(np.arange(half, dtype=np.float32) * np.float32(-math.log(TEMPERATURE) / (half - 1)))
         angle = timesteps[:, None].astype(jnp.float32) * frequencies
@@ -213,8 +211,8 @@ class UNet(nnx.Module):
             of_condition.append(activated @ kernel[width:])
         return of_steps, of_condition
 
-    def __call__(self, x: Float[Array, "b t a"], films: list[Float[Array, "b _"]]) -> Float[Array, "b t a"]:
-        """``films``: of each block, as `prepare` says."""
+    def __call__(self, x: Chunk, films: Films) -> Chunk:
+        """Run the U-Net with the FiLM of each block (see `prepare`)."""
         left, skips = iter(films), []
         for level in self.down:
             x = level(x, [next(left), next(left)])
@@ -224,7 +222,7 @@ class UNet(nnx.Module):
             x = block(x, next(left))
         for level in self.up:
             x = level(jnp.concatenate((x, skips.pop()), axis=-1), [next(left), next(left)])
-            assert level.change is not None  # every level upwards has one
+            assert level.change is not None  # Every level upwards has a change.
             x = level.change(x)
         return self.out(self.last(x))
 
@@ -233,7 +231,7 @@ class DiffusionPolicyModel(nnx.Module):
     """Noise (or the chunk itself) in a noisy chunk, for a normalised observation."""
 
     def __init__(self, config: DiffusionConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        del dtype  # of the weights that it is assembled over
+        del dtype  # The weights determine it.
         self.config = config
         cameras = len(config.cameras)
         if cameras and config.use_separate_rgb_encoder_per_camera:
@@ -243,10 +241,10 @@ class DiffusionPolicyModel(nnx.Module):
         self.unet = UNet(config, condition_width(config), rngs=rngs)
 
     def condition(self, observation: Observation, crop: PRNGKeyArray | None = None) -> Float[Array, "b c"]:
-        """All that is seen as one vector: of each observation step the state, the cameras, the environment's state.
+        """Return state, camera features and environment state of all observation steps as one vector.
 
         Args:
-            crop: draws where images are cut, for each encoder; None cuts in the middle.
+            crop: draws the place to crop, for each encoder; None crops the middle.
         """
 
         def with_time(x: Array) -> Array:
@@ -274,21 +272,22 @@ class DiffusionPolicyModel(nnx.Module):
     def loss(
         self,
         observation: Observation,
-        actions: Float[Array, "b t a"],
+        actions: Chunk,
         is_pad: Bool[Array, "b t"],
         rngs: nnx.Rngs | None = None,
         *,
-        noise: Float[Array, "b t a"] | None = None,
+        noise: Chunk | None = None,
         timesteps: Int[Array, " b"] | None = None,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Training loss as LeRobot 0.6.1 computes it, and its parts: the squared error of what is predicted for a
-        noisy chunk, mean over everything; with `do_mask_loss_for_padding` over the steps that are not padded.
+        """Return the training loss of LeRobot 0.6.1 and its parts: the mean squared error of the prediction.
+
+        With `do_mask_loss_for_padding` the mean is over steps without padding.
 
         Args:
-            actions: normalised, `horizon` steps from that of the oldest observation on.
-            rngs: stream ``noise``; training mode. None evaluates: crops in the middle, running statistics, and always
-                the same noise and timesteps.
-            noise, timesteps: in place of those that are drawn.
+            actions: normalised, `horizon` steps from the oldest observation on.
+            rngs: stream ``noise``, in training mode. None evaluates with crops in the middle, running statistics, and
+                fixed noise and timesteps.
+            noise, timesteps: replace the drawn ones.
         """
         batch, schedule = actions.shape[0], self.config.schedule
         crop = None
@@ -315,13 +314,13 @@ class DiffusionPolicyModel(nnx.Module):
 
 
 def condition_width(config: DiffusionConfig) -> int:
-    """Numbers of the condition."""
+    """Return the width of the condition."""
     vectors = [part.shape[0] for part in (config.state, config.environment_state) if part is not None]
     return config.n_obs_steps * (sum(vectors) + 2 * config.spatial_softmax_num_keypoints * len(config.cameras))
 
 
-def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
-    """A normalised chunk for a normalised observation; each member's depends on nothing but its own."""
+def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation) -> Chunk:
+    """Return a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
     model = assemble(config, weights)
     of_steps, of_condition = encode(config, model, observation)
     schedule, steps = config.schedule, config.steps
@@ -343,14 +342,12 @@ def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Obse
 
 
 def assemble(config: DiffusionConfig, weights: Mapping[str, Array]) -> DiffusionPolicyModel:
-    """The network over serving weights."""
+    """Return the network over serving weights."""
     return blueprint_of(DiffusionPolicyModel, config).assemble(weights)
 
 
-def encode(
-    config: DiffusionConfig, model: DiffusionPolicyModel, observation: Observation
-) -> tuple[list[Float[Array, "n _"]], list[Float[Array, "b _"]]]:
-    """What all steps, and what is seen, add in each block of the U-Net: once per chunk."""
+def encode(config: DiffusionConfig, model: DiffusionPolicyModel, observation: Observation) -> tuple[StepFilms, Films]:
+    """Return the FiLM terms of all steps and of the observation, once per chunk (see `UNet.prepare`)."""
     timesteps = jnp.asarray(config.schedule.timesteps(config.steps))
     return model.unet.prepare(timesteps, model.condition(observation))
 
@@ -359,9 +356,7 @@ def _encode(config: DiffusionConfig, weights: Mapping[str, Array], observation: 
     return encode(config, assemble(config, weights), observation)
 
 
-def _denoise(
-    config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: Any
-) -> Float[Array, "b t a"]:
+def _denoise(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: Any) -> Chunk:
     of_steps, of_condition = given
     x = observation.noise
     if x is None:
@@ -372,31 +367,25 @@ def _denoise(
 STAGES = (Stage("encode", _encode), Stage("denoise", _denoise, count=lambda config: config.steps))
 
 
-def _predict(
-    unet: UNet,
-    of_condition: list[Float[Array, "b _"]],
-    x: Float[Array, "b t a"],
-    t: Any,
-    of_step: list[Float[Array, " _"]],
-) -> Float[Array, "b t a"]:
-    """What the U-Net answers to a noisy chunk at the step of ``of_step``."""
-    del t  # is in of_step
+def _predict(unet: UNet, of_condition: Films, x: Chunk, t: Any, of_step: list[Float[Array, " _"]]) -> Chunk:
+    """Return the U-Net's prediction for a noisy chunk at the step of ``of_step``."""
+    del t  # `of_step` contains the time.
     films = [step + condition for step, condition in zip(of_step, of_condition, strict=True)]
     return unet(x.astype(films[0].dtype), films)
 
 
-# Where a ResNet is a list of its parts, as torch's Sequential names them.
+# Parts of a ResNet in torch's Sequential.
 PARTS = {"conv1": "0", "bn1": "1", "layer1": "4", "layer2": "5", "layer3": "6", "layer4": "7"}
 BLOCKS = {"first": "0", "second": "1", "change": "2"}
 
 
 def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
-    """The table for the weights of one config, given our names of them."""
+    """Return the table for the weights of one config, from our names."""
     return tuple(_image_encoder(name) if name.startswith("encoder") else _unet(name) for name in names)
 
 
 def _image_encoder(name: str) -> Tensor:
-    """``encoder.`` is shared by all cameras, ``encoders.0.`` the first one's own."""
+    """Return an encoder's tensor; all cameras share ``encoder.``, and ``encoders.0.`` belongs to the first camera."""
     first, _, rest = name.partition(".")
     ours, theirs = "encoder.", "diffusion.rgb_encoder."
     if first == "encoders":
@@ -446,7 +435,7 @@ def _residual(theirs: str, name: str, rest: str) -> Tensor:
 
 
 def _block(theirs: str, name: str, rest: str) -> Tensor:
-    """A convolution and its group norm."""
+    """Return a tensor of a convolution or its group norm."""
     theirs = theirs if theirs.endswith(".block") else f"{theirs}.block"
     if rest.startswith("convolution."):
         return _convolution(f"{theirs}.0", name)

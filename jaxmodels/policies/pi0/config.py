@@ -28,9 +28,9 @@ from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.types import Observation
 
 VARIANTS, DTYPES = ("gemma_300m", "gemma_2b"), ("bfloat16", "float32")
-PROMPT = Range(1, 4096)  # tokens
+PROMPT = Range(1, 4096)  # Tokens of a prompt.
 _LAYERS = Range(1, LAYERS_WRITTEN_OUT)
-_SIDE = Range(1, 1024)  # pixels of the square that SigLIP looks at
+_SIDE = Range(1, 1024)  # Pixels of SigLIP's square.
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class PaliGemmaSizes:
     """Sizes that LeRobot and openpi keep in their code; a policy's ``architecture.json`` overrides them.
 
     Attributes:
-        gemma_2b, gemma_300m: the models that `paligemma_variant` and `action_expert_variant` choose from.
+        gemma_2b, gemma_300m: models for `paligemma_variant` and `action_expert_variant`.
         vocab_size: tokens of PaliGemma.
-        vision: of the vision tower.
+        vision: sizes of the vision tower.
 
     Raises:
         ConfigError: all wrong values together.
@@ -125,22 +125,22 @@ def _check_names(where: str, kind: type[Any], values: Any) -> Mapping[str, Any]:
 
 FLIPS = np.array([1, -1, -1, 1, 1, 1, 1] * 2, np.float32)
 IS_GRIPPER = np.array([*[False] * 6, True] * 2)
-LINEAR = (0.01844, 0.05800)  # metres of ALOHA's measured fingers, closed and open
-ARM, HORN = 0.036, 0.022  # metres of the linkage that moves them
-ANGLES = (0.5476, 1.6296)  # radians of pi0's 0 and 1
-COMMANDS = (-0.6213, 1.4910)  # radians of ALOHA's commanded 0 and 1
+LINEAR = (0.01844, 0.05800)  # Metres of ALOHA's measured fingers, closed and open.
+ARM, HORN = 0.036, 0.022  # Metres of the linkage that moves them.
+ANGLES = (0.5476, 1.6296)  # Radians of pi0's 0 and 1.
+COMMANDS = (-0.6213, 1.4910)  # Radians of ALOHA's commanded 0 and 1.
 
 
 class AlohaJoints:
     """Conversion of ALOHA's joints to pi0's and back, for arrays of NumPy or JAX.
 
-    Some joints turn the other way. ALOHA measures the distance of its fingers and is commanded in radians; pi0 has the
+    Some joints are reversed. ALOHA measures the distance of its fingers and takes commands in radians; pi0 uses the
     angle of the gripper's motor, from closed (0) to open (1). Source: openpi/policies/aloha_policy.py.
     """
 
     @staticmethod
     def read(observation: Observation) -> Observation:
-        """State and plan of an observation, in the policy's joints."""
+        """Convert state and plan of an observation to the policy's joints."""
         prefix = observation.prefix
         if prefix is not None:
             prefix = prefix._replace(actions=AlohaJoints.read_actions(prefix.actions))
@@ -148,10 +148,10 @@ class AlohaJoints:
 
     @staticmethod
     def read_state(state: Float[Any, "*b 14"]) -> Float[Any, "*b 14"]:
-        """A measured state in the policy's joints."""
+        """Convert a measured state to the policy's joints."""
         module: Any = jnp if isinstance(state, jax.Array) else np
         fingers = state * (LINEAR[1] - LINEAR[0]) + LINEAR[0]
-        # Of joints that are no grippers nothing is kept: 1 stands for what may not be divided by.
+        # 1 replaces joints that are not grippers, because the division could fail.
         fingers = module.where(IS_GRIPPER, fingers, 1.0)
         sine = (HORN**2 + fingers**2 - ARM**2) / (2 * HORN * fingers)
         angle = module.arcsin(module.clip(sine, -1.0, 1.0))
@@ -160,14 +160,14 @@ class AlohaJoints:
 
     @staticmethod
     def write_actions(actions: Float[Any, "*b 14"]) -> Float[Any, "*b 14"]:
-        """Actions of the policy as ALOHA is commanded."""
+        """Convert actions of the policy to ALOHA's commands."""
         module: Any = jnp if isinstance(actions, jax.Array) else np
         grippers = (actions + ANGLES[0] - COMMANDS[0]) / (COMMANDS[1] - COMMANDS[0])
         return module.where(IS_GRIPPER, grippers, actions * FLIPS).astype(actions.dtype)
 
     @staticmethod
     def read_actions(actions: Float[Any, "*b 14"]) -> Float[Any, "*b 14"]:
-        """Commands of ALOHA as actions of the policy."""
+        """Convert ALOHA's commands to actions of the policy."""
         module: Any = jnp if isinstance(actions, jax.Array) else np
         grippers = actions * (COMMANDS[1] - COMMANDS[0]) + COMMANDS[0] - ANGLES[0]
         return module.where(IS_GRIPPER, grippers, actions * FLIPS).astype(actions.dtype)
@@ -177,22 +177,21 @@ class AlohaJoints:
 class Pi0Config(VlaConfig):
     """LeRobot's `PI0Config`, field by field (lerobot/policies/pi0/configuration_pi0.py, 0.6.1).
 
-    Differences: features are tuples, because their order is the order of the tokens; `sizes` and `lerobot` are no
-    fields of a ``config.json``.
+    Features are tuples in the order of the tokens; `sizes`, `lerobot` and `openpi` are not fields of ``config.json``.
 
     Attributes:
         chunk_size: actions that are sampled together.
-        max_state_dim, max_action_dim: what states and actions are padded to with zeros.
-        num_inference_steps: of the flow, from noise (time 1) to actions (time 0).
-        min_period, max_period: of the sines and cosines that tell the expert the time.
+        max_state_dim, max_action_dim: widths that states and actions are padded to with zeros.
+        num_inference_steps: steps of the flow, from noise (time 1) to actions (time 0).
+        min_period, max_period: periods of the time's sines and cosines.
         use_relative_actions: whether actions are differences to the observed state; see `relative_action_mask`.
-        relative_exclude_joints: parts of names of actions that are not.
+        relative_exclude_joints: parts of names of absolute actions.
         image_resolution: height and width of the square that each image is resized to with padding.
         tokenizer_max_length: tokens of a prompt.
-        sizes: of the networks; of an ``architecture.json`` where the folder has one.
-        lerobot: the version of LeRobot whose padding is followed: 0.4 pads images darker than black (-3 of [-1, 1])
-            and the state in a prompt with zeros to `max_state_dim`.
-        openpi: openpi's config, of policies that it trained: its resize, prompts and joints are meant.
+        sizes: sizes of the networks, from ``architecture.json`` if the folder has it.
+        lerobot: version of LeRobot's padding: 0.4 pads images darker than black (-3 of [-1, 1]) and the state in a
+            prompt with zeros to `max_state_dim`.
+        openpi: openpi's config of a policy that openpi trained, for its resize, prompts and joints.
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
@@ -200,12 +199,7 @@ class Pi0Config(VlaConfig):
 
     type: ClassVar[str] = "pi0"
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            "paligemma_variant": VARIANTS,
-            "action_expert_variant": VARIANTS,
-            "dtype": DTYPES,
-            "lerobot": LEROBOT_VERSIONS,
-        }
+        {"paligemma_variant": VARIANTS, "action_expert_variant": VARIANTS, "dtype": DTYPES, "lerobot": LEROBOT_VERSIONS}
     )
     processor_steps: ClassVar[frozenset[str]] = frozenset(
         {"tokenizer_processor", "pi0_new_line_processor", "relative_actions_processor", "absolute_actions_processor"}
@@ -255,8 +249,8 @@ class Pi0Config(VlaConfig):
         shared = ("depth", "num_heads", "num_kv_heads", "head_dim")
         return [
             f"{name} of {self.paligemma_variant} is {getattr(self.vlm, name)} and of {self.action_expert_variant} "
-            f"{getattr(self.expert, name)}; every layer of the expert looks at one of the language model, so both are "
-            "the same"
+            f"{getattr(self.expert, name)}; every layer of the expert attends to one layer of the language model, so "
+            "both must be the same"
             for name in shared
             if getattr(self.vlm, name) != getattr(self.expert, name)
         ]
@@ -293,7 +287,7 @@ class Pi0Config(VlaConfig):
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens a prompt may be made of."""
+        """Number of tokens of the vocabulary."""
         return self.sizes.vocab_size
 
     @property
@@ -306,7 +300,7 @@ class Pi0Config(VlaConfig):
 
     @property
     def trained_delay(self) -> int:
-        """Actions of a plan that the policy was trained to begin with; 0 where it is guided to continue one."""
+        """Longest delay after which the policy is trained to continue a plan; 0 if it is guided."""
         return 0
 
     @property
@@ -323,12 +317,12 @@ class Pi0Config(VlaConfig):
 
     @property
     def image_padding(self) -> float:
-        """What images in [0, 1] are padded with."""
+        """Value that images in [0, 1] are padded with."""
         return -1.0 if self.lerobot == "0.4" else 0.0
 
     @property
     def relative_action_mask(self) -> tuple[bool, ...] | None:
-        """Which numbers of an un-normalised action the raw state is to be added to; None where it is to none."""
+        """Which numbers of an un-normalised action are relative to the raw state; None for none."""
         if not self.use_relative_actions:
             return None
         excluded = [part.lower() for part in self.relative_exclude_joints if part]
@@ -337,7 +331,7 @@ class Pi0Config(VlaConfig):
         return (*mask, *(True,) * (self.action.shape[0] - len(mask)))
 
     def format_prompt(self, task: str, state: np.ndarray | None = None) -> str:
-        """The text that is tokenized: the task on a line of its own."""
+        """Return the task on its own line."""
         del state
         if self.openpi is not None:
             return f"{clean_task(task)}\n"
@@ -354,14 +348,14 @@ class Pi0Config(VlaConfig):
     def from_json(cls, values: Mapping[str, Any]) -> "Pi0Config":
         """Read a parsed ``config.json``; raises ConfigError for unknown fields or wrong values.
 
-        `values` may also hold the parsed ``architecture.json`` as ``architecture``, ``lerobot`` and ``openpi``.
+        `values` may also have the parsed ``architecture.json`` as ``architecture``, ``lerobot`` and ``openpi``.
         """
         what = f"{cls.type} config"
         read = dict(values)
         architecture, lerobot = read.pop("architecture", None), read.pop("lerobot", cls.lerobot)
         openpi = read.pop("openpi", None)
         if read.pop("sizes", None) is not None:
-            raise ConfigError(f"{what}: unknown fields sizes; they are those of an architecture.json")
+            raise ConfigError(f"{what}: unknown fields sizes; they belong to architecture.json")
         if read.get("relative_exclude_joints", ()) is None:
             read["relative_exclude_joints"] = ()
         sizes = PaliGemmaSizes() if architecture is None else PaliGemmaSizes.from_json(architecture)
@@ -375,5 +369,5 @@ class Pi0Config(VlaConfig):
 
 
 def clean_task(task: str) -> str:
-    """An instruction as openpi's prompts have it, on one line."""
+    """Return an instruction on one line, as in openpi's prompts."""
     return task.strip().replace("_", " ").replace("\n", " ")

@@ -1,7 +1,7 @@
-"""The network of pi0, most of it also of pi0.5: PaliGemma sees and reads, an expert denoises a chunk of actions."""
+"""The network of pi0, and its parts that pi0.5 shares: PaliGemma encodes, an expert denoises a chunk of actions."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,12 @@ from jaxmodels.vlm.gemma import EPSILON, Expert, PaliGemma, PrefixCache
 from jaxmodels.vlm.siglip import VisionSizes
 from jaxmodels.weights import blueprint_of
 
+Chunk: TypeAlias = Float[Array, "b t a"]
+StateToken: TypeAlias = Float[Array, "b 1 d"]
+
 
 def decoder_sizes(sizes: GemmaSizes) -> DecoderSizes:
-    """Sizes of a Gemma as the layers name them."""
+    """Return the sizes of a Gemma for its layers."""
     return DecoderSizes(
         width=sizes.width,
         hidden=sizes.mlp_dim,
@@ -37,7 +40,7 @@ def decoder_sizes(sizes: GemmaSizes) -> DecoderSizes:
 
 
 def vision_sizes(config: Pi0Config) -> VisionSizes:
-    """Sizes of the vision tower."""
+    """Return the sizes of the vision tower."""
     sizes = config.sizes.vision
     return VisionSizes(
         width=sizes.hidden_size,
@@ -50,9 +53,9 @@ def vision_sizes(config: Pi0Config) -> VisionSizes:
 
 
 class StepInputs(NamedTuple):
-    """What the time of a step contributes: `hidden`, added before the actions' SiLU (pi0), or `modulations` (pi0.5).
+    """Terms of the time of a step: `hidden`, added before the actions' SiLU (pi0), or `modulations` (pi0.5).
 
-    With a leading axis, those of all steps of a sampler.
+    A leading axis is the steps of a sampler.
     """
 
     hidden: Float[Array, "*s d"] | None
@@ -60,7 +63,7 @@ class StepInputs(NamedTuple):
 
 
 def fit_into_square(config: Pi0Config, frames: Float[Array, "b h w 3"]) -> Float[Array, "b s s 3"]:
-    """Pixels of [0, 1] to squares of [-1, 1], padded on both sides."""
+    """Convert pixels of [0, 1] to squares of [-1, 1], padded on both sides."""
     frames = frames.astype(jnp.float32)
     if config.openpi is not None:
         return 2 * resize_as_pillow(frames, config.image_resolution) - 1
@@ -71,7 +74,7 @@ def fit_into_square(config: Pi0Config, frames: Float[Array, "b h w 3"]) -> Float
 
 
 class PiModel(nnx.Module):
-    """What pi0 and pi0.5 share: images and words become keys and values once per chunk."""
+    """Base of pi0 and pi0.5: images and words become keys and values once per chunk."""
 
     has_state_token: ClassVar[bool]
 
@@ -107,17 +110,15 @@ class PiModel(nnx.Module):
         return self.paligemma.compute_cache(tokens, is_valid, self.config.chunk_size + self.has_state_token)
 
     def prepare_steps(self, times: Float[np.ndarray, " s"]) -> StepInputs:
-        """What each of some times contributes, for all steps of a sampler at once; in float32."""
+        """Return the terms of times, for all steps of a sampler at once; in float32."""
         raise NotImplementedError
 
-    def embed_state(self, state: Float[Array, "b s"]) -> Float[Array, "b 1 d"] | None:
-        """The token of a normalised state; None where there is none."""
+    def embed_state(self, state: Float[Array, "b s"]) -> StateToken | None:
+        """Return the token of a normalised state; None without a state token."""
         raise NotImplementedError
 
-    def denoise(
-        self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Float[Array, "b t a"], step: StepInputs
-    ) -> Float[Array, "b t a"]:
-        """The velocity (noise - actions) at a noisy chunk, float32."""
+    def denoise(self, prefix: PrefixCache, state: StateToken | None, x: Chunk, step: StepInputs) -> Chunk:
+        """Return the velocity (noise - actions) at a noisy chunk, float32."""
         raise NotImplementedError
 
     def embed_times(self, times: Float[np.ndarray, " s"]) -> Float[Array, "s d"]:
@@ -139,20 +140,18 @@ class Pi0Model(PiModel):
         self.time_out = nnx.Linear(width, width, rngs=rngs)
 
     def prepare_steps(self, times: Float[np.ndarray, " s"]) -> StepInputs:
-        # Actions and time go through one layer side by side: the time's half of it is the same for all actions.
+        # One layer reads actions and time; the term of the time is the same for all actions.
         kernel, bias = read_linear(self.time_in)
         return StepInputs(self.embed_times(times) @ kernel[self.config.expert.width :] + bias, None)
 
-    def embed_state(self, state: Float[Array, "b s"]) -> Float[Array, "b 1 d"]:
+    def embed_state(self, state: Float[Array, "b s"]) -> StateToken:
         padded = jnp.pad(state, ((0, 0), (0, self.config.max_state_dim - state.shape[1])))
         return apply_linear(self.state_in, padded)[:, None]
 
-    def denoise(
-        self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Float[Array, "b t a"], step: StepInputs
-    ) -> Float[Array, "b t a"]:
+    def denoise(self, prefix: PrefixCache, state: StateToken | None, x: Chunk, step: StepInputs) -> Chunk:
         assert state is not None
         assert step.hidden is not None
-        # In float32, as LeRobot keeps it in any precision: few numbers, and all that follows is made of them.
+        # In float32, as in LeRobot.
         actions = apply_linear(self.action_in, x)
         hidden = actions @ read_linear(self.time_in)[0][: actions.shape[-1]] + step.hidden
         actions = apply_linear(self.time_out, jax.nn.silu(hidden))
@@ -164,26 +163,22 @@ class Pi0Model(PiModel):
 
 
 def read_linear(linear: nnx.Linear) -> tuple[Float[Array, "d e"], Float[Array, " e"]]:
-    """Kernel and bias in float32."""
+    """Return kernel and bias in float32."""
     bias = linear.bias
     assert bias is not None
     return linear.kernel[...].astype(jnp.float32), bias[...].astype(jnp.float32)
 
 
 def apply_linear(linear: nnx.Linear, x: Float[Array, "... d"]) -> Float[Array, "... e"]:
-    """A linear layer in float32, whatever its weights and its input are in."""
+    """Apply a linear layer in float32."""
     kernel, bias = read_linear(linear)
     return x.astype(jnp.float32) @ kernel + bias
 
 
 def act(
-    config: Pi0Config,
-    weights: Mapping[str, Array],
-    observation: Observation,
-    *,
-    network: type[PiModel] = Pi0Model,
-) -> Float[Array, "b t a"]:
-    """A normalised chunk for a normalised observation; members of a batch do not depend on each other."""
+    config: Pi0Config, weights: Mapping[str, Array], observation: Observation, *, network: type[PiModel] = Pi0Model
+) -> Chunk:
+    """Return a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
     model = assemble(network, config, weights)
     prefix = model.encode(observation)
     schedule, steps, action = config.schedule, config.num_inference_steps, config.action.shape[0]
@@ -191,7 +186,7 @@ def act(
     predict = Partial(denoise, model, prefix, model.embed_state(observation.state))
     plan = observation.prefix
     if plan is not None and config.trained_delay:
-        # Beyond what it was trained to begin with, a policy never saw anything like it.
+        # Longer delays do not occur in training.
         width = config.max_action_dim - plan.actions.shape[-1]
         padded = jnp.pad(plan.actions.astype(jnp.float32), ((0, 0), (0, 0), (0, width)))
         begun = plan._replace(actions=padded, delay=jnp.minimum(plan.delay, config.trained_delay))
@@ -205,25 +200,18 @@ def act(
 
 
 def assemble(network: type[PiModel], config: Pi0Config, weights: Mapping[str, Array]) -> PiModel:
-    """The network over serving weights."""
+    """Return the network over serving weights."""
     return blueprint_of(network, config).assemble(weights)
 
 
-def denoise(
-    model: PiModel,
-    prefix: PrefixCache,
-    state: Float[Array, "b 1 d"] | None,
-    x: Float[Array, "b t a"],
-    t: Any,
-    step: StepInputs,
-) -> Float[Array, "b t a"]:
-    """The velocity of a noisy chunk at one step."""
-    del t  # is in step
+def denoise(model: PiModel, prefix: PrefixCache, state: StateToken | None, x: Chunk, t: Any, step: StepInputs) -> Chunk:
+    """Return the velocity of a noisy chunk at one step."""
+    del t  # `step` contains the time.
     return model.denoise(prefix, state, x, step)
 
 
 def list_stages(network: type[PiModel] = Pi0Model) -> tuple[Stage, ...]:
-    """Parts of `act` that can be timed apart."""
+    """Return parts of `act` that can be timed separately."""
 
     def look(
         config: Pi0Config, weights: Mapping[str, Array], observation: Observation, given: None
@@ -237,7 +225,7 @@ def list_stages(network: type[PiModel] = Pi0Model) -> tuple[Stage, ...]:
 
     def take_step(
         config: Pi0Config, weights: Mapping[str, Array], observation: Observation, given: PrefixCache
-    ) -> Float[Array, "b t a"]:
+    ) -> Chunk:
         model = assemble(network, config, weights)
         times = config.schedule.euler_rows(config.num_inference_steps).sigma[:1]
         step = jax.tree.map(lambda rows: rows[0], model.prepare_steps(times))
@@ -251,14 +239,9 @@ def list_stages(network: type[PiModel] = Pi0Model) -> tuple[Stage, ...]:
 
 
 def denoise_behind(
-    model: PiModel,
-    prefix: PrefixCache,
-    still: StepInputs,
-    x: Float[Array, "b t a"],
-    t: Float[Array, "b t"],
-    step: StepInputs,
-) -> Float[Array, "b t a"]:
-    """Return the velocity of a chunk of pi0.5 whose first actions have no noise; `still` is time 0's contribution."""
+    model: PiModel, prefix: PrefixCache, still: StepInputs, x: Chunk, t: Float[Array, "b t"], step: StepInputs
+) -> Chunk:
+    """Return the velocity of a chunk of pi0.5 whose first actions have no noise; `still` are the terms of time 0."""
     step = jax.tree.map(
         lambda noisy, clean: jnp.where((t == 0).reshape(*t.shape, *(1,) * noisy.ndim), clean, noisy), step, still
     )

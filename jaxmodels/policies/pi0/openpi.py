@@ -21,7 +21,7 @@ from jaxmodels.policies import get_policy_type
 from jaxmodels.policies.pi0.config import GemmaSizes, PaliGemmaSizes, Pi0Config, SiglipSizes
 from jaxmodels.weights import blueprint_of, check_fit
 
-VALUE = "/value"  # how names end that openpi's own training saved
+VALUE = "/value"  # Suffix of names that openpi's training adds.
 _ROOT = "params/"
 _LANGUAGE, _VISION = "PaliGemma/llm", "PaliGemma/img"
 _LAYERS, _BLOCKS = f"{_LANGUAGE}/layers", f"{_VISION}/Transformer/encoderblock"
@@ -34,11 +34,11 @@ _LORA = ("lora_a", "lora_b")
 
 @dataclass(frozen=True)
 class Source:
-    """Path `theirs` and `index` of one of our arrays in openpi's tree.
+    """Path `theirs` and `index` of our array in openpi's tree.
 
     Attributes:
-        has_heads_first: whether its axis of heads is before the axis of inputs.
-        is_transposed: whether ours is (out, in) and theirs is (in, out), with heads behind inputs.
+        has_heads_first: whether the axis of heads is before the axis of inputs.
+        is_transposed: whether ours is (out, in) and theirs is (in, out), with heads after inputs.
     """
 
     theirs: str
@@ -47,7 +47,7 @@ class Source:
     is_transposed: bool = False
 
     def take(self, array: np.ndarray, shape: Shape) -> np.ndarray:
-        """Our array out of theirs, float32."""
+        """Return our array from theirs, float32."""
         part = array[self.index]
         if self.has_heads_first:
             part = part.transpose(1, 0, 2)
@@ -68,14 +68,14 @@ def complete_config(tree: Path, config: Pi0Config) -> Pi0Config:
     wanted = {"model": config.type, "action_dim": config.max_action_dim, "image_size": config.image_resolution[0]}
     wrong = [f"{name} {found[name]}, wanted {wanted[name]}" for name in found if found[name] != wanted[name]]
     if config.sizes not in (PaliGemmaSizes(), sizes):
-        wrong.append(f"sizes {sizes.to_json()}, wanted those of architecture.json: {config.sizes.to_json()}")
+        wrong.append(f"sizes {sizes.to_json()}, wanted architecture.json's: {config.sizes.to_json()}")
     if wrong:
         raise CheckpointError(f"{tree.name}: is not of the config that robojax.json says: found {'; '.join(wrong)}")
     return replace(config, sizes=sizes)
 
 
 def read_weights(tree: Path, config: Pi0Config) -> dict[str, np.ndarray]:
-    """Our weights out of a tree, float32.
+    """Read our weights from a tree, float32.
 
     Raises:
         CheckpointError: files are unreadable.
@@ -96,12 +96,12 @@ def read_weights(tree: Path, config: Pi0Config) -> dict[str, np.ndarray]:
         if theirs in kept:
             array = np.asarray(array, np.float32) + kept.pop(theirs)
         weights |= {name: source.take(array, ours[name]) for name, source in by_array[theirs].items()}
-        del array  # before the next one is read
+        del array  # Freed before the next array is read.
     return {name: weights[name] for name in ours}
 
 
 def _list_arrays(tree: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the arrays of a tree, by names without what openpi's training adds to them."""
+    """Return shapes and dtypes of the arrays of a tree, by names without openpi's prefix and suffix."""
     return {name.removeprefix(_ROOT).removesuffix(VALUE): shape for name, shape in orbax.float_shapes(tree).items()}
 
 
@@ -114,7 +114,7 @@ def _restore(tree: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator
 
 
 def _find_updates(stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[str, str]]:
-    """Arrays of low-rank updates: their names to what they update, and which of the two factors they are."""
+    """Return the names of low-rank factors to the updated weight and the kind of factor."""
     updates = {}
     for name in stored:
         for factor in _LORA:
@@ -132,7 +132,7 @@ def _read_updates(
     updates: Mapping[str, tuple[str, str]],
     expected: Mapping[str, Shape],
 ) -> dict[str, np.ndarray]:
-    """What is added to the arrays that have low-rank updates, by their names."""
+    """Return the low-rank updates by the names of their weights."""
     factors: dict[str, dict[str, np.ndarray]] = {}
     for name, array in _restore(tree, {name: stored[name] for name in updates}) if updates else ():
         base, factor = updates[name]
@@ -153,7 +153,7 @@ def _read_updates(
 
 
 def _find_scale(where: str, config: Pi0Config, base: str, rank: int) -> float:
-    """What an update is multiplied with: openpi's feed-forward layers have no scale, and files say no ``alpha``."""
+    """Return the factor of an update: openpi's feed-forward layers have no scale, and files have no ``alpha``."""
     if base.startswith(f"{_LAYERS}/mlp"):
         return 1.0
     assert config.openpi is not None
@@ -179,7 +179,7 @@ def merge_update(base: str, down: np.ndarray, up: np.ndarray, scale: float) -> n
 
 
 def find_source(name: str, kind: str) -> Source:
-    """Where a weight of `Pi0Model` or `Pi05Model` lies in openpi's tree."""
+    """Return the place of a weight of `Pi0Model` or `Pi05Model` in openpi's tree."""
     part, _, inside = name.partition(".")
     if part == "expert":
         return _find_in_gemma(inside, "_1")
@@ -247,7 +247,7 @@ def _find_in_vision(inside: str) -> Source:
 
 
 def _derive_sizes(where: str, shapes: Mapping[str, Shape]) -> tuple[PaliGemmaSizes, int, int]:
-    """Sizes of the networks, pixels of an image's side, and how wide actions are, out of the shapes of a tree."""
+    """Return sizes of the networks, pixels of an image's side, and the width of actions from the shapes of a tree."""
 
     def size(name: str, axes: int) -> Shape:
         if len(shapes.get(name, ())) != axes:
@@ -274,7 +274,7 @@ def _derive_sizes(where: str, shapes: Mapping[str, Shape]) -> tuple[PaliGemmaSiz
 
 
 def _list_shapes(config: Pi0Config, ours: Mapping[str, Shape], sources: Mapping[str, Source]) -> dict[str, Shape]:
-    """Shapes of openpi's arrays that fit the config."""
+    """Return the shapes of openpi's arrays for the config."""
     vision = config.sizes.vision
     head = vision.hidden_size // vision.num_attention_heads
     shapes: dict[str, Shape] = {_UNUSED: (config.vlm.width,)}

@@ -9,14 +9,7 @@ import numpy as np
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies.config import VlaConfig
-from jaxmodels.ranges import (
-    LAYERS_WRITTEN_OUT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Range,
-    is_number,
-    shorten_value,
-)
+from jaxmodels.ranges import LAYERS_WRITTEN_OUT, NOT_NEGATIVE, POSITIVE, Range, is_number, shorten_value
 from jaxmodels.samplers.real_time_chunking import BOUND
 from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.vlm.decoder import DecoderSizes
@@ -33,8 +26,8 @@ class ExpertStep(NamedTuple):
     """Layer of the action expert; `vlm_layer` is the language model's layer whose keys and values it attends to.
 
     Attributes:
-        is_cross: whether it attends to those alone, and not to the other actions.
-        has_context: whether its projections of keys and values are for those of the language model.
+        is_cross: whether it attends only to the language model, and not to other actions.
+        has_context: whether it projects the language model's keys and values.
     """
 
     vlm_layer: int
@@ -46,15 +39,15 @@ class ExpertStep(NamedTuple):
 class SmolVlaConfig(VlaConfig):
     """LeRobot's `SmolVLAConfig`, field by field (lerobot/policies/smolvla/configuration_smolvla.py, 0.6.1).
 
-    Differences: features are tuples, because their order is that of the cameras' tokens.
+    Features are tuples in the order of the cameras' tokens.
 
     Attributes:
-        resize_imgs_with_padding: (width, height) that images are resized to; None leaves them as they are.
-        empty_cameras: so many cameras may be missing and still have their special tokens, if there are any.
-        num_vlm_layers: of the language model that are kept; 0 or less for all.
-        num_expert_layers: of the action expert; 0 or less for as many.
-        self_attn_every_n_layers: layers with a multiple of this number look at the other actions; 0 or less for none.
-        vlm: sizes of the vision-language model, which are no field of LeRobot's.
+        resize_imgs_with_padding: (width, height) that images are resized to; None for no resize.
+        empty_cameras: maximum number of absent cameras with special tokens.
+        num_vlm_layers: layers of the language model; 0 or less for all.
+        num_expert_layers: layers of the action expert; 0 or less for the same number.
+        self_attn_every_n_layers: every how many layers actions attend to each other; 0 or less for never.
+        vlm: sizes of the vision-language model; not a field of LeRobot.
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
@@ -110,8 +103,8 @@ class SmolVlaConfig(VlaConfig):
             wrong.append("use_cache is false, with which LeRobot predicts nothing; wanted true")
         if self.add_image_special_tokens and None in (self.vlm.around_image, self.vlm.before_image):
             wrong.append(
-                f"add_image_special_tokens is true, and nobody says which tokens {AROUND_IMAGE} and {BEFORE_IMAGE} "
-                f"are; copy the model's {TOKENIZER_FILE} to {self.vlm_model_name}/{TOKENIZER_FILE} in the folder"
+                f"add_image_special_tokens is true, but the numbers of {AROUND_IMAGE} and {BEFORE_IMAGE} are unknown; "
+                f"copy the model's {TOKENIZER_FILE} to {self.vlm_model_name}/{TOKENIZER_FILE} in the folder"
             )
         return wrong
 
@@ -169,7 +162,7 @@ class SmolVlaConfig(VlaConfig):
 
     @property
     def environment_state(self) -> None:
-        """SmolVLA never looks at one, like LeRobot's."""
+        """SmolVLA reads no environment state."""
         return None
 
     @property
@@ -184,7 +177,7 @@ class SmolVlaConfig(VlaConfig):
 
     @property
     def expert(self) -> DecoderSizes:
-        """Sizes of the action expert, whose heads are those of the language model."""
+        """Sizes of the action expert, which has the heads of the language model."""
         text = self.vlm.text
         width = int(text.width * self.expert_width_multiplier)
         hidden = 256 * -(-4 * int(2 * width / 3) // 256)
@@ -192,12 +185,12 @@ class SmolVlaConfig(VlaConfig):
 
     @property
     def _self_attn_every(self) -> int:
-        """Every how many layers of the language model the expert's look at the other actions; 0 for never."""
+        """Every how many layers of the language model actions attend to each other; 0 for never."""
         return 1 if self.attention_mode == "self_attn" else max(self.self_attn_every_n_layers, 0)
 
     @property
     def expert_steps(self) -> tuple[ExpertStep, ...]:
-        """What each layer of the action expert looks at."""
+        """Plan of each layer of the action expert."""
         apart, every = self.vlm_layers // self.expert_layers, self._self_attn_every
         return tuple(
             ExpertStep(
@@ -226,21 +219,21 @@ class SmolVlaConfig(VlaConfig):
         return self.vlm_model_name
 
     def format_prompt(self, task: str, state: np.ndarray | None = None) -> str:
-        """The text that is tokenized: the task on a line of its own."""
+        """Return the task on its own line."""
         del state
         return task if task.endswith("\n") else f"{task}\n"
 
     @property
     def prefix_bound(self) -> float:
-        """The most that a plan may pull, see `jaxmodels.samplers.continuing`."""
+        """Maximum pull of a plan, see `jaxmodels.samplers.continuing`."""
         return dict(self.rtc_config or ()).get("max_guidance_weight") or BOUND
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SmolVlaConfig":
         """Read a parsed ``config.json``; raises ConfigError for unknown fields, wrong values or an unknown model.
 
-        `values` may also hold ``vlm``, the parsed config of the vision-language model, and ``vlm_tokens``, numbers of
-        its special tokens by name. Without them the model must be known by name.
+        `values` may also have ``vlm``, the parsed config of the vision-language model, and ``vlm_tokens``, numbers of
+        its special tokens by name; otherwise the model must be in `VLMS`.
         """
         read = dict(values)
         file, tokens = read.pop("vlm", None), read.pop("vlm_tokens", None)
@@ -262,6 +255,6 @@ class SmolVlaConfig(VlaConfig):
         return values
 
     def dump_architecture(self) -> dict[str, Any]:
-        """The vision-language model's ``config.json``, by its name in the policy's folder."""
+        """Return the vision-language model's ``config.json``, by its name in the policy's folder."""
         file = self.vlm.to_json()
         return {f"{self.vlm_model_name}/config.json": file} if file else {}

@@ -1,4 +1,4 @@
-"""SmolVLA's network: images, words and state as keys and values, and an action expert that looks at them."""
+"""SmolVLA's network: images, words and state as keys and values, and an action expert that attends to them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class SmolVlaModel(nnx.Module):
     """The velocity of a noisy chunk, for a normalised observation."""
 
     def __init__(self, config: SmolVlaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        del dtype  # of the weights that it is assembled over
+        del dtype  # The weights determine it.
         text, expert, steps = config.vlm.text, config.expert, config.expert_steps
         self.config = config
         self.vlm = SmolVlm(config.vlm, steps[-1].vlm_layer + 1, rngs=rngs)
@@ -58,14 +58,14 @@ class SmolVlaModel(nnx.Module):
 
     @property
     def dtype(self) -> Any:
-        """Of the weights, and so of the arithmetic where it is not float32 anyway."""
+        """Dtype of the weights and of most arithmetic."""
         return self.action_in.kernel.dtype
 
     def encode(self, observation: Observation, images: Sequence[Tokens] | None = None) -> Encoded:
-        """What is seen and said, once per chunk.
+        """Encode images, words and state, once per chunk.
 
         Args:
-            images: what `embed_images` gave for the observation; None to ask it.
+            images: result of `embed_images`; computed when None.
 
         Raises:
             InputError: the observation has no language, no image, or images that make no square of tokens.
@@ -79,13 +79,13 @@ class SmolVlaModel(nnx.Module):
         one = jnp.ones((state.shape[0], 1), bool)
         parts.append(Tokens(self.state_in(padded)[:, None], one))
         tokens = Tokens(*(jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
-        # Only the state is behind the rest: images and words do not see it.
+        # Images and words do not see the state.
         starts = np.arange(tokens.is_valid.shape[1]) == tokens.is_valid.shape[1] - 1
         cache = self.vlm.compute_cache(tokens, starts)
         context = []
         for layer, step in zip(self.layers, self.config.expert_steps, strict=True):
             own = cache[step.vlm_layer]
-            # Actions look at their own keys, too, where they do not look at others only.
+            # Without cross-attention, actions also attend to their own keys.
             behind = 0 if step.is_cross else self.config.chunk_size
             context.append(pad_keys(layer.attention.project_again(own) if step.is_cross else own, behind))
         return Encoded(tuple(context), tokens.is_valid)
@@ -94,10 +94,9 @@ class SmolVlaModel(nnx.Module):
         return Tokens(self.vlm.embed_words(language.tokens) * self.config.vlm.text.width**0.5, language.mask)
 
     def embed_images(self, observation: Observation) -> list[Tokens]:
-        """Tokens of each camera that is there, in the config's order.
+        """Return the tokens of each present camera, in the config's order.
 
-        Cameras that are not there are not looked at: nobody would see their tokens. Special tokens count for as many
-        of them as `empty_cameras` says.
+        At most `empty_cameras` absent cameras have special tokens.
         """
         config = self.config
         present = [(i, image) for i, image in enumerate(observation.images) if image is not None]
@@ -121,9 +120,9 @@ class SmolVlaModel(nnx.Module):
         return [token for part in parts for token in (before, part, after)] + [before, after] * missing
 
     def _special_tokens(self, batch: int) -> tuple[Tokens, Tokens]:
-        """Those before and after each image, which unlike words are not scaled."""
+        """Return the tokens before and after each image, which unlike words are not scaled."""
         around, before = self.config.vlm.around_image, self.config.vlm.before_image
-        assert around is not None  # checked by the config
+        assert around is not None  # The config checks this.
         assert before is not None
 
         def embed(*ids: int) -> Tokens:
@@ -133,7 +132,7 @@ class SmolVlaModel(nnx.Module):
         return embed(around, before), embed(around)
 
     def _prepare(self, image: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 3"]:
-        """An image as the vision tower wants it, in [-1, 1]."""
+        """Return an image for the vision tower, in [-1, 1]."""
         size = self.config.resize_imgs_with_padding
         if size is not None:
             image = resize_with_padding(image.astype(jnp.float32), (size[1], size[0]), place="bottom right")
@@ -146,15 +145,15 @@ class SmolVlaModel(nnx.Module):
         return (image.astype(jnp.float32) * 2 - 1).astype(self.dtype)
 
     def prepare_steps(self, times: Float[np.ndarray, " s"]) -> Float[Array, "s d"]:
-        """What each time adds to the actions' tokens, for all steps at once."""
+        """Return the term that each time adds to the actions' tokens, for all steps at once."""
         config, width = self.config, self.config.expert.width
         waves = jnp.asarray(flow_time_sinusoid(times, width, config.min_period, config.max_period), self.dtype)
         bias = self.time_in.bias
-        assert bias is not None  # nnx.Linear's default
+        assert bias is not None
         return waves @ self.time_in.kernel[...][width:] + bias[...]
 
     def denoise(self, encoded: Encoded, x: Float[Array, "b t a"], step: Float[Array, " d"]) -> Float[Array, "b t a"]:
-        """The velocity, float32, of a noisy chunk at one step of `prepare_steps`."""
+        """Return the velocity, float32, of a noisy chunk at one step of `prepare_steps`."""
         config, width = self.config, self.config.expert.width
         count = x.shape[1]
         actions = self.action_in(x.astype(self.dtype)) @ self.time_in.kernel[...][:width] + step
@@ -167,17 +166,17 @@ class SmolVlaModel(nnx.Module):
             if plan.is_cross:
                 tokens = layer.cross_attend(tokens, alone, seen, is_valid[:, None])
             else:
-                # An action sees those before it in the chunk.
+                # An action sees the actions before it.
                 causal = mask_after_prefix(is_valid, np.ones(count, bool))
                 tokens, _ = layer(tokens, behind, causal, seen)
-        # In float32 whatever the weights are, like the integration that follows.
+        # In float32, like the integration that follows.
         kernel, bias = self.action_out.kernel, self.action_out.bias
-        assert bias is not None  # nnx.Linear's default
+        assert bias is not None
         return self.norm(tokens).astype(jnp.float32) @ kernel[...].astype(jnp.float32) + bias[...].astype(jnp.float32)
 
 
 def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
-    """A normalised chunk for a normalised observation; members of a batch do not depend on each other."""
+    """Return a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
     model = assemble(config, weights)
     encoded = encode(model, observation)
     schedule, steps, action = config.schedule, config.num_steps, config.action.shape[0]
@@ -195,12 +194,12 @@ def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observ
 
 
 def assemble(config: SmolVlaConfig, weights: Mapping[str, Array]) -> SmolVlaModel:
-    """The network over serving weights."""
+    """Return the network over serving weights."""
     return blueprint_of(SmolVlaModel, config).assemble(weights)
 
 
 def encode(model: SmolVlaModel, observation: Observation, images: Sequence[Tokens] | None = None) -> Encoded:
-    """What the action expert looks at: once per chunk."""
+    """Encode an observation for the action expert, once per chunk."""
     if model.config.adapt_to_pi_aloha:
         observation = observation._replace(state=read_aloha_state(observation.state))
     return model.encode(observation, images)
@@ -209,8 +208,8 @@ def encode(model: SmolVlaModel, observation: Observation, images: Sequence[Token
 def denoise(
     model: SmolVlaModel, encoded: Encoded, x: Float[Array, "b t a"], t: Any, step: Float[Array, " d"]
 ) -> Float[Array, "b t a"]:
-    """The velocity of a noisy chunk at one step."""
-    del t  # is in step
+    """Return the velocity of a noisy chunk at one step."""
+    del t  # `step` contains the time.
     return model.denoise(encoded, x, step)
 
 
@@ -244,7 +243,7 @@ FLIPPED, GRIPPERS = (1, 2, 8, 9), (6, 13)
 _OPENING = (0.01844, 0.058)
 _ANGLE = (0.4, 1.5)
 _JOINT = (-0.6213, 1.4910)
-_ARM, _HORN = 0.036, 0.022  # of the gripper's linkage
+_ARM, _HORN = 0.036, 0.022  # Metres of the gripper's linkage.
 
 
 def _flip(width: int) -> Float[np.ndarray, " {width}"]:
@@ -256,23 +255,23 @@ def _is_gripper(width: int) -> np.ndarray:
 
 
 def read_aloha_state(state: Float[Array, "b s"]) -> Float[Array, "b s"]:
-    """A state as the network wants it."""
+    """Convert ALOHA's state to the network's."""
     flipped = state * _flip(state.shape[-1])
     opening = flipped * (_OPENING[1] - _OPENING[0]) + _OPENING[0]
-    opening = jnp.where(_is_gripper(state.shape[-1]), opening, _OPENING[1])  # of the others there is no angle
+    opening = jnp.where(_is_gripper(state.shape[-1]), opening, _OPENING[1])  # Other joints have no angle.
     angle = jnp.arcsin(jnp.clip((_HORN**2 + opening**2 - _ARM**2) / (2 * _HORN * opening), -1, 1))
     return jnp.where(_is_gripper(state.shape[-1]), (angle - _ANGLE[0]) / (_ANGLE[1] - _ANGLE[0]), flipped)
 
 
 def read_aloha_actions(actions: Float[Array, "b t a"]) -> Float[Array, "b t a"]:
-    """Actions of the network as ALOHA's."""
+    """Convert the network's actions to ALOHA's."""
     flipped = actions * _flip(actions.shape[-1])
     angle = flipped * (_ANGLE[1] - _ANGLE[0]) + _ANGLE[0]
     return jnp.where(_is_gripper(actions.shape[-1]), (angle - _JOINT[0]) / (_JOINT[1] - _JOINT[0]), flipped)
 
 
 def write_aloha_actions(actions: Float[Array, "b t a"]) -> Float[Array, "b t a"]:
-    """Actions of ALOHA as the network's: the way back."""
+    """Convert ALOHA's actions to the network's."""
     joint = actions * (_JOINT[1] - _JOINT[0]) + _JOINT[0]
     angle = (joint - _ANGLE[0]) / (_ANGLE[1] - _ANGLE[0])
     return jnp.where(_is_gripper(actions.shape[-1]), angle, actions) * _flip(actions.shape[-1])
@@ -282,7 +281,7 @@ _BOTH = "model.vlm_with_expert."
 _VLM, _EXPERT = f"{_BOTH}vlm.model.", f"{_BOTH}lm_expert."
 _TEXT = f"{_VLM}text_model."
 EMBEDDING, HEAD = f"{_TEXT}embed_tokens.weight", f"{_BOTH}vlm.lm_head.weight"
-# A file may have the embedding of words only as the head, whose weight it then is.
+# A file may have the embedding of words only as the weight of the head.
 TIED = {EMBEDDING: HEAD}
 _LINEARS = {
     "state_in": "model.state_proj",
@@ -295,14 +294,14 @@ _LINEARS = {
 
 
 def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
-    """The table for the weights of one config, given our names of them."""
+    """Return the table for the weights of one config, from our names."""
     names = tuple(names)
     last = sum(name.startswith("vlm.layers.") and name.endswith("attention.key.weight") for name in names)
     return tuple(_tensor(name, last) for name in names)
 
 
 def _tensor(name: str, last: int) -> Tensor:
-    """``last``: number of the language model's last layer."""
+    """Return the tensor of a weight; `last` is the number of the language model's last layer."""
     match name.split(".", 3):
         case ["vlm", "vision", *_]:
             return vision_tensor(name.removeprefix("vlm.vision."), ours="vlm.vision.", theirs=f"{_VLM}vision_model.")
@@ -323,10 +322,8 @@ def _tensor(name: str, last: int) -> Tensor:
 
 
 def find_unused(config: SmolVlaConfig) -> dict[str, Shape]:
-    """Return unused tensors of LeRobot's files and their shapes: head and last norm of the language model.
-
-    Also layers behind the last one that the action expert attends to, and of that one all but keys and values.
-    """
+    """Return the shapes of unused tensors of LeRobot's files: of the language model the head, the last norm, and the
+    layers after the keys and values of the last layer that the action expert attends to."""
     text, last = config.vlm.text, config.expert_steps[-1].vlm_layer
     unused: dict[str, Shape] = {HEAD: (config.vocabulary, text.width), f"{_TEXT}norm.weight": (text.width,)}
     for number in range(last, config.vlm_layers):
@@ -337,7 +334,7 @@ def find_unused(config: SmolVlaConfig) -> dict[str, Shape]:
 
 
 def _list_shapes(text: DecoderSizes) -> dict[str, Shape]:
-    """Tensors of one layer of the language model."""
+    """Return the shapes of the tensors of one layer of the language model."""
     inner, keys, width, hidden = text.heads * text.head_width, text.kv_heads * text.head_width, text.width, text.hidden
     return {
         "input_layernorm": (width,),

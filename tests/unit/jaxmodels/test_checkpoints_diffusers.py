@@ -40,7 +40,7 @@ OTHERS = {
 
 
 def config_of(name: str) -> Transformer2DConfig:
-    return OTHERS[name] if name in OTHERS else diffusers_folder.read_config(GOLDEN / name)
+    return OTHERS.get(name) or read_model_config(json.loads((GOLDEN / name / "config.json").read_text()))
 
 
 def random_weights(config: Transformer2DConfig, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:

@@ -128,7 +128,7 @@ def test_an_unknown_prefix_is_refused_with_those_there_are(unet: Path) -> None:
 
 
 def test_a_config_may_be_given_instead(unet: Path) -> None:
-    config = diffusers_folder.read_config(unet, prefix="mid_block.attentions.0")
+    config, _ = diffusers_folder.read(unet, prefix="mid_block.attentions.0")
     values = json.loads((unet / "config.json").read_text())
     (unet / "config.json").write_text(json.dumps({**values, "_class_name": "UNet3DConditionModel"}))
     with pytest.raises(ConfigError, match=r"'UNet3DConditionModel'.*known: UNet2D.*; give config"):

@@ -51,7 +51,7 @@ def test_cameras_are_looked_at_and_a_diffusion_continues_a_plan_too() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({PREFIX_DELAY: None}, "prefix.delay missing beside prefix.actions, prefix.length"),
+        ({PREFIX_DELAY: None}, "prefix.delay missing, but prefix.actions, prefix.length given"),
         ({PREFIX_LENGTH: np.array([9], np.int32)}, "prefix.length is 9; wanted 0 to 8, the actions of a chunk"),
         ({PREFIX_DELAY: np.array([-1], np.int32)}, "prefix.delay is -1; wanted 0 to 8"),
         ({PREFIX_DELAY: np.array([7], np.int32)}, "prefix.delay is 7 for member 0, and prefix.length 6"),

@@ -57,7 +57,7 @@ def read(name: str = "pi0_two_cameras", **changes: Any) -> Pi0Config:
         ({"input_features": {"observation.state": {"type": "STATE", "shape": [6]}}}, "has no image; pi0 looks at one"),
         ({"relative_exclude_joints": "gripper"}, "relative_exclude_joints is 'gripper'; wanted a list of strings"),
         ({"rtc_config": [1]}, r"rtc_config is \[1\]; wanted an object"),
-        ({"sizes": {}}, "unknown fields sizes; they are those of an architecture.json"),
+        ({"sizes": {}}, "unknown fields sizes; they belong to architecture.json"),
         ({"lerobot": "0.3"}, "lerobot is '0.3'; known: 0.4, 0.6"),
         ({"architecture": {"gemma_7b": {}}}, "architecture.json: unknown fields gemma_7b; known: gemma_2b"),
         ({"architecture": {"vision": 5}}, "architecture.json: vision is 5; wanted an object of sizes"),

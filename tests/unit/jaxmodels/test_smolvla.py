@@ -80,7 +80,7 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
         ({"rtc_config": {"max_guidance_weight": -1}}, "max_guidance_weight is -1; wanted a number above 0"),
         ({"vlm": None, "vlm_model_name": "a/b"}, "known: HuggingFaceTB/.*; .*|Copy the model's config.json to a/b/"),
         ({"vlm": []}, r"config.json of the vision-language model is \[\]; wanted an object"),
-        ({"vlm": {}}, "has no text_config and vision_config; wanted that of a SmolVLM"),
+        ({"vlm": {}}, "has no text_config and vision_config; wanted the config of a SmolVLM"),
         ({"vlm": vlm(model_type="llava")}, "model_type is 'llava'; wanted smolvlm or idefics3"),
         ({"vlm": vlm(scale_factor=0)}, "scale_factor is 0"),
         ({"vlm": vlm("text_config", hidden_act="gelu")}, "text_config.hidden_act is 'gelu'; wanted silu"),
