@@ -1,27 +1,25 @@
-"""Downloads of repositories of the Hugging Face Hub at one commit, each in a child process.
+"""Questions to the Hugging Face Hub, and downloads of repositories at one commit, each in its own process.
 
-Only files with known names are fetched, never a pickle. The child process (`jaxmodels.hub_download`) is the only place
-of this package that uses a network. It is killed at its deadline, or when the caller no longer waits.
+Only files with known names are fetched, never a pickle. Only the process of a job (`jaxmodels.hub_download`) uses a
+network. It is killed at its deadline, or when the caller no longer waits.
 """
 
 import json
 import logging
 import os
 import re
-import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch, fnmatchcase
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from jaxmodels.cache_dirs import hub_cache
 from jaxmodels.errors import ConfigError, HubError
+from jaxmodels.hub_process import start_process
 
 REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 # Revisions and file names become names of files in the cache.
@@ -60,18 +58,6 @@ STALLED = 60.0
 _POLL = 0.5
 # Seconds after which the unfinished files of other processes are removed.
 _LEFT_OVER = 86_400.0
-_PROGRAM = """
-import sys
-sys.path[:] = sys.argv[1].split(chr(0x1f))
-from jaxmodels.hub_download import main
-main(sys.argv[2])
-"""
-# The client reads these when it is imported. Transfers of Xet cannot be limited.
-_ENVIRONMENT = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_DISABLE_XET": "1",
-}
 
 logger = logging.getLogger(__name__)
 
@@ -187,58 +173,47 @@ def _run_job(
     """Run a job in a child process, and return its result."""
     _check_names(job["repo_id"], job["revision"])
     job.update(quiet=QUIET, stalled=STALLED, mark=uuid.uuid4().hex)
-    report, last = on_progress or (lambda stage: None), Downloading(0, 0)
-    until, is_downloading = time.monotonic() + ANSWER, False
-    with _start_child(job, token) as connection:
-        while time.monotonic() < until:
-            if not connection.poll(_POLL):
-                report(last)
-                continue
-            try:
-                answer = json.loads(connection.recv_bytes(MAX_ANSWER))
-            except (EOFError, OSError) as error:
-                text = "the download process was killed, or its answer is too long; try again"
-                raise HubError(f"{job['repo_id']!r}: {text}", "transfer") from error
-            if "progress" in answer:
-                last = Downloading(*answer["progress"])
-                if not is_downloading:
-                    until, is_downloading = time.monotonic() + GRACE + last.total / MIN_RATE, True
-                report(last)
-            elif "files" in answer and on_listing is not None:
-                on_listing(answer["files"])
-                connection.send_bytes(b"approved")
-            elif "log" in answer:
-                logger.log(*answer["log"])
-            elif "error" in answer:
-                raise HubError(answer["error"], answer["code"])
-            else:
-                return answer["result"]
-    raise HubError(f"{job['repo_id']!r}: the Hub is too slow: the time for it is over", "timeout")
-
-
-@contextmanager
-def _start_child(job: Mapping[str, Any], token: str | None) -> Iterator[Connection]:
-    """Run a job in a process in this context, and give the connection with its answers; then kill the process."""
-    paths = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
-    ours, theirs = Pipe()
-    with theirs:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _PROGRAM, "\x1f".join(paths), str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **_ENVIRONMENT, **({} if token is None else {"HF_TOKEN": token})},
-            start_new_session=True,  # An interrupt from the keyboard ends only the parent.
-        )
     try:
-        with ours:
-            with suppress(OSError):  # The child has ended, as the reader of its answers will see.
-                ours.send_bytes(json.dumps(job).encode())
-            yield ours
+        with start_process() as connection:
+            with suppress(OSError):  # The process has ended, as the reader of its answers notices.
+                connection.send_bytes(json.dumps({**job, "token": token}).encode())
+            return _read_result(job["repo_id"], connection, on_progress or (lambda stage: None), on_listing)
     finally:
-        child.kill()
-        child.wait()
         remove_parts(job)
+
+
+def _read_result(
+    repo_id: str,
+    connection: Connection,
+    report: Callable[[str], None],
+    on_listing: Callable[[Mapping[str, int | None]], None] | None,
+) -> Any:
+    """Read the answers of a job's process until its result arrives or its time is over, and return the result."""
+    last, until, is_downloading = Downloading(0, 0), time.monotonic() + ANSWER, False
+    while time.monotonic() < until:
+        if not connection.poll(_POLL):
+            report(last)
+            continue
+        try:
+            answer = json.loads(connection.recv_bytes(MAX_ANSWER))
+        except (EOFError, OSError) as error:
+            text = "the download process was killed, or its answer is too long; try again"
+            raise HubError(f"{repo_id!r}: {text}", "transfer") from error
+        if "progress" in answer:
+            last = Downloading(*answer["progress"])
+            if not is_downloading:
+                until, is_downloading = time.monotonic() + GRACE + last.total / MIN_RATE, True
+            report(last)
+        elif "files" in answer and on_listing is not None:
+            on_listing(answer["files"])
+            connection.send_bytes(b"approved")
+        elif "log" in answer:
+            logger.log(*answer["log"])
+        elif "error" in answer:
+            raise HubError(answer["error"], answer["code"])
+        else:
+            return answer["result"]
+    raise HubError(f"{repo_id!r}: the Hub is too slow: the time for it is over", "timeout")
 
 
 def remove_parts(job: Mapping[str, Any]) -> None:

@@ -33,9 +33,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import (
-    _http,  # pyright: ignore[reportPrivateUsage] - the client's default factory, to extend it
     build_hf_headers,
 )
+from huggingface_hub.utils._http import hf_request_event_hook  # what the default client calls for each request
 
 from jaxmodels.errors import HubError
 from jaxmodels.hub import FILE_NAME, WORKING_DIRECTORY, get_repo_folder, is_selected, remove_parts
@@ -62,6 +62,9 @@ MEMORY = 1 << 30
 MARGIN = 64 << 20
 _MISMATCH = "{} came with other bytes than the commit has; it was removed, try again"
 
+# Reading the certificates takes 20 ms; the process that forks the process of each job has read them.
+_TLS = httpx2.create_ssl_context()
+
 logger = logging.getLogger(__name__)
 
 
@@ -72,8 +75,8 @@ class _Listed(NamedTuple):
     hash: str
 
 
-def _use_client(endpoint: str | None, max_answer: int | None) -> None:
-    """Check the addresses of all further requests, and limit the bytes of each answer."""
+def _use_client(endpoint: str | None, max_answer: int) -> None:
+    """Check the addresses of all further requests, and limit the bytes of each answer; 0 for no limit."""
     home = urlsplit(endpoint or constants.ENDPOINT).hostname
 
     def check_request(request: Any) -> None:
@@ -86,18 +89,14 @@ def _use_client(endpoint: str | None, max_answer: int | None) -> None:
         body = bytearray()
         for piece in response.stream:
             body += piece
-            if len(body) > (max_answer or 0):
+            if len(body) > max_answer:
                 raise HubError(f"the Hub sends more bytes than an answer may have ({max_answer})", "bad_answer")
         response.stream.close()
         response.stream = httpx2.ByteStream(bytes(body))
 
-    def make_client() -> Any:
-        client = _http.default_client_factory()
-        requests = [*client.event_hooks["request"], check_request]
-        client.event_hooks = {"request": requests, "response": [] if max_answer is None else [read_answer]}
-        return client
-
-    set_client_factory(make_client)
+    hooks: Any = {"request": [hf_request_event_hook, check_request], "response": [read_answer] if max_answer else []}
+    options: Any = {"event_hooks": hooks, "follow_redirects": True, "timeout": None, "verify": _TLS}
+    set_client_factory(lambda: httpx2.Client(**options))
 
 
 def _is_public(host: str) -> bool:
@@ -278,7 +277,7 @@ class _Download:
         """
         size = sum(file.size for file in self._selected.values())
         _limit(resource.RLIMIT_FSIZE, max((file.size for file in self._selected.values()), default=0) + MARGIN)
-        _use_client(self._job["endpoint"], None)
+        _use_client(self._job["endpoint"], 0)
         same: dict[_Listed, list[str]] = {}
         for name, file in self._selected.items():
             same.setdefault(file, []).append(name)
@@ -376,13 +375,13 @@ def _limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def main(number: str) -> None:
-    """Run the job that arrives over a connection, and end when the parent closes it.
+def main(connection: Connection) -> None:
+    """Run the job that arrives over a connection, and end the process; end it too when the parent closes it.
 
     The answers are ``progress`` (bytes so far and in all), ``log``, ``files`` (which the parent approves with a
     message), and ``result`` or ``error`` at the end.
     """
-    connection, is_approved = Connection(int(number)), threading.Event()
+    is_approved = threading.Event()
 
     def send(**values: Any) -> None:
         connection.send_bytes(json.dumps(values).encode())
@@ -395,6 +394,8 @@ def main(number: str) -> None:
         os._exit(1)
 
     job = json.loads(connection.recv_bytes())
+    if job["token"] is not None:
+        os.environ["HF_TOKEN"] = job["token"]
     threading.Thread(target=listen, daemon=True).start()
     os.nice(NICENESS)
     _limit(resource.RLIMIT_DATA, MEMORY)
