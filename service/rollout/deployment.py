@@ -1,4 +1,4 @@
-"""Deployment of one commit to sessions, canary first, and the queue of deployments."""
+"""Deployment of one commit to sessions, canary first, and the reasons for a deployment."""
 
 import asyncio
 import logging
@@ -10,12 +10,14 @@ from typing import NamedTuple, TypeVar
 
 from service.rollout.config import DeploymentSettings
 from service.rollout.gates import Verdict
-from service.rollout.records import Journal, Quarantine, Record
+from service.rollout.records import Quarantine, Record
 from service.rollout.rollout import EXCUSED_REASONS, SESSION_REASONS, Follower, Rollout
-from service.rollout.sources import COMMIT_ERRORS, TRANSFER_ERRORS, RefTracker, Source, SourceError
+from service.rollout.sources import COMMIT_ERRORS, TRANSFER_ERRORS, Source, SourceError
 from service.rollout.triggers import Target
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 
 class DeploymentEnded(Exception):
@@ -198,17 +200,20 @@ class Deployment:
 
 
 class RolloutState:
-    """Staged and declined commits of all sessions.
+    """Followers, heads, and staged, declined and quarantined commits.
 
     Attributes:
+        sources: returns the source of a repo.
         staged: session id to its staged commit.
         declined: session id to the head that is deployed to it only by request.
     """
 
-    def __init__(self, rollout: Rollout):
+    def __init__(self, rollout: Rollout, sources: Callable[[str], Source], quarantine: Quarantine):
+        self.sources = sources
         self.staged: dict[str, str] = {}
         self.declined: dict[str, str] = {}
-        self._rollout = rollout
+        self._rollout, self._quarantine = rollout, quarantine
+        self._unknown: set[Target] = set()
 
     def get_session(self, id: str) -> Follower:
         """Return a session, or raise SourceError (``unknown_session``)."""
@@ -234,6 +239,27 @@ class RolloutState:
         ]
         return sorted(found, key=lambda one: one.mode != "swap")
 
+    async def get_head(self, target: Target) -> str | None:
+        """Return the commit that a ref points to, or None if it is unknown now. Log the first of several failures."""
+        what = f"{target.repo} at {target.ref!r}"
+        try:
+            head = await self.sources(target.repo).head(target.repo, target.ref)
+        except Exception as error:
+            if target not in self._unknown:
+                self._unknown.add(target)
+                text = "the head of %s is not known; further failures are not logged: %s"
+                logger.warning(text, what, error, exc_info=not isinstance(error, SourceError))
+            return None
+        if target in self._unknown:
+            self._unknown.discard(target)
+            logger.info("the head of %s is known again", what)
+        return head
+
+    def check_quarantine(self, repo: str, sha: str) -> None:
+        """Raise `DeploymentEnded` for a commit that is in quarantine."""
+        if one := self._quarantine.get(repo, sha):
+            raise DeploymentEnded("rejected", "quarantined", f"{sha[:12]} is in quarantine ({one.reason}: {one.text})")
+
 
 ROLLED_BACK_TEXT = "somebody went back to the policy before"
 
@@ -255,15 +281,13 @@ class RefMoved:
 
     target: Target
     state: RolloutState
-    quarantine: Quarantine
-    ref_tracker: RefTracker
     requeue: Callable[[], None] | None
 
     async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
         """Choose the followers that do not run it yet, unless they are ahead of it."""
         outdated = self.state.list_outdated(self.target, head)
         if outdated:
-            check_quarantine(self.quarantine, repo, head)
+            self.state.check_quarantine(repo, head)
         ahead = [one for one in outdated if one.sha and await source.is_older(repo, head, one.sha)]
         for one in ahead:
             self.state.declined[one.session_id] = head
@@ -277,7 +301,7 @@ class RefMoved:
         """Check that the ref did not move. An unknown head, while the source is unreachable, is no reason to stop."""
         if self.requeue is None:
             return
-        head = await self.ref_tracker.get_head(self.target)
+        head = await self.state.get_head(self.target)
         if head not in (None, sha):
             self.requeue()
             raise DeploymentEnded("superseded", "newer", f"{head[:12]} came while it was being prepared")
@@ -298,7 +322,6 @@ class DeployRequest:
 
     session: str
     state: RolloutState
-    quarantine: Quarantine
     is_forced: bool
     is_withdrawn: bool = False
     target: None = None
@@ -310,7 +333,7 @@ class DeployRequest:
         if self.state.get_session(self.session).sha == head:
             return []
         if not self.is_forced:
-            check_quarantine(self.quarantine, repo, head)
+            self.state.check_quarantine(repo, head)
         return [DeployTarget(self.session, False)]
 
     async def check_up_to_date(self, sha: str) -> None:
@@ -321,115 +344,5 @@ class DeployRequest:
         return True
 
 
-def check_quarantine(quarantine: Quarantine, repo: str, sha: str) -> None:
-    """Raise `DeploymentEnded` for a commit that is in quarantine."""
-    if one := quarantine.get(repo, sha):
-        raise DeploymentEnded("rejected", "quarantined", f"{sha[:12]} is in quarantine ({one.reason}: {one.text})")
-
-
 # Reasons to deploy a commit. No ref of a request is followed: only another request supersedes it.
 DeployReason = RefMoved | DeployRequest
-
-logger = logging.getLogger(__name__)
-
-
-class DeploymentQueue:
-    """Runs one deployment at a time, under its ``lock``."""
-
-    def __init__(
-        self,
-        sources: Callable[[str], Source],
-        rollout: Rollout,
-        settings: DeploymentSettings,
-        state: RolloutState,
-        journal: Journal,
-    ):
-        self._sources = sources
-        self._rollout = rollout
-        self._settings = settings
-        self._state = state
-        self._journal = journal
-        self.lock = asyncio.Lock()
-        self._current: Deployment | None = None
-        self._target: Target | None = None
-
-    def get_preparing(self, target: Target) -> Deployment | None:
-        """Return the running deployment of a ref if it affects no robot yet, else None."""
-        one = self._current
-        return one if one is not None and self._target == target and one.is_preparing and one.record.sha else None
-
-    def supersede(self, session: str, reason: str, text: str, *, is_requested: bool = False) -> None:
-        """End the running deployment if it still prepares a session for which there is another request."""
-        one = self._current
-        if one is not None and (is_requested or self._target is not None) and session in one.record.sessions:
-            one.supersede(reason, text)
-
-    async def deploy(self, record: Record, reason: DeployReason) -> None:
-        """Run one deployment to its end."""
-        async with self.lock:
-            try:
-                await self._deploy(record, reason)
-            except DeploymentEnded as ended:
-                record.end(ended.result, ended.reason, ended.text)
-                if ended.is_commit_at_fault:
-                    await self._journal.quarantine_commit(record)
-            except SourceError as error:
-                record.end("failed", error.code, str(error))
-            except asyncio.CancelledError:
-                record.end("failed", "interrupted", "the service ended before the deployment did")
-                self._journal.save_blocking(record)
-                raise
-            except Exception as error:
-                logger.exception("deployment %s crashed", record.id)
-                record.end("failed", "crash", f"{type(error).__name__}; the service's log says more")
-            finally:
-                self._current = self._target = None
-            # A ref that did not move is not worth a record.
-            if record.result != "noop" or reason.target is None:
-                await self._journal.finish(record)
-
-    async def _deploy(self, record: Record, reason: DeployReason) -> None:
-        source = self._sources(record.repo)
-        deployment = Deployment(record, source, self._rollout, self._settings, self._journal.save)
-        self._current, self._target = deployment, reason.target
-        record.begin_stage("resolving")
-        record.sha = resolved = await source.head(record.repo, record.ref)
-        targets = await reason.choose_sessions(source, record.repo, record.sha)
-        if not targets:
-            return record.end("noop", text="it runs already")
-        record.sessions = [aim.session for aim in targets]
-        await self._journal.save(record)
-        if reason.target is None and await self._try_swap_staged(deployment, targets[0].session):
-            return record.end("swapped")
-        folder = await deployment.fetch()
-        if record.sha != resolved:
-            targets = await reason.choose_sessions(source, record.repo, record.sha)
-            if not targets:
-                return record.end("noop", text="it runs already")
-        deployment.raise_if_superseded()
-        for aim in targets:
-            if (staged := self._state.staged.pop(aim.session, None)) is not None:
-                await self._rollout.discard(aim.session, staged)
-        try:
-            await deployment.roll_out(targets, folder, reason)
-        finally:
-            results = {session: figures.get("result") for session, figures in record.figures.items()}
-            staged = {session: deployment.sha for session, result in results.items() if result == "staged"}
-            self._state.staged |= staged
-        return record.end("swapped" if "swapped" in results.values() else "staged")
-
-    async def _try_swap_staged(self, deployment: Deployment, session: str) -> bool:
-        """Swap to the commit if it is staged already; return False if it is not."""
-        if self._state.staged.get(session) != deployment.sha:
-            return False
-        del self._state.staged[session]
-        deployment.is_preparing = False
-        try:
-            await deployment.swap(session)
-        except DeploymentEnded as ended:
-            if ended.reason != "not_staged":
-                raise
-            deployment.is_preparing = True
-            return False
-        await deployment.wait_for_probation(session)
-        return True

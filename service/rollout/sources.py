@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from hooks.errors import HooksError
 from hooks.threads import start_in_thread
 from jaxmodels import list_policy_files
 from jaxmodels.errors import HubError
-from service.rollout.triggers import BRANCH, TAG, Target, is_pattern, matches_ref
+from service.rollout.triggers import BRANCH, TAG, is_pattern, matches_ref
 
 SHA = re.compile(r"[0-9a-f]{40}")
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -73,8 +72,6 @@ class Source(Protocol):
 
 
 Result = TypeVar("Result")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -447,32 +444,3 @@ def _hash_of(folder: Path, content: Callable[[Path], str]) -> str:
     for name in list_policy_files(folder):
         digest.update(f"{content(folder / name)}  {name}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:40]
-
-
-class RefTracker:
-    """Resolves the heads of followed refs."""
-
-    def __init__(self, sources: Callable[[str], Source]):
-        """Use these sources; ``sources`` gives the source of a repo."""
-        self._sources = sources
-        self._unknown: set[Target] = set()
-
-    async def get_head(self, target: Target) -> str | None:
-        """Return the commit that a ref points to, or None when it cannot be known now."""
-        what = f"{target.repo} at {target.ref!r}"
-        try:
-            head = await self._sources(target.repo).head(target.repo, target.ref)
-        except SourceError as error:
-            if target not in self._unknown:
-                self._unknown.add(target)
-                logger.warning("the head of %s is not known; further failures are not logged: %s", what, error)
-            return None
-        except Exception:
-            if target not in self._unknown:
-                self._unknown.add(target)
-                logger.exception("reading the head of %s crashed", what)
-            return None
-        if target in self._unknown:
-            self._unknown.discard(target)
-            logger.info("the head of %s is known again", what)
-        return head

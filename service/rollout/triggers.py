@@ -30,17 +30,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Interpretation:
-    """Effect of a webhook delivery on the sessions.
+    """Effect of a webhook delivery on the sessions."""
 
-    Attributes:
-        targets: refs whose head is to be checked.
-        alert: code and text for people if a followed repo was moved, deleted or made private.
-        ignored: why the delivery has no effect, or None.
-    """
-
-    targets: tuple[Target, ...] = ()
-    alert: tuple[str, str] | None = None
-    ignored: str | None = None
+    targets: tuple[Target, ...] = ()  # refs whose head is to be checked
+    alert: tuple[str, str] | None = None  # code and text if a followed repo was moved, deleted or made private
+    ignored: str | None = None  # why the delivery has no effect
 
 
 def is_pattern(ref: str) -> bool:
@@ -91,18 +85,12 @@ MAX_DELIVERY_IDS = 100
 
 @dataclass(frozen=True)
 class Trigger:
-    """A ref whose head is to be checked, and the cause.
-
-    Attributes:
-        kind: ``webhook`` if any delivery caused it, else ``poll`` or ``folder``.
-        webhook_id: of the last delivery.
-        delivery_ids: unique, in the order of arrival; the newest `MAX_DELIVERY_IDS`.
-    """
+    """A ref whose head is to be checked, and the cause."""
 
     target: Target
-    kind: str
-    webhook_id: str | None = None
-    delivery_ids: tuple[str, ...] = ()
+    kind: str  # ``webhook`` if any delivery caused it, else ``poll`` or ``folder``
+    webhook_id: str | None = None  # of the last delivery
+    delivery_ids: tuple[str, ...] = ()  # unique, in the order of arrival; the newest `MAX_DELIVERY_IDS`
 
     def merge(self, earlier: "Trigger | None") -> "Trigger":
         """Merge this one with an earlier one of the same ref."""
