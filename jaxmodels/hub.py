@@ -63,11 +63,7 @@ logger = logging.getLogger(__name__)
 
 
 class Downloading(str):
-    """The progress text ``downloading``, with the bytes so far and in all.
-
-    Attributes:
-        done, total: bytes; ``total`` is 0 if the Hub announces no size.
-    """
+    """The progress text ``downloading``, with the bytes so far and in all (0 before the Hub announces the size)."""
 
     def __new__(cls, done: int, total: int) -> "Downloading":
         """Create the text for this point of a download."""
@@ -93,23 +89,18 @@ def fetch(
     token: str | None = None,
     on_listing: Callable[[Mapping[str, int | None]], None] | None = None,
 ) -> Path:
-    """Download a repository's files at one commit and return their folder; cached files are not fetched again.
+    """Download a repository's files at one commit and return their folder. Cached files are not fetched again.
 
     If the Hub cannot be reached, the last known commit of the revision is used, provided that its files are cached.
-    The Hub has `ANSWER` seconds and `MAX_ANSWER` bytes to describe the repository, and `GRACE` seconds and `MIN_RATE`
-    for the files, which may not be larger than announced.
 
     Args:
         revision: branch, tag or commit; the default branch when None.
-        files: their names in the repo, ``?`` and ``*`` for any letters; the files of a policy by default
-            (`jaxmodels.transformer2d.diffusers_folder.files` for a model).
+        files: patterns of their names, with ``?`` and ``*``; the files of a policy by default.
         kind: of the repo; policies are models.
-        endpoint: the Hub's address; the environment's ``HF_ENDPOINT`` or the public Hub when None.
+        endpoint, token, cache: address of the Hub, access token and cache folder; of the environment when None.
         on_progress: called with `Downloading` at least twice a second; if it raises, the download ends with that error.
         largest: bytes of all of these files.
-        cache: the Hub's cache folder; the environment's ``HF_HUB_CACHE`` or its usual one when None.
         subfolder: rest of the path that was asked for, for the texts of errors.
-        token: access token of the Hub; ``HF_TOKEN`` of the environment when None.
         on_listing: called with the size of each of these files, and with None for each other file, by name. If it
             raises, nothing is downloaded. With it, cached files are compared again, and never replace an answer.
 
@@ -145,15 +136,9 @@ def ask_hub(
     token: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Any:
-    """Ask the Hub about a repository of a model, within `ANSWER` seconds and `MAX_ANSWER` bytes.
+    """Return the commit of a model's revision (``head``), all tags with their commits, or the history of a revision.
 
-    Args:
-        asked: what to return: the commit of a revision (``head``), the commits of all tags by full ref (``tags``), or
-            the history of a revision (``commits``).
-        revision, endpoint, token, on_progress: as of `fetch`.
-
-    Raises:
-        HubError: as `fetch`.
+    The other arguments and the errors are those of `fetch`.
     """
     job = {"asked": asked, "repo_id": repo_id, "revision": revision, "kind": "model", "endpoint": endpoint}
     return _run_job({**job, "max_answer": MAX_ANSWER}, token, on_progress)
@@ -226,15 +211,13 @@ def remove_parts(job: Mapping[str, Any]) -> None:
 
 def _check_names(repo_id: str, revision: str | None) -> None:
     """Raise HubError for names that are no repository or no revision."""
-    if repo_id and os.path.isfile(os.path.expanduser(repo_id)):
+    path = os.path.expanduser(repo_id)
+    text = f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'"
+    if repo_id and os.path.isfile(path):
         folder = os.path.dirname(repo_id) or "."
-        raise HubError(
-            f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'; it is a file in {folder!r}: give "
-            "the folder of a policy"
-        )
+        raise HubError(f"{text}; it is a file in {folder!r}: give the folder of a policy")
     if not REPO_ID.fullmatch(repo_id):
-        start = "" if os.path.isabs(os.path.expanduser(repo_id)) else f" ({WORKING_DIRECTORY})"
-        raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'{start}")
+        raise HubError(text if os.path.isabs(path) else f"{text} ({WORKING_DIRECTORY})")
     if revision is not None and not _REVISION.fullmatch(revision):
         raise HubError(f"{repo_id!r}: {revision[:80]!r} is no revision; wanted a branch, a tag or a commit")
 
@@ -259,22 +242,18 @@ def is_policy_file(name: str) -> bool:
 
 
 def list_policy_files(folder: Path) -> list[str]:
-    """Names of a policy's files in a folder, sorted; links to other folders are not followed.
+    """Return the sorted names of a policy's files in a folder; do not follow links to other folders. Raises OSError."""
 
-    Raises:
-        OSError: it cannot be read.
-    """
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
     names = []
-    for root, folders, files in os.walk(folder, onerror=_raise):
+    for root, folders, files in os.walk(folder, onerror=fail):
         within = Path(root).relative_to(folder)
         if len(within.parts) >= MODEL_DEPTH:
             folders.clear()
         names += [(within / name).as_posix() for name in files]
     return sorted(name for name in names if is_policy_file(name) and (folder / name).is_file())
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise error
 
 
 def find_policy(
@@ -284,13 +263,10 @@ def find_policy(
     on_progress: Callable[[str], None] | None = None,
     largest: int | None = None,
 ) -> tuple[Path, str | None]:
-    """Folder of a policy's files, and the commit when it comes from the Hub.
-
-    Args:
-        path_or_repo, revision, on_progress, largest: as of `jaxmodels.load_policy`.
+    """Return the folder of a policy's files, and the commit if it is from the Hub; as `jaxmodels.load_policy`.
 
     Raises:
-        HubError: the repo cannot be fetched, or is larger.
+        HubError: the repo cannot be fetched, or is too large.
         ConfigError: a revision of a folder.
     """
     folder = Path(os.path.expanduser(path_or_repo))  # leaves a "~nobody" as it is, where Path would raise

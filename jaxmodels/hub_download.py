@@ -108,11 +108,7 @@ def _is_public(host: str) -> bool:
 
 
 def _run_job(job: Mapping[str, Any], send: Callable[..., None], is_approved: threading.Event) -> Any:
-    """Return the result of a job of `jaxmodels.hub`; see `main` for the other arguments.
-
-    Raises:
-        HubError: as `jaxmodels.hub.fetch`.
-    """
+    """Return the result of a job of `jaxmodels.hub`, or raise HubError."""
     repo_id, revision = job["repo_id"], job["revision"]
     repo = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
     the_hub, start = f"{repo}: the Hub", ""
@@ -278,13 +274,10 @@ class _Download:
         size = sum(file.size for file in self._selected.values())
         _limit(resource.RLIMIT_FSIZE, max((file.size for file in self._selected.values()), default=0) + MARGIN)
         _use_client(self._job["endpoint"], 0)
-        same: dict[_Listed, list[str]] = {}
-        for name, file in self._selected.items():
-            same.setdefault(file, []).append(name)
         report(reported := 0, size)
         # The process ends without waiting for the other downloads when a download fails.
         pool = ThreadPoolExecutor(DOWNLOADS)
-        pending = {pool.submit(self._get_file, *each) for each in same.items()}
+        pending = {pool.submit(self._get_file, *each) for each in self._selected.items()}
         finished, began, before = 0, time.monotonic(), 0
         while pending:
             done, pending = wait(pending, 0.25, FIRST_COMPLETED)
@@ -312,30 +305,25 @@ class _Download:
         return self._folder
 
     def _get_part(self, name: str) -> Path:
-        """Return the path of an unfinished file; `jaxmodels.hub` removes the files with the mark of this process."""
-        return self._repo / "blobs" / f"{name}.{self._job['mark']}.incomplete"
+        """Return the path of an unfinished file of this thread; `jaxmodels.hub` removes the files with this mark."""
+        return self._repo / "blobs" / f"{name}.{threading.get_ident()}.{self._job['mark']}.incomplete"
 
-    def _get_file(self, file: _Listed, names: list[str]) -> int:
-        """Provide a file under its names, and return the bytes of them all."""
-        blob, missing = self._repo / "blobs" / file.hash, []
-        for name in names:
-            path = self._folder / name
-            if not path.is_file():
-                missing.append(path)
-            elif (self._job["strict"] or not self._note.get(name)) and not self._matches(file, path):
-                # A process was killed while it wrote the file, or the disk changed it.
-                path.unlink(missing_ok=True)
-                missing.append(path)
-                if self._job["strict"]:
-                    raise HubError(_MISMATCH.format(name), "checksum")
-        if missing and not (blob.is_file() and self._matches(file, blob)):
-            self._receive(file, names[0], blob)
-        for path in missing:
-            link = self._get_part(f"link-{file.hash}")
-            link.symlink_to(os.path.relpath(blob, path.parent))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            link.replace(path)
-        return file.size * len(names)
+    def _get_file(self, name: str, file: _Listed) -> int:
+        """Provide a file in the snapshot's folder, and return its bytes."""
+        path, blob = self._folder / name, self._repo / "blobs" / file.hash
+        if path.is_file():
+            if (self._note.get(name) and not self._job["strict"]) or self._matches(file, path):
+                return file.size
+            path.unlink(missing_ok=True)  # A process was killed while it wrote the file, or the disk changed it.
+            if self._job["strict"]:
+                raise HubError(_MISMATCH.format(name), "checksum")
+        if not (blob.is_file() and self._matches(file, blob)):
+            self._receive(file, name, blob)
+        link = self._get_part(f"link-{file.hash}")
+        link.symlink_to(os.path.relpath(blob, path.parent))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        link.replace(path)
+        return file.size
 
     def _receive(self, file: _Listed, name: str, blob: Path) -> None:
         where = {"repo_type": self._job["kind"], "endpoint": self._job["endpoint"], "revision": self._commit}
