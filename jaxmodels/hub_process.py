@@ -42,11 +42,7 @@ _READ_AT_START = re.compile("(HF_|HUGGING|SSL_|XDG_|HOME$).*|.*_PROXY", re.IGNOR
 
 
 class _ForkServer:
-    """Process that forks a process for each job.
-
-    Attributes:
-        key: the process that started it, and the environment that it has read.
-    """
+    """Process that forks a process for each job, for a ``key`` of this process and the environment."""
 
     def __init__(self, key: object):
         self.key = key
@@ -65,11 +61,7 @@ class _ForkServer:
         self._end = weakref.finalize(self, _end, self._process, self._control)
 
     def fork(self, connection: Connection) -> int:
-        """Start a process that reads its job from a connection, and return its id.
-
-        Raises:
-            OSError: the process that forks has ended or does not answer.
-        """
+        """Start a process that reads its job from a connection, and return its id. Raises OSError."""
         with self._lock:
             self._control.send_bytes(b"")
             send_handle(self._control, connection.fileno(), self._process.pid)
@@ -102,32 +94,29 @@ _server: _ForkServer | None = None
 
 @contextmanager
 def start_process() -> Iterator[Connection]:
-    """Start a process in this context, and yield the connection from which it reads its job; then kill it.
-
-    Raises:
-        HubError: ``transfer``: no process can be started.
-    """
-    global _server
-    # A forked copy of this process must not use its connection.
-    key = os.getpid(), {name: value for name, value in os.environ.items() if _READ_AT_START.fullmatch(name)}
-    server = _server
-    if server is None or server.key != key:
-        _server = server = _ForkServer(key)
+    """Start a process in this context, and yield the connection from which it reads its job; then kill it."""
     ours, theirs = Pipe()
     with ours:
-        with theirs:
-            try:
-                pid = server.fork(theirs)
-            except OSError:  # It was idle for too long, or was killed.
-                _server = server = _ForkServer(key)
-                try:
-                    pid = server.fork(theirs)
-                except OSError as error:
-                    raise HubError(f"no process for the Hub can be started ({error}); try again", "transfer") from error
+        try:
+            with theirs:
+                server, pid = _fork(theirs)
+        except OSError as error:
+            raise HubError(f"no process for the Hub can be started ({error}); try again", "transfer") from error
         try:
             yield ours
         finally:
             server.kill(pid)
+
+
+def _fork(connection: Connection) -> tuple[_ForkServer, int]:
+    global _server
+    # A forked copy of this process must not use its connection.
+    key = os.getpid(), {name: value for name, value in os.environ.items() if _READ_AT_START.fullmatch(name)}
+    if (server := _server) is not None and server.key == key:
+        with suppress(OSError):  # It was idle for too long, or was killed.
+            return server, server.fork(connection)
+    server = _server = _ForkServer(key)
+    return server, server.fork(connection)
 
 
 def serve(number: str) -> None:

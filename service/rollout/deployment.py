@@ -21,26 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class DeploymentEnded(Exception):
-    """A deployment stops here, with this result.
-
-    Attributes:
-        result, reason, text: of its record.
-        is_commit_at_fault: whether the commit is to be quarantined.
-    """
+    """A deployment stops here, with this result, reason and text of its record."""
 
     def __init__(self, result: str, reason: str, text: str, is_commit_at_fault: bool = False):
+        """Create it; a commit at fault is put into quarantine."""
         super().__init__(text)
         self.result, self.reason, self.text = result, reason, text
         self.is_commit_at_fault = is_commit_at_fault
 
 
 class Deployment:
-    """The steps of one deployment in progress.
-
-    Attributes:
-        record: its record.
-        is_preparing: whether no robot is affected yet, so that a newer commit may replace it.
-    """
+    """The steps of one deployment. While it ``is_preparing``, it affects no robot, and can be superseded."""
 
     def __init__(
         self,
@@ -57,8 +48,7 @@ class Deployment:
         self._source = source
         self._rollout = rollout
         self._settings = settings
-        self._superseded_event = asyncio.Event()
-        self._superseded_by: tuple[str, str] | None = None
+        self._superseded_by: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
     @property
     def sha(self) -> str:
@@ -68,8 +58,8 @@ class Deployment:
 
     def supersede(self, reason: str, text: str) -> None:
         """End it as superseded, if it is still being prepared."""
-        self._superseded_by = self._superseded_by or (reason, text)
-        self._superseded_event.set()
+        if not self._superseded_by.done():
+            self._superseded_by.set_result((reason, text))
 
     async def fetch(self) -> Path:
         """Fetch the commit and return its verified folder. Failed transfers and changed folders are retried."""
@@ -179,13 +169,11 @@ class Deployment:
     async def _run_unless_superseded(self, work: Awaitable[Result]) -> Result:
         """Return the result of work that is cancelled when the deployment is superseded."""
         task = asyncio.ensure_future(work)
-        news = asyncio.ensure_future(self._superseded_event.wait())
         try:
-            await asyncio.wait((task, news), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, self._superseded_by), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
         finally:
-            news.cancel()
             if not task.done():
                 task.cancel()
                 with suppress(asyncio.CancelledError, Exception):
@@ -195,8 +183,8 @@ class Deployment:
 
     def raise_if_superseded(self) -> None:
         """Raise `DeploymentEnded` when it is superseded."""
-        if self._superseded_by is not None:
-            raise DeploymentEnded("superseded", *self._superseded_by)
+        if self._superseded_by.done():
+            raise DeploymentEnded("superseded", *self._superseded_by.result())
 
 
 class RolloutState:
@@ -273,15 +261,11 @@ class DeployTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class RefMoved:
-    """Reason to deploy: sessions follow a ref, which may have moved.
-
-    Attributes:
-        requeue: queues the ref again if it has moved on; None deploys the older commit anyway.
-    """
+    """Reason to deploy: sessions follow a ref, which may have moved."""
 
     target: Target
     state: RolloutState
-    requeue: Callable[[], None] | None
+    requeue: Callable[[], None] | None  # queues the ref again if it has moved on; None deploys the older commit
 
     async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
         """Choose the followers that do not run it yet, unless they are ahead of it."""
@@ -292,9 +276,8 @@ class RefMoved:
         for one in ahead:
             self.state.declined[one.session_id] = head
         if ahead and len(ahead) == len(outdated):
-            raise DeploymentEnded(
-                "rejected", "older", f"{head[:12]} is older than what runs; ask for it if it is meant"
-            )
+            text = f"{head[:12]} is older than what runs; ask for it if it is meant"
+            raise DeploymentEnded("rejected", "older", text)
         return [DeployTarget(one.session_id, one.mode == "stage") for one in outdated if one not in ahead]
 
     async def check_up_to_date(self, sha: str) -> None:
@@ -313,17 +296,12 @@ class RefMoved:
 
 @dataclass(eq=False)
 class DeployRequest:
-    """Reason to deploy: a caller requested a commit on one session, newer or older.
-
-    Attributes:
-        is_forced: whether a commit in quarantine is allowed.
-        is_withdrawn: whether the session was rolled back after the request.
-    """
+    """Reason to deploy: a caller requested a commit on one session, newer or older."""
 
     session: str
     state: RolloutState
-    is_forced: bool
-    is_withdrawn: bool = False
+    is_forced: bool  # whether a commit in quarantine is allowed
+    is_withdrawn: bool = False  # whether the session was rolled back after the request
     target: None = None
 
     async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:

@@ -57,11 +57,10 @@ class Deployments:
         on_event: OnEvent | None = None,
         now: Callable[[], float] = time.monotonic,
     ):
-        """Open the database; nothing happens before `run`.
+        """Open the database (in memory without a file); nothing happens before `run`.
 
         Args:
             sources: returns the source of a repo.
-            database: a file, or None for memory.
             on_event: called with an event of ``EVENTS`` and the record as JSON.
         """
         self.settings = settings or DeploymentSettings()
@@ -80,7 +79,6 @@ class Deployments:
         self._superseded: dict[Target, int] = {}  # in a row
         self._requests: set[DeployRequest] = set()
         self._has_waiting = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
@@ -104,7 +102,7 @@ class Deployments:
         return self._trigger_queue.is_empty and not (self._lock.locked() or self._waiting or self._tasks)
 
     def handle_delivery(self, payload: WebhookPayload, delivery_id: str | None) -> Interpretation:
-        """Trigger checks of the refs that a webhook delivery names, from any thread, without waiting."""
+        """Trigger checks of the refs that a webhook delivery names, without waiting."""
         interpretation = interpret_delivery(payload, self._rollout.list_followers())
         ids = (delivery_id,) if delivery_id else ()
         for target in interpretation.targets:
@@ -112,11 +110,7 @@ class Deployments:
         if interpretation.alert is not None:
             record = Record(payload.repo.name, None, "webhook", webhook_id=payload.webhook.id, delivery_ids=[*ids])
             record.end("alert", *interpretation.alert)
-            loop = self._loop
-            if loop is None:
-                self._journal.save_blocking(record)
-            else:
-                loop.call_soon_threadsafe(lambda: self._start_task(self._journal.finish(record)))
+            self._start_task(self._journal.finish(record))
         return interpretation
 
     def handle_change(self, repo: str) -> None:
@@ -127,14 +121,12 @@ class Deployments:
 
     async def run(self) -> None:
         """Deploy until cancelled."""
-        self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._collect_triggers())
                 group.create_task(self._deploy_waiting())
                 group.create_task(self._poll_heads())
         finally:
-            self._loop = None
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -346,18 +338,15 @@ class Deployments:
         self._current, self._target = deployment, reason.target
         record.begin_stage("resolving")
         record.sha = resolved = await source.head(record.repo, record.ref)
-        targets = await reason.choose_sessions(source, record.repo, record.sha)
-        if not targets:
+        if not (targets := await reason.choose_sessions(source, record.repo, record.sha)):
             return record.end("noop", text="it runs already")
         record.sessions = [aim.session for aim in targets]
         await self._journal.save(record)
         if reason.target is None and await self._try_swap_staged(deployment, targets[0].session):
             return record.end("swapped")
         folder = await deployment.fetch()
-        if record.sha != resolved:
-            targets = await reason.choose_sessions(source, record.repo, record.sha)
-            if not targets:
-                return record.end("noop", text="it runs already")
+        if record.sha != resolved and not (targets := await reason.choose_sessions(source, record.repo, record.sha)):
+            return record.end("noop", text="it runs already")
         deployment.raise_if_superseded()
         for aim in targets:
             if (staged := self._state.staged.pop(aim.session, None)) is not None:

@@ -145,12 +145,7 @@ def cost_since(start: Mapping[str, int], robot_io: RobotIO) -> dict[str, object]
 
 
 class Probation:
-    """Probation of one policy; it begins when this is created.
-
-    Attributes:
-        start: the session's counters when the policy took over.
-        rollback: begun at the first failed inference, because a few more failures would end the session.
-    """
+    """Probation of one policy; it begins when this is created."""
 
     def __init__(
         self,
@@ -164,6 +159,7 @@ class Probation:
         self.robot_io = robot_io
         self.policy: HeldPolicy | None = session.policies.running
         self.start = read_counters(robot_io)
+        # It begins at the first failed inference, because a few more failures would end the session.
         self.rollback: asyncio.Task[Verdict] | None = None
         self._roll_back = roll_back
         self._session = session

@@ -210,7 +210,7 @@ class Rollout:
             probation.robot_io.controller.queue.clear()
         back = await (probation.rollback or self.rollback(session_id))
         if back.reason is not None:
-            return Verdict(code, f"{text}; the policy before could not take over: {back.text}", figures)
+            text += f"; the policy before could not take over: {back.text}"
         return Verdict(code, text, figures)
 
     async def discard(self, session_id: str, sha: str) -> None:

@@ -1,7 +1,6 @@
 """Triggers: webhook deliveries and polls, debounced into refs whose head is looked at again."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -148,45 +147,32 @@ class Debounce:
 
 
 class TriggerQueue:
-    """Debounced queue of triggers; any thread may put."""
+    """Debounced queue of triggers."""
 
     def __init__(self, quiet: float, longest: float, now: Callable[[], float]):
-        """Create it empty, as `Debounce`, with this clock."""
-        self._incoming: deque[Trigger] = deque()
         self._debounce = Debounce(quiet, longest)
         self._now = now
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._has_incoming = asyncio.Event()
 
     @property
     def is_empty(self) -> bool:
         """Whether no trigger is held."""
-        return not self._incoming and self._debounce.next_at() is None
+        return self._debounce.next_at() is None
 
     def put(self, trigger: Trigger) -> None:
-        """Add a trigger, from any thread, without waiting."""
-        self._incoming.append(trigger)
-        loop = self._loop
-        if loop is not None:
-            with suppress(RuntimeError):  # it has ended meanwhile
-                loop.call_soon_threadsafe(self._has_incoming.set)
+        """Add a trigger without waiting."""
+        self._debounce.add(trigger, self._now())
+        self._has_incoming.set()
 
     async def wait_for_due(self) -> Sequence[Trigger]:
         """Wait for triggers that are due, and return them."""
-        self._loop = asyncio.get_running_loop()
-        try:
-            while True:
-                self._has_incoming.clear()
-                while self._incoming:
-                    self._debounce.add(self._incoming.popleft(), self._now())
-                if ripe := self._debounce.due(self._now()):
-                    return ripe
-                at = self._debounce.next_at()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(None if at is None else max(0.0, at - self._now())):
-                        await self._has_incoming.wait()
-        finally:
-            self._loop = None
+        while not (ripe := self._debounce.due(self._now())):
+            self._has_incoming.clear()
+            at = self._debounce.next_at()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if at is None else max(0.0, at - self._now())):
+                    await self._has_incoming.wait()
+        return ripe
 
 
 class Retries:
