@@ -100,7 +100,7 @@ def fetch(
         endpoint, token, cache: address of the Hub, access token and cache folder; of the environment when None.
         on_progress: called with `Downloading` at least twice a second; if it raises, the download ends with that error.
         largest: bytes of all of these files.
-        subfolder: rest of the path that was asked for, for the texts of errors.
+        subfolder: rest of the requested path, for the texts of errors.
         on_listing: called with the size of each of these files, and with None for each other file, by name. If it
             raises, nothing is downloaded. With it, cached files are compared again, and never replace an answer.
 
@@ -138,7 +138,7 @@ def ask_hub(
 ) -> Any:
     """Return the commit of a model's revision (``head``), all tags with their commits, or the history of a revision.
 
-    The other arguments and the errors are those of `fetch`.
+    See `fetch` for the other arguments and the errors.
     """
     job = {"asked": asked, "repo_id": repo_id, "revision": revision, "kind": "model", "endpoint": endpoint}
     return _run_job({**job, "max_answer": MAX_ANSWER}, token, on_progress)
@@ -269,7 +269,7 @@ def find_policy(
         HubError: the repo cannot be fetched, or is too large.
         ConfigError: a revision of a folder.
     """
-    folder = Path(os.path.expanduser(path_or_repo))  # leaves a "~nobody" as it is, where Path would raise
+    folder = Path(os.path.expanduser(path_or_repo))  # Path.expanduser raises for an unknown user.
     if not str(path_or_repo) or not folder.is_dir():
         folder = fetch(str(path_or_repo), revision, on_progress=on_progress, largest=largest)
         return folder, folder.name  # the Hub's cache names a snapshot by its commit

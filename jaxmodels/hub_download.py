@@ -35,7 +35,7 @@ from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import (
     build_hf_headers,
 )
-from huggingface_hub.utils._http import hf_request_event_hook  # what the default client calls for each request
+from huggingface_hub.utils._http import hf_request_event_hook  # The default client calls it for each request.
 
 from jaxmodels.errors import HubError
 from jaxmodels.hub import FILE_NAME, WORKING_DIRECTORY, get_repo_folder, is_selected, remove_parts

@@ -216,7 +216,7 @@ class RolloutState:
         return [*dict.fromkeys(followed)]
 
     def list_outdated(self, target: Target, head: str) -> Sequence[Follower]:
-        """Return the followers that do not run this head yet; followers that swap come before those that stage."""
+        """Return the followers that do not run this head yet; followers that swap come first."""
         found = [
             one
             for one in self._rollout.list_followers()
@@ -249,7 +249,7 @@ class RolloutState:
             raise DeploymentEnded("rejected", "quarantined", f"{sha[:12]} is in quarantine ({one.reason}: {one.text})")
 
 
-ROLLED_BACK_TEXT = "somebody went back to the policy before"
+ROLLED_BACK_TEXT = "a rollback to the policy before was requested"
 
 
 class DeployTarget(NamedTuple):
@@ -281,7 +281,7 @@ class RefMoved:
         return [DeployTarget(one.session_id, one.mode == "stage") for one in outdated if one not in ahead]
 
     async def check_up_to_date(self, sha: str) -> None:
-        """Check that the ref did not move. An unknown head, while the source is unreachable, is no reason to stop."""
+        """Check that the ref did not move. An unreachable source does not stop a deployment."""
         if self.requeue is None:
             return
         head = await self.state.get_head(self.target)

@@ -76,7 +76,7 @@ class Deployments:
         self._retries = Retries(self.settings.retry, self.settings.retry_longest)
         self._trigger_queue = TriggerQueue(self.settings.quiet, self.settings.longest, now)
         self._waiting: dict[Target, Trigger] = {}
-        self._superseded: dict[Target, int] = {}  # in a row
+        self._superseded: dict[Target, int] = {}  # Count in a row.
         self._requests: set[DeployRequest] = set()
         self._has_waiting = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -143,7 +143,7 @@ class Deployments:
             SourceFailed: the policy cannot be fetched.
         """
         record = await self.begin_deployment(session_id, revision, force=force)
-        # The record has no event to wait for. It changes in this thread only.
+        # A record has no event, and changes only in this thread.
         while record.result is None and not (record.stages and record.stages[-1].name == "probation"):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_INTERVAL)
         # Saved before the answer, so that a server that is killed next does not forget it.
@@ -154,7 +154,7 @@ class Deployments:
         """Begin a deployment and return its record; raises `UpdateFailed` for an unknown session."""
         one = self._get_session(session_id)
         record = Record(one.repo, revision or one.ref, "request", sessions=[session_id])
-        self._supersede(session_id, "request", "somebody asked for another one")
+        self._supersede(session_id, "request", "another revision was requested")
         await self._journal.save(record)
         self._start_task(self._deploy_request(record, session_id, force))
         return record
@@ -185,7 +185,7 @@ class Deployments:
         # not delay the robot.
         await asyncio.wait((self._start_task(self._journal.save(record)),), timeout=WRITE_TIMEOUT)
         try:
-            record.sha = self._state.get_session(session_id).sha  # another one may have taken over meanwhile
+            record.sha = self._state.get_session(session_id).sha  # Another commit may have taken over.
             verdict = await self._rollout.rollback(session_id)
         except SourceError as error:
             record.end("failed", "gone", str(error))

@@ -20,7 +20,7 @@ class Verdict:
     """Result of checking a policy."""
 
     reason: str | None = None  # stable code of a failure (``not_finite``)
-    text: str = ""  # for people
+    text: str = ""  # description for people
     figures: Mapping[str, object] = field(default_factory=dict)  # measurements, JSON-ready
 
 

@@ -43,8 +43,8 @@ class Record:
     ref: str | None
     trigger: str  # ``webhook``, ``poll``, ``folder`` or ``request``
     sha: str | None = None
-    webhook_id: str | None = None  # of the newest delivery that caused it
-    delivery_ids: list[str] = field(default_factory=list)  # of the newest deliveries that caused it
+    webhook_id: str | None = None  # webhook of the newest delivery that caused it
+    delivery_ids: list[str] = field(default_factory=list)  # ids of the newest deliveries that caused it
     sessions: list[str] = field(default_factory=list)  # ids in the order of the deployment
     stages: list[Stage] = field(default_factory=list)
     # ``swapped``, ``staged``, ``rejected``, ``rolled_back``, ``superseded``, ``failed``, ``noop`` or ``alert``; None

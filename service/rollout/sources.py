@@ -55,7 +55,7 @@ class Source(Protocol):
         ...
 
     async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
-        """Return whether a commit is an ancestor of another; None if that cannot be known."""
+        """Return whether a commit is an ancestor of another; None if the source cannot tell."""
         ...
 
 
@@ -112,6 +112,7 @@ class HubSource:
         """Fetch by sha in a child process, which compares each file with its hash and removes a file that differs."""
         on_progress("listing")
         loop = asyncio.get_running_loop()
+        where = {**self._where, "cache": self._cache, "largest": self.limits.max_bytes}
 
         def check_files(sizes: Mapping[str, int | None]) -> None:
             _check_complete(f"{repo} at {sha[:12]}", set(sizes))
@@ -124,13 +125,12 @@ class HubSource:
                 if stage.done and stage.done == stage.total:
                     loop.call_soon_threadsafe(on_progress, "verifying")
 
-            where = {**self._where, "cache": self._cache, "largest": self.limits.max_bytes}
-            return jaxmodels.fetch(repo, sha, on_progress=report, on_listing=check_files, **where)
+            folder = jaxmodels.fetch(repo, sha, on_progress=report, on_listing=check_files, **where)
+            if self._is_our_cache:
+                self._prune(folder)
+            return folder
 
-        folder = await self._call_hub(repo, sha, download, self.limits.download_timeout)
-        if self._is_our_cache:
-            await self._call_hub(repo, sha, lambda check: self._prune(folder), self.limits.download_timeout)
-        return folder
+        return await self._call_hub(repo, sha, download, self.limits.download_timeout)
 
     def _check_space(self, repo: str, sha: str, sizes: Mapping[str, int]) -> None:
         self._cache.mkdir(parents=True, exist_ok=True)

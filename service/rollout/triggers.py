@@ -88,11 +88,11 @@ class Trigger:
 
     target: Target
     kind: str  # ``webhook`` if any delivery caused it, else ``poll`` or ``folder``
-    webhook_id: str | None = None  # of the last delivery
+    webhook_id: str | None = None  # webhook of the last delivery
     delivery_ids: tuple[str, ...] = ()  # unique, in the order of arrival; the newest `MAX_DELIVERY_IDS`
 
     def merge(self, earlier: "Trigger | None") -> "Trigger":
-        """Merge this one with an earlier one of the same ref."""
+        """Merge this trigger with an earlier trigger of the same ref."""
         if earlier is None:
             return self
         kind = "webhook" if "webhook" in (self.kind, earlier.kind) else self.kind

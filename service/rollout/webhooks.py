@@ -141,7 +141,7 @@ class Webhooks:
 
     @asynccontextmanager
     async def open_updates(self, sessions: Sessions) -> AsyncIterator[Deployments]:
-        """Deploy pushes to sessions as long as the context lasts."""
+        """Deploy pushes to sessions until the context ends."""
         settings = self._updates
         patience = settings.update_patience
         probation = ProbationSettings(
@@ -189,10 +189,17 @@ class Webhooks:
 
         def load_and_name(path: str, revision: str | None = None, /, **more: Any) -> Policy:
             if more.get("like") is not None:
-                return load(path, revision, **more)  # an update: its commit is known and was checked
+                return load(path, revision, **more)  # The commit of an update was checked before.
             self._is_from_folder[os.path.expanduser(path)] = is_folder(path)
             policy = self._load_named(load, path, revision, more)
-            self._check_quarantine(path, policy.commit)
+            deployments, commit = self._deployments, policy.commit
+            if deployments is None or commit is None:
+                return policy
+            if one := deployments.quarantine.get(os.path.expanduser(path), commit):
+                raise PolicyError(
+                    f"{commit} is in quarantine ({one.reason}: {one.text}); push another one, make the session with "
+                    f"the revision of a good one, or DELETE /quarantine/{commit} first"
+                )
             return policy
 
         return load_and_name
@@ -214,15 +221,6 @@ class Webhooks:
             content = asyncio.run(self._folders.head(path, None))  # a loader's thread has no event loop
         policy.commit = content if before == _read_file_states(path) else None
         return policy
-
-    def _check_quarantine(self, path: str, commit: str | None) -> None:
-        if self._deployments is None or commit is None:
-            return
-        if one := self._deployments.quarantine.get(os.path.expanduser(path), commit):
-            raise PolicyError(
-                f"{commit} is in quarantine ({one.reason}: {one.text}); push another one, make the session with the "
-                f"revision of a good one, or DELETE /quarantine/{commit} first"
-            )
 
     async def _watch_folders(self, sessions: Sessions, deployments: Deployments) -> None:
         """Check the policy folders that sessions follow, and deploy a folder whose files changed."""
