@@ -1,27 +1,25 @@
-"""Downloads of repositories of the Hugging Face Hub at one commit, each in a child process.
+"""Questions to the Hugging Face Hub, and downloads of repositories at one commit, each in its own process.
 
-Only files with known names are fetched, never a pickle. The child process (`jaxmodels.hub_download`) is the only place
-of this package that uses a network. It is killed at its deadline, or when the caller no longer waits.
+Only files with known names are fetched, never a pickle. Only the process of a job (`jaxmodels.hub_download`) uses a
+network. It is killed at its deadline, or when the caller no longer waits.
 """
 
 import json
 import logging
 import os
 import re
-import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch, fnmatchcase
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from jaxmodels.cache_dirs import hub_cache
 from jaxmodels.errors import ConfigError, HubError
+from jaxmodels.hub_process import start_process
 
 REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 # Revisions and file names become names of files in the cache.
@@ -60,28 +58,12 @@ STALLED = 60.0
 _POLL = 0.5
 # Seconds after which the unfinished files of other processes are removed.
 _LEFT_OVER = 86_400.0
-_PROGRAM = """
-import sys
-sys.path[:] = sys.argv[1].split(chr(0x1f))
-from jaxmodels.hub_download import main
-main(sys.argv[2])
-"""
-# The client reads these when it is imported. Transfers of Xet cannot be limited.
-_ENVIRONMENT = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_DISABLE_XET": "1",
-}
 
 logger = logging.getLogger(__name__)
 
 
 class Downloading(str):
-    """The progress text ``downloading``, with the bytes so far and in all.
-
-    Attributes:
-        done, total: bytes; ``total`` is 0 if the Hub announces no size.
-    """
+    """The progress text ``downloading``, with the bytes so far and in all (0 before the Hub announces the size)."""
 
     def __new__(cls, done: int, total: int) -> "Downloading":
         """Create the text for this point of a download."""
@@ -107,23 +89,18 @@ def fetch(
     token: str | None = None,
     on_listing: Callable[[Mapping[str, int | None]], None] | None = None,
 ) -> Path:
-    """Download a repository's files at one commit and return their folder; cached files are not fetched again.
+    """Download a repository's files at one commit and return their folder. Cached files are not fetched again.
 
     If the Hub cannot be reached, the last known commit of the revision is used, provided that its files are cached.
-    The Hub has `ANSWER` seconds and `MAX_ANSWER` bytes to describe the repository, and `GRACE` seconds and `MIN_RATE`
-    for the files, which may not be larger than announced.
 
     Args:
         revision: branch, tag or commit; the default branch when None.
-        files: their names in the repo, ``?`` and ``*`` for any letters; the files of a policy by default
-            (`jaxmodels.transformer2d.diffusers_folder.files` for a model).
+        files: patterns of their names, with ``?`` and ``*``; the files of a policy by default.
         kind: of the repo; policies are models.
-        endpoint: the Hub's address; the environment's ``HF_ENDPOINT`` or the public Hub when None.
+        endpoint, token, cache: address of the Hub, access token and cache folder; of the environment when None.
         on_progress: called with `Downloading` at least twice a second; if it raises, the download ends with that error.
         largest: bytes of all of these files.
-        cache: the Hub's cache folder; the environment's ``HF_HUB_CACHE`` or its usual one when None.
-        subfolder: rest of the path that was asked for, for the texts of errors.
-        token: access token of the Hub; ``HF_TOKEN`` of the environment when None.
+        subfolder: rest of the requested path, for the texts of errors.
         on_listing: called with the size of each of these files, and with None for each other file, by name. If it
             raises, nothing is downloaded. With it, cached files are compared again, and never replace an answer.
 
@@ -159,15 +136,9 @@ def ask_hub(
     token: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Any:
-    """Ask the Hub about a repository of a model, within `ANSWER` seconds and `MAX_ANSWER` bytes.
+    """Return the commit of a model's revision (``head``), all tags with their commits, or the history of a revision.
 
-    Args:
-        asked: what to return: the commit of a revision (``head``), the commits of all tags by full ref (``tags``), or
-            the history of a revision (``commits``).
-        revision, endpoint, token, on_progress: as of `fetch`.
-
-    Raises:
-        HubError: as `fetch`.
+    See `fetch` for the other arguments and the errors.
     """
     job = {"asked": asked, "repo_id": repo_id, "revision": revision, "kind": "model", "endpoint": endpoint}
     return _run_job({**job, "max_answer": MAX_ANSWER}, token, on_progress)
@@ -187,58 +158,47 @@ def _run_job(
     """Run a job in a child process, and return its result."""
     _check_names(job["repo_id"], job["revision"])
     job.update(quiet=QUIET, stalled=STALLED, mark=uuid.uuid4().hex)
-    report, last = on_progress or (lambda stage: None), Downloading(0, 0)
-    until, is_downloading = time.monotonic() + ANSWER, False
-    with _start_child(job, token) as connection:
-        while time.monotonic() < until:
-            if not connection.poll(_POLL):
-                report(last)
-                continue
-            try:
-                answer = json.loads(connection.recv_bytes(MAX_ANSWER))
-            except (EOFError, OSError) as error:
-                text = "the download process was killed, or its answer is too long; try again"
-                raise HubError(f"{job['repo_id']!r}: {text}", "transfer") from error
-            if "progress" in answer:
-                last = Downloading(*answer["progress"])
-                if not is_downloading:
-                    until, is_downloading = time.monotonic() + GRACE + last.total / MIN_RATE, True
-                report(last)
-            elif "files" in answer and on_listing is not None:
-                on_listing(answer["files"])
-                connection.send_bytes(b"approved")
-            elif "log" in answer:
-                logger.log(*answer["log"])
-            elif "error" in answer:
-                raise HubError(answer["error"], answer["code"])
-            else:
-                return answer["result"]
-    raise HubError(f"{job['repo_id']!r}: the Hub is too slow: the time for it is over", "timeout")
-
-
-@contextmanager
-def _start_child(job: Mapping[str, Any], token: str | None) -> Iterator[Connection]:
-    """Run a job in a process in this context, and give the connection with its answers; then kill the process."""
-    paths = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
-    ours, theirs = Pipe()
-    with theirs:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _PROGRAM, "\x1f".join(paths), str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **_ENVIRONMENT, **({} if token is None else {"HF_TOKEN": token})},
-            start_new_session=True,  # An interrupt from the keyboard ends only the parent.
-        )
     try:
-        with ours:
-            with suppress(OSError):  # The child has ended, as the reader of its answers will see.
-                ours.send_bytes(json.dumps(job).encode())
-            yield ours
+        with start_process() as connection:
+            with suppress(OSError):  # The process has ended, as the reader of its answers notices.
+                connection.send_bytes(json.dumps({**job, "token": token}).encode())
+            return _read_result(job["repo_id"], connection, on_progress or (lambda stage: None), on_listing)
     finally:
-        child.kill()
-        child.wait()
         remove_parts(job)
+
+
+def _read_result(
+    repo_id: str,
+    connection: Connection,
+    report: Callable[[str], None],
+    on_listing: Callable[[Mapping[str, int | None]], None] | None,
+) -> Any:
+    """Read the answers of a job's process until its result arrives or its time is over, and return the result."""
+    last, until, is_downloading = Downloading(0, 0), time.monotonic() + ANSWER, False
+    while time.monotonic() < until:
+        if not connection.poll(_POLL):
+            report(last)
+            continue
+        try:
+            answer = json.loads(connection.recv_bytes(MAX_ANSWER))
+        except (EOFError, OSError) as error:
+            text = "the download process was killed, or its answer is too long; try again"
+            raise HubError(f"{repo_id!r}: {text}", "transfer") from error
+        if "progress" in answer:
+            last = Downloading(*answer["progress"])
+            if not is_downloading:
+                until, is_downloading = time.monotonic() + GRACE + last.total / MIN_RATE, True
+            report(last)
+        elif "files" in answer and on_listing is not None:
+            on_listing(answer["files"])
+            connection.send_bytes(b"approved")
+        elif "log" in answer:
+            logger.log(*answer["log"])
+        elif "error" in answer:
+            raise HubError(answer["error"], answer["code"])
+        else:
+            return answer["result"]
+    raise HubError(f"{repo_id!r}: the Hub is too slow: the time for it is over", "timeout")
 
 
 def remove_parts(job: Mapping[str, Any]) -> None:
@@ -251,15 +211,13 @@ def remove_parts(job: Mapping[str, Any]) -> None:
 
 def _check_names(repo_id: str, revision: str | None) -> None:
     """Raise HubError for names that are no repository or no revision."""
-    if repo_id and os.path.isfile(os.path.expanduser(repo_id)):
+    path = os.path.expanduser(repo_id)
+    text = f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'"
+    if repo_id and os.path.isfile(path):
         folder = os.path.dirname(repo_id) or "."
-        raise HubError(
-            f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'; it is a file in {folder!r}: give "
-            "the folder of a policy"
-        )
+        raise HubError(f"{text}; it is a file in {folder!r}: give the folder of a policy")
     if not REPO_ID.fullmatch(repo_id):
-        start = "" if os.path.isabs(os.path.expanduser(repo_id)) else f" ({WORKING_DIRECTORY})"
-        raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'{start}")
+        raise HubError(text if os.path.isabs(path) else f"{text} ({WORKING_DIRECTORY})")
     if revision is not None and not _REVISION.fullmatch(revision):
         raise HubError(f"{repo_id!r}: {revision[:80]!r} is no revision; wanted a branch, a tag or a commit")
 
@@ -284,22 +242,18 @@ def is_policy_file(name: str) -> bool:
 
 
 def list_policy_files(folder: Path) -> list[str]:
-    """Names of a policy's files in a folder, sorted; links to other folders are not followed.
+    """Return the sorted names of a policy's files in a folder; do not follow links to other folders. Raises OSError."""
 
-    Raises:
-        OSError: it cannot be read.
-    """
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
     names = []
-    for root, folders, files in os.walk(folder, onerror=_raise):
+    for root, folders, files in os.walk(folder, onerror=fail):
         within = Path(root).relative_to(folder)
         if len(within.parts) >= MODEL_DEPTH:
             folders.clear()
         names += [(within / name).as_posix() for name in files]
     return sorted(name for name in names if is_policy_file(name) and (folder / name).is_file())
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise error
 
 
 def find_policy(
@@ -309,16 +263,13 @@ def find_policy(
     on_progress: Callable[[str], None] | None = None,
     largest: int | None = None,
 ) -> tuple[Path, str | None]:
-    """Folder of a policy's files, and the commit when it comes from the Hub.
-
-    Args:
-        path_or_repo, revision, on_progress, largest: as of `jaxmodels.load_policy`.
+    """Return the folder of a policy's files, and the commit if it is from the Hub; as `jaxmodels.load_policy`.
 
     Raises:
-        HubError: the repo cannot be fetched, or is larger.
+        HubError: the repo cannot be fetched, or is too large.
         ConfigError: a revision of a folder.
     """
-    folder = Path(os.path.expanduser(path_or_repo))  # leaves a "~nobody" as it is, where Path would raise
+    folder = Path(os.path.expanduser(path_or_repo))  # Path.expanduser raises for an unknown user.
     if not str(path_or_repo) or not folder.is_dir():
         folder = fetch(str(path_or_repo), revision, on_progress=on_progress, largest=largest)
         return folder, folder.name  # the Hub's cache names a snapshot by its commit

@@ -33,9 +33,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import (
-    _http,  # pyright: ignore[reportPrivateUsage] - the client's default factory, to extend it
     build_hf_headers,
 )
+from huggingface_hub.utils._http import hf_request_event_hook  # The default client calls it for each request.
 
 from jaxmodels.errors import HubError
 from jaxmodels.hub import FILE_NAME, WORKING_DIRECTORY, get_repo_folder, is_selected, remove_parts
@@ -62,6 +62,9 @@ MEMORY = 1 << 30
 MARGIN = 64 << 20
 _MISMATCH = "{} came with other bytes than the commit has; it was removed, try again"
 
+# Reading the certificates takes 20 ms; the process that forks the process of each job has read them.
+_TLS = httpx2.create_ssl_context()
+
 logger = logging.getLogger(__name__)
 
 
@@ -72,8 +75,8 @@ class _Listed(NamedTuple):
     hash: str
 
 
-def _use_client(endpoint: str | None, max_answer: int | None) -> None:
-    """Check the addresses of all further requests, and limit the bytes of each answer."""
+def _use_client(endpoint: str | None, max_answer: int) -> None:
+    """Check the addresses of all further requests, and limit the bytes of each answer; 0 for no limit."""
     home = urlsplit(endpoint or constants.ENDPOINT).hostname
 
     def check_request(request: Any) -> None:
@@ -86,18 +89,14 @@ def _use_client(endpoint: str | None, max_answer: int | None) -> None:
         body = bytearray()
         for piece in response.stream:
             body += piece
-            if len(body) > (max_answer or 0):
+            if len(body) > max_answer:
                 raise HubError(f"the Hub sends more bytes than an answer may have ({max_answer})", "bad_answer")
         response.stream.close()
         response.stream = httpx2.ByteStream(bytes(body))
 
-    def make_client() -> Any:
-        client = _http.default_client_factory()
-        requests = [*client.event_hooks["request"], check_request]
-        client.event_hooks = {"request": requests, "response": [] if max_answer is None else [read_answer]}
-        return client
-
-    set_client_factory(make_client)
+    hooks: Any = {"request": [hf_request_event_hook, check_request], "response": [read_answer] if max_answer else []}
+    options: Any = {"event_hooks": hooks, "follow_redirects": True, "timeout": None, "verify": _TLS}
+    set_client_factory(lambda: httpx2.Client(**options))
 
 
 def _is_public(host: str) -> bool:
@@ -109,11 +108,7 @@ def _is_public(host: str) -> bool:
 
 
 def _run_job(job: Mapping[str, Any], send: Callable[..., None], is_approved: threading.Event) -> Any:
-    """Return the result of a job of `jaxmodels.hub`; see `main` for the other arguments.
-
-    Raises:
-        HubError: as `jaxmodels.hub.fetch`.
-    """
+    """Return the result of a job of `jaxmodels.hub`, or raise HubError."""
     repo_id, revision = job["repo_id"], job["revision"]
     repo = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
     the_hub, start = f"{repo}: the Hub", ""
@@ -278,14 +273,11 @@ class _Download:
         """
         size = sum(file.size for file in self._selected.values())
         _limit(resource.RLIMIT_FSIZE, max((file.size for file in self._selected.values()), default=0) + MARGIN)
-        _use_client(self._job["endpoint"], None)
-        same: dict[_Listed, list[str]] = {}
-        for name, file in self._selected.items():
-            same.setdefault(file, []).append(name)
+        _use_client(self._job["endpoint"], 0)
         report(reported := 0, size)
         # The process ends without waiting for the other downloads when a download fails.
         pool = ThreadPoolExecutor(DOWNLOADS)
-        pending = {pool.submit(self._get_file, *each) for each in same.items()}
+        pending = {pool.submit(self._get_file, *each) for each in self._selected.items()}
         finished, began, before = 0, time.monotonic(), 0
         while pending:
             done, pending = wait(pending, 0.25, FIRST_COMPLETED)
@@ -313,30 +305,25 @@ class _Download:
         return self._folder
 
     def _get_part(self, name: str) -> Path:
-        """Return the path of an unfinished file; `jaxmodels.hub` removes the files with the mark of this process."""
-        return self._repo / "blobs" / f"{name}.{self._job['mark']}.incomplete"
+        """Return the path of an unfinished file of this thread; `jaxmodels.hub` removes the files with this mark."""
+        return self._repo / "blobs" / f"{name}.{threading.get_ident()}.{self._job['mark']}.incomplete"
 
-    def _get_file(self, file: _Listed, names: list[str]) -> int:
-        """Provide a file under its names, and return the bytes of them all."""
-        blob, missing = self._repo / "blobs" / file.hash, []
-        for name in names:
-            path = self._folder / name
-            if not path.is_file():
-                missing.append(path)
-            elif (self._job["strict"] or not self._note.get(name)) and not self._matches(file, path):
-                # A process was killed while it wrote the file, or the disk changed it.
-                path.unlink(missing_ok=True)
-                missing.append(path)
-                if self._job["strict"]:
-                    raise HubError(_MISMATCH.format(name), "checksum")
-        if missing and not (blob.is_file() and self._matches(file, blob)):
-            self._receive(file, names[0], blob)
-        for path in missing:
-            link = self._get_part(f"link-{file.hash}")
-            link.symlink_to(os.path.relpath(blob, path.parent))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            link.replace(path)
-        return file.size * len(names)
+    def _get_file(self, name: str, file: _Listed) -> int:
+        """Provide a file in the snapshot's folder, and return its bytes."""
+        path, blob = self._folder / name, self._repo / "blobs" / file.hash
+        if path.is_file():
+            if (self._note.get(name) and not self._job["strict"]) or self._matches(file, path):
+                return file.size
+            path.unlink(missing_ok=True)  # A process was killed while it wrote the file, or the disk changed it.
+            if self._job["strict"]:
+                raise HubError(_MISMATCH.format(name), "checksum")
+        if not (blob.is_file() and self._matches(file, blob)):
+            self._receive(file, name, blob)
+        link = self._get_part(f"link-{file.hash}")
+        link.symlink_to(os.path.relpath(blob, path.parent))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        link.replace(path)
+        return file.size
 
     def _receive(self, file: _Listed, name: str, blob: Path) -> None:
         where = {"repo_type": self._job["kind"], "endpoint": self._job["endpoint"], "revision": self._commit}
@@ -376,13 +363,13 @@ def _limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def main(number: str) -> None:
-    """Run the job that arrives over a connection, and end when the parent closes it.
+def main(connection: Connection) -> None:
+    """Run the job that arrives over a connection, and end the process; end it too when the parent closes it.
 
     The answers are ``progress`` (bytes so far and in all), ``log``, ``files`` (which the parent approves with a
     message), and ``result`` or ``error`` at the end.
     """
-    connection, is_approved = Connection(int(number)), threading.Event()
+    is_approved = threading.Event()
 
     def send(**values: Any) -> None:
         connection.send_bytes(json.dumps(values).encode())
@@ -395,6 +382,8 @@ def main(number: str) -> None:
         os._exit(1)
 
     job = json.loads(connection.recv_bytes())
+    if job["token"] is not None:
+        os.environ["HF_TOKEN"] = job["token"]
     threading.Thread(target=listen, daemon=True).start()
     os.nice(NICENESS)
     _limit(resource.RLIMIT_DATA, MEMORY)

@@ -10,33 +10,20 @@ from service.setting_types import Common, Group, Names, Private, Seconds, confli
 
 @dataclass(frozen=True)
 class DeploymentSettings:
-    """Settings of deployments; times in seconds.
+    """Settings of deployments; times in seconds."""
 
-    Attributes:
-        quiet: time without a push before a push counts as complete; LeRobot publishes in 4 commits.
-        longest: time after which a commit is deployed although pushes go on.
-        poll: time between checks of the heads, for lost webhooks; None for never.
-        jitter: part of ``poll`` by which a check may be early or late, so that a fleet does not ask at once.
-        transfers: attempts to fetch a commit before bad bytes count as the commit's fault.
-        transfer_pause: pause before the second attempt; doubled for each further attempt.
-        superseded: deployments in a row that a newer commit may replace, so that frequent pushes cannot block all.
-        preparing, swapping: time limits of these steps, per session.
-        retry: pause after a failure that was not the commit's fault; doubled each time, up to ``retry_longest``.
-        max_records: number of newest records to keep.
-    """
-
-    quiet: float = 20.0
-    longest: float = 300.0
-    poll: float | None = 180.0
-    jitter: float = 0.2
-    transfers: int = 3
-    transfer_pause: float = 2.0
-    superseded: int = 3
-    preparing: float = 900.0
-    swapping: float = 120.0
-    retry: float = 120.0
+    quiet: float = 20.0  # time without a push before a push counts as complete; LeRobot publishes in 4 commits
+    longest: float = 300.0  # time after which a commit is deployed although pushes go on
+    poll: float | None = 180.0  # time between checks of the heads, for lost webhooks; None for never
+    jitter: float = 0.2  # part of `poll` by which a check may be early or late, so that a fleet spreads its checks
+    transfers: int = 3  # attempts to fetch a commit before bad bytes count as the commit's fault
+    transfer_pause: float = 2.0  # pause before the second attempt; doubled for each further attempt
+    superseded: int = 3  # deployments in a row that a newer commit may replace, so that pushes cannot block all
+    preparing: float = 900.0  # time limit of the preparation, per session
+    swapping: float = 120.0  # time limit of the swap, per session
+    retry: float = 120.0  # pause after a failure that was not the commit's fault; doubled each time
     retry_longest: float = 3600.0
-    max_records: int = 500
+    max_records: int = 500  # number of newest records to keep
 
 
 class UpdateSettings(Group):

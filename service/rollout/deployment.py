@@ -1,4 +1,4 @@
-"""Deployment of one commit to sessions, canary first, and the queue of deployments."""
+"""Deployment of one commit to sessions, canary first, and the reasons for a deployment."""
 
 import asyncio
 import logging
@@ -10,35 +10,28 @@ from typing import NamedTuple, TypeVar
 
 from service.rollout.config import DeploymentSettings
 from service.rollout.gates import Verdict
-from service.rollout.records import Journal, Quarantine, Record
+from service.rollout.records import Quarantine, Record
 from service.rollout.rollout import EXCUSED_REASONS, SESSION_REASONS, Follower, Rollout
-from service.rollout.sources import COMMIT_ERRORS, TRANSFER_ERRORS, RefTracker, Source, SourceError
+from service.rollout.sources import COMMIT_ERRORS, TRANSFER_ERRORS, Source, SourceError
 from service.rollout.triggers import Target
 
 Result = TypeVar("Result")
 
+logger = logging.getLogger(__name__)
+
 
 class DeploymentEnded(Exception):
-    """A deployment stops here, with this result.
-
-    Attributes:
-        result, reason, text: of its record.
-        is_commit_at_fault: whether the commit is to be quarantined.
-    """
+    """A deployment stops here, with this result, reason and text of its record."""
 
     def __init__(self, result: str, reason: str, text: str, is_commit_at_fault: bool = False):
+        """Create it; a commit at fault is put into quarantine."""
         super().__init__(text)
         self.result, self.reason, self.text = result, reason, text
         self.is_commit_at_fault = is_commit_at_fault
 
 
 class Deployment:
-    """The steps of one deployment in progress.
-
-    Attributes:
-        record: its record.
-        is_preparing: whether no robot is affected yet, so that a newer commit may replace it.
-    """
+    """The steps of one deployment. While it ``is_preparing``, it affects no robot, and can be superseded."""
 
     def __init__(
         self,
@@ -55,8 +48,7 @@ class Deployment:
         self._source = source
         self._rollout = rollout
         self._settings = settings
-        self._superseded_event = asyncio.Event()
-        self._superseded_by: tuple[str, str] | None = None
+        self._superseded_by: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
     @property
     def sha(self) -> str:
@@ -66,8 +58,8 @@ class Deployment:
 
     def supersede(self, reason: str, text: str) -> None:
         """End it as superseded, if it is still being prepared."""
-        self._superseded_by = self._superseded_by or (reason, text)
-        self._superseded_event.set()
+        if not self._superseded_by.done():
+            self._superseded_by.set_result((reason, text))
 
     async def fetch(self) -> Path:
         """Fetch the commit and return its verified folder. Failed transfers and changed folders are retried."""
@@ -177,13 +169,11 @@ class Deployment:
     async def _run_unless_superseded(self, work: Awaitable[Result]) -> Result:
         """Return the result of work that is cancelled when the deployment is superseded."""
         task = asyncio.ensure_future(work)
-        news = asyncio.ensure_future(self._superseded_event.wait())
         try:
-            await asyncio.wait((task, news), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, self._superseded_by), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
         finally:
-            news.cancel()
             if not task.done():
                 task.cancel()
                 with suppress(asyncio.CancelledError, Exception):
@@ -193,22 +183,25 @@ class Deployment:
 
     def raise_if_superseded(self) -> None:
         """Raise `DeploymentEnded` when it is superseded."""
-        if self._superseded_by is not None:
-            raise DeploymentEnded("superseded", *self._superseded_by)
+        if self._superseded_by.done():
+            raise DeploymentEnded("superseded", *self._superseded_by.result())
 
 
 class RolloutState:
-    """Staged and declined commits of all sessions.
+    """Followers, heads, and staged, declined and quarantined commits.
 
     Attributes:
+        sources: returns the source of a repo.
         staged: session id to its staged commit.
         declined: session id to the head that is deployed to it only by request.
     """
 
-    def __init__(self, rollout: Rollout):
+    def __init__(self, rollout: Rollout, sources: Callable[[str], Source], quarantine: Quarantine):
+        self.sources = sources
         self.staged: dict[str, str] = {}
         self.declined: dict[str, str] = {}
-        self._rollout = rollout
+        self._rollout, self._quarantine = rollout, quarantine
+        self._unknown: set[Target] = set()
 
     def get_session(self, id: str) -> Follower:
         """Return a session, or raise SourceError (``unknown_session``)."""
@@ -223,7 +216,7 @@ class RolloutState:
         return [*dict.fromkeys(followed)]
 
     def list_outdated(self, target: Target, head: str) -> Sequence[Follower]:
-        """Return the followers that do not run this head yet; followers that swap come before those that stage."""
+        """Return the followers that do not run this head yet; followers that swap come first."""
         found = [
             one
             for one in self._rollout.list_followers()
@@ -234,8 +227,29 @@ class RolloutState:
         ]
         return sorted(found, key=lambda one: one.mode != "swap")
 
+    async def get_head(self, target: Target) -> str | None:
+        """Return the commit that a ref points to, or None if it is unknown now. Log the first of several failures."""
+        what = f"{target.repo} at {target.ref!r}"
+        try:
+            head = await self.sources(target.repo).head(target.repo, target.ref)
+        except Exception as error:
+            if target not in self._unknown:
+                self._unknown.add(target)
+                text = "the head of %s is not known; further failures are not logged: %s"
+                logger.warning(text, what, error, exc_info=not isinstance(error, SourceError))
+            return None
+        if target in self._unknown:
+            self._unknown.discard(target)
+            logger.info("the head of %s is known again", what)
+        return head
 
-ROLLED_BACK_TEXT = "somebody went back to the policy before"
+    def check_quarantine(self, repo: str, sha: str) -> None:
+        """Raise `DeploymentEnded` for a commit that is in quarantine."""
+        if one := self._quarantine.get(repo, sha):
+            raise DeploymentEnded("rejected", "quarantined", f"{sha[:12]} is in quarantine ({one.reason}: {one.text})")
+
+
+ROLLED_BACK_TEXT = "a rollback to the policy before was requested"
 
 
 class DeployTarget(NamedTuple):
@@ -247,37 +261,30 @@ class DeployTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class RefMoved:
-    """Reason to deploy: sessions follow a ref, which may have moved.
-
-    Attributes:
-        requeue: queues the ref again if it has moved on; None deploys the older commit anyway.
-    """
+    """Reason to deploy: sessions follow a ref, which may have moved."""
 
     target: Target
     state: RolloutState
-    quarantine: Quarantine
-    ref_tracker: RefTracker
-    requeue: Callable[[], None] | None
+    requeue: Callable[[], None] | None  # queues the ref again if it has moved on; None deploys the older commit
 
     async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
         """Choose the followers that do not run it yet, unless they are ahead of it."""
         outdated = self.state.list_outdated(self.target, head)
         if outdated:
-            check_quarantine(self.quarantine, repo, head)
+            self.state.check_quarantine(repo, head)
         ahead = [one for one in outdated if one.sha and await source.is_older(repo, head, one.sha)]
         for one in ahead:
             self.state.declined[one.session_id] = head
         if ahead and len(ahead) == len(outdated):
-            raise DeploymentEnded(
-                "rejected", "older", f"{head[:12]} is older than what runs; ask for it if it is meant"
-            )
+            text = f"{head[:12]} is older than what runs; ask for it if it is meant"
+            raise DeploymentEnded("rejected", "older", text)
         return [DeployTarget(one.session_id, one.mode == "stage") for one in outdated if one not in ahead]
 
     async def check_up_to_date(self, sha: str) -> None:
-        """Check that the ref did not move. An unknown head, while the source is unreachable, is no reason to stop."""
+        """Check that the ref did not move. An unreachable source does not stop a deployment."""
         if self.requeue is None:
             return
-        head = await self.ref_tracker.get_head(self.target)
+        head = await self.state.get_head(self.target)
         if head not in (None, sha):
             self.requeue()
             raise DeploymentEnded("superseded", "newer", f"{head[:12]} came while it was being prepared")
@@ -289,18 +296,12 @@ class RefMoved:
 
 @dataclass(eq=False)
 class DeployRequest:
-    """Reason to deploy: a caller requested a commit on one session, newer or older.
-
-    Attributes:
-        is_forced: whether a commit in quarantine is allowed.
-        is_withdrawn: whether the session was rolled back after the request.
-    """
+    """Reason to deploy: a caller requested a commit on one session, newer or older."""
 
     session: str
     state: RolloutState
-    quarantine: Quarantine
-    is_forced: bool
-    is_withdrawn: bool = False
+    is_forced: bool  # whether a commit in quarantine is allowed
+    is_withdrawn: bool = False  # whether the session was rolled back after the request
     target: None = None
 
     async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
@@ -310,7 +311,7 @@ class DeployRequest:
         if self.state.get_session(self.session).sha == head:
             return []
         if not self.is_forced:
-            check_quarantine(self.quarantine, repo, head)
+            self.state.check_quarantine(repo, head)
         return [DeployTarget(self.session, False)]
 
     async def check_up_to_date(self, sha: str) -> None:
@@ -321,115 +322,5 @@ class DeployRequest:
         return True
 
 
-def check_quarantine(quarantine: Quarantine, repo: str, sha: str) -> None:
-    """Raise `DeploymentEnded` for a commit that is in quarantine."""
-    if one := quarantine.get(repo, sha):
-        raise DeploymentEnded("rejected", "quarantined", f"{sha[:12]} is in quarantine ({one.reason}: {one.text})")
-
-
 # Reasons to deploy a commit. No ref of a request is followed: only another request supersedes it.
 DeployReason = RefMoved | DeployRequest
-
-logger = logging.getLogger(__name__)
-
-
-class DeploymentQueue:
-    """Runs one deployment at a time, under its ``lock``."""
-
-    def __init__(
-        self,
-        sources: Callable[[str], Source],
-        rollout: Rollout,
-        settings: DeploymentSettings,
-        state: RolloutState,
-        journal: Journal,
-    ):
-        self._sources = sources
-        self._rollout = rollout
-        self._settings = settings
-        self._state = state
-        self._journal = journal
-        self.lock = asyncio.Lock()
-        self._current: Deployment | None = None
-        self._target: Target | None = None
-
-    def get_preparing(self, target: Target) -> Deployment | None:
-        """Return the running deployment of a ref if it affects no robot yet, else None."""
-        one = self._current
-        return one if one is not None and self._target == target and one.is_preparing and one.record.sha else None
-
-    def supersede(self, session: str, reason: str, text: str, *, is_requested: bool = False) -> None:
-        """End the running deployment if it still prepares a session for which there is another request."""
-        one = self._current
-        if one is not None and (is_requested or self._target is not None) and session in one.record.sessions:
-            one.supersede(reason, text)
-
-    async def deploy(self, record: Record, reason: DeployReason) -> None:
-        """Run one deployment to its end."""
-        async with self.lock:
-            try:
-                await self._deploy(record, reason)
-            except DeploymentEnded as ended:
-                record.end(ended.result, ended.reason, ended.text)
-                if ended.is_commit_at_fault:
-                    await self._journal.quarantine_commit(record)
-            except SourceError as error:
-                record.end("failed", error.code, str(error))
-            except asyncio.CancelledError:
-                record.end("failed", "interrupted", "the service ended before the deployment did")
-                self._journal.save_blocking(record)
-                raise
-            except Exception as error:
-                logger.exception("deployment %s crashed", record.id)
-                record.end("failed", "crash", f"{type(error).__name__}; the service's log says more")
-            finally:
-                self._current = self._target = None
-            # A ref that did not move is not worth a record.
-            if record.result != "noop" or reason.target is None:
-                await self._journal.finish(record)
-
-    async def _deploy(self, record: Record, reason: DeployReason) -> None:
-        source = self._sources(record.repo)
-        deployment = Deployment(record, source, self._rollout, self._settings, self._journal.save)
-        self._current, self._target = deployment, reason.target
-        record.begin_stage("resolving")
-        record.sha = resolved = await source.head(record.repo, record.ref)
-        targets = await reason.choose_sessions(source, record.repo, record.sha)
-        if not targets:
-            return record.end("noop", text="it runs already")
-        record.sessions = [aim.session for aim in targets]
-        await self._journal.save(record)
-        if reason.target is None and await self._try_swap_staged(deployment, targets[0].session):
-            return record.end("swapped")
-        folder = await deployment.fetch()
-        if record.sha != resolved:
-            targets = await reason.choose_sessions(source, record.repo, record.sha)
-            if not targets:
-                return record.end("noop", text="it runs already")
-        deployment.raise_if_superseded()
-        for aim in targets:
-            if (staged := self._state.staged.pop(aim.session, None)) is not None:
-                await self._rollout.discard(aim.session, staged)
-        try:
-            await deployment.roll_out(targets, folder, reason)
-        finally:
-            results = {session: figures.get("result") for session, figures in record.figures.items()}
-            staged = {session: deployment.sha for session, result in results.items() if result == "staged"}
-            self._state.staged |= staged
-        return record.end("swapped" if "swapped" in results.values() else "staged")
-
-    async def _try_swap_staged(self, deployment: Deployment, session: str) -> bool:
-        """Swap to the commit if it is staged already; return False if it is not."""
-        if self._state.staged.get(session) != deployment.sha:
-            return False
-        del self._state.staged[session]
-        deployment.is_preparing = False
-        try:
-            await deployment.swap(session)
-        except DeploymentEnded as ended:
-            if ended.reason != "not_staged":
-                raise
-            deployment.is_preparing = True
-            return False
-        await deployment.wait_for_probation(session)
-        return True

@@ -12,10 +12,18 @@ from hooks.database import Database
 from hooks.payload import WebhookPayload
 from service.errors import SourceFailed, UnknownDeployment, UpdateFailed
 from service.rollout.config import DeploymentSettings
-from service.rollout.deployment import ROLLED_BACK_TEXT, DeploymentQueue, DeployRequest, RefMoved, RolloutState
+from service.rollout.deployment import (
+    ROLLED_BACK_TEXT,
+    Deployment,
+    DeploymentEnded,
+    DeployReason,
+    DeployRequest,
+    RefMoved,
+    RolloutState,
+)
 from service.rollout.records import SCHEMA, Journal, OnEvent, Record
 from service.rollout.rollout import Follower, Rollout
-from service.rollout.sources import FolderSource, RefTracker, Source, SourceError
+from service.rollout.sources import FolderSource, Source, SourceError
 from service.rollout.triggers import (
     Interpretation,
     Retries,
@@ -49,30 +57,28 @@ class Deployments:
         on_event: OnEvent | None = None,
         now: Callable[[], float] = time.monotonic,
     ):
-        """Open the database; nothing happens before `run`.
+        """Open the database (in memory without a file); nothing happens before `run`.
 
         Args:
             sources: returns the source of a repo.
-            database: a file, or None for memory.
             on_event: called with an event of ``EVENTS`` and the record as JSON.
         """
         self.settings = settings or DeploymentSettings()
         self._database = Database(database, SCHEMA)
         self._journal = Journal(self._database, self.settings.max_records, on_event)
         self.quarantine = self._journal.quarantine
-        self._sources = sources
         self._rollout = rollout
         self._now = now
-        self._state = RolloutState(rollout)
-        self._ref_tracker = RefTracker(sources)
-        self._queue = DeploymentQueue(sources, rollout, self.settings, self._state, self._journal)
+        self._state = RolloutState(rollout, sources, self.quarantine)
+        self._lock = asyncio.Lock()  # One deployment runs at a time.
+        self._current: Deployment | None = None
+        self._target: Target | None = None
         self._retries = Retries(self.settings.retry, self.settings.retry_longest)
         self._trigger_queue = TriggerQueue(self.settings.quiet, self.settings.longest, now)
         self._waiting: dict[Target, Trigger] = {}
-        self._superseded: dict[Target, int] = {}  # in a row
+        self._superseded: dict[Target, int] = {}  # Count in a row.
         self._requests: set[DeployRequest] = set()
         self._has_waiting = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
@@ -93,10 +99,10 @@ class Deployments:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is held, waiting or going on."""
-        return self._trigger_queue.is_empty and not (self._queue.lock.locked() or self._waiting or self._tasks)
+        return self._trigger_queue.is_empty and not (self._lock.locked() or self._waiting or self._tasks)
 
     def handle_delivery(self, payload: WebhookPayload, delivery_id: str | None) -> Interpretation:
-        """Trigger checks of the refs that a webhook delivery names, from any thread, without waiting."""
+        """Trigger checks of the refs that a webhook delivery names, without waiting."""
         interpretation = interpret_delivery(payload, self._rollout.list_followers())
         ids = (delivery_id,) if delivery_id else ()
         for target in interpretation.targets:
@@ -104,11 +110,7 @@ class Deployments:
         if interpretation.alert is not None:
             record = Record(payload.repo.name, None, "webhook", webhook_id=payload.webhook.id, delivery_ids=[*ids])
             record.end("alert", *interpretation.alert)
-            loop = self._loop
-            if loop is None:
-                self._journal.save_blocking(record)
-            else:
-                loop.call_soon_threadsafe(lambda: self._start_task(self._journal.finish(record)))
+            self._start_task(self._journal.finish(record))
         return interpretation
 
     def handle_change(self, repo: str) -> None:
@@ -119,14 +121,12 @@ class Deployments:
 
     async def run(self) -> None:
         """Deploy until cancelled."""
-        self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._collect_triggers())
                 group.create_task(self._deploy_waiting())
                 group.create_task(self._poll_heads())
         finally:
-            self._loop = None
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -143,7 +143,7 @@ class Deployments:
             SourceFailed: the policy cannot be fetched.
         """
         record = await self.begin_deployment(session_id, revision, force=force)
-        # The record has no event to wait for. It changes in this thread only.
+        # A record has no event, and changes only in this thread.
         while record.result is None and not (record.stages and record.stages[-1].name == "probation"):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_INTERVAL)
         # Saved before the answer, so that a server that is killed next does not forget it.
@@ -154,7 +154,7 @@ class Deployments:
         """Begin a deployment and return its record; raises `UpdateFailed` for an unknown session."""
         one = self._get_session(session_id)
         record = Record(one.repo, revision or one.ref, "request", sessions=[session_id])
-        self._queue.supersede(session_id, "request", "somebody asked for another one")
+        self._supersede(session_id, "request", "another revision was requested")
         await self._journal.save(record)
         self._start_task(self._deploy_request(record, session_id, force))
         return record
@@ -167,7 +167,7 @@ class Deployments:
         """
         one = self._get_session(session_id)
         record = Record(one.repo, one.ref, "request", sha=one.sha, sessions=[session_id])
-        self._queue.supersede(session_id, "rollback", ROLLED_BACK_TEXT, is_requested=True)
+        self._supersede(session_id, "rollback", ROLLED_BACK_TEXT, is_requested=True)
         for request in self._requests:
             request.is_withdrawn |= request.session == session_id
         await asyncio.shield(self._start_task(self._roll_back(record, session_id)))  # the client may disconnect
@@ -185,7 +185,7 @@ class Deployments:
         # not delay the robot.
         await asyncio.wait((self._start_task(self._journal.save(record)),), timeout=WRITE_TIMEOUT)
         try:
-            record.sha = self._state.get_session(session_id).sha  # another one may have taken over meanwhile
+            record.sha = self._state.get_session(session_id).sha  # Another commit may have taken over.
             verdict = await self._rollout.rollback(session_id)
         except SourceError as error:
             record.end("failed", "gone", str(error))
@@ -204,7 +204,7 @@ class Deployments:
     async def reconcile(self) -> None:
         """Check the heads of all followed refs; a new head is handled like a delivery."""
         for target in self._state.list_targets():
-            head = await self._ref_tracker.get_head(target)
+            head = await self._state.get_head(target)
             if (
                 head is not None
                 and self._state.list_outdated(target, head)
@@ -214,7 +214,7 @@ class Deployments:
                 self._trigger_queue.put(self._make_trigger(target))
 
     def _make_trigger(self, target: Target) -> Trigger:
-        return Trigger(target, "folder" if isinstance(self._sources(target.repo), FolderSource) else "poll")
+        return Trigger(target, "folder" if isinstance(self._state.sources(target.repo), FolderSource) else "poll")
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -238,7 +238,7 @@ class Deployments:
             for trigger in await self._trigger_queue.wait_for_due():
                 self._waiting[trigger.target] = trigger.merge(self._waiting.get(trigger.target))
                 self._has_waiting.set()
-                if self._queue.get_preparing(trigger.target):
+                if self._get_preparing(trigger.target):
                     self._start_task(self._look_for_newer(trigger.target))
 
     def _may_supersede(self, target: Target) -> bool:
@@ -248,8 +248,8 @@ class Deployments:
         """Check whether a trigger during a preparation is about the same commit, or a newer one."""
         if not self._may_supersede(target):
             return
-        head = await self._ref_tracker.get_head(target)
-        deployment = self._queue.get_preparing(target)
+        head = await self._state.get_head(target)
+        deployment = self._get_preparing(target)
         if head is None or deployment is None:
             return  # the trigger stays, and its own deployment reports the error
         if head != deployment.sha:
@@ -269,7 +269,7 @@ class Deployments:
         target, ids = trigger.target, [*trigger.delivery_ids]
         record = Record(target.repo, target.ref, trigger.kind, webhook_id=trigger.webhook_id, delivery_ids=ids)
         requeue = (lambda: self._trigger_queue.put(trigger)) if self._may_supersede(target) else None
-        await self._queue.deploy(record, RefMoved(target, self._state, self.quarantine, self._ref_tracker, requeue))
+        await self._run_deployment(record, RefMoved(target, self._state, requeue))
         is_superseded = record.result == "superseded" and record.reason == "newer"
         self._superseded[target] = self._superseded.get(target, 0) + 1 if is_superseded else 0
         if record.result == "failed":
@@ -278,11 +278,11 @@ class Deployments:
             self._retries.record_success((target, record.sha))
 
     async def _deploy_request(self, record: Record, session_id: str, force: bool) -> None:
-        request = DeployRequest(session_id, self._state, self.quarantine, force)
+        request = DeployRequest(session_id, self._state, force)
         self._requests.add(request)
         try:
-            head = await self._ref_tracker.get_head(Target.of_session(self._state.get_session(session_id)))
-            await self._queue.deploy(record, request)
+            head = await self._state.get_head(Target.of_session(self._state.get_session(session_id)))
+            await self._run_deployment(record, request)
         except SourceError as error:  # it ended before its turn came
             record.end("failed", "gone", str(error))
             await self._journal.finish(record)
@@ -296,6 +296,84 @@ class Deployments:
             self._state.declined[session_id] = head
         if force:
             await self.quarantine.release(record.sha, record.repo)
+
+    def _get_preparing(self, target: Target) -> Deployment | None:
+        """Return the running deployment of a ref if it affects no robot yet, else None."""
+        one = self._current
+        return one if one is not None and self._target == target and one.is_preparing and one.record.sha else None
+
+    def _supersede(self, session: str, reason: str, text: str, *, is_requested: bool = False) -> None:
+        """End the running deployment if it still prepares a session for which there is another request."""
+        one = self._current
+        if one is not None and (is_requested or self._target is not None) and session in one.record.sessions:
+            one.supersede(reason, text)
+
+    async def _run_deployment(self, record: Record, reason: DeployReason) -> None:
+        """Run one deployment to its end, after the deployment that runs now."""
+        async with self._lock:
+            try:
+                await self._deploy_to_sessions(record, reason)
+            except DeploymentEnded as ended:
+                record.end(ended.result, ended.reason, ended.text)
+                if ended.is_commit_at_fault:
+                    await self._journal.quarantine_commit(record)
+            except SourceError as error:
+                record.end("failed", error.code, str(error))
+            except asyncio.CancelledError:
+                record.end("failed", "interrupted", "the service ended before the deployment did")
+                self._journal.save_blocking(record)
+                raise
+            except Exception as error:
+                logger.exception("deployment %s crashed", record.id)
+                record.end("failed", "crash", f"{type(error).__name__}; the service's log says more")
+            finally:
+                self._current = self._target = None
+            # A ref that did not move is not worth a record.
+            if record.result != "noop" or reason.target is None:
+                await self._journal.finish(record)
+
+    async def _deploy_to_sessions(self, record: Record, reason: DeployReason) -> None:
+        source = self._state.sources(record.repo)
+        deployment = Deployment(record, source, self._rollout, self.settings, self._journal.save)
+        self._current, self._target = deployment, reason.target
+        record.begin_stage("resolving")
+        record.sha = resolved = await source.head(record.repo, record.ref)
+        if not (targets := await reason.choose_sessions(source, record.repo, record.sha)):
+            return record.end("noop", text="it runs already")
+        record.sessions = [aim.session for aim in targets]
+        await self._journal.save(record)
+        if reason.target is None and await self._try_swap_staged(deployment, targets[0].session):
+            return record.end("swapped")
+        folder = await deployment.fetch()
+        if record.sha != resolved and not (targets := await reason.choose_sessions(source, record.repo, record.sha)):
+            return record.end("noop", text="it runs already")
+        deployment.raise_if_superseded()
+        for aim in targets:
+            if (staged := self._state.staged.pop(aim.session, None)) is not None:
+                await self._rollout.discard(aim.session, staged)
+        try:
+            await deployment.roll_out(targets, folder, reason)
+        finally:
+            results = {session: figures.get("result") for session, figures in record.figures.items()}
+            staged = {session: deployment.sha for session, result in results.items() if result == "staged"}
+            self._state.staged |= staged
+        return record.end("swapped" if "swapped" in results.values() else "staged")
+
+    async def _try_swap_staged(self, deployment: Deployment, session: str) -> bool:
+        """Swap to the commit if it is staged already; return False if it is not."""
+        if self._state.staged.get(session) != deployment.sha:
+            return False
+        del self._state.staged[session]
+        deployment.is_preparing = False
+        try:
+            await deployment.swap(session)
+        except DeploymentEnded as ended:
+            if ended.reason != "not_staged":
+                raise
+            deployment.is_preparing = True
+            return False
+        await deployment.wait_for_probation(session)
+        return True
 
 
 # Codes of a deployment that failed by its request, and by the policy's source: they decide the answer's status.

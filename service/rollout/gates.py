@@ -17,53 +17,32 @@ from service.stage import Stage
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of checking a policy.
+    """Result of checking a policy."""
 
-    Attributes:
-        reason: stable code of a failure (``not_finite``), or None.
-        text: for people.
-        figures: measurements, JSON-ready.
-    """
-
-    reason: str | None = None
-    text: str = ""
-    figures: Mapping[str, object] = field(default_factory=dict)
+    reason: str | None = None  # stable code of a failure (``not_finite``)
+    text: str = ""  # description for people
+    figures: Mapping[str, object] = field(default_factory=dict)  # measurements, JSON-ready
 
 
 @dataclass(frozen=True)
 class GateLimits:
-    """Limits of the gates.
+    """Limits of the gates."""
 
-    Attributes:
-        difference: largest difference from the running policy's action, as a part of the joint's range.
-        margin: how far an action may be outside its joint's range, as a part of it.
-        slow: part of a chunk's execution time that an inference may take.
-    """
-
-    difference: float = 0.25
-    margin: float = 0.1
-    slow: float = 0.5
+    difference: float = 0.25  # largest difference from the running policy's action, as a part of the joint's range
+    margin: float = 0.1  # how far an action may be outside its joint's range, as a part of it
+    slow: float = 0.5  # part of a chunk's execution time that an inference may take
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A policy's answers in a trial.
+    """A policy's answers in a trial."""
 
-    Attributes:
-        chunks: (t, a) each.
-        references: the running policy's chunks for the same observations, or None.
-        seconds: duration of each inference.
-        executed: actions of a chunk that are executed before the next one takes over.
-        budget: seconds for their execution.
-        usual: seconds of the running policy's inferences, or None.
-    """
-
-    chunks: Sequence[np.ndarray]
-    references: Sequence[np.ndarray | None]
-    seconds: Sequence[float]
-    executed: int
-    budget: float
-    usual: float | None = None
+    chunks: Sequence[np.ndarray]  # (t, a) each
+    references: Sequence[np.ndarray | None]  # the running policy's chunks for the same observations
+    seconds: Sequence[float]  # duration of each inference
+    executed: int  # actions of a chunk that are executed before the next chunk takes over
+    budget: float  # seconds for their execution
+    usual: float | None = None  # seconds of the running policy's inferences
 
 
 def judge_trial(trial: Trial, table: JointTable, limits: GateLimits) -> Verdict:
@@ -134,63 +113,39 @@ def _find_worst(parts: Sequence[np.ndarray], table: JointTable) -> tuple[float, 
 
 @dataclass(frozen=True)
 class ProbationSettings:
-    """Limits of a policy during its probation; times in seconds.
+    """Limits of a policy during its probation; times in seconds."""
 
-    Attributes:
-        seconds: duration, in which the robot moves.
-        still_timeout: how long to wait for a robot that stands still.
-        step: largest change of a command from one tick to the next, as a part of the joint's range; at least 1.5 times
-            the largest change of the previous policy.
-        starvations: how often the queue may run dry.
-        max_still: total time for which the robot may wait for late chunks.
-        missed: part of all ticks that may be missed, and two in any case: a shared machine pauses now and then.
-    """
-
-    seconds: float = 30.0
-    still_timeout: float = 60.0
+    seconds: float = 30.0  # duration, in which the robot moves
+    still_timeout: float = 60.0  # how long to wait for a robot that stands still
+    # Largest change of a command from one tick to the next, as a part of the joint's range; at least 1.5 times the
+    # largest change of the previous policy.
     step: float = 0.15
-    starvations: int = 2
-    max_still: float = 2.0
-    missed: float = 0.02
+    starvations: int = 2  # how often the queue may run dry
+    max_still: float = 2.0  # total time for which the robot may wait for late chunks
+    missed: float = 0.02  # part of all ticks that may be missed, and two in any case: a shared machine pauses
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Counters of a session's control at one moment."""
+def read_counters(robot_io: RobotIO) -> dict[str, int]:
+    """Return the counters of a session's control now."""
+    control = robot_io.controller
+    return {
+        "ticks": control.ticks,
+        "missed_ticks": control.missed_ticks,
+        "starvations": control.starvations,
+        "late_actions": control.queue.late,
+        "chunks": control.chunks,
+    }
 
-    starvations: int
-    missed_ticks: int
-    ticks: int
-    late: int
-    chunks: int
 
-    @classmethod
-    def of(cls, robot_io: RobotIO) -> "Counters":
-        """Read them from a session's control."""
-        control = robot_io.controller
-        return cls(control.starvations, control.missed_ticks, control.ticks, control.queue.late, control.chunks)
-
-    def cost_since(self, robot_io: RobotIO) -> Mapping[str, object]:
-        """Return what was added since, JSON-ready."""
-        now, chunks = Counters.of(robot_io), robot_io.controller.chunks - self.chunks
-        usual = round(self.late / self.chunks * chunks, 2) if self.chunks else None
-        return {
-            "ticks": now.ticks - self.ticks,
-            "missed_ticks": now.missed_ticks - self.missed_ticks,
-            "starvations": now.starvations - self.starvations,
-            "late_actions": now.late - self.late,
-            "late_actions_usual": usual,
-            "chunks": chunks,
-        }
+def cost_since(start: Mapping[str, int], robot_io: RobotIO) -> dict[str, object]:
+    """Return what was added to the counters since, JSON-ready, and the late actions that the rate before predicts."""
+    added = {name: count - start[name] for name, count in read_counters(robot_io).items()}
+    rate = start["late_actions"] / start["chunks"] if start["chunks"] else None
+    return {**added, "late_actions_usual": None if rate is None else round(rate * added["chunks"], 2)}
 
 
 class Probation:
-    """Probation of one policy; it begins when this is created.
-
-    Attributes:
-        start: the session's counters when the policy took over.
-        rollback: begun at the first failed inference, because a few more failures would end the session.
-    """
+    """Probation of one policy; it begins when this is created."""
 
     def __init__(
         self,
@@ -203,7 +158,8 @@ class Probation:
         """Begin; ``allowed`` (a,) limits the change of a command from one tick to the next, infinite if unknown."""
         self.robot_io = robot_io
         self.policy: HeldPolicy | None = session.policies.running
-        self.start = Counters.of(robot_io)
+        self.start = read_counters(robot_io)
+        # It begins at the first failed inference, because a few more failures would end the session.
         self.rollback: asyncio.Task[Verdict] | None = None
         self._roll_back = roll_back
         self._session = session
@@ -265,13 +221,14 @@ class Probation:
 
     def _check_counters(self) -> tuple[str, str] | None:
         settings, robot_io = self._settings, self.robot_io
-        now = Counters.of(robot_io)
-        if (dry := now.starvations - self.start.starvations) > settings.starvations:
+        now = read_counters(robot_io)
+        added = {name: now[name] - count for name, count in self.start.items()}
+        dry, missed = added["starvations"], added["missed_ticks"]
+        if dry > settings.starvations:
             return "starved", f"the queue ran dry {dry} times on its probation"
-        missed, ticks = now.missed_ticks - self.start.missed_ticks, now.ticks - self.start.ticks
         allowed = max(2, int(settings.missed * settings.seconds / robot_io.controller.period))
         if missed > allowed:
-            return "missed_ticks", f"{missed} of {ticks} ticks were missed on its probation, {allowed} may be"
+            return "missed_ticks", f"{missed} of {added['ticks']} ticks were missed on its probation, {allowed} may be"
         step = robot_io.controller.largest_step
         if (step > self._allowed).any():
             joint = int(np.argmax(step / self._allowed))

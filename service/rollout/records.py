@@ -6,7 +6,8 @@ import logging
 import sqlite3
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,48 +28,34 @@ UNPROVEN_STAGES = ("swapping", "probation")
 
 @dataclass
 class Stage:
-    """One step of a deployment.
+    """One step of a deployment."""
 
-    Attributes:
-        name: ``resolving``, ``downloading``, ``verifying``, ``loading``, ..., ``swapping``, ``probation``.
-        at: seconds since 1970 when it began.
-        seconds: how long it took; None while it lasts.
-    """
-
-    name: str
-    at: float
-    seconds: float | None = None
+    name: str  # ``resolving``, ``downloading``, ``verifying``, ``loading``, ..., ``swapping``, ``probation``
+    at: float  # seconds since 1970 when it began
+    seconds: float | None = None  # how long it took; None while it lasts
 
 
 @dataclass
 class Record:
-    """Record of one deployment.
-
-    Attributes:
-        at: seconds since 1970.
-        trigger: ``webhook``, ``poll``, ``folder`` or ``request``.
-        webhook_id, delivery_ids: of the newest deliveries that caused it.
-        sessions: session ids in the order of the deployment.
-        result: ``swapped``, ``staged``, ``rejected``, ``rolled_back``, ``superseded``, ``failed``, ``noop`` or
-            ``alert``; None while it is running.
-        reason: a stable code when it did not succeed.
-        figures: session id to its ``result`` and the measurements of ``prepare``, ``swap`` and ``probation``.
-    """
+    """Record of one deployment."""
 
     repo: str
     ref: str | None
-    trigger: str
+    trigger: str  # ``webhook``, ``poll``, ``folder`` or ``request``
     sha: str | None = None
-    webhook_id: str | None = None
-    delivery_ids: list[str] = field(default_factory=list)
-    sessions: list[str] = field(default_factory=list)
+    webhook_id: str | None = None  # webhook of the newest delivery that caused it
+    delivery_ids: list[str] = field(default_factory=list)  # ids of the newest deliveries that caused it
+    sessions: list[str] = field(default_factory=list)  # ids in the order of the deployment
     stages: list[Stage] = field(default_factory=list)
+    # ``swapped``, ``staged``, ``rejected``, ``rolled_back``, ``superseded``, ``failed``, ``noop`` or ``alert``; None
+    # while it is running.
     result: str | None = None
-    reason: str | None = None
+    reason: str | None = None  # a stable code when it did not succeed
     text: str = ""
+    # Session id to its ``result`` and the measurements of ``prepare``, ``swap`` and ``probation``.
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
-    at: float = field(default_factory=time.time)
+    at: float = field(default_factory=time.time)  # seconds since 1970
 
     def begin_stage(self, stage: str) -> None:
         """End the current stage and begin another. The same name continues the current stage."""
@@ -130,20 +117,14 @@ def _save(connection: sqlite3.Connection, id: str, at: float, record: str, max_r
 
 @dataclass(frozen=True)
 class Quarantined:
-    """A commit in quarantine.
-
-    Attributes:
-        at: seconds since 1970.
-        reason: a stable code, e.g. ``not_finite``.
-        deployment: id of the record that it failed in.
-    """
+    """A commit in quarantine."""
 
     repo: str
     sha: str
-    at: float
-    reason: str
+    at: float  # seconds since 1970
+    reason: str  # a stable code, e.g. ``not_finite``
     text: str
-    deployment: str | None
+    deployment: str | None  # id of the record that it failed in
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -207,12 +188,7 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Newest deployment records, and the quarantine, in one database. A full disk is logged and stops no robot.
-
-    Args:
-        max_records: number of newest records to keep.
-        on_event: called with an event of ``EVENTS`` and the record as JSON.
-    """
+    """Newest deployment records, and the quarantine, in one database. A full disk is logged and stops no robot."""
 
     def __init__(self, database: Database, max_records: int, on_event: OnEvent | None):
         self._database = database
@@ -232,17 +208,13 @@ class Journal:
 
     async def save(self, record: Record) -> None:
         """Write a record as it is now."""
-        try:
+        with _log_failed_write(record):
             await self._database.run(_save, *self._remember(record))
-        except StoreError as error:
-            logger.error("deployment %s could not be saved: %s", record.id, error)
 
     def save_blocking(self, record: Record) -> None:
         """Write a record as it is now, without awaiting."""
-        try:
+        with _log_failed_write(record):
             self._database.run_blocking(_save, *self._remember(record))
-        except StoreError as error:
-            logger.error("deployment %s could not be saved: %s", record.id, error)
 
     def _remember(self, record: Record) -> tuple[str, float, str, int]:
         """Keep a record in memory; return the arguments that write it."""
@@ -274,3 +246,11 @@ class Journal:
                 await answer
         except Exception:
             logger.exception("deployment %s: publishing %s crashed", record.id, event)
+
+
+@contextmanager
+def _log_failed_write(record: Record) -> Iterator[None]:
+    try:
+        yield
+    except StoreError as error:
+        logger.error("deployment %s could not be saved: %s", record.id, error)

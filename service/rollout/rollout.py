@@ -19,14 +19,15 @@ from service.control.shadow import IMAGES, frame_sizes
 from service.errors import MoveRefused, ServiceError, UnknownSession
 from service.inference.loaded_policy import STATE, LoadedPolicy, select_features, task_input
 from service.rollout.gates import (
-    Counters,
     GateLimits,
     Probation,
     ProbationSettings,
     Trial,
     Verdict,
+    cost_since,
     joint_widths,
     judge_trial,
+    read_counters,
 )
 from service.sessions.policy_slots import IncompatiblePolicy
 from service.sessions.session import Session
@@ -40,35 +41,23 @@ LATENCY_RUNS = 10
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """Settings of a swap; times in seconds.
-
-    Attributes:
-        fade: duration of the blend from the old policy's plan into the new one's.
-        swap_timeout: how long to wait for the next chunk, which a held or stopped robot does not request.
-    """
+    """Settings of a swap; times in seconds."""
 
     limits: GateLimits = field(default_factory=GateLimits)
-    fade: float = 0.2
-    swap_timeout: float = 60.0
+    fade: float = 0.2  # duration of the blend from the old policy's plan into the new one's
+    swap_timeout: float = 60.0  # how long to wait for the next chunk, which a held or stopped robot does not request
     probation: ProbationSettings = field(default_factory=ProbationSettings)
 
 
 @dataclass(frozen=True)
 class Follower:
-    """A session's policy, and which ref of its repo it follows.
-
-    Attributes:
-        repo: a repo id or a folder.
-        ref: branch, tag or pattern of tags (``deploy-*``); None for the default branch.
-        sha: the commit that the session runs; None if unknown, which counts as another commit.
-        mode: ``off`` (deploy only by request), ``stage`` (prepare and wait) or ``swap``.
-    """
+    """A session's policy, and which ref of its repo it follows."""
 
     session_id: str
-    repo: str
-    ref: str | None
-    sha: str | None
-    mode: str
+    repo: str  # a repo id or a folder
+    ref: str | None  # branch, tag or pattern of tags (``deploy-*``); None for the default branch
+    sha: str | None  # the commit that the session runs; None if unknown, which counts as another commit
+    mode: str  # ``off`` (deploy only by request), ``stage`` (prepare and wait) or ``swap``
 
 
 class Rollout:
@@ -180,7 +169,7 @@ class Rollout:
             if staged is None or staged.commit != sha:
                 return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
             robot_io = session.require_robot_io()
-            before, allowed = Counters.of(robot_io), self._allowed_steps(robot_io)
+            before, allowed = read_counters(robot_io), self._allowed_steps(robot_io)
             late = robot_io.controller.late_by_chunk
             usual, count = late.samples.max(initial=0), late.count
             await session.policies.swap(self._fade_steps(robot_io), self.settings.swap_timeout)
@@ -191,7 +180,7 @@ class Rollout:
         )
         waited = time.monotonic() - began
         await _wait_for_next_chunk(robot_io, robot_io.controller.chunks)
-        cost = {**before.cost_since(robot_io), "waited_s": round(waited, 3)}
+        cost = {**cost_since(before, robot_io), "waited_s": round(waited, 3)}
         if late.count > count:
             cost["late_actions_because"] = max(0, round((late.newest or 0) - usual))
         return Verdict(None, "", cost)
@@ -209,7 +198,7 @@ class Rollout:
         if probation is None or session.robot_io is not probation.robot_io:
             return Verdict(None, "nothing took over here")
         found = await probation.wait()
-        figures = probation.start.cost_since(probation.robot_io)
+        figures = cost_since(probation.start, probation.robot_io)
         if found is None:
             return Verdict(None, "", figures)
         code, text = found
@@ -221,7 +210,7 @@ class Rollout:
             probation.robot_io.controller.queue.clear()
         back = await (probation.rollback or self.rollback(session_id))
         if back.reason is not None:
-            return Verdict(code, f"{text}; the policy before could not take over: {back.text}", figures)
+            text += f"; the policy before could not take over: {back.text}"
         return Verdict(code, text, figures)
 
     async def discard(self, session_id: str, sha: str) -> None:
@@ -240,11 +229,11 @@ class Rollout:
             robot_io = session.require_robot_io()
             if session.policies.previous is None:
                 return Verdict("no_previous", f"session {session_id!r} ran no other policy before this one")
-            before = Counters.of(robot_io)
+            before = read_counters(robot_io)
             session.policies.restore(self._fade_steps(robot_io))
         except ServiceError as error:
             return _verdict_of_error(error)
-        return Verdict(None, "", before.cost_since(robot_io))
+        return Verdict(None, "", cost_since(before, robot_io))
 
     def _allowed_steps(self, robot_io: RobotIO) -> np.ndarray:
         widths = np.array([joint.high - joint.low for joint in robot_io.table.joints])

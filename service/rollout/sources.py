@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from hooks.errors import HooksError
 from hooks.threads import start_in_thread
 from jaxmodels import list_policy_files
 from jaxmodels.errors import HubError
-from service.rollout.triggers import BRANCH, TAG, Target, is_pattern, matches_ref
+from service.rollout.triggers import BRANCH, TAG, is_pattern, matches_ref
 
 SHA = re.compile(r"[0-9a-f]{40}")
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -44,56 +44,33 @@ class SourceError(HooksError):
 
 
 class Source(Protocol):
-    """Interface of a place that has policies at commits."""
+    """Place that has policies at commits. All methods raise `SourceError`, e.g. ``unreachable``."""
 
     async def head(self, repo: str, ref: str | None) -> str:
-        """Return the commit that a ref points to now: 40 hexadecimal digits.
-
-        Raises:
-            SourceError: ``unknown_repo``, ``unknown_revision``, ``denied``, ``unreachable``, ``timeout``, ...
-        """
+        """Return the commit that a ref points to now: 40 hexadecimal digits."""
         ...
 
     async def fetch(self, repo: str, sha: str, on_progress: Callable[[str], None]) -> Path:
-        """Return the folder of exactly that commit, every byte verified; ``on_progress`` gets ``downloading``,
-        ``verifying``.
-
-        Raises:
-            SourceError: ``checksum``, ``transfer``, ``incomplete``, ``denied_file``, ``changed_meanwhile``, ...
-        """
+        """Return the folder of exactly that commit, with every byte verified."""
         ...
 
     async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
-        """Return whether a commit is an ancestor of another; None when that cannot be known.
-
-        Raises:
-            SourceError: as ``head``.
-        """
+        """Return whether a commit is an ancestor of another; None if the source cannot tell."""
         ...
 
 
 Result = TypeVar("Result")
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class HubLimits:
-    """Limits of fetching from the Hub.
+    """Limits of fetching from the Hub."""
 
-    Attributes:
-        answer_timeout: seconds for a question to the Hub.
-        download_timeout: seconds for all files of a commit.
-        max_bytes: bytes of all files of a commit.
-        min_free_bytes: bytes of the disk that stay free.
-        max_commits: commits of a repo that stay in a cache of our own; older ones make room.
-    """
-
-    answer_timeout: float = 30.0
-    download_timeout: float = 1800.0
-    max_bytes: int = 20 << 30
-    min_free_bytes: int = 1 << 30
-    max_commits: int = 4
+    answer_timeout: float = 30.0  # seconds for a question to the Hub
+    download_timeout: float = 1800.0  # seconds for all files of a commit
+    max_bytes: int = 20 << 30  # bytes of all files of a commit
+    min_free_bytes: int = 1 << 30  # bytes of the disk that stay free
+    max_commits: int = 4  # commits of a repo that a cache of our own keeps
 
 
 class HubSource:
@@ -106,21 +83,14 @@ class HubSource:
         cache: Path | None = None,
         limits: HubLimits | None = None,
     ):
-        """Create the source; nothing is requested yet.
-
-        Args:
-            endpoint, token: as of `jaxmodels.fetch`.
-            cache: where commits are kept; the client's usual folder, in which nothing is removed, when None.
-        """
+        """Create the source. Without a ``cache``, it uses the client's usual folder, and removes nothing there."""
         self.limits = limits or HubLimits()
         self._where: Any = {"endpoint": endpoint, "token": token}
         self._cache = Path(cache or jaxmodels.hub_cache())
         self._is_our_cache = cache is not None
 
     async def head(self, repo: str, ref: str | None) -> str:
-        """Return the commit of a branch, tag, commit or pattern of tags (the highest name, numbers compared as
-        numbers).
-        """
+        """Return the commit of a branch, tag or commit, or of the highest tag of a pattern: v10 is higher than v9."""
         if ref is not None and is_pattern(ref):
             tags = {tag: sha for tag, sha in (await self._ask("tags", repo, None)).items() if matches_ref(ref, tag)}
             if not tags:
@@ -129,7 +99,6 @@ class HubSource:
         return await self._ask("head", repo, None if ref is None else ref.removeprefix(BRANCH).removeprefix(TAG))
 
     async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
-        """Return whether a commit is in the history of another; None when that cannot be known."""
         if sha == than:
             return False
         try:
@@ -143,6 +112,7 @@ class HubSource:
         """Fetch by sha in a child process, which compares each file with its hash and removes a file that differs."""
         on_progress("listing")
         loop = asyncio.get_running_loop()
+        where = {**self._where, "cache": self._cache, "largest": self.limits.max_bytes}
 
         def check_files(sizes: Mapping[str, int | None]) -> None:
             _check_complete(f"{repo} at {sha[:12]}", set(sizes))
@@ -155,13 +125,12 @@ class HubSource:
                 if stage.done and stage.done == stage.total:
                     loop.call_soon_threadsafe(on_progress, "verifying")
 
-            where = {**self._where, "cache": self._cache, "largest": self.limits.max_bytes}
-            return jaxmodels.fetch(repo, sha, on_progress=report, on_listing=check_files, **where)
+            folder = jaxmodels.fetch(repo, sha, on_progress=report, on_listing=check_files, **where)
+            if self._is_our_cache:
+                self._prune(folder)
+            return folder
 
-        folder = await self._call_hub(repo, sha, download, self.limits.download_timeout)
-        if self._is_our_cache:
-            await self._call_hub(repo, sha, lambda check: self._prune(folder), self.limits.download_timeout)
-        return folder
+        return await self._call_hub(repo, sha, download, self.limits.download_timeout)
 
     def _check_space(self, repo: str, sha: str, sizes: Mapping[str, int]) -> None:
         self._cache.mkdir(parents=True, exist_ok=True)
@@ -169,11 +138,8 @@ class HubSource:
         needed = sum(size for name, size in sizes.items() if not (folder / name).exists())
         free = shutil.disk_usage(self._cache).free
         if needed and needed + self.limits.min_free_bytes > free:
-            raise SourceError(
-                "disk",
-                f"{repo} at {sha[:12]}: needs {needed} bytes and {self.limits.min_free_bytes} kept free, "
-                f"{free} are free; make room",
-            )
+            text = f"needs {needed} bytes and {self.limits.min_free_bytes} kept free, {free} are free; make room"
+            raise SourceError("disk", f"{repo} at {sha[:12]}: {text}")
 
     def _prune(self, newest: Path) -> None:
         """Remove the oldest commits of a repository, and the files that no other commit has."""
@@ -187,10 +153,8 @@ class HubSource:
                 blob.unlink(missing_ok=True)
 
     async def _ask(self, asked: Any, repo: str, revision: str | None) -> Any:
-        def ask(check: Callable[[str], None]) -> Any:
-            return jaxmodels.ask_hub(asked, repo, revision, on_progress=check, **self._where)
-
-        return await self._call_hub(repo, revision, ask, self.limits.answer_timeout)
+        ask = partial(jaxmodels.ask_hub, asked, repo, revision, **self._where)
+        return await self._call_hub(repo, revision, lambda check: ask(on_progress=check), self.limits.answer_timeout)
 
     async def _call_hub(
         self, repo: str, ref: str | None, call: Callable[[Callable[[str], None]], Result], seconds: float
@@ -227,22 +191,12 @@ def _find_missing(names: Collection[str]) -> list[str]:
 
 
 def _check_complete(repo: str, names: set[str]) -> None:
-    """Raise when files are missing that every policy needs.
-
-    Args:
-        names: all files there are.
-
-    Raises:
-        SourceError: ``denied_file`` when its weights would run code, else ``incomplete``.
-    """
+    """Raise SourceError if files that every policy needs are missing, or are pickles."""
     missing = _find_missing(names)
     pickles = sorted(name for name in names if name.endswith(PICKLES))
     if _WEIGHTS in missing and pickles:
-        raise SourceError(
-            "denied_file",
-            f"{repo}: its weights are in {', '.join(pickles)}, which may run code when loaded; "
-            "wanted model.safetensors: convert and push them",
-        )
+        text = f"its weights are in {', '.join(pickles)}, which may run code when loaded; wanted model.safetensors"
+        raise SourceError("denied_file", f"{repo}: {text}: convert and push them")
     if missing:
         raise SourceError("incomplete", f"{repo}: {' and '.join(missing)} missing; push all files of the policy")
 
@@ -447,32 +401,3 @@ def _hash_of(folder: Path, content: Callable[[Path], str]) -> str:
     for name in list_policy_files(folder):
         digest.update(f"{content(folder / name)}  {name}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:40]
-
-
-class RefTracker:
-    """Resolves the heads of followed refs."""
-
-    def __init__(self, sources: Callable[[str], Source]):
-        """Use these sources; ``sources`` gives the source of a repo."""
-        self._sources = sources
-        self._unknown: set[Target] = set()
-
-    async def get_head(self, target: Target) -> str | None:
-        """Return the commit that a ref points to, or None when it cannot be known now."""
-        what = f"{target.repo} at {target.ref!r}"
-        try:
-            head = await self._sources(target.repo).head(target.repo, target.ref)
-        except SourceError as error:
-            if target not in self._unknown:
-                self._unknown.add(target)
-                logger.warning("the head of %s is not known; further failures are not logged: %s", what, error)
-            return None
-        except Exception:
-            if target not in self._unknown:
-                self._unknown.add(target)
-                logger.exception("reading the head of %s crashed", what)
-            return None
-        if target in self._unknown:
-            self._unknown.discard(target)
-            logger.info("the head of %s is known again", what)
-        return head

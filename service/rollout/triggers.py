@@ -1,7 +1,6 @@
 """Triggers: webhook deliveries and polls, debounced into refs whose head is looked at again."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,17 +29,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Interpretation:
-    """Effect of a webhook delivery on the sessions.
+    """Effect of a webhook delivery on the sessions."""
 
-    Attributes:
-        targets: refs whose head is to be checked.
-        alert: code and text for people if a followed repo was moved, deleted or made private.
-        ignored: why the delivery has no effect, or None.
-    """
-
-    targets: tuple[Target, ...] = ()
-    alert: tuple[str, str] | None = None
-    ignored: str | None = None
+    targets: tuple[Target, ...] = ()  # refs whose head is to be checked
+    alert: tuple[str, str] | None = None  # code and text if a followed repo was moved, deleted or made private
+    ignored: str | None = None  # why the delivery has no effect
 
 
 def is_pattern(ref: str) -> bool:
@@ -91,21 +84,15 @@ MAX_DELIVERY_IDS = 100
 
 @dataclass(frozen=True)
 class Trigger:
-    """A ref whose head is to be checked, and the cause.
-
-    Attributes:
-        kind: ``webhook`` if any delivery caused it, else ``poll`` or ``folder``.
-        webhook_id: of the last delivery.
-        delivery_ids: unique, in the order of arrival; the newest `MAX_DELIVERY_IDS`.
-    """
+    """A ref whose head is to be checked, and the cause."""
 
     target: Target
-    kind: str
-    webhook_id: str | None = None
-    delivery_ids: tuple[str, ...] = ()
+    kind: str  # ``webhook`` if any delivery caused it, else ``poll`` or ``folder``
+    webhook_id: str | None = None  # webhook of the last delivery
+    delivery_ids: tuple[str, ...] = ()  # unique, in the order of arrival; the newest `MAX_DELIVERY_IDS`
 
     def merge(self, earlier: "Trigger | None") -> "Trigger":
-        """Merge this one with an earlier one of the same ref."""
+        """Merge this trigger with an earlier trigger of the same ref."""
         if earlier is None:
             return self
         kind = "webhook" if "webhook" in (self.kind, earlier.kind) else self.kind
@@ -160,45 +147,32 @@ class Debounce:
 
 
 class TriggerQueue:
-    """Debounced queue of triggers; any thread may put."""
+    """Debounced queue of triggers."""
 
     def __init__(self, quiet: float, longest: float, now: Callable[[], float]):
-        """Create it empty, as `Debounce`, with this clock."""
-        self._incoming: deque[Trigger] = deque()
         self._debounce = Debounce(quiet, longest)
         self._now = now
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._has_incoming = asyncio.Event()
 
     @property
     def is_empty(self) -> bool:
         """Whether no trigger is held."""
-        return not self._incoming and self._debounce.next_at() is None
+        return self._debounce.next_at() is None
 
     def put(self, trigger: Trigger) -> None:
-        """Add a trigger, from any thread, without waiting."""
-        self._incoming.append(trigger)
-        loop = self._loop
-        if loop is not None:
-            with suppress(RuntimeError):  # it has ended meanwhile
-                loop.call_soon_threadsafe(self._has_incoming.set)
+        """Add a trigger without waiting."""
+        self._debounce.add(trigger, self._now())
+        self._has_incoming.set()
 
     async def wait_for_due(self) -> Sequence[Trigger]:
         """Wait for triggers that are due, and return them."""
-        self._loop = asyncio.get_running_loop()
-        try:
-            while True:
-                self._has_incoming.clear()
-                while self._incoming:
-                    self._debounce.add(self._incoming.popleft(), self._now())
-                if ripe := self._debounce.due(self._now()):
-                    return ripe
-                at = self._debounce.next_at()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(None if at is None else max(0.0, at - self._now())):
-                        await self._has_incoming.wait()
-        finally:
-            self._loop = None
+        while not (ripe := self._debounce.due(self._now())):
+            self._has_incoming.clear()
+            at = self._debounce.next_at()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if at is None else max(0.0, at - self._now())):
+                    await self._has_incoming.wait()
+        return ripe
 
 
 class Retries:

@@ -53,15 +53,7 @@ FLUSH_TIMEOUT = 1.0
 
 
 class Webhooks:
-    """Receiver of webhook deliveries, and registry of this server's own webhooks. Nothing runs before the app starts.
-
-    Attributes:
-        receiver: receives deliveries at ``/webhooks/policies``.
-        registry: this server's own webhooks, or None without them.
-
-    Raises:
-        SettingsError: a file that the settings name cannot be used.
-    """
+    """Receiver of deliveries (``receiver``), registry of this server's webhooks (``registry``), and policy updates."""
 
     def __init__(
         self, updates: UpdateSettings, webhooks: WebhookSettings, policies: PolicySettings, origins: Sequence[str]
@@ -98,11 +90,10 @@ class Webhooks:
     def _make_registry(self) -> Registry:
         settings = self._settings
         tokens = read_secrets("registry_token_file", settings.registry_token_file)
-        if not tokens:
-            if self._state is None:
-                raise SettingsError(
-                    "registry: it needs a token; set registry_token_file, or state to a folder where one can be kept"
-                )
+        if not tokens and self._state is None:
+            text = "it needs a token; set registry_token_file, or state to a folder where one can be kept"
+            raise SettingsError(f"registry: {text}")
+        if not tokens and self._state is not None:
             token, path = load_registry_token(self._state)
             tokens = (token,)
             logger.info("the token that manages the webhooks of this server is in %s", path)
@@ -119,15 +110,9 @@ class Webhooks:
 
     def build_blueprints(self) -> Sequence[Blueprint]:
         """Build the routes that receive deliveries, a page about them at ``/webhooks``, and the list of events."""
-        pages = pages_of(
-            self.receiver,
-            links={"API": "/docs", "Health": "/health", "Policy updates": "/deployments"},
-            when_open=WHEN_OPEN,
-        )
+        links = {"API": "/docs", "Health": "/health", "Policy updates": "/deployments"}
+        pages = pages_of(self.receiver, links=links, when_open=WHEN_OPEN)
         events = events_of(self.receiver, lambda: self.receiver.settings.secrets, is_allowed=_may_see_events)
-        return self._build_receiver_blueprint(), pages, events
-
-    def _build_receiver_blueprint(self) -> Blueprint:
         blueprint = self.receiver.blueprint()
         origins = Origins(self._origins)
 
@@ -138,7 +123,7 @@ class Webhooks:
             detail = "No webhook secret is set, so only this machine may deliver; set WEBHOOK_SECRET and restart"
             return json_response({"detail": detail, "code": "no_secret"}, 403)
 
-        return blueprint
+        return blueprint, pages, events
 
     async def _handle_push(self, payload: WebhookPayload, event: Event) -> dict[str, object]:
         """Handle a delivery of the Hub: check the heads that sessions follow."""
@@ -156,28 +141,22 @@ class Webhooks:
 
     @asynccontextmanager
     async def open_updates(self, sessions: Sessions) -> AsyncIterator[Deployments]:
-        """Deploy pushes to sessions as long as the context lasts."""
+        """Deploy pushes to sessions until the context ends."""
         settings = self._updates
-        rollout = Rollout(
-            sessions,
-            RolloutSettings(
-                limits=GateLimits(difference=settings.update_difference, slow=settings.update_slow),
-                fade=settings.update_fade,
-                swap_timeout=settings.update_patience,
-                probation=ProbationSettings(
-                    seconds=settings.update_probation, still_timeout=settings.update_patience, step=settings.update_step
-                ),
-            ),
+        patience = settings.update_patience
+        probation = ProbationSettings(
+            seconds=settings.update_probation, still_timeout=patience, step=settings.update_step
         )
+        limits = GateLimits(difference=settings.update_difference, slow=settings.update_slow)
         deployments = Deployments(
             sources=self._source,
-            rollout=rollout,
+            rollout=Rollout(sessions, RolloutSettings(limits, settings.update_fade, patience, probation)),
             database=self._file("deployments.sqlite3"),
             settings=DeploymentSettings(
                 quiet=settings.update_quiet,
                 longest=settings.update_latest,
                 poll=settings.update_poll or None,
-                swapping=settings.update_patience + 30,
+                swapping=patience + 30,
             ),
             on_event=lambda event, about: self.publish(f"session.{event}", about),
         )
@@ -210,10 +189,17 @@ class Webhooks:
 
         def load_and_name(path: str, revision: str | None = None, /, **more: Any) -> Policy:
             if more.get("like") is not None:
-                return load(path, revision, **more)  # an update: its commit is known and was checked
+                return load(path, revision, **more)  # The commit of an update was checked before.
             self._is_from_folder[os.path.expanduser(path)] = is_folder(path)
             policy = self._load_named(load, path, revision, more)
-            self._check_quarantine(path, policy.commit)
+            deployments, commit = self._deployments, policy.commit
+            if deployments is None or commit is None:
+                return policy
+            if one := deployments.quarantine.get(os.path.expanduser(path), commit):
+                raise PolicyError(
+                    f"{commit} is in quarantine ({one.reason}: {one.text}); push another one, make the session with "
+                    f"the revision of a good one, or DELETE /quarantine/{commit} first"
+                )
             return policy
 
         return load_and_name
@@ -221,7 +207,10 @@ class Webhooks:
     def _load_named(self, load: LoadPolicy, path: str, revision: str | None, more: Mapping[str, Any]) -> Policy:
         if not is_folder(path):
             if revision is not None and is_pattern(revision):
-                revision = self._resolve_pattern(path, revision)
+                try:
+                    revision = asyncio.run(self._hub.head(path, revision))
+                except HooksError as error:
+                    raise HubError(str(error)) from error
             return load(path, revision, **more)
         before = _read_file_states(path)
         policy = load(path, revision, **more)
@@ -233,27 +222,11 @@ class Webhooks:
         policy.commit = content if before == _read_file_states(path) else None
         return policy
 
-    def _check_quarantine(self, path: str, commit: str | None) -> None:
-        deployments = self._deployments
-        if deployments is None or commit is None:
-            return
-        if one := deployments.quarantine.get(os.path.expanduser(path), commit):
-            raise PolicyError(
-                f"{commit} is in quarantine ({one.reason}: {one.text}); push another one, make the session with the "
-                f"revision of a good one, or DELETE /quarantine/{commit} first"
-            )
-
-    def _resolve_pattern(self, repo: str, pattern: str) -> str:
-        try:
-            return asyncio.run(self._hub.head(repo, pattern))
-        except HooksError as error:
-            raise HubError(str(error)) from error
-
     async def _watch_folders(self, sessions: Sessions, deployments: Deployments) -> None:
         """Check the policy folders that sessions follow, and deploy a folder whose files changed."""
         seen: dict[str, object] = {}
         while True:
-            followed = {_expand(one.new.policy_path) for one in sessions.list() if one.new.auto_update != "off"}
+            followed = _list_followed(sessions)
             for folder in filter(is_folder, followed):
                 look = await asyncio.to_thread(_read_file_states, folder)
                 if folder in seen and seen[folder] != look:
@@ -308,8 +281,8 @@ def is_folder(path: str) -> bool:
     return bool(path) and os.path.isdir(os.path.expanduser(path))
 
 
-def _expand(path: str) -> str:
-    return os.path.expanduser(path)
+def _list_followed(sessions: Sessions) -> set[str]:
+    return {os.path.expanduser(one.new.policy_path) for one in sessions.list() if one.new.auto_update != "off"}
 
 
 def _read_file_states(folder: str) -> object:

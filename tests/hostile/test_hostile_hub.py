@@ -2,15 +2,20 @@
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
 
-from jaxmodels import hub
+from jaxmodels import hub, hub_process
 from jaxmodels.errors import HubError
 from service.rollout.sources import FolderSource, SourceError
 from tests.testing.stub_hub import StubHub
@@ -166,8 +171,9 @@ def test_a_revision_is_no_path(fetch, stub: StubHub, tmp_path: Path, revision: s
 def test_a_commit_that_comes_between_listing_and_fetching_is_not_mixed_in(fetch, stub: StubHub) -> None:
     first = stub.head("someone/arm")
 
-    def push(word: str) -> None:
-        if stub.head("someone/arm") == first:
+    def push(progress: Any) -> None:
+        # The total is 0 until the listing has arrived.
+        if progress.total and stub.head("someone/arm") == first:
             stub.push("someone/arm", {"model.safetensors": b"another"})
 
     folder = fetch(on_progress=push)
@@ -182,6 +188,39 @@ def test_what_a_killed_download_left_is_compared_before_it_is_used(fetch, stub: 
     note.unlink()  # killed between the last byte and the comparison
     (folder / "model.safetensors").resolve().write_bytes(b"half")
     assert (fetch() / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+@pytest.mark.parametrize("event", ["crash", "variable"])
+def test_process_of_the_hub_is_kept_and_replaced(stub: StubHub, monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+    def ask() -> int:
+        assert hub.ask_hub("head", "someone/arm", endpoint=stub.url) == stub.head("someone/arm")
+        assert hub_process._server is not None
+        return hub_process._server._process.pid
+
+    first = ask()
+    assert ask() == first
+    if event == "crash":
+        os.kill(first, signal.SIGKILL)
+    else:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert ask() != first
+
+
+def test_process_of_the_hub_ends_with_its_parent(stub: StubHub) -> None:
+    program = """if True:
+        import os, sys
+        from jaxmodels import hub, hub_process
+        hub.ask_hub("head", "someone/arm", endpoint=sys.argv[1])
+        print(hub_process._server._process.pid, flush=True)
+        os.kill(os.getpid(), 9)"""
+    ended = subprocess.run([sys.executable, "-c", program, stub.url], stdout=subprocess.PIPE, check=False)
+    wait_until(lambda: not is_running(int(ended.stdout)), PROMPT)
+
+
+def is_running(pid: int) -> bool:
+    with suppress(OSError):
+        return b"hub_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 class Unwanted(Exception):
