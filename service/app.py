@@ -1,5 +1,6 @@
 """Builds the Sanic app from settings."""
 
+import asyncio
 import json
 import platform
 import secrets
@@ -70,6 +71,7 @@ from service.threads import Worker
 from service.transport.address import AddressRules, Destinations
 from service.transport.client.room_keys import RoomKeys
 from service.transport.link import Transport
+from service.transport.protocol import build_validators
 from service.transport.server.app import TransportSettings, add_transport
 
 if TYPE_CHECKING:
@@ -119,7 +121,8 @@ def _prepare_rooms_transport(app: App, destinations: Destinations | None) -> Cal
     return create
 
 
-# Modules that take 0.3 s to import, and are first used by sessions, deliveries of webhooks and `/debug/system`.
+# Modules that take 0.3 s to import. Sessions, deliveries of webhooks and `/debug/system` use them first.
+LOAD_DELAY = 0.05  # seconds after the start of the server
 LATE_MODULES = ("service.transport.client.rooms_link", "hooks.registry.http_delivery", "psutil")
 
 
@@ -128,6 +131,8 @@ def _import_late_modules() -> None:
     with pause_garbage_collection():
         for name in LATE_MODULES:
             import_module(name)
+        from jaxmodels.data import decode_picture  # noqa: F401
+    build_validators()
 
 
 def read_versions() -> dict[str, str]:
@@ -340,7 +345,8 @@ def register_lifespan(
 
     @app.after_server_start
     async def load_transport(app: App) -> None:
-        transport.load()
+        # An import on another thread would delay the rest of the start.
+        asyncio.get_running_loop().call_later(LOAD_DELAY, transport.load)
 
     @app.before_server_stop
     async def close_all(app: App) -> None:

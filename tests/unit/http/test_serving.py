@@ -156,7 +156,7 @@ def test_a_loop_that_is_blocked_after_a_pause_is_both() -> None:
 
 
 # Each takes time to import, and the first request that needs it comes after the start.
-LATE = "jax aiohttp aiortc av cryptography huggingface_hub jwt psutil"
+LATE = "jax aiohttp aiortc av cryptography hooks.registry.registry huggingface_hub jaxtyping jwt psutil PIL"
 
 
 def test_a_server_listens_before_it_imports_large_modules() -> None:
