@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import base64
 import io
+import os
 import socket
 import statistics
 import subprocess
@@ -172,9 +173,10 @@ def wait_for(port: int, within: float = 60.0) -> None:
 
 
 def help_time() -> float:
-    """Seconds of ``robojax --help``."""
+    """Return the seconds that ``robojax --help`` takes."""
     began = time.monotonic()
-    subprocess.run([sys.executable, "-m", "robojax.cli", "--help"], capture_output=True, check=True, cwd=ROOT)
+    command, env = [sys.executable, "-m", "robojax.cli", "--help"], os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+    subprocess.run(command, capture_output=True, check=True, cwd=ROOT, env=env)
     return time.monotonic() - began
 
 

@@ -35,7 +35,8 @@ class Child:
             stderr=self.errors,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env or {}),
+            # An installed package has compiled files, also where a container does not write any.
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": ""} | dict(env or {}),
         )
 
     def line(self) -> str:

@@ -1,21 +1,24 @@
 """Builds the Sanic app from settings."""
 
+import asyncio
 import json
 import platform
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sanic import Sanic
 
 from hooks.addresses import describe_danger, unwrap_ipv4
 from hooks.database import Database
 from hooks.errors import StoreError
-from hooks.registry.delivery import PinnedResolver, resolve_host
+from hooks.registry.delivery import resolve_host
 from service.api import pages
 from service.api.blueprint import (
     API_ROUTES,
@@ -50,6 +53,7 @@ from service.inference.policy_sources import (
 from service.inference.progress import LoadDurations
 from service.logging import RecentLogs, capture_logs
 from service.loop_watchdog import LoopWatchdog
+from service.processes import pause_garbage_collection
 from service.recording.recordings import Recordings
 from service.reloading_file import FileUnusable
 from service.rollout.webhooks import Webhooks
@@ -66,22 +70,35 @@ from service.streaming.direct_transport import TransportByUrl
 from service.threads import Worker
 from service.transport.address import AddressRules, Destinations
 from service.transport.client.room_keys import RoomKeys
-from service.transport.client.rooms_link import RoomsTransport
 from service.transport.link import Transport
+from service.transport.protocol import build_validators
 from service.transport.server.app import TransportSettings, add_transport
+
+if TYPE_CHECKING:
+    from hooks.registry.http_delivery import PinnedResolver
 
 
 def _create_destinations(app: App) -> Destinations:
     """Create the rules of `transport_hosts`; raises SettingsError if one of them cannot be used."""
-    rules = AddressRules(describe_danger, unwrap_ipv4, resolve_host, PinnedResolver)
+    rules = AddressRules(describe_danger, unwrap_ipv4, resolve_host, _create_resolver)
     try:
         return Destinations(app.ctx.settings.transport.transport_hosts, rules, lambda: app.config.get("OWN_PORT"))
     except ValueError as error:
         raise SettingsError(f"transport_hosts: {error}") from error
 
 
-def _create_rooms_transport(app: App, destinations: Destinations | None) -> RoomsTransport:
-    """Create the transport over the RobotHub wire; raises SettingsError if the file of room keys cannot be used."""
+def _create_resolver(host: str, addresses: Sequence[str]) -> "PinnedResolver":
+    from hooks.registry.http_delivery import PinnedResolver
+
+    return PinnedResolver(host, addresses)
+
+
+def _prepare_rooms_transport(app: App, destinations: Destinations | None) -> Callable[[], Transport]:
+    """Return a function that creates the transport over the RobotHub wire.
+
+    Raises:
+        SettingsError: the file of room keys cannot be used.
+    """
     settings, named = app.ctx.settings, app.ctx.settings.access.transport_key_file
     keys = RoomKeys(
         app.ctx.guard.admissions.own,
@@ -94,8 +111,28 @@ def _create_rooms_transport(app: App, destinations: Destinations | None) -> Room
         keys.check()
     except FileUnusable as error:
         raise SettingsError(f"transport_key_file: {error}") from error
-    ice_servers = settings.transport.ice_servers
-    return RoomsTransport(ice_servers=ice_servers, destinations=destinations, keys=keys)
+
+    def create() -> Transport:
+        _import_late_modules()
+        from service.transport.client.rooms_link import RoomsTransport
+
+        return RoomsTransport(ice_servers=settings.transport.ice_servers, destinations=destinations, keys=keys)
+
+    return create
+
+
+# Modules that take 0.3 s to import. Sessions, deliveries of webhooks and `/debug/system` use them first.
+LOAD_DELAY = 0.05  # seconds after the start of the server
+LATE_MODULES = ("service.transport.client.rooms_link", "hooks.registry.http_delivery", "psutil")
+
+
+@cache
+def _import_late_modules() -> None:
+    with pause_garbage_collection():
+        for name in LATE_MODULES:
+            import_module(name)
+        from jaxmodels.data import decode_picture  # noqa: F401
+    build_validators()
 
 
 def read_versions() -> dict[str, str]:
@@ -164,12 +201,15 @@ def create_app(
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
         app.blueprint(webhooks.registry.blueprint())
     destinations = None if transport else _create_destinations(app)
-    rooms_transport = transport or _create_rooms_transport(app, destinations)
+    by_url = TransportByUrl(
+        context.stream_clients.direct,
+        _prepare_rooms_transport(app, destinations) if transport is None else lambda: transport,
+    )
     register_lifespan(
         app,
         source=source,
         shared=shared,
-        transport=TransportByUrl(context.stream_clients.direct, rooms_transport),
+        transport=by_url,
         load=context.source_rules.guard_loader(webhooks.identify_commits(load or source.load)),
         load_model=load_model,
         webhooks=webhooks,
@@ -253,7 +293,7 @@ def register_lifespan(
     *,
     source: EngineSource,
     shared: SharedDatabase,
-    transport: Transport,
+    transport: TransportByUrl,
     load: LoadPolicy,
     load_model: LoadModel | None,
     webhooks: Webhooks,
@@ -302,6 +342,11 @@ def register_lifespan(
         except BaseException:
             await opened.aclose()
             raise
+
+    @app.after_server_start
+    async def load_transport(app: App) -> None:
+        # An import on another thread would delay the rest of the start.
+        asyncio.get_running_loop().call_later(LOAD_DELAY, transport.load)
 
     @app.before_server_stop
     async def close_all(app: App) -> None:

@@ -113,17 +113,20 @@ class Commands(TyperGroup):
     _is_listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names of all commands, in the order of the table."""
+        """Return the names of all commands, in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of this name; while help is printed, a stub with its one line."""
+        """Return the command of this name; while help is printed, a stub with its one-line summary."""
         if cmd_name not in COMMANDS:
             return None
         module, attribute, summary = COMMANDS[cmd_name]
         if self._is_listing:
             return TyperCommand(cmd_name, help=summary)
-        loaded = getattr(import_module(module), attribute)
+        from service.processes import pause_garbage_collection
+
+        with pause_garbage_collection():
+            loaded = getattr(import_module(module), attribute)
         if not isinstance(loaded, typer.Typer):
             app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             app.command(cmd_name)(loaded)

@@ -27,10 +27,12 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     """
     import logging
 
-    from service.engines.launch import launch_engine
-    from service.http.server import CannotListen, listen, run
-    from service.logging import configure_logging
     from service.processes import pause_garbage_collection
+
+    with pause_garbage_collection():
+        from service.engines.launch import launch_engine
+        from service.http.server import CannotListen, listen, run
+        from service.logging import configure_logging
 
     settings = settings_or_end(flags, config).with_state()
     server = settings.server

@@ -8,7 +8,6 @@ import threading
 import time
 from typing import Any
 
-import psutil
 from sanic import HTTPResponse
 
 from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions, session_response
@@ -77,6 +76,8 @@ async def get_session_queue_info(request: Request, session_id: str) -> HTTPRespo
 
 async def get_system_info(request: Request) -> HTTPResponse:
     """The process and the machine."""
+    import psutil
+
     context = request.app.ctx
     rooms = None
     if context.room_table is not None:

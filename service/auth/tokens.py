@@ -3,10 +3,9 @@
 import hashlib
 import secrets
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import jwt
 
 from service.auth.caller import Admission, Caller, Role
 from service.reloading_file import FileUnusable, ReloadingFile, write_private_file
@@ -51,6 +50,8 @@ class Tokens:
         Raises:
             BadToken: it would not be let in: it lives too long, or the name cannot be used.
         """
+        import jwt
+
         begins = int(now)
         claims = {"sub": name, "role": str(role), "iss": ISSUER, "aud": AUDIENCE, "iat": begins}
         token = jwt.encode(
@@ -69,6 +70,8 @@ class Tokens:
             BadToken: the token has no signature of this secret and algorithm, lacks a claim, has expired, is not valid
                 yet, or lives too long.
         """
+        import jwt
+
         if len(token) > MAX_TOKEN or not token.isascii():
             raise BadToken("it is no token")
         try:
@@ -159,6 +162,7 @@ class SecretFile:
                 f"has a secret of {len(secret)} bytes; wanted at least {MIN_SECRET}, as "
                 "`python -c 'import secrets; print(secrets.token_urlsafe(48))'` makes"
             )
+        import_module("jwt")  # It takes 40 ms, for which a request would delay robots.
         return Tokens(secret, self._max_lifetime)
 
 

@@ -40,11 +40,10 @@ MAX_CHILDREN = 8
 POLL_INTERVAL = 0.05
 # What a child may write; of what a policy needs, a few thousand bytes.
 _MAX_OUTPUT = 1 << 18
-# Limits are set before other imports. The child ends with its parent's thread, or where that signal does not exist,
-# when its input is closed.
-_PRELUDE = f"""
-import ctypes, os, resource, signal, sys, threading
-{inspect.getsource(exit_with_parent)}
+# Begins the program of a child: the source of `exit_with_parent` goes between these two parts. Limits are set before
+# other imports. The child ends with its parent's thread; where that signal does not exist, when its input is closed.
+_IMPORTS = "import ctypes, os, resource, signal, sys, threading\n"
+_PRELUDE = """
 parent, memory, most, seconds, file_size = map(int, sys.argv[1:6])
 exit_with_parent(parent, signal.SIGKILL)
 def end_when_alone():
@@ -230,9 +229,10 @@ class CheckpointSandbox:
     ) -> subprocess.Popen[bytes]:
         paths = [str(Path(jaxmodels.__file__).parents[1]), *filter(None, sys.path)]
         limits = (os.getpid(), self._memory, memory, int(seconds) + 1, _MAX_OUTPUT)
+        program = _IMPORTS + inspect.getsource(exit_with_parent) + _PRELUDE + self._program
         return subprocess.Popen(
             [
-                *(sys.executable, "-I", "-S", "-c", _PRELUDE + self._program),
+                *(sys.executable, "-I", "-S", "-c", program),
                 *(*map(str, limits), "\x1f".join(paths), json.dumps({**request, "hub_cache": str(hub_cache())})),
             ],
             stdin=subprocess.PIPE,  # nothing is written: it ends when the child is alone

@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sanic import Blueprint, HTTPResponse, Request
 
@@ -16,7 +16,6 @@ from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.inbox import Event
 from hooks.receiver.receiver import Receiver
-from hooks.registry.registry import Registry, RegistrySettings
 from hooks.server.event_routes import build_blueprint as events_of
 from hooks.server.event_routes import is_local_request
 from hooks.server.pages import build_blueprint as pages_of
@@ -37,6 +36,9 @@ from service.rollout.triggers import is_pattern
 from service.sessions.store import Sessions
 from service.setting_types import SettingsError
 from service.state import StateTaken, load_registry_token, read_secrets, state_folder
+
+if TYPE_CHECKING:
+    from hooks.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,9 @@ class Webhooks:
     def _file(self, name: str) -> Path | None:
         return None if self._state is None else self._state / name
 
-    def _make_registry(self) -> Registry:
+    def _make_registry(self) -> "Registry":
+        from hooks.registry.registry import Registry, RegistrySettings  # Most servers have none, and it takes 20 ms.
+
         settings = self._settings
         tokens = read_secrets("registry_token_file", settings.registry_token_file)
         if not tokens and self._state is None:
@@ -259,7 +263,7 @@ class Webhooks:
                 logger.error("%d events of sessions were not saved in time", self._events.qsize())
             publishing.cancel()
 
-    async def _publish_events(self, registry: Registry) -> None:
+    async def _publish_events(self, registry: "Registry") -> None:
         while True:
             event, payload = await self._events.get()
             try:

@@ -1,12 +1,14 @@
 """Transport of sessions whose clients call this server directly, without rooms."""
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from service.sessions.request import DIRECT
+from service.threads import call_in_thread
 from service.transport.link import (
     CreatedRooms,
     Inbox,
@@ -142,19 +144,34 @@ class DirectTransport:
 
 
 class TransportByUrl:
-    """``Transport`` that selects `DirectTransport` or rooms by the URL."""
+    """``Transport`` that chooses by the URL: `DirectTransport` for direct sessions, rooms for the others.
 
-    def __init__(self, direct: DirectTransport, rooms: Transport):
+    Args:
+        create_rooms: imports and creates the transport over rooms; called once, on a thread.
+    """
+
+    def __init__(self, direct: DirectTransport, create_rooms: Callable[[], Transport]):
         self._direct = direct
-        self._rooms = rooms
+        self._create_rooms = create_rooms
+        self._rooms: asyncio.Future[Transport] | None = None
 
-    def connect(self, url: str, **options: Any) -> AbstractAsyncContextManager[Link]:
-        """Connect with the transport of the URL."""
-        return self._choose(url).connect(url, **options)
+    def load(self) -> asyncio.Future[Transport]:
+        """Return the future of the transport over rooms, which the first call begins to create."""
+        if self._rooms is None:
+            self._rooms = call_in_thread(self._create_rooms, "import of rooms")
+        return self._rooms
+
+    @asynccontextmanager
+    async def connect(self, url: str, **options: Any) -> AsyncIterator[Link]:
+        """Connect with the transport that the URL asks for."""
+        async with (await self._choose(url)).connect(url, **options) as link:
+            yield link
 
     async def remove_empty_rooms(self, url: str, **options: Any) -> Sequence[str]:
-        """Remove rooms with the transport of the URL."""
-        return await self._choose(url).remove_empty_rooms(url, **options)
+        """Remove rooms with the transport that the URL asks for."""
+        return await (await self._choose(url)).remove_empty_rooms(url, **options)
 
-    def _choose(self, url: str) -> Transport:
-        return self._direct if url == DIRECT else self._rooms
+    async def _choose(self, url: str) -> Transport:
+        # Direct sessions wait, too, because an import on another thread delays ticks.
+        rooms = await asyncio.shield(self.load())
+        return self._direct if url == DIRECT else rooms

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmodels.data import decode_picture
+from jaxmodels import data
 from jaxmodels.errors import PictureError
 from jaxmodels.types import FRAME_SIDE, describe_channels
 from service.control.joints import OUT_OF_RANGE_SHARE, JointTable
@@ -60,7 +60,7 @@ def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -
         file = decode_base64(camera, file)
     try:
         _check_parts(file)
-        return decode_picture(file, lambda height, width: _check_size(camera, height, width, max_pixels))
+        return data.decode_picture(file, lambda height, width: _check_size(camera, height, width, max_pixels))
     except ServiceError:
         raise
     except PictureError as error:

@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import aiohttp
-from aiohttp.abc import AbstractResolver
-
 from service.errors import InvalidRequest, TransportError
+
+if TYPE_CHECKING:
+    import aiohttp
+    from aiohttp.abc import AbstractResolver
 
 _SCHEMES = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
 
@@ -103,7 +105,7 @@ class AddressRules:
     forbidden_reason: Callable[[IpAddress], str | None]
     embedded_addresses: Callable[[IpAddress], Sequence[IpAddress]]
     resolve: Callable[[str, int], Awaitable[Sequence[str]]]
-    create_resolver: Callable[[str, Sequence[str]], AbstractResolver]
+    create_resolver: Callable[[str, Sequence[str]], "AbstractResolver"]
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,14 @@ class Destinations:
             self._check(host, port, ipaddress.ip_address(text.partition("%")[0]))
         return host, addresses
 
-    async def create_connector(self, url: str) -> aiohttp.TCPConnector:
+    async def create_connector(self, url: str) -> "aiohttp.TCPConnector":
         """Create an aiohttp connector that connects to the checked addresses of a URL and to nothing else.
 
         Raises:
             InvalidRequest, TransportError: as ``resolve_addresses``.
         """
+        import aiohttp
+
         host, addresses = await self.resolve_addresses(url)
         return aiohttp.TCPConnector(resolver=self._rules.create_resolver(host, addresses), use_dns_cache=False)
 

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, GetPydanticSchema, PlainValidator, TypeAdapter, ValidationError
@@ -391,11 +392,11 @@ def parse_message(raw: str | bytes) -> Message:
     kind = content.get("type")
     if not isinstance(kind, str):
         return Unknown(None if kind is None else repr(kind)[:MAX_NAME])
-    if kind not in _ADAPTERS:
+    if kind not in _FORMS:
         return Unknown(kind[:MAX_NAME])
     if not has_finite_numbers and kind != EmergencyStop.type:
         raise WireError(f"{kind} holds a number that is not finite; send finite numbers", kind)
-    return _validate(kind, content, _VIDEO_ERROR if kind == VideoError.type and "code" in content else _ADAPTERS[kind])
+    return _validate(kind, content, VideoError if kind == VideoError.type and "code" in content else _FORMS[kind])
 
 
 def parse_join(raw: str | bytes) -> Join:
@@ -405,7 +406,7 @@ def parse_join(raw: str | bytes) -> Join:
         WireError: not ``{"participant_id": ..., "role": "producer" | "consumer"}``.
     """
     content, _ = _parse_object(raw)
-    return _validate("join", content, _JOIN)
+    return _validate("join", content, Join)
 
 
 def decode(raw: str | bytes, parse_number: Callable[[str], float] = float) -> Any:
@@ -439,19 +440,29 @@ def _parse_object(raw: str | bytes) -> tuple[Json, bool]:
     return content, all(map(math.isfinite, numbers))
 
 
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {
-    form.type: TypeAdapter(form) for form in get_args(Message) if form not in (Unknown, JoinRefused, VideoError)
+_FORMS: dict[str, type] = {
+    form.type: form for form in get_args(Message) if form not in (Unknown, JoinRefused, VideoError)
 }
-_VIDEO_ERROR, _JOIN = TypeAdapter(VideoError), TypeAdapter(Join)
 
 
-def _validate(kind: str, content: Json, adapter: TypeAdapter[Any]) -> Any:
+@cache
+def _build_validator(form: type) -> Any:
+    return TypeAdapter(form).validator
+
+
+def build_validators() -> None:
+    """Build the validators of all messages, which takes 20 ms; later messages do not wait for it."""
+    for form in (*_FORMS.values(), VideoError, Join):
+        _build_validator(form)
+
+
+def _validate(kind: str, content: Json, form: type) -> Any:
     try:
-        return adapter.validator.validate_python(content)
+        return _build_validator(form).validate_python(content)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if not problem["loc"]:  # Pydantic cannot read an unknown key with an unpaired surrogate.
-        return _validate(kind, {key: value for key, value in content.items() if key.isascii()}, adapter)
+        return _validate(kind, {key: value for key, value in content.items() if key.isascii()}, form)
     key = str(problem["loc"][0])
     have = type(content[key]).__name__ if key in content else "nothing"
     # Raised without pydantic's error as the cause, because that error contains the input.

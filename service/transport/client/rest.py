@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import aiohttp
 from pydantic import BeforeValidator, TypeAdapter
 
-from service.errors import InvalidRequest, TransportError
+from service.errors import TransportError
 from service.http.strict_json import loads
 from service.transport.address import Address, Kind
 from service.transport.protocol import MAX_VALUES, is_finite
@@ -183,20 +183,3 @@ class RoomsApi:
             expected = "an object" if expected_type is dict else "an array"
             raise TransportError(f"{what}: expected {expected}, got a JSON {type(answer).__name__}")
         return answer
-
-
-# Header with a session's secret, which limits commands of its robot to the session.
-CLAIM_HEADER = "x-robojax-claim"
-
-
-def auth_headers(key: str | None) -> Mapping[str, str]:
-    """Return the header of an API key or of a bearer token; no header for None.
-
-    Raises:
-        InvalidRequest: the key has characters that no key has.
-    """
-    if key is None:
-        return {}
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise InvalidRequest("the key for the transport server has characters that no key has")
-    return {"authorization": f"Bearer {key}"} if key.count(".") == 2 else {"x-api-key": key}

@@ -15,7 +15,8 @@ from service.errors import TransportError
 from service.transport.address import Address, Kind
 from service.transport.client.camera_rooms import CameraSender
 from service.transport.client.connection import RoomConnection, RoomListener, TransportTimeouts
-from service.transport.client.rest import RedirectRefused, RoomsApi, auth_headers, http_session
+from service.transport.client.rest import RedirectRefused, RoomsApi, http_session
+from service.transport.client.room_keys import auth_headers
 from service.transport.client.rooms_link import run_beside
 from service.transport.link import EmergencyStop, Rooms
 from service.transport.protocol import EmergencyStop as StopMessage

@@ -10,9 +10,23 @@ from service.auth.keys import OwnKey
 from service.errors import InvalidRequest, TransportError
 from service.reloading_file import FileUnusable, ReloadingFile
 from service.transport.address import Address
-from service.transport.client.rest import CLAIM_HEADER, auth_headers
 
 FORBIDDEN_MODE = 0o027
+# Header with a session's secret, which limits commands of its robot to the session; other servers ignore it.
+CLAIM_HEADER = "x-robojax-claim"
+
+
+def auth_headers(key: str | None) -> Mapping[str, str]:
+    """Return the header for an API key or a bearer token; no header for None.
+
+    Raises:
+        InvalidRequest: the key has characters that no key has.
+    """
+    if key is None:
+        return {}
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise InvalidRequest("the key for the transport server has characters that no key has")
+    return {"authorization": f"Bearer {key}"} if key.count(".") == 2 else {"x-api-key": key}
 
 
 class RoomKeys:

@@ -10,8 +10,8 @@ from service.transport.address import Address, Destinations, Kind
 from service.transport.client.camera_rooms import CameraReceiver
 from service.transport.client.connection import JoinRefused, RoomConnection, RoomListener, TransportTimeouts
 from service.transport.client.joint_rooms import JointInputListener, JointOutputListener
-from service.transport.client.rest import CLAIM_HEADER, RoomsApi, http_session
-from service.transport.client.room_keys import RoomKeys
+from service.transport.client.rest import RoomsApi, http_session
+from service.transport.client.room_keys import CLAIM_HEADER, RoomKeys
 from service.transport.link import CreatedRooms, Inbox, JointValue, Rooms
 from service.transport.protocol import JointUpdate, Role, rooms_of
 

@@ -14,7 +14,7 @@ from service.errors import Forbidden
 from service.http.bodies import json_response
 from service.transport import protocol
 from service.transport.address import Kind
-from service.transport.client.rest import CLAIM_HEADER
+from service.transport.client.room_keys import CLAIM_HEADER
 from service.transport.protocol import Role
 from service.transport.server import websocket
 from service.transport.server.bodies import (

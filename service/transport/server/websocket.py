@@ -22,7 +22,7 @@ from service.http.fair_queue import FairQueue
 from service.http.protocol import DeadlineProtocol
 from service.transport import protocol
 from service.transport.address import Kind
-from service.transport.client.rest import CLAIM_HEADER
+from service.transport.client.room_keys import CLAIM_HEADER
 from service.transport.protocol import Json, Message, Role, WireError
 from service.transport.server.bodies import VideoConfig
 from service.transport.server.rooms import (

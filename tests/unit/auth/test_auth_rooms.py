@@ -12,9 +12,8 @@ from service.auth.keys import KeyFile, OwnKey
 from service.errors import TransportError
 from service.reloading_file import FileUnusable
 from service.transport.address import Address
-from service.transport.client.rest import auth_headers
 from service.transport.client.robot import connect_robot
-from service.transport.client.room_keys import RoomKeys
+from service.transport.client.room_keys import RoomKeys, auth_headers
 from service.transport.client.rooms_link import RoomsTransport
 from service.transport.link import Rooms
 from service.transport.server import websocket

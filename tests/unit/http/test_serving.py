@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -13,7 +14,9 @@ from sanic import Sanic
 from service.app import create_app
 from service.http.server import CannotListen, listen, serve_app, url_of
 from service.loop_watchdog import LoopWatchdog
+from service.sessions.request import DIRECT
 from service.settings import Settings
+from service.streaming.direct_transport import DirectTransport, TransportByUrl
 from tests.testing.doubles import MemoryTransport, ScriptedLoader
 from tests.testing.pauses import Pauses
 from tests.testing.rig import body, started
@@ -152,6 +155,32 @@ def test_a_loop_that_is_blocked_after_a_pause_is_both() -> None:
     assert watched.counts == (1, 1)
 
 
-def test_a_server_can_listen_before_jax_is_imported() -> None:
-    code = "import sys, robojax.cli.serve, service.app; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+# Each takes time to import, and the first request that needs it comes after the start.
+LATE = "jax aiohttp aiortc av cryptography hooks.registry.registry huggingface_hub jaxtyping jwt psutil PIL"
+
+
+def test_a_server_listens_before_it_imports_large_modules() -> None:
+    code = (
+        "import sys, robojax.cli.serve, service.http.server; from service.app import create_app; create_app(); "
+        f"print(*set('{LATE}'.split()) & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == []
+
+
+async def test_every_session_waits_for_the_import_of_rooms() -> None:
+    is_imported = threading.Event()
+    transport = TransportByUrl(DirectTransport(), lambda: is_imported.wait() and MemoryTransport())
+    inbox = SimpleNamespace(on_event=lambda event: None)
+
+    async def connect() -> None:
+        async with transport.connect(DIRECT, session_id="arm", cameras=(), workspace_id=None, inbox=inbox):
+            pass
+
+    first, cancelled = asyncio.create_task(connect()), asyncio.create_task(connect())
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+    await asyncio.sleep(0.01)
+    assert (first.done(), cancelled.cancelled()) == (False, True)
+    is_imported.set()
+    await first

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from hooks.addresses import describe_danger, unwrap_ipv4
-from hooks.registry.delivery import PinnedResolver
+from hooks.registry.http_delivery import PinnedResolver
 from service.app import create_app
 from service.errors import InvalidRequest, TransportError
 from service.setting_types import SettingsError

@@ -104,7 +104,7 @@ anything = st.one_of(
         st.sampled_from(
             ["type", "data", "role", "participant_id", "offer", "candidate", "config", "timestamp", "reason"]
         ),
-        st.sampled_from(sorted(protocol._ADAPTERS)) | values,
+        st.sampled_from(sorted(protocol._FORMS)) | values,
     ).map(json.dumps),
 )
 

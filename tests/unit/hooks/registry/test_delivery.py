@@ -24,12 +24,12 @@ from hooks.registry.delivery import (
     WAITS,
     DeliveryRequest,
     Destination,
-    HttpDeliverer,
     Outcome,
     get_wait,
     make_excerpt,
     parse_retry_after,
 )
+from hooks.registry.http_delivery import HttpDeliverer
 from tests.testing.pauses import Pauses
 from tests.testing.target import TargetServer
 
