@@ -57,6 +57,11 @@ class Fleet:
         late = self.meter.worst(since, ways=2)
         assert worst <= STOP + late, f"STOP took {worst:.3f} s; the machine was {late:.3f} s late"
 
+    def check_commands(self, since: float) -> None:
+        """Assert that no command since then was late by more than a period and the lateness of this machine."""
+        gap, late = self.worst_gap(since), self.meter.worst(since, ways=2)
+        assert gap <= 2 * PERIOD + late, f"no command for {gap:.3f} s; the machine was {late:.3f} s late"
+
     async def session(self, name: str) -> dict[str, Any]:
         return await self.call("GET", f"/sessions/{name}")
 
