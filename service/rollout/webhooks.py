@@ -290,14 +290,14 @@ def _list_followed(sessions: Sessions) -> set[str]:
 
 
 def _read_file_states(folder: str) -> object:
-    """Return a value that changes when a file of a folder changes."""
-    found = []
+    """Return a value that changes when a file of a policy's folder changes, or a file in a folder within it."""
+    found, root = [], Path(_expand(folder))
     with suppress(OSError):
-        for entry in os.scandir(os.path.expanduser(folder)):
-            with suppress(OSError):  # removed since it was listed
-                status = entry.stat()
-                found.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
-    return sorted(found)
+        for name in jaxmodels.list_policy_files(root):
+            with suppress(OSError):  # The file was removed after it was listed.
+                status = (root / name).stat()
+                found.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+    return found
 
 
 def _log_crash(task: "asyncio.Task[None]") -> None:

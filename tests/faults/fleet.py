@@ -57,6 +57,11 @@ class Fleet:
         late = self.meter.worst(since, ways=2)
         assert worst <= STOP + late, f"STOP took {worst:.3f} s; the machine was {late:.3f} s late"
 
+    def check_commands(self, since: float) -> None:
+        """Assert that no command since then was late by more than a period and the lateness of this machine."""
+        gap, late = self.worst_gap(since), self.meter.worst(since, ways=2)
+        assert gap <= 2 * PERIOD + late, f"no command for {gap:.3f} s; the machine was {late:.3f} s late"
+
     async def session(self, name: str) -> dict[str, Any]:
         return await self.call("GET", f"/sessions/{name}")
 
@@ -77,6 +82,28 @@ class Fleet:
             for earlier, later in pairwise([since, *(at for at in times if at > since), until])
         )
 
+    async def add_robot(self, stack: AsyncExitStack, **more: Any) -> str:
+        """Add a robot that lives until the stack ends; returns the id of its session."""
+        name, url = f"robot{next(_numbers)}", self.process.url
+        body = {"policy_path": str(SHIPPED), "camera_names": ["front"], "rate": 50.0, **more}
+        found = await self.call("POST", "/sessions", {**body, "session_id": name, "transport_server_url": url})
+        places = ("workspace_id", "camera_room_ids", "joint_input_room_id", "joint_output_room_id")
+        times = self.commands[name] = []
+        robot = living_robot(
+            url,
+            Rooms(*(found[place] for place in places)),
+            on_command=lambda values, at: times.append(time.monotonic()),
+            pose=lambda now: dict.fromkeys(JOINTS, 5 + now % 1),
+        )
+        await stack.enter_async_context(robot)
+        await self.call("POST", f"/sessions/{name}/start")
+        return name
+
+    async def remove_robot(self, name: str) -> None:
+        """Delete a robot's session."""
+        await self.call("DELETE", f"/sessions/{name}")
+        del self.commands[name]
+
 
 @asynccontextmanager
 async def moving_fleet(process: Process, robots: int) -> AsyncIterator[Fleet]:
@@ -85,27 +112,10 @@ async def moving_fleet(process: Process, robots: int) -> AsyncIterator[Fleet]:
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)))
         meter = Meter(lambda: [process.pid])
         made = Fleet(process, http, meter)
-        shared = {"policy_path": str(SHIPPED), "camera_names": ["front"]}
-        await made.call("POST", "/sessions", {**shared, "session_id": "stopped", "transport_server_url": "direct"})
+        stopped = {"session_id": "stopped", "policy_path": str(SHIPPED), "camera_names": ["front"]}
+        await made.call("POST", "/sessions", {**stopped, "transport_server_url": "direct"})
         for _ in range(robots):
-            name = f"robot{next(_numbers)}"
-            body = {**shared, "session_id": name, "transport_server_url": process.url, "rate": 50.0}
-            rooms = await made.call("POST", "/sessions", body)
-            times = made.commands[name] = []
-            await stack.enter_async_context(
-                living_robot(
-                    process.url,
-                    Rooms(
-                        rooms["workspace_id"],
-                        rooms["camera_room_ids"],
-                        rooms["joint_input_room_id"],
-                        rooms["joint_output_room_id"],
-                    ),
-                    on_command=lambda values, at, times=times: times.append(time.monotonic()),
-                    pose=lambda now: dict.fromkeys(JOINTS, 5 + now % 1),
-                )
-            )
-            await made.call("POST", f"/sessions/{name}/start")
+            await made.add_robot(stack)
         made.presses_stop = asyncio.create_task(made.press_stop())
         tasks = [asyncio.create_task(meter.run()), made.presses_stop]
         try:

@@ -5,7 +5,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -64,10 +64,10 @@ class TellingPose:
 class Life:
     """Reports and pictures, 25 times a second; ``camera`` is live, frozen (the same picture again) or stalled."""
 
-    def __init__(self, robot: Robot, pose: Callable[[float], Mapping[str, float]]):
+    def __init__(self, robot: Robot, cameras: Collection[str], pose: Callable[[float], Mapping[str, float]]):
         self.camera = "live"
         self.shown_at = 0.0
-        self._robot = robot
+        self._robot, self._cameras = robot, cameras
         self._pose = pose
 
     async def run(self, size: tuple[int, int]) -> None:
@@ -79,7 +79,8 @@ class Life:
                 number += self.camera == "live"
                 picture = np.full((*size, 3), 60, np.uint8)
                 picture[:, : 1 + number * 4 % size[1]] = 200
-                self._robot.show("front", picture)
+                for camera in self._cameras:
+                    self._robot.show(camera, picture)
                 self.shown_at = now
             due = max(due + 1 / FRAMES, now)
             await asyncio.sleep(due - now)
@@ -99,7 +100,7 @@ async def living_robot(
     async with connect_robot(
         url, rooms, on_command=on_command, on_emergency_stop=on_stop, rate=FRAMES, pace=QUICK, sessions=sessions
     ) as robot:
-        life = Life(robot, pose)
+        life = Life(robot, rooms.cameras, pose)
         living = asyncio.create_task(life.run(size))
         try:
             yield robot, life

@@ -7,21 +7,23 @@ import shutil
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
+import pytest_asyncio
 
 from jaxmodels import load_policy
 from jaxmodels.checkpoints import orbax
-from tests.faults.fleet import PERIOD, SHIPPED, Fleet, moving_fleet
+from tests.faults.fleet import SHIPPED, Fleet, moving_fleet
 from tests.faults.processes import Process, server
 from tests.faults.robot import JOINTS
 from tests.testing.models import edit_json, golden_folder  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.fault
+pytestmark = [pytest.mark.fault, pytest.mark.asyncio(loop_scope="module")]
 
 ROBOTS = 8
 TOKENIZER = Path("vlm", "tokenizer.json")
@@ -37,11 +39,12 @@ CHUNK_BYTES = 1 << 30
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     place = tmp_path_factory.mktemp("attacked")
-    with server(place, "--frozen", "warn", "--creates-per-minute", "1000", scripted=False) as running:
+    flags = ("--frozen", "warn", "--creates-per-minute", "1000")
+    with server(place, *flags, scripted=False) as running:
         yield running
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(process: Process) -> AsyncIterator[Fleet]:
     async with moving_fleet(process, ROBOTS) as moving:
         yield moving
@@ -107,16 +110,22 @@ def inflate_chunk(tree: Path) -> None:
     (description.parent / "0").write_bytes(b"".join([*pieces, compressor.flush()]))
 
 
-async def attack(fleet: Fleet, name: str, body: dict[str, Any]) -> tuple[int, Any]:
-    """Make a session with a policy while robots move; they must not notice."""
-    body = {"session_id": name, "transport_server_url": "direct", **body}
+@asynccontextmanager
+async def undisturbed(fleet: Fleet) -> AsyncIterator[None]:
+    """Assert that an attack delays neither STOP nor a command, once the robots move."""
+    await fleet.until_moving(30)
     began = time.monotonic()
-    async with fleet.http.post(f"{fleet.process.url}/sessions", json=body) as answer:
-        status, found = answer.status, await answer.json()
+    yield
     await asyncio.sleep(0.2)
     fleet.check_stops(began)
-    late = fleet.meter.worst(began, ways=2)
-    assert fleet.worst_gap(began) <= 2 * PERIOD + late, f"a command was late; the machine was {late:.3f} s late"
+    fleet.check_commands(began)
+
+
+async def create(fleet: Fleet, name: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """Create a session while robots move, and delete it."""
+    body = {"session_id": name, "transport_server_url": "direct", **body}
+    async with undisturbed(fleet), fleet.http.post(f"{fleet.process.url}/sessions", json=body) as answer:
+        status, found = answer.status, await answer.json()
     if status == 200:
         await fleet.call("DELETE", f"/sessions/{name}")
     return status, found
@@ -131,18 +140,18 @@ def expect_refusal(status: int, found: Any, file: str) -> None:
 @pytest.mark.parametrize("spoil", [double_letters, split_slowly])
 async def test_tokenizer_bomb_is_refused_by_name_beside_robots(fleet: Fleet, language: Path, spoil: Any) -> None:
     spoil(language)
-    status, found = await attack(fleet, "bomb", {"policy_path": str(language), **LANGUAGE})
+    status, found = await create(fleet, "bomb", {"policy_path": str(language), **LANGUAGE})
     expect_refusal(status, found, "vlm/tokenizer.json")
 
 
 async def test_large_honest_tokenizer_is_loaded_beside_robots(fleet: Fleet, language: Path) -> None:
     grow(language)
-    status, found = await attack(fleet, "large", {"policy_path": str(language), **LANGUAGE})
+    status, found = await create(fleet, "large", {"policy_path": str(language), **LANGUAGE})
     assert status == 200, found
 
 
 @pytest.mark.parametrize("spoil", [inflate_metadata, inflate_chunk])
 async def test_orbax_bomb_is_refused_by_name_beside_robots(fleet: Fleet, tmp_path: Path, spoil: Any) -> None:
     spoil(write_tree(tmp_path / "bomb"))
-    status, found = await attack(fleet, "bomb", {"policy_path": str(tmp_path / "bomb"), "camera_names": ["front"]})
+    status, found = await create(fleet, "bomb", {"policy_path": str(tmp_path / "bomb"), "camera_names": ["front"]})
     expect_refusal(status, found, "orbax/")
