@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from jaxmodels.transformer2d.diffusers_config import read_block_config
 from jaxmodels.transformer2d.diffusers_folder import tensor_names
-from tests.testing.compiling import QUICK
+from tests.testing.compiling import PROGRAMS, QUICK
 from tests.testing.models import golden_folder as golden_folder
 from tests.testing.stub_hub import StubHub
 
@@ -141,7 +141,7 @@ def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path, unuse
         "JAX_PLATFORMS": "cpu",
         "MUJOCO_GL": "egl",
         "ROBOJAX_PORT": str(port),
-        "ROBOJAX_COMPILE_CACHE": "off",
+        "ROBOJAX_COMPILE_CACHE": os.environ[PROGRAMS],
         "PYTHONPATH": str(ROOT),
     }
     run = subprocess.run(
