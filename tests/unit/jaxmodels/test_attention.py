@@ -1,6 +1,7 @@
 """One attention, whichever way it is computed, against the formula in float64."""
 
 from collections.abc import Callable
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,12 @@ def formula(q: Array, k: Array, v: Array, bias: Array | None = None) -> np.ndarr
     return np.einsum("bhnm,bmhk->bnhk", powers / powers.sum(-1, keepdims=True), v64)
 
 
+@cache
+def formula_of(shape: tuple[int, ...]) -> np.ndarray:
+    """Return the formula of the inputs of a shape, which several tests compare with."""
+    return formula(*inputs(*shape))
+
+
 def plain(q: Array, k: Array, v: Array) -> Array:
     weights = jax.nn.softmax(jnp.einsum("bnhk,bmhk->bhnm", q, k) / np.float32(np.sqrt(q.shape[-1])), axis=-1)
     return jnp.einsum("bhnm,bmhk->bnhk", weights, v)
@@ -59,10 +66,10 @@ def plain(q: Array, k: Array, v: Array) -> Array:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_attention_is_softmax_of_scaled_products(shape: tuple[int, ...]) -> None:
     q, k, v = inputs(*shape)
-    np.testing.assert_allclose(jax.jit(attend)(q, k, v), formula(q, k, v), atol=2e-6)
+    np.testing.assert_allclose(jax.jit(attend)(q, k, v), formula_of(shape), atol=2e-6)
     # Scores are as large as above, because rounding errors grow with them.
     scaled = q / np.float32(np.sqrt(shape[-1]))
-    np.testing.assert_allclose(attend(scaled, k, v, scale=1.0), formula(q, k, v), atol=2e-6)
+    np.testing.assert_allclose(attend(scaled, k, v, scale=1.0), formula_of(shape), atol=2e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -80,7 +87,7 @@ def test_discarded_keys_are_not_seen_unless_all_are_discarded(shape: tuple[int, 
     np.testing.assert_allclose(attend(q, k, v, bias), attend(q, k[:, :-2], v[:, :-2]), atol=1e-6)
     # Numbers near -10000 lie a thousandth apart.
     bias = jnp.full((shape[0], 1, 1, shape[2]), -10000.0)
-    np.testing.assert_allclose(attend(q, k, v, bias), formula(q, k, v), atol=1e-3)
+    np.testing.assert_allclose(attend(q, k, v, bias), formula_of(shape), atol=1e-3)
 
 
 WAYS: dict[str, Callable[..., Array]] = {
@@ -91,16 +98,16 @@ WAYS: dict[str, Callable[..., Array]] = {
 }
 
 
+@cache
+def gradients(function: Callable[..., Array], shape: tuple[int, ...]) -> Inputs:
+    weights = numbers(shape[0], shape[1], shape[3], shape[4], seed=9)
+    return jax.jit(jax.grad(lambda *x: (function(*x) * weights).sum(), argnums=(0, 1, 2)))(*inputs(*shape))
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("function", WAYS.values(), ids=WAYS)
 def test_gradients_are_those_of_the_formula(shape: tuple[int, ...], function: Callable[..., Array]) -> None:
-    given = inputs(*shape)
-    weights = numbers(shape[0], shape[1], shape[3], shape[4], seed=9)
-
-    def gradients(function: Callable[..., Array]) -> Inputs:
-        return jax.jit(jax.grad(lambda *x: (function(*x) * weights).sum(), argnums=(0, 1, 2)))(*given)
-
-    for found, wanted in zip(gradients(function), gradients(plain), strict=True):
+    for found, wanted in zip(gradients(function, shape), gradients(plain, shape), strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
