@@ -65,14 +65,19 @@ $(BIN)/python:
 	@echo "robojax: making the environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { echo "robojax: python's venv module failed; on Debian: apt-get install python3-venv"; exit 1; }
 
+# pip compiles one file after the other; this uses all cores. Some packages ship files that do not compile.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib >/dev/null || true
+
 $(VENV)/.robojax-demo: $(BIN)/python pyproject.toml
 	@echo "robojax: installing packages (about a minute the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[sim]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[sim]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.robojax-dev: $(BIN)/python pyproject.toml
 	@echo "robojax: installing packages and developers' tools (about a minute the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[sim,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[sim,dev]'
+	@$(COMPILE)
 	@touch $(VENV)/.robojax-demo $@
 
 # One version of PyTorch: goldens were made with it, and any build of it will do. openpi-client needs an older NumPy than
