@@ -291,7 +291,7 @@ def _list_followed(sessions: Sessions) -> set[str]:
 
 def _read_file_states(folder: str) -> object:
     """Return a value that changes when a file of a policy's folder changes, or a file in a folder within it."""
-    found, root = [], Path(_expand(folder))
+    found, root = [], Path(os.path.expanduser(folder))
     with suppress(OSError):
         for name in jaxmodels.list_policy_files(root):
             with suppress(OSError):  # The file was removed after it was listed.
