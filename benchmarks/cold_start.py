@@ -3,11 +3,9 @@
     python -m benchmarks.cold_start                                            # ours alone
     python -m benchmarks.cold_start --lerobot-python VENV/bin/python           # Python with lerobot 0.4.4 and grpcio
 
-Seconds since the start of the process, medians of ``--rounds`` starts in turns; files are in the system's cache.
-Policies: the shipped one (0.6 M parameters, one camera of 96x96), whose robot joins rooms and waits for its first
-command, and LeRobot's ACT of its default size (52 M, two cameras of 224x224, random weights), which answers one
-request. ``first`` means that this policy was never compiled on this machine, ``again`` that it was: compiled programs
-are kept on disk.
+Seconds since the start of the process, medians of alternating starts (``--rounds``). The shipped policy (0.6 M
+parameters, one camera of 96x96) sends its first command over rooms. LeRobot's ACT (52 M, two cameras of 224x224, random
+weights) answers one request. ``first`` compiles the policy, ``again`` uses the cache of compiled programs.
 
 Last figure, AMD EPYC, 2 cores: 2.8 s, 1.9 s again; ACT 4.2 and 2.4 s.
 """

@@ -17,7 +17,7 @@ from benchmarks.measured import ROOT
 
 
 def say(**what: object) -> None:
-    """One line of figures, to whoever started this process."""
+    """Print a line of figures for the parent process."""
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 

@@ -1,6 +1,7 @@
 """Transport of sessions whose clients call this server directly, without rooms."""
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from service.transport.link import (
 
 if TYPE_CHECKING:
     from service.streaming.stream import Stream
+
+logger = logging.getLogger(__name__)
 
 STREAM_ROOM = "stream"  # Name of the link in events.
 
@@ -143,6 +146,11 @@ class DirectTransport:
         return notify_all
 
 
+def _log_failure(loading: asyncio.Future[Transport]) -> None:
+    if not loading.cancelled() and (error := loading.exception()) is not None:
+        logger.critical("the transport over rooms cannot be loaded, and sessions cannot be made", exc_info=error)
+
+
 class TransportByUrl:
     """``Transport`` that chooses by the URL: `DirectTransport` for direct sessions, rooms for the others.
 
@@ -159,6 +167,7 @@ class TransportByUrl:
         """Return the future of the transport over rooms, which the first call begins to create."""
         if self._rooms is None:
             self._rooms = call_in_thread(self._create_rooms, "import of rooms")
+            self._rooms.add_done_callback(_log_failure)
         return self._rooms
 
     @asynccontextmanager
