@@ -6,7 +6,6 @@
 Seconds since the start of the process, medians of alternating starts (``--rounds``). The shipped policy (0.6 M
 parameters, one camera of 96x96) sends its first command over rooms. LeRobot's ACT (52 M, two cameras of 224x224, random
 weights) answers one request. ``first`` compiles the policy, ``again`` uses the cache of compiled programs.
-
 Last figure, AMD EPYC, 2 cores: 2.8 s, 1.9 s again; ACT 4.2 and 2.4 s.
 """
 
