@@ -135,7 +135,7 @@ def test_shards_that_do_not_fit_their_index_are_refused(change, text: str, folde
         (SMOLVLA, lambda v: step(v, TOKENIZE)["config"].update(max_length=12), "max_length 12"),
         (SMOLVLA, lambda v: step(v, TOKENIZE)["config"].update(padding_side="left"), "padding_side 'left'"),
         (SMOLVLA, lambda v: step(v, TOKENIZE)["config"].update(tokenizer_name="../x"), "tokenizer_name"),
-        (SMOLVLA, lambda v: step(v, NEW_LINE).update(registry_name="pi0_new_line_processor"), "none of a"),
+        (SMOLVLA, lambda v: step(v, NEW_LINE).update(registry_name="pi0_new_line_processor"), "does not belong to"),
         (SMOLVLA, lambda v: step(v, NEW_LINE).update(registry_name="x"), "'x' .* is not known"),
         (PI05, lambda v: v["steps"].insert(1, v["steps"].pop(v["steps"].index(step(v, STATE)))), "comes before"),
         (RELATIVE, lambda v: step(v, "relative_actions_processor")["config"].update(enabled=False), "both or none"),
