@@ -12,7 +12,7 @@ import pytest
 from jaxmodels.checkpoints.files import write_floats
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.transformer2d import Transformer2DConfig, diffusers_folder
-from jaxmodels.transformer2d.diffusers_config import block_arguments, read_block_config
+from jaxmodels.transformer2d.diffusers_config import block_arguments, read_block_config, read_model_config
 from jaxmodels.transformer2d.diffusers_folder import tensor_names
 from tests.testing.peers import require_peers
 
@@ -182,7 +182,7 @@ def test_every_transformer_of_a_unet_is_found(name: str, peer, tmp_path: Path) -
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
 @pytest.mark.parametrize("limit", [None, 50_000])
 def test_diffusers_loads_what_is_written_and_what_it_saves_comes_back(name: str, limit, peer, tmp_path: Path) -> None:
-    config = diffusers_folder.read_config(GOLDEN / name)
+    config = read_model_config(json.loads((GOLDEN / name / "config.json").read_text()))
     rng = np.random.default_rng(0)
     weights = {place.ours: rng.standard_normal(place.whole, np.float32) for place in tensor_names(config)}
     diffusers_folder.write(tmp_path / "ours", config, weights, max_shard_bytes=limit)
