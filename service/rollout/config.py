@@ -34,7 +34,7 @@ class UpdateSettings(Group):
     )
     update_latest: Seconds = Field(default=300.0, description="Seconds after which it is looked at anyway.")
     update_poll: Common[FiniteFloat] = Field(
-        default=300.0, ge=0, description="Seconds between looks at the Hub for pushes nobody told of; 0 for never."
+        default=300.0, ge=0, description="Seconds between two polls of the Hub; 0 turns polling off."
     )
     update_probation: Seconds = Field(
         default=30.0, description="Seconds that a new policy has to run well before the old one is not gone back to."

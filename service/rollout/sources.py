@@ -382,11 +382,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _follow_links(folder: Path) -> Path:
-    """Where a folder really is; asked once for each reading of it.
-
-    A link may lead to another folder before the next file is opened, and one file of each of two folders would be a
-    version that nobody made.
-    """
+    """Return where a folder is. A reading resolves it once, because a link may change and mix files of two folders."""
     return Path(os.path.realpath(folder, strict=True))  # Path.resolve has no OSError for links in a circle before 3.13
 
 
