@@ -177,7 +177,8 @@ async def test_the_way_from_a_frame_to_its_command_stays_short() -> None:
             break
     assert {"Controller.tick", "Engine.infer", "InferenceWorker._run", "Guard.judge"} <= {name for _, name in functions}
     assert [call for call in trace.calls if call.is_callback] == []
-    assert len({file for file, _ in functions}) <= 13
+    files = {file for file, _ in functions}
+    assert len(files) <= 13, sorted(files)
     # 55, and on a slow machine those by which the device's timer looks at the batch.
     assert len(functions) <= 62, sorted(functions)
 

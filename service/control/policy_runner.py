@@ -93,6 +93,7 @@ class PolicyRunner:
         self._successor: _Successor | None = None
         self._fading: tuple[LoadedPolicy, int] | None = None
         self._has_waited = False
+        self._answered_motion = -1
         self._first_failure: asyncio.Future[tuple[str, str]] | None = None
 
     async def ask(self, request: PolicyRequest) -> PolicyAnswer:
@@ -106,7 +107,8 @@ class PolicyRunner:
             return PolicyAnswer(request, error=(COMPILING, f"compiling for {describe_sizes(sizes)}"))
         if self._engine.batch_compiler.idle.is_set():
             self._has_waited = False
-        elif not self._has_waited:
+        elif not self._has_waited and request.motion != self._answered_motion:
+            # An engine's report may arrive after the robot's first answer; a robot that moves is not held for it.
             text = "waiting for a compilation that was running when the robot was started"
             return PolicyAnswer(request, error=(COMPILING, text))
         features = snapshot.observation() | self._task
@@ -121,6 +123,7 @@ class PolicyRunner:
             self.errors += 1
             code = STUCK if isinstance(error, InferenceStuck) else "policy_failed"
             return PolicyAnswer(request, error=(code, str(error)), inputs=inputs)
+        self._answered_motion = request.motion
         for stage in STAGES:
             self.seconds[stage].add(getattr(result, stage))
         fade = None

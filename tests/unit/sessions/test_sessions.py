@@ -396,7 +396,17 @@ async def test_a_compile_that_takes_too_long_is_not_waited_for(monkeypatch, capl
         assert rig.sessions.get("s").status().stats["holds"] == {"compiling": 1}
 
 
-async def test_a_session_that_waits_for_a_compile_stops_when_it_is_told_to() -> None:
+async def test_a_compile_reported_late_holds_no_moving_robot(rig: Rig) -> None:
+    """An engine in another process reports its compilation up to one poll after the robot's first answer."""
+    link = await rig.running()
+    await until(lambda: len(link.sent) > 10)
+    rig.sessions.engine.batch_compiler.idle.clear()
+    before = rig.sessions.get("s").status().inference_stats["inference_count"]
+    await until(lambda: rig.sessions.get("s").status().inference_stats["inference_count"] > before + 2)
+    assert "compiling" not in rig.sessions.get("s").status().stats["holds"]
+
+
+async def test_a_session_that_waits_for_a_compile_can_be_stopped() -> None:
     async with started_beside_a_compile() as (rig, policy):
         await rig.sessions.stop("s")
         policy.gate.set()
