@@ -259,20 +259,22 @@ class Prompts:
     ) -> tuple[np.ndarray, np.ndarray, int]:
         """Return the tokens of an instruction's prompt, their mask, and how many tokens are left out."""
         prompt = self._config.format_prompt(text, state)
-        with self._lock:  # The tokenizer's truncation is switched on and off.
-            key = (prompt, cut)
-            if key not in self._prompts:
+        key = (prompt, cut)
+        found = self._prompts.get(key)  # Without the lock: robots do not wait while a new instruction is encoded.
+        if found is None:
+            with self._lock:
                 ids, mask, length = self._tokenizer(prompt)
                 kept = min(length, len(ids))
                 if kept < length and cut == CUT_TASK and cut in self.cuts:
                     ids, mask, kept = self._tokenizer(self._config.format_prompt(self._shorten(text, state), state))
-                _put_newest(self._prompts, key, (ids, mask, length - kept), MAX_CACHED_TEXTS)
-            ids, mask, left_out = self._prompts[key]
-            # A state in the prompt makes a new prompt for each chunk: log once per instruction.
-            if left_out and is_logged and (text, cut) not in self._logged:
-                _put_newest(self._logged, (text, cut), None, MAX_CACHED_TEXTS)
-                self._log_cut(left_out, len(ids), cut)
-            return ids, mask, left_out
+                found = ids, mask, length - kept
+                _put_newest(self._prompts, key, found, MAX_CACHED_TEXTS)
+        ids, mask, left_out = found
+        # A state in the prompt makes a new prompt for each chunk: log once per instruction.
+        if left_out and is_logged and (text, cut) not in self._logged:
+            _put_newest(self._logged, (text, cut), None, MAX_CACHED_TEXTS)
+            self._log_cut(left_out, len(ids), cut)
+        return ids, mask, left_out
 
     def _log_cut(self, left_out: int, length: int, cut: str) -> None:
         if not self.cuts:

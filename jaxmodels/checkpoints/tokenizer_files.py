@@ -6,6 +6,7 @@ process with little memory can verify a file before an engine opens it.
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -78,63 +79,85 @@ def _read(path: Source) -> bytes:
     return raw
 
 
-def open_tokenizer(file: bytes, reader: str, vocabulary: int | None = None) -> Any:
-    """Return a `tokenizers.Tokenizer` without padding.
+class LocalTokenizer:
+    """Tokenizer of a ``tokenizer.json``, in this process.
 
-    Args:
-        file: content of a ``tokenizer.json``.
-        reader: what reads texts with it, for messages.
-        vocabulary: number of tokens that the reader knows; None for any.
+    Attributes:
+        largest: its largest token.
 
     Raises:
-        CheckpointError: the file is malformed, or has more tokens than the reader knows.
+        CheckpointError: the file is malformed.
         ConfigError: the package tokenizers is not installed.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ConfigError(
-            f"{reader} reads {TOKENIZER} with the package tokenizers, which is not installed; "
-            "pip install -e '.[language]'"
-        ) from error
-    try:
-        tokenizer = Tokenizer.from_str(file.decode())
-    except Exception as error:  # The package has no exception class of its own.
-        raise CheckpointError(
-            f"{TOKENIZER}: cannot be read ({str(error)[:400]}); wanted what transformers' save_pretrained wrote"
-        ) from error
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    if vocabulary is not None and largest >= vocabulary:
-        raise CheckpointError(
-            f"{TOKENIZER}: has a token {largest}, and {reader} a vocabulary of {vocabulary}; they are not of one model"
-        )
-    tokenizer.no_padding()
-    return tokenizer
 
+    def __init__(self, file: bytes):
+        try:
+            from tokenizers import Tokenizer as Reader
+        except ImportError as error:
+            raise ConfigError(
+                f"this policy reads {TOKENIZER} with the package tokenizers, which is not installed; "
+                "pip install -e '.[language]'"
+            ) from error
+        try:
+            self._reader: Any = Reader.from_str(file.decode())
+        except Exception as error:  # The package has no exception class of its own.
+            raise CheckpointError(
+                f"{TOKENIZER}: cannot be read ({str(error)[:400]}); wanted what transformers' save_pretrained wrote"
+            ) from error
+        self._reader.no_padding()
+        self._lock = threading.Lock()
+        self.largest = max(self._reader.get_vocab(with_added_tokens=True).values(), default=-1)
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text.
+    def encode(self, text: str, length: int | None = None) -> list[int]:
+        """Return the tokens of a text; tokens that begin or end every text stay when it is cut.
 
-    Raises:
-        ObservationError: the text is too long, or the tokenizer multiplies it or cannot encode it.
-    """
-    if len(text) > PROMPT_CHARACTERS:
-        raise ObservationError(f"a prompt has {len(text)} characters; wanted at most {PROMPT_CHARACTERS}")
-    raw = text.encode("utf-8", "replace")  # The package, which is written in Rust, takes no lone surrogates.
-    text, most = raw.decode(), GROWTH * len(raw) + EXTRA
-    try:
-        normal = text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
-        tokens = tokenizer.encode(text).ids if len(normal) <= most else []
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # The package raises Exception, and BaseException for a panic of its Rust code.
-        raise ObservationError(f"the tokenizer cannot encode {text[:20]!r} ({str(error)[:200]})") from error
-    for count, what in ((len(normal), "normalized characters"), (len(tokens), "tokens")):
-        if count > most:
-            raise ObservationError(
-                f"the tokenizer makes {count} {what} of {text[:20]!r} ({len(text)} characters); wanted at most {most}"
-            )
-    return list(tokens)
+        Args:
+            length: number of tokens at which the text is cut; None for no cut.
+
+        Raises:
+            ObservationError: the text is too long, or the tokenizer multiplies it or cannot encode it.
+        """
+        if len(text) > PROMPT_CHARACTERS:
+            raise ObservationError(f"a prompt has {len(text)} characters; wanted at most {PROMPT_CHARACTERS}")
+        raw = text.encode("utf-8", "replace")  # The package, which is written in Rust, takes no lone surrogates.
+        text, most = raw.decode(), GROWTH * len(raw) + EXTRA
+        reader = self._reader
+        try:
+            with self._lock:
+                reader.no_truncation() if length is None else reader.enable_truncation(length)
+                normal = text if reader.normalizer is None else reader.normalizer.normalize_str(text)
+                tokens = reader.encode(text).ids if len(normal) <= most else []
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # The package raises Exception, and BaseException for a panic of its Rust code.
+            raise ObservationError(f"the tokenizer cannot encode {text[:20]!r} ({str(error)[:200]})") from error
+        for count, what in ((len(normal), "normalized characters"), (len(tokens), "tokens")):
+            if count > most:
+                raise ObservationError(
+                    f"the tokenizer makes {count} {what} of {text[:20]!r} ({len(text)} characters); at most {most} are "
+                    "accepted"
+                )
+        return list(tokens)
+
+    def list_replaced(self) -> list[str]:
+        """Return the texts that the normalizer replaces with others."""
+        if self._reader.normalizer is None:
+            return []
+        found: dict[str, None] = {}
+
+        def search(value: Any) -> None:
+            if isinstance(value, dict):
+                text = value.get("String")
+                if isinstance(text, str) and text:
+                    found[text] = None
+                for inner in value.values():
+                    search(inner)
+            elif isinstance(value, list):
+                for inner in value:
+                    search(inner)
+
+        search(json.loads(self._reader.normalizer.__getstate__()))
+        return list(found)
 
 
 def verify_tokenizers(
@@ -165,12 +188,12 @@ def verify_tokenizers(
 def _verify(source: Source, name: str, begin_step: Callable[[str, float], None]) -> None:
     begin_step(f"{name}: opening it", OPEN_SECONDS)
     try:
-        tokenizer = open_tokenizer(_read(source), "this policy")
+        tokenizer = LocalTokenizer(_read(source))
     except ConfigError:
         return
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {str(error).removeprefix(f'{TOKENIZER}: ')}") from error
-    replaced = _list_replaced(tokenizer)
+    replaced = tokenizer.list_replaced()
     if len(replaced) > MAX_REPLACED:
         raise CheckpointError(f"{name}: its normalizer replaces {len(replaced)} texts; wanted at most {MAX_REPLACED}")
     for length in PROBE_LENGTHS:
@@ -179,37 +202,15 @@ def _verify(source: Source, name: str, begin_step: Callable[[str, float], None])
         texts += [(text * (length // len(text) + 1))[:PROMPT_CHARACTERS] for text in replaced]
         for text in texts:
             try:
-                encode(tokenizer, text)
+                tokenizer.encode(text)
             except ObservationError as error:
                 raise CheckpointError(f"{name}: {error}") from error
 
 
-def _list_replaced(tokenizer: Any) -> list[str]:
-    """Return the texts that a normalizer replaces with others; each of them is a probe."""
-    if tokenizer.normalizer is None:
-        return []
-    found: dict[str, None] = {}
-
-    def search(value: Any) -> None:
-        if isinstance(value, dict):
-            text = value.get("String")
-            if isinstance(text, str) and text:
-                found[text] = None
-            for inner in value.values():
-                search(inner)
-        elif isinstance(value, list):
-            for inner in value:
-                search(inner)
-
-    search(json.loads(tokenizer.normalizer.__getstate__()))
-    return list(found)
-
-
 __all__ = [
     "TOKENIZER",
-    "encode",
+    "LocalTokenizer",
     "find_cached_tokenizer",
-    "open_tokenizer",
     "read_tokenizer",
     "verify_tokenizers",
 ]

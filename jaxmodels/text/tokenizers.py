@@ -7,7 +7,8 @@ from typing import TypeAlias
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxmodels.checkpoints.tokenizer_files import TOKENIZER, encode, open_tokenizer
+from jaxmodels.checkpoints.tokenizer_files import TOKENIZER
+from jaxmodels.checkpoints.tokenizer_process import open_tokenizer
 from jaxmodels.errors import CheckpointError, ObservationError
 from jaxmodels.text.encoder import BYTES, CLIP, TextConfig
 
@@ -24,15 +25,14 @@ class VocabularyTokenizer:
             )
         self.length = config.length
         self._read = open_tokenizer(file, f"a text encoder of kind {config.kind!r}", config.vocabulary)
-        self._read.enable_truncation(config.length)
-        if not self._read.encode("").ids:
+        if not self._read.encode(""):
             raise CheckpointError(f"{TOKENIZER}: begins and ends no text with a token of its own; wanted CLIP's")
 
     def __call__(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]:
         ids = np.zeros((len(texts), self.length), np.int32)
         mask = np.zeros((len(texts), self.length), bool)
         for row, text in enumerate(texts):
-            tokens = encode(self._read, text)
+            tokens = self._read.encode(text, self.length)
             ids[row] = [*tokens, *tokens[-1:] * (self.length - len(tokens))]
             mask[row, : len(tokens)] = True
         return ids, mask
@@ -53,23 +53,15 @@ class PromptTokenizer:
     def __init__(self, file: bytes, length: int, vocabulary: int):
         self.length = length
         self._read = open_tokenizer(file, "this policy", vocabulary)
-        self._read.no_truncation()
 
     def __call__(self, text: str) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"], int]:
         """Return tokens of a prompt, their mask, and the number of tokens before the cut."""
-        tokens = encode(self._read, text)
-        used = self._cut(text) if len(tokens) > self.length else tokens
+        tokens = self._read.encode(text)
+        # LeRobot cuts the same way: tokens that begin or end every text stay.
+        used = self._read.encode(text, self.length) if len(tokens) > self.length else tokens
         ids, mask = np.zeros(self.length, np.int32), np.zeros(self.length, bool)
         ids[: len(used)], mask[: len(used)] = used, True
         return ids, mask, len(tokens)
-
-    def _cut(self, text: str) -> list[int]:
-        """Cut like LeRobot: tokens that begin or end every text stay."""
-        self._read.enable_truncation(self.length)
-        try:
-            return encode(self._read, text)
-        finally:
-            self._read.no_truncation()
 
 
 START = BYTES - 1
