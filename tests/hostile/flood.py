@@ -41,6 +41,7 @@ FRAMES = {
 # Kinds of requests: what is sent, how many times at once, and whether the next waits for an answer.
 REQUESTS = {
     "health": b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "recordings": b"GET /recordings HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "stops": b"POST /sessions/door/emergency_stop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n",
 }
 CHUNKED = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 100_000

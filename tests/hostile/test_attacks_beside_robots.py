@@ -7,7 +7,7 @@ import shutil
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,14 @@ import pytest_asyncio
 
 from jaxmodels import load_policy
 from jaxmodels.checkpoints import orbax
+from service.recording.recorder import Recorder
 from tests.faults.fleet import SHIPPED, Fleet, moving_fleet
 from tests.faults.processes import Process, server
 from tests.faults.robot import JOINTS
+from tests.hostile.test_floods import flood
 from tests.testing.models import edit_json, golden_folder  # noqa: F401 - a fixture
+from tests.testing.recordings import play, subject
+from tests.testing.waiting import until
 
 pytestmark = [pytest.mark.fault, pytest.mark.asyncio(loop_scope="module")]
 
@@ -34,13 +38,14 @@ LANGUAGE = {
     "joint_names": list(JOINTS),
 }
 CHUNK_BYTES = 1 << 30
+RECORDINGS, VIEWERS = 3000, 16
 
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     place = tmp_path_factory.mktemp("attacked")
-    flags = ("--frozen", "warn", "--creates-per-minute", "1000")
-    with server(place, *flags, scripted=False) as running:
+    flags = ("--frozen", "warn", "--creates-per-minute", "1000", "--stuck-after", "1.5")
+    with server(place, *flags, scripted=False, env={"ROBOJAX_UPDATE_QUIET": "0.1"}) as running:
         yield running
 
 
@@ -59,6 +64,12 @@ def language(golden_folder: Callable[[str], Path], tmp_path: Path) -> Path:  # n
 def double_letters(folder: Path) -> None:
     """Make the tokenizer's normalizer double every letter 24 times."""
     step = {"type": "Replace", "pattern": {"String": "c"}, "content": "cc"}
+    edit_json(folder / TOKENIZER, normalizer={"type": "Sequence", "normalizers": [step] * 24})
+
+
+def double_a_letter(folder: Path) -> None:
+    """Make the normalizer double a letter 24 times that is in none of the texts that a loader tries."""
+    step = {"type": "Replace", "pattern": {"Regex": "q"}, "content": "qq"}
     edit_json(folder / TOKENIZER, normalizer={"type": "Sequence", "normalizers": [step] * 24})
 
 
@@ -155,3 +166,46 @@ async def test_orbax_bomb_is_refused_by_name_beside_robots(fleet: Fleet, tmp_pat
     spoil(write_tree(tmp_path / "bomb"))
     status, found = await create(fleet, "bomb", {"policy_path": str(tmp_path / "bomb"), "camera_names": ["front"]})
     expect_refusal(status, found, "orbax/")
+
+
+async def test_pushed_tokenizer_bomb_leaves_the_old_policy_running(fleet: Fleet, language: Path) -> None:
+    async with AsyncExitStack() as stack:
+        following = {"policy_path": str(language), "auto_update": "swap", **LANGUAGE}
+        name = await fleet.add_robot(stack, **following)
+        async with undisturbed(fleet):
+            await asyncio.sleep(1.2)  # The server looks at the folder once a second.
+            double_letters(language)
+            (pushed,) = await until(lambda: ended_deployments(fleet))
+        assert pushed["result"] == "rejected"
+        assert "vlm/tokenizer.json" in json.dumps(pushed)
+        assert (await fleet.session(name))["status"] == "running"
+        await fleet.remove_robot(name)
+
+
+async def ended_deployments(fleet: Fleet) -> list[dict[str, Any]]:
+    return [each for each in await fleet.call("GET", "/deployments") if each["result"]]
+
+
+async def test_instruction_bomb_is_refused_beside_robots(fleet: Fleet, language: Path) -> None:
+    double_a_letter(language)
+    body = {"session_id": "patched", "policy_path": str(language), "transport_server_url": "direct", **LANGUAGE}
+    await fleet.call("POST", "/sessions", body)
+    change = {"language_instruction": "a quick pick"}
+    async with undisturbed(fleet), fleet.http.patch(f"{fleet.process.url}/sessions/patched", json=change) as answer:
+        status, found = answer.status, await answer.json()
+    assert (status, found["detail"][0]["loc"]) == (422, ["body", "language_instruction"])
+    await fleet.call("DELETE", "/sessions/patched")
+
+
+async def test_viewers_of_many_recordings_delay_nothing(fleet: Fleet, process: Process, tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "one.mcap", subject())
+    play(recorder)
+    recorder.close()
+    assert recorder.join(60)
+    folder = process.log.parent / "state" / "recordings"
+    folder.mkdir()
+    for number in range(RECORDINGS):
+        (folder / f"robot-{number:06d}.mcap").hardlink_to(tmp_path / "one.mcap")
+    async with undisturbed(fleet), flood("recordings", process.url, "/", 2.0, VIEWERS) as viewers:
+        assert json.loads((await viewers.communicate())[0])["bytes"]
+    assert len(await fleet.call("GET", "/recordings")) == 100
