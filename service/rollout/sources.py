@@ -240,10 +240,15 @@ def _natural_sort_key(name: str) -> list[tuple[int, int, str]]:
 # get the same time stamp from the file system.
 SETTLE_SECONDS = 2.0
 READ_BYTES = 1 << 20
+# Files and folders of a policy, of which usual policies have ten, and levels of folders that are listed.
+MAX_ENTRIES, MAX_DEPTH = 5000, 3
 
 
 class FolderSource:
-    """Source of folders; ``repo`` is a path. What is fetched is a copy: the folder may be written to at any time."""
+    """Source of folders; ``repo`` is a path. Fetching copies the folder, because its owner may write to it at any time.
+
+    Threads list, hash and copy the files. `MAX_ENTRIES` bounds the time for which listing keeps Python's lock.
+    """
 
     def __init__(
         self,
@@ -305,7 +310,7 @@ class FolderSource:
         part.mkdir(parents=True)
         try:
             there = _follow_links(folder)
-            names = list_policy_files(there)
+            names = _list_files(there)
             _check_complete(str(folder), {path.name for path in there.iterdir()})
             self._check_space(folder, [there / name for name in names])
             for name in names:
@@ -386,6 +391,31 @@ def _follow_links(folder: Path) -> Path:
     return Path(os.path.realpath(folder, strict=True))  # Path.resolve has no OSError for links in a circle before 3.13
 
 
+def _list_files(folder: Path) -> list[str]:
+    """Return the names of a policy's files, sorted.
+
+    Raises:
+        SourceError: ``too_large`` for more entries than a policy has.
+        OSError: the folder cannot be read.
+    """
+    level, count = [str(folder)], 0
+    for _ in range(MAX_DEPTH + 1):
+        deeper: list[str] = []
+        for path in level:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    count += 1
+                    if count > MAX_ENTRIES:
+                        text = (
+                            f"{folder}: over {MAX_ENTRIES} files and folders; remove those that are not of the policy"
+                        )
+                        raise SourceError("too_large", text)
+                    if entry.is_dir(follow_symlinks=False):
+                        deeper.append(entry.path)
+        level = deeper
+    return list_policy_files(folder)
+
+
 def _hash_of(folder: Path, content: Callable[[Path], str]) -> str:
     """Hash the names and contents of a policy's files to 40 hexadecimal digits, the length of a commit's sha.
 
@@ -394,6 +424,6 @@ def _hash_of(folder: Path, content: Callable[[Path], str]) -> str:
         content: SHA-256 of a file, in hexadecimal digits.
     """
     digest = hashlib.sha256()
-    for name in list_policy_files(folder):
+    for name in _list_files(folder):
         digest.update(f"{content(folder / name)}  {name}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:40]

@@ -148,3 +148,17 @@ async def test_unchanged_files_are_hashed_once(folder, source, hashed, monkeypat
     (folder / "config.json").write_text("[]")
     await source.head(str(folder), None)
     assert sorted(hashed) == ["config.json", "config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("within", ["", "a", "a/b/c"])
+async def test_folder_with_too_many_entries_is_refused(folder, source, monkeypatch, within: str) -> None:
+    monkeypatch.setattr(sources, "MAX_ENTRIES", 20)
+    (folder / within).mkdir(parents=True, exist_ok=True)
+    (folder / "a").mkdir(exist_ok=True)
+    (folder / "a" / "loop").symlink_to(folder)
+    await source.head(str(folder), None)
+    for number in range(20):
+        (folder / within / f"{number}.safetensors").touch()
+    with pytest.raises(SourceError, match="over 20 files and folders") as caught:
+        await source.head(str(folder), None)
+    assert caught.value.code == "too_large"
