@@ -11,7 +11,11 @@ from service.engines.local_engines import EnginePlan, plan_engines
     [
         ((), False, [EnginePlan("")]),
         (("cpu:0",), False, [EnginePlan("cpu:0", ("cpu:0",))]),
-        (("cpu:0", "cpu:0"), False, [EnginePlan("cpu:0", ("cpu:0",)), EnginePlan("cpu:0#2", ("cpu:0",))]),
+        (
+            ("cpu:0", "cpu:0"),
+            False,
+            [EnginePlan(name, ("cpu:0",), variables={"NPROC": "3"}) for name in ("cpu:0", "cpu:0#2")],
+        ),
         (("tpu:0", "tpu:1"), False, [EnginePlan("tpu", ("tpu:0", "tpu:1"))]),
         (("cpu:0", "cpu:1"), True, [EnginePlan("cpu:0+cpu:1", ("cpu:0", "cpu:1"), True)]),
         (
@@ -21,7 +25,11 @@ from service.engines.local_engines import EnginePlan, plan_engines
         ),
     ],
 )
-def test_each_device_has_an_engine(devices: tuple[str, ...], together: bool, plans: list[EnginePlan]) -> None:
+def test_each_device_has_an_engine(
+    devices: tuple[str, ...], together: bool, plans: list[EnginePlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    monkeypatch.delenv("NPROC", raising=False)
     assert plan_engines(devices, together=together) == plans
 
 
