@@ -73,7 +73,7 @@ def plan_engines(devices: Sequence[str], *, together: bool = False) -> list[Engi
                 variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{GPU_MEMORY / counts[device]:.2f}"
             plan = replace(plan, devices=(f"{gpu[1]}:0",), variables=variables)
         elif (sharing := sum(counts[other] for other in counts if other.startswith("cpu"))) > 1:
-            # XLA starts so many threads for each process. More threads than cores cost a fifth of the throughput.
+            # Number of XLA's threads. If each of two engines has a thread for each core, throughput is a fifth lower.
             variables = {"NPROC": os.environ.get("NPROC", str(max((os.cpu_count() or 1) // sharing, 1)))}
             plan = replace(plan, variables=variables)
         plans.append(plan)

@@ -53,8 +53,8 @@ class PolicySettings(Group):
     )
     devices: Common[Names] = Field(
         default=(),
-        description="Devices that policies run on side by side: all, numbers as 0,1, or names as cuda:0,cuda:1; one "
-        "that is named twice runs two batches at a time. Default: the one that device names.",
+        description="Devices that policies run on side by side: all, numbers as 0,1, or names as cuda:0,cuda:1. A "
+        "device that is named twice runs two batches at a time. Default: the setting device.",
     )
     placement: Literal["replicate", "shard"] = Field(
         default="replicate",
@@ -65,8 +65,8 @@ class PolicySettings(Group):
         default=0.9,
         gt=0,
         le=1,
-        description="Share of the time that sessions may ask a device to compute, by measurement; one that would ask "
-        "for more is refused, or slowed down where it says degrade.",
+        description="Share of the time that a device may compute for sessions, by measurement. A session that needs "
+        "more is refused, or slowed down if it has degrade.",
     )
 
     @model_validator(mode="after")
@@ -88,7 +88,9 @@ class ModelSettings(Group):
         default=64 << 20, ge=1024, le=1 << 30, description="Bytes of the arrays sent to a model, and of its answer."
     )
     max_forward_memory: int = Field(
-        default=4 << 30, ge=1 << 20, description="Bytes that one forward pass may need beside the weights, by estimate."
+        default=4 << 30,
+        ge=1 << 20,
+        description="Estimated bytes that one forward pass may need, without the weights.",
     )
     max_forwards: int = Field(
         default=4, ge=1, le=64, description="Forward passes asked for at a time; one runs, the others wait."

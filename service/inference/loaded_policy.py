@@ -83,7 +83,7 @@ class InferenceStuck(PolicyFailed):
     @classmethod
     def after(cls, seconds: float) -> "InferenceStuck":
         """Create the error of an inference that was given up after this many seconds."""
-        return cls(f"inference did not return in {seconds:g} s; one that needs longer here wants more (stuck_after)")
+        return cls(f"inference did not return in {seconds:g} s; increase the setting stuck_after for a slower policy")
 
 
 class LatencyModels(dict[FrameSizesKey, LatencyModel]):
@@ -316,5 +316,5 @@ def check_instruction(requirements: Requirements, instruction: str | None) -> st
     if not requirements.language:
         return None
     if instruction is None or not instruction.strip():
-        return "the policy does what it is told, in words; send language_instruction, e.g. 'pick up the red cube'"
+        return "the policy follows instructions; send language_instruction, e.g. 'pick up the red cube'"
     return None

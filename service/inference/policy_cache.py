@@ -306,7 +306,7 @@ def clear_frames(error: BaseException) -> None:
 
 # Seconds between looks whether robots stand still.
 POLL_INTERVAL = 0.5
-# Seconds for learning what a batch size takes, where no robot waits for the device meanwhile.
+# Seconds for measuring a batch size while no robot waits for the device.
 PROFILE_SECONDS = 0.25
 
 
@@ -321,7 +321,7 @@ class BatchCompiler:
     """Compiles larger batch sizes in sequence while no robot runs.
 
     Args:
-        batches: sizes besides 1.
+        batches: sizes in addition to 1.
         is_allowed: whether it may start: no robot runs and nothing else loads.
 
     Attributes:

@@ -61,8 +61,8 @@ log = logging.getLogger(__name__)
 
 REPO_ID = re.compile(r"(?P<owner>[\w.-]{1,96})/[\w.-]{1,96}", re.ASCII)
 HINT = (
-    "it is neither in a folder of the setting policy_roots nor a Hub repo (owner/name) of one in policy_owners; "
-    "whoever runs the server may start it with --policy-roots FOLDER or --policy-owners OWNER"
+    "it is neither in a folder of the setting policy_roots nor a Hub repo (owner/name) of an owner in policy_owners; "
+    "the server's operator can start it with --policy-roots FOLDER or --policy-owners OWNER"
 )
 # Any account can open a pull request with its own policy in an allowed owner's repo.
 _PULL_REQUEST = re.compile(r"(refs/)?pr/.*|refs/convert/.*", re.IGNORECASE | re.DOTALL)
@@ -101,7 +101,7 @@ class SourceRules:
         """Raise InvalidRequest at ``field`` for a pull request, which any account can open."""
         if not self.is_open and revision is not None and _PULL_REQUEST.fullmatch(revision):
             raise InvalidRequest(
-                f"{field}: anybody may have opened this pull request; wanted a branch, a tag or a commit of the "
+                f"{field}: is a pull request, which any account can open; use a branch, a tag or a commit of the "
                 "repo's owner",
                 ("body", field),
             )

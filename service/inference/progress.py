@@ -97,7 +97,7 @@ class Progress:
         return self._clock() - self._since
 
     def percent(self) -> int | None:
-        """Return how much of a download is done, where the sizes are known."""
+        """Return how much of a download is done; None if its size is unknown."""
         return None if self._fraction is None else round(100 * self._fraction)
 
     def estimate_remaining(self) -> float | None:
@@ -127,5 +127,5 @@ def _read(file: Path) -> dict[str, dict[str, list[float]]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError):
-        log.warning("%s cannot be read; durations of loading are measured anew", file.name)
+        log.warning("%s cannot be read; durations of loading are measured again", file.name)
         return {}

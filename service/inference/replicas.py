@@ -125,7 +125,7 @@ class Devices:
                 copies[number] = policy if not copies and policy.device == name else policy.on(name)
             except (DeviceGone, KeyError) as error:
                 logger.warning("a policy could not be copied to a device (%s)", type(error).__name__)
-            policy = next(iter(copies.values()), policy)  # its first device may have left
+            policy = next(iter(copies.values()), policy)  # Its first device may have left.
         if not copies:
             raise DeviceGone("no device could take the policy")
         return copies

@@ -134,7 +134,7 @@ class CheckpointSandbox:
 
     Args:
         memory: limit of a child's data, in bytes.
-        timeout: seconds for a child, besides the reading time at the slowest rate.
+        timeout: seconds for a child, in addition to the reading time at the slowest rate.
         program: program of the child, for tests.
     """
 

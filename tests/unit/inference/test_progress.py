@@ -82,7 +82,7 @@ def test_a_broken_file_costs_no_more_than_the_guess(tmp_path, content: str, capl
     file = tmp_path / "durations.json"
     file.write_text(content)
     assert LoadDurations(file).estimate("act", "compiling") is None
-    assert "measured anew" in caplog.text
+    assert "measured again" in caplog.text
 
 
 def test_a_disk_that_cannot_be_written_is_no_error(clock: Clock, tmp_path, caplog) -> None:
