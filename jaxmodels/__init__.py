@@ -10,6 +10,7 @@ from jaxmodels._lazy import lazy_names, list_homes
 if TYPE_CHECKING:
     from jaxmodels.cache_dirs import cache_folder, hub_cache, user_cache
     from jaxmodels.checkpoints.folder import PolicyFolder, open_file
+    from jaxmodels.checkpoints.tokenizer_process import isolate_tokenizers
     from jaxmodels.devices import name_devices
     from jaxmodels.hub import POLICY_FILES, ask_hub, fetch, find_policy, is_policy_file, list_policy_files
     from jaxmodels.policies.act.model import TemporalEnsembler
@@ -34,6 +35,7 @@ __all__ = [
     "hub_cache",
     "is_model",
     "is_policy_file",
+    "isolate_tokenizers",
     "list_policy_files",
     "load_model",
     "load_policy",
@@ -47,6 +49,7 @@ _HOMES = list_homes(
     {
         "jaxmodels.cache_dirs": "cache_folder hub_cache user_cache",
         "jaxmodels.checkpoints.folder": "PolicyFolder open_file",
+        "jaxmodels.checkpoints.tokenizer_process": "isolate_tokenizers",
         "jaxmodels.devices": "name_devices",
         "jaxmodels.hub": "POLICY_FILES ask_hub fetch find_policy is_policy_file list_policy_files",
         "jaxmodels.policies.act.model": "TemporalEnsembler",

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 import jaxmodels
-from jaxmodels.checkpoints.tokenizer_process import isolate_tokenizers
 from jaxmodels.errors import JaxModelsError
 from service.engines.launch import ENGINE_NICENESS
 from service.engines.messages import Begun, EngineFacts, EngineOptions, Loaded, LocalFolder, Refusal
@@ -88,7 +87,7 @@ class EngineHost:
                 # The threads that compute inherit the priority. Ray starts processes with the usual one.
                 os.nice(max(ENGINE_NICENESS - os.nice(0), 0))
                 sys.setswitchinterval(SWITCH_INTERVAL)
-                isolate_tokenizers()
+                jaxmodels.isolate_tokenizers()
                 try:
                     devices = await call_in_thread(partial(_open_devices, options), "devices")
                 except JaxModelsError as error:

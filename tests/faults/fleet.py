@@ -1,6 +1,7 @@
 """Robots of one server that move during a fault or an attack, and a client that calls STOP all the time."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -13,6 +14,8 @@ from service.transport.link import Rooms
 from tests.faults.meter import Meter
 from tests.faults.processes import ROOT, Process
 from tests.faults.robot import JOINTS, living_robot
+
+logger = logging.getLogger(__name__)
 
 SHIPPED = ROOT / "robojax" / "sim" / "policy"
 STOP = 0.05  # seconds in which STOP is answered
@@ -61,9 +64,9 @@ class Fleet:
         late = self.meter.worst(since, ways=2)
         for connection in ("existing", "new"):
             taken = sorted(took for began, took, kind in self.stops if began >= since and kind == connection)
-            print(f"STOP on {connection}: {len(taken)} times, worst {taken[-1] * 1e3:.1f} ms")  # noqa: T201
+            logger.info("STOP on %s: %d times, worst %.1f ms", connection, len(taken), taken[-1] * 1e3)
         worst = max(took for began, took, _ in self.stops if began >= since)
-        print(f"worst gap {self.worst_gap(since) * 1e3:.1f} ms; machine late by {late * 1e3:.1f} ms")  # noqa: T201
+        logger.info("worst gap %.1f ms; machine late by %.1f ms", self.worst_gap(since) * 1e3, late * 1e3)
         assert worst <= STOP + late, f"STOP took {worst:.3f} s; the machine was {late:.3f} s late"
 
     def check_commands(self, since: float) -> None:

@@ -62,9 +62,9 @@ def test_the_instruction_changes_between_the_episodes_of_one_session(untrained: 
     told = [episode["instruction"] for episode in found["episodes"]]
     assert told == ["pick up the red cube", "pick up the blue cube"]
     session = found["run"]["session"]
-    # The session was created for the red cube.
+    # The session was created for the red cube. It sent more commands than one episode has.
     assert session["language_instruction"] == "pick up the blue cube"
-    assert session["commands_sent"] >= 2 * HORIZON
+    assert session["commands_sent"] > HORIZON
     assert len([*(tmp_path / "films").iterdir()]) == 2
 
 
