@@ -79,13 +79,9 @@ def test_an_environment_state_is_kept(tmp_path):
     ],
 )
 def test_a_step_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, more, said):
-    def write():
-        with writer(tmp_path / "one") as one:
-            one.add(step())
-            one.add(step(**more))
-
-    with pytest.raises(DatasetError, match=said):
-        write()
+    with pytest.raises(DatasetError, match=said), writer(tmp_path / "one") as one:
+        one.add(step())
+        one.add(step(**more))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -99,15 +95,11 @@ def test_a_step_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, more, 
     ],
 )
 def test_an_episode_needs_steps_and_a_task(tmp_path, steps, task, said):
-    def write():
-        with writer(tmp_path / "one") as one:
-            for _ in range(steps):
-                one.add(step())
-            if task is not None:
-                one.end_episode(task)
-
-    with pytest.raises(DatasetError, match=said):
-        write()
+    with pytest.raises(DatasetError, match=said), writer(tmp_path / "one") as one:
+        for _ in range(steps):
+            one.add(step())
+        if task is not None:
+            one.end_episode(task)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -136,13 +128,8 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-
-    def write():
-        with writer(tmp_path / "one") as one:
-            one.add_episode(episode(3), "pick")
-
-    with pytest.raises(OSError, match="No space left"):
-        write()
+    with pytest.raises(OSError, match="No space left"), writer(tmp_path / "one") as one:
+        one.add_episode(episode(3), "pick")
     assert list(tmp_path.iterdir()) == []
 
 
