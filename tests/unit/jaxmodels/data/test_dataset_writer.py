@@ -79,9 +79,13 @@ def test_an_environment_state_is_kept(tmp_path):
     ],
 )
 def test_a_step_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, more, said):
-    with pytest.raises(DatasetError, match=said), writer(tmp_path / "one") as one:
-        one.add(step())
-        one.add(step(**more))
+    def write():
+        with writer(tmp_path / "one") as one:
+            one.add(step())
+            one.add(step(**more))
+
+    with pytest.raises(DatasetError, match=said):
+        write()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -95,11 +99,15 @@ def test_a_step_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, more, 
     ],
 )
 def test_an_episode_needs_steps_and_a_task(tmp_path, steps, task, said):
-    with pytest.raises(DatasetError, match=said), writer(tmp_path / "one") as one:
-        for _ in range(steps):
-            one.add(step())
-        if task is not None:
-            one.end_episode(task)
+    def write():
+        with writer(tmp_path / "one") as one:
+            for _ in range(steps):
+                one.add(step())
+            if task is not None:
+                one.end_episode(task)
+
+    with pytest.raises(DatasetError, match=said):
+        write()
     assert list(tmp_path.iterdir()) == []
 
 
