@@ -23,7 +23,16 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NUMBERED = [path for path in NOTEBOOKS if path.stem[:2].isdigit()]
 # They train, and compile what a user's second run reads from the disk; a busy machine takes its time.
 PATIENCE = 600
-SHORTER = 20  # nothing in a notebook depends on how well it has learned, or how often it measures
+SHORTER = 20  # No cell depends on how well a policy has learned, or on the number of measurements.
+# Fewer batch sizes, pictures and steps of denoising to compile, and fewer episodes to draw.
+FEWER = {
+    "(1, 2, 4, 8)": "(1, 2)",
+    ", (720, 1280))": ")",
+    "(2, 5, 10)": "(2, 5)",
+    '"--episodes", 6)': '"--episodes", 3)',
+    "episodes=range(5))": "episodes=range(2))",
+    "episodes=[5])": "episodes=[2])",
+}
 # Whether a machine can draw is known by trying, in a process of its own: OpenGL may end it.
 DRAWING = "import robojax.sim, mujoco; mujoco.GLContext(8, 8)"
 
@@ -37,8 +46,9 @@ def text(path: Path, kind: str = "markdown") -> str:
 
 
 def shortened(source: str) -> str:
-    """Return a cell with a twentieth of its training steps and timed calls, and two batch sizes to compile."""
-    source = source.replace("(1, 2, 4, 8)", "(1, 2)")
+    """Return a cell with a twentieth of its training steps and timed calls, and the changes of `FEWER`."""
+    for long, short in FEWER.items():
+        source = source.replace(long, short)
     counts = r"\b(runs=|for _ in range\()(\d+)"
     if "TrainingConfig(" in source:
         counts = r"\b(runs=|steps=|log_freq=|save_freq=|progress\.step == )(\d+)"

@@ -13,6 +13,7 @@ from jaxmodels.policies.act import Act
 from jaxmodels.program import Scales, normalize
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint_of
+from tests.testing.models import relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_act"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -30,17 +31,11 @@ def steps(name: str):
         yield observation, {key.removeprefix(f"out.{step}."): array for key, array in arrays.items()}
 
 
-def error(found: np.ndarray, wanted: np.ndarray) -> float:
-    assert found.shape == wanted.shape
-    assert found.dtype == wanted.dtype
-    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_are_those_of_lerobot(name: str, golden_folder) -> None:
     policy = jaxmodels.load_policy(golden_folder(name))
     for observation, wanted in steps(name):
-        assert error(policy.act(observation), wanted["chunk"]) < TOLERANCE
+        assert relative_error(policy.act(observation), wanted["chunk"]) < TOLERANCE
 
 
 @pytest.mark.usefixtures("quick_compilation")  # the program that users run is the one above
@@ -68,7 +63,7 @@ def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_f
             state=jnp.asarray(observation["observation.state"]),
             environment_state=observation.get("observation.environment_state"),
         )
-        assert error(np.asarray(act(weights, seen)), wanted["chunk_normalized"]) < TOLERANCE
+        assert relative_error(np.asarray(act(weights, seen)), wanted["chunk_normalized"]) < TOLERANCE
 
 
 def test_ensembled_actions_are_those_of_lerobot_over_many_steps(golden_folder) -> None:
@@ -78,7 +73,7 @@ def test_ensembled_actions_are_those_of_lerobot_over_many_steps(golden_folder) -
     recorded = list(steps("act_temporal_ensemble"))
     assert len(recorded) > needs.chunk  # long enough that every weight of the mean is used
     for observation, wanted in recorded:
-        assert error(ensembler.update(policy.act(observation)), wanted["select_action"]) < TOLERANCE
+        assert relative_error(ensembler.update(policy.act(observation)), wanted["select_action"]) < TOLERANCE
     ensembler.reset()
     observation, wanted = recorded[0]
-    assert error(ensembler.update(policy.act(observation)), wanted["select_action"]) < TOLERANCE
+    assert relative_error(ensembler.update(policy.act(observation)), wanted["select_action"]) < TOLERANCE

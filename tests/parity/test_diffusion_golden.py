@@ -17,6 +17,7 @@ from jaxmodels.policies.diffusion import POLICY
 from jaxmodels.program import prepare_pixels
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint, blueprint_of
+from tests.testing.models import relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_diffusion"
 LOSSES = GOLDEN.parent / "lerobot_losses" / "diffusion"
@@ -42,18 +43,13 @@ def chunks(name: str):
         yield observation, noises, {key.removeprefix(f"out.{frame}."): array for key, array in io.items()}
 
 
-def error(found: np.ndarray, expected: np.ndarray) -> float:
-    assert found.shape == expected.shape
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_are_those_of_lerobot(name: str, golden_folder) -> None:
     policy = jaxmodels.load_policy(golden_folder(name))
     found = list(chunks(name))
     assert len(found) == 2
     for observation, noises, recorded in found:
-        assert error(policy.act(observation, **noises), recorded["chunk"]) < TOLERANCE
+        assert relative_error(policy.act(observation, **noises), recorded["chunk"]) < TOLERANCE
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -94,4 +90,4 @@ def test_loss_and_gradients_are_those_of_lerobot(golden_folder) -> None:
     largest = max(norms.values())
     assert max(abs(np.linalg.norm(found[name]) - norm) for name, norm in norms.items()) < TOLERANCE * largest
     for name in (key.removeprefix("out.0.grad.") for key in io if key.startswith("out.0.grad.")):
-        assert error(np.asarray(found[name]), io[f"out.0.grad.{name}"]) < TOLERANCE, name
+        assert relative_error(np.asarray(found[name]), io[f"out.0.grad.{name}"]) < TOLERANCE, name

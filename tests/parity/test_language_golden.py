@@ -12,6 +12,7 @@ import jaxmodels
 from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.text import PromptTokenizer
 from jaxmodels.types import Language, Observation
+from tests.testing.models import relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Share of the largest magnitude. SmolVLA: moving every weight by 1e-6 of itself changes the output by up to 5e-6.
@@ -31,11 +32,6 @@ def read_arrays(name: str) -> dict[str, np.ndarray]:
         return dict(file)
 
 
-def measure_error(found: Any, expected: np.ndarray) -> float:
-    assert found.shape == expected.shape
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_are_those_of_lerobot(name: str, golden_folder, request: pytest.FixtureRequest) -> None:
     if not name.startswith("smolvla"):
@@ -44,7 +40,7 @@ def test_chunks_are_those_of_lerobot(name: str, golden_folder, request: pytest.F
     observation: dict[str, Any] = {key.removeprefix("in.0."): io[key] for key in io if key.startswith("in.0.obs")}
     policy = jaxmodels.load_policy(golden_folder(name))
     chunk = policy.act({**observation, "task": io["in.0.task"].tolist()}, noise=io["in.0.noise"])
-    assert measure_error(chunk, io["out.0.chunk"]) < NAMES[name]
+    assert relative_error(chunk, io["out.0.chunk"]) < NAMES[name]
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -74,4 +70,4 @@ def test_tokens_and_the_first_velocity_are_those_of_lerobot(name: str, golden_fo
         return given
 
     velocity = jax.jit(predict)(jax.tree.map(jnp.asarray, dict(checkpoint.weights)), observation)
-    assert measure_error(velocity, io["mid.0.velocity"][0]) < NAMES[name]
+    assert relative_error(velocity, io["mid.0.velocity"][0]) < NAMES[name]

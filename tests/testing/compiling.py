@@ -16,9 +16,11 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 OPTIONS: dict[str, bool | int] = {"xla_cpu_parallel_codegen_split_count": 1}
 if jax.__version_info__ < (0, 11):  # later ones always go through MLIR
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
-# The same for a process that a test starts, and all that makes it compile as `compiling_quickly` does.
 FLAGS = tuple(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
-QUICK = {"XLA_FLAGS": " ".join(FLAGS), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+# Environment of a server with one robot: it compiles no programs for larger batches.
+ONE_ROBOT = {"ROBOJAX_ENGINE_BATCH_SIZES": "1"}
+# Environment of a process that compiles as `compiling_quickly` does.
+QUICK = {"XLA_FLAGS": " ".join(FLAGS), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **ONE_ROBOT}
 
 
 @contextmanager
@@ -61,9 +63,10 @@ def use_programs(folder: str | None) -> None:
 
 
 def process_environment(*, devices: int = 1, quick: bool = False) -> dict[str, str]:
-    """Environment of a child process that uses the compiled programs of the run, with this number of CPU devices."""
+    """Return the environment of a child process that shares the run's programs, with this number of CPU devices."""
     return {
         **os.environ,
+        **(ONE_ROBOT if quick else {}),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join([f"--xla_force_host_platform_device_count={devices}", *(FLAGS if quick else ())]),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(quick)),

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,13 @@ def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
 
 
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference as a share of the largest expected magnitude; shapes and dtypes must agree."""
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
 @pytest.fixture
 def quick_compilation() -> Iterator[None]:
     with compiling_quickly():
@@ -83,12 +90,15 @@ def seeded_weights(keys: dict[str, Any], io: Mapping[str, np.ndarray] | None = N
         elif name.endswith("running_var"):
             weights[name] = np.float32(0.5 + rng.random(shape))
         else:
-            x = rng.standard_normal(shape).astype(np.float32)
-            if len(shape) > 1:
-                weights[name] = x / np.float32(np.sqrt(np.prod(shape[1:])))
-            else:
-                weights[name] = np.float32(1) * name.endswith("weight") + np.float32(0.1) * x
+            weights[name] = seeded_tensor(rng, name, shape)
     return weights
+
+
+def seeded_tensor(rng: np.random.Generator, name: str, shape: Sequence[int]) -> np.ndarray:
+    x = rng.standard_normal(shape).astype(np.float32)
+    if len(shape) > 1:
+        return x / np.float32(np.sqrt(np.prod(shape[1:])))
+    return np.float32(1) * name.endswith("weight") + np.float32(0.1) * x
 
 
 @pytest.fixture(scope="session")

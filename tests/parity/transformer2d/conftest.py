@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.testing.models import seeded_tensor
 from tests.testing.peers import require_peers
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
@@ -218,16 +219,9 @@ def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
 
 
 def seeded_weights(seed: int, shapes: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
-    """The rule of tests/golden/transformer2d/README.md."""
-    weights = {}
-    for name, shape in shapes.items():
-        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        x = rng.standard_normal(shape).astype(np.float32)
-        if len(shape) > 1:
-            weights[name] = x / np.float32(np.sqrt(np.prod(shape[1:])))
-        else:
-            weights[name] = np.float32(1) * name.endswith("weight") + np.float32(0.1) * x
-    return weights
+    """Return weights by the rule of tests/golden/transformer2d/README.md."""
+    rngs = {name: np.random.default_rng([seed, zlib.crc32(name.encode())]) for name in shapes}
+    return {name: seeded_tensor(rngs[name], name, shape) for name, shape in shapes.items()}
 
 
 @pytest.fixture(scope="session")

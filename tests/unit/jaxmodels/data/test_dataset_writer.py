@@ -136,13 +136,8 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-
-    def write():
-        with writer(tmp_path / "one") as one:
-            one.add_episode(episode(3), "pick")
-
-    with pytest.raises(OSError, match="No space left"):
-        write()
+    with pytest.raises(OSError, match="No space left"), writer(tmp_path / "one") as one:
+        one.add_episode(episode(3), "pick")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -245,10 +245,10 @@ def test_training_starts_from_a_trained_policy(finished: Path, dataset, tmp_path
         path.write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match="has no statistics"):
         lerobot_folder.read_checkpoint(base)
-    start = trained_policy(base)
-    still = config(steps=1, optimizer=OptimizerConfig(lr=1e-12))
-    train(dataset, start, still, tmp_path / "more")
-    fine = lerobot_folder.read_checkpoint(tmp_path / "more" / "policy").weights
+    # The learning rate of the first step is 0, because it warms up.
+    with pytest.raises(Enough):
+        train(dataset, trained_policy(base), config(save_freq=1), tmp_path / "more", on_progress=stop)
+    fine = lerobot_folder.read_checkpoint(tmp_path / "more" / "checkpoints" / "000001" / "pretrained_model").weights
     for name, array in lerobot_folder.read_checkpoint(finished / "policy").weights.items():
         np.testing.assert_allclose(fine[name], array, atol=1e-8, err_msg=name)
 
@@ -275,6 +275,20 @@ def test_the_policy_is_the_moving_average(few: Few, begun: Path, tmp_path: Path,
         np.testing.assert_allclose(found[step], decay * found[step - 1] + (1 - decay) * plain[step], rtol=1e-5)
 
 
+def test_tensorboard_reads_the_events(few: Few, tmp_path: Path, config: MakeConfig) -> None:
+    events = pytest.importorskip("tensorboardX.proto.event_pb2")
+    train(*few, config(tensorboard=True), tmp_path / "run")
+    (file,) = (tmp_path / "run" / "tensorboard").iterdir()
+    data, found, at = file.read_bytes(), {}, 0
+    while at < len(data):  # length (8 bytes), its checksum (4), an event, its checksum (4)
+        size = int.from_bytes(data[at : at + 8], "little")
+        event = events.Event.FromString(data[at + 12 : at + 12 + size])
+        found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+        at += size + 16
+    assert found["train/loss", 24] == pytest.approx(losses(tmp_path / "run")[-1])
+    assert ("train/learning_rate", 4) in found
+
+
 def test_gradient_accumulation_equals_the_whole_batch(few: Few, tmp_path: Path, config: MakeConfig) -> None:
     # With a large epsilon, gradients that are rounding alone make small steps.
     rule = OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0)
@@ -294,20 +308,6 @@ def test_bfloat16_keeps_float32_weights(few: Few, begun: Path, tmp_path: Path, c
     state = lerobot_folder.read_checkpoint(tmp_path / "low" / "policy").weights["action_out.kernel"]
     assert state.dtype == np.float32
     assert (state != state.astype("bfloat16").astype(np.float32)).any()
-
-
-def test_tensorboard_reads_the_events(few: Few, tmp_path: Path, config: MakeConfig) -> None:
-    events = pytest.importorskip("tensorboardX.proto.event_pb2")
-    train(*few, config(tensorboard=True, steps=8), tmp_path / "run")
-    (file,) = (tmp_path / "run" / "tensorboard").iterdir()
-    data, found, at = file.read_bytes(), {}, 0
-    while at < len(data):  # length (8 bytes), its checksum (4), an event, its checksum (4)
-        size = int.from_bytes(data[at : at + 8], "little")
-        event = events.Event.FromString(data[at + 12 : at + 12 + size])
-        found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
-        at += size + 16
-    assert found["train/loss", 8] == pytest.approx(losses(tmp_path / "run")[-1])
-    assert ("train/learning_rate", 4) in found
 
 
 def test_settings_that_make_no_sense_are_refused_together() -> None:
