@@ -85,7 +85,7 @@ def test_servo_without_a_position_gets_no_goal(arm: Arm, servos: SimulatedBus, h
     else:
         servos.servo(2).status = 2
     assert (arm.read_pose(), arm.read_pose()) == (None, None)
-    with pytest.raises(BusLost, match="shoulder_lift: servo 2 does not know where it is"):
+    with pytest.raises(BusLost, match="shoulder_lift: servo 2 does not know its position"):
         arm.read_pose()
     before = servos.servo(2).written[:]
     held = arm.hold_responding_servos()
