@@ -70,7 +70,13 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     bad["wrist_flex"]["homing_offset"] = "0"
     with pytest.raises(RobotError) as refused:
         read_calibration(written(tmp_path, bad), JOINTS)
-    for text in ("'shoulder_pan' is missing", "'elbow' does not belong", "is servo 5, wanted 3", "700..700", "drive_mode is 2"):
+    for text in (
+        "'shoulder_pan' is missing",
+        "'elbow' does not belong",
+        "is servo 5, wanted 3",
+        "700..700",
+        "drive_mode is 2",
+    ):
         assert text in str(refused.value)
     assert "homing_offset is not an integer" in str(refused.value)
 
