@@ -58,7 +58,7 @@ def test_check_refuses_a_policy_without_statistics(call, tmp_path):
     text = " ".join(done.stderr.replace("│", " ").split())
     assert done.returncode == 3
     assert "policy_postprocessor.json: feature 'action' (type ACTION, mode MEAN_STD) has no statistics" in text
-    assert "Do: docs/policies/checkpoints.md says what a policy's folder contains" in text
+    assert "Do: docs/policies/checkpoints.md describes the folder of a policy" in text
     assert "Traceback" not in text
 
 
