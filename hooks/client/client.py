@@ -407,16 +407,9 @@ class AsyncWebhooksClient:
     A cancelled call stops waiting; the Hub may still execute its request.
     """
 
-    def __init__(
-        self,
-        endpoint: str | None = None,
-        token: Token = None,
-        *,
-        timeout: float = TIMEOUT,
-        allow_http: Collection[str] = (),
-    ):
+    def __init__(self, endpoint: str | None = None, token: Token = None, **options: Any):
         """Create a client; for the arguments see `WebhooksClient`."""
-        self.client = WebhooksClient(endpoint, token, timeout=timeout, allow_http=allow_http)
+        self.client = WebhooksClient(endpoint, token, **options)
         self.endpoint = self.client.endpoint
 
     list_webhooks = _in_thread(WebhooksClient.list_webhooks)

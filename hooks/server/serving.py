@@ -191,18 +191,17 @@ class BackgroundServer:
         """Whether the server still responds."""
         return self._thread.is_alive()
 
-    def stop(self) -> bool:
-        """Stop the server; return whether it ended in time. The server's own thread only requests the stop."""
+    def stop(self) -> None:
+        """Stop the server and wait for its end; its own thread only requests the stop."""
         if self._loop is not None:
             # After the server has ended, its loop is closed.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
         if threading.current_thread() is self._thread:
-            return False
+            return
         self._thread.join(STOP_TIMEOUT)
         if self._thread.is_alive():
             logger.warning("the webhooks server did not end within %g s and is abandoned", STOP_TIMEOUT)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -211,7 +211,12 @@ def replay(
     errors = Console(stderr=True, highlight=False)
     source = source_or_end(recording)
     if plot is not None:
-        _need_matplotlib()
+        from importlib.util import find_spec
+
+        from service.recording.recordings import INSTALL
+
+        if find_spec("matplotlib") is None:
+            fail(Code.USAGE, "no plot is possible", "matplotlib is not installed", INSTALL)
     viewer = _viewer(source.info, save) if rerun else None
     try:
         with errors.status("importing JAX ...") as status:
@@ -250,15 +255,6 @@ def replay(
         typer.echo(f"plot: {plot}", err=as_json)
     if limit is not None and (report.mean_percent is None or report.mean_percent > limit):
         raise typer.Exit(Code.CHECK)
-
-
-def _need_matplotlib() -> None:
-    from importlib.util import find_spec
-
-    from service.recording.recordings import INSTALL
-
-    if find_spec("matplotlib") is None:
-        fail(Code.USAGE, "no plot is possible", "matplotlib is not installed", INSTALL)
 
 
 def _viewer(facts: Any, save: Path | None) -> Any:

@@ -237,23 +237,15 @@ _with_settings(serve)
 
 
 def transport(
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines, and requires a key.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address; 0.0.0.0 accepts other machines with keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     origin: Annotated[
         list[str] | None,
         typer.Option(help="Allowed web page, e.g. https://my.page, or '*'; repeatable. This machine's are allowed."),
     ] = None,
-    keys_file: Annotated[
-        str | None, typer.Option(help="File of keys from `robojax token new --keys-file`; then a key is required.")
-    ] = None,
-    jwt_secret_file: Annotated[
-        str | None, typer.Option(help="File of the secret of `robojax token jwt --jwt-secret-file`.")
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Accept clients without a key, also from other machines.")
-    ] = False,
+    keys_file: Annotated[str | None, typer.Option(help="Keys of `robojax token new`; then a key is required.")] = None,
+    jwt_secret_file: Annotated[str | None, typer.Option(help="File of the secret of `robojax token jwt`.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Accept all clients without a key.")] = False,
 ) -> None:
     """Serve rooms (RobotHub's REST, WebSocket and WebRTC signalling) at / and under /api until Ctrl-C."""
     import logging

@@ -123,12 +123,8 @@ def _explain_standstill(session: Any, stats: Any) -> str:
 @flatten
 def stop(
     session_id: Annotated[str | None, typer.Argument(help="The session to stop; it can be started again.")] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Emergency stop of every robot; latched until each session is reset.")
-    ] = False,
-    emergency: Annotated[
-        bool, typer.Option("--emergency", help="Emergency stop of this one session; latched until it is reset.")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Emergency stop of all robots, until each reset.")] = False,
+    emergency: Annotated[bool, typer.Option("--emergency", help="Emergency stop of ID, until its reset.")] = False,
     reason: Annotated[str | None, typer.Option(help="Of the emergency stop; shown in each session's status.")] = None,
     *,
     at: ServerOptions,
@@ -289,26 +285,12 @@ def restart(session_id: SESSION, *, at: ServerOptions) -> None:
 @flatten
 def adjust(
     session_id: SESSION,
-    overlap: Annotated[
-        str | None,
-        typer.Option(
-            help="How a new chunk joins the plan, such as crossfade or replace (see the guide Motion), or default."
-        ),
-    ] = None,
-    ask_ahead: Annotated[
-        str | None, typer.Option(help="Seconds by which a chunk is requested in advance, or default (measured).")
-    ] = None,
-    action_steps: Annotated[
-        str | None, typer.Option(help="Actions of a chunk before the next chunk begins, or default (the policy's).")
-    ] = None,
+    overlap: Annotated[str | None, typer.Option(help="How chunks join, e.g. crossfade or replace, or default.")] = None,
+    ask_ahead: Annotated[str | None, typer.Option(help="Seconds in advance to request a chunk, or default.")] = None,
+    action_steps: Annotated[str | None, typer.Option(help="Actions of each chunk to execute, or default.")] = None,
     temporal_ensemble_coeff: Annotated[str | None, typer.Option(help="Coefficient of ensemble, or default.")] = None,
-    language_instruction: Annotated[
-        str | None, typer.Option(help="Instruction for policies that read language.")
-    ] = None,
-    accept_units: Annotated[
-        bool | None,
-        typer.Option(help="Accept a state that seems to have another unit than the policy's (hold joints_units)."),
-    ] = None,
+    language_instruction: Annotated[str | None, typer.Option(help="Instruction for policies with language.")] = None,
+    accept_units: Annotated[bool | None, typer.Option(help="Accept a state that seems to have another unit.")] = None,
     *,
     at: ServerOptions,
 ) -> None:
@@ -319,11 +301,8 @@ def adjust(
         "action_steps": (action_steps, int),
         "temporal_ensemble_coeff": (temporal_ensemble_coeff, float),
     }
-    body: dict[str, object] = {}
-    if language_instruction is not None:
-        body["language_instruction"] = language_instruction
-    if accept_units is not None:
-        body["accept_units"] = accept_units
+    plain = {"language_instruction": language_instruction, "accept_units": accept_units}
+    body: dict[str, object] = {name: value for name, value in plain.items() if value is not None}
     for name, (text, kind) in changes.items():
         if text is None:
             continue
@@ -385,8 +364,7 @@ def _deployment_row(deployment: Any) -> Sequence[str]:
 def policy(
     session_id: SESSION,
     revision: Annotated[
-        str | None,
-        typer.Argument(help="Branch, tag or commit; default: the staged commit, else the newest that it follows."),
+        str | None, typer.Argument(help="Branch, tag or commit; default: the staged or newest.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also use a commit that is in quarantine.")] = False,
     *,

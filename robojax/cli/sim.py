@@ -57,15 +57,14 @@ def select_policy(task: Task, policy: str | None) -> str:
 
 def evaluate(
     policy: Annotated[
-        str | None,
-        typer.Option("--policy.path", help="A folder or a Hub repo id; default: the task's included policy."),
+        str | None, typer.Option("--policy.path", help="Folder or Hub repo id; default: the included.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 40,
     task: WhichTask = TaskName.PICK,
     seed: Seed = FIRST_SEED,
     whole_stack: Annotated[
-        bool, typer.Option("--whole-stack", help="Use server, rooms and video in real time: 6 s per episode.")
+        bool, typer.Option("--whole-stack", help="Use server, rooms and video, in real time.")
     ] = False,
     delay: Annotated[int, typer.Option(min=0, help="In-process: ticks between observation and action.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for eval.json and a video of each episode.")] = None,
@@ -223,9 +222,7 @@ def demo(
     episodes: Annotated[int, typer.Option(min=0, help="Number of episodes; 0 for no limit, until Ctrl-C.")] = 20,
     headless: Annotated[bool, typer.Option("--headless", help="Lines instead of a live table.")] = False,
     task: WhichTask = TaskName.PICK,
-    policy: Annotated[
-        str | None, typer.Option(help="Policy folder or Hub repo id; default: the task's included policy.")
-    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy folder or Hub repo id; default: the included.")] = None,
     seed: Seed = FIRST_SEED,
     port: Annotated[
         int | None,
@@ -236,7 +233,7 @@ def demo(
         ),
     ] = None,
     require: Annotated[
-        int | None, typer.Option(min=0, help="Cubes that must be lifted, else exit 1; default: 80 % of the episodes.")
+        int | None, typer.Option(min=0, help="Required lifted cubes, else exit 1; default: 80 %.")
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Folder for a recording (MCAP) and its LeRobotDataset.")] = None,
 ) -> None:

@@ -107,18 +107,19 @@ class Demo:
     ) -> Request:
         """Create the session with a warm policy and the instruction of ``seed``; raise ``DemoFailed`` if refused."""
         named = {"policy_path": policy} | ({} if revision is None else {"revision": revision})
-        needs = (await self._post("/policies/check", named, "policy"))["requirements"]
+        needs = (await self._request("POST", "/policies/check", named))["requirements"]
         instruction = task.choose_cube(seed).instruction if needs["language"] else None
         request = Request(self.url, policy, revision, needs["policy_type"], instruction, self._is_recorded)
-        await self._post("/sessions", request.body(), "session")
+        await self._request("POST", "/sessions", request.body())
         return request
 
-    async def _post(self, path: str, body: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+    async def _request(self, method: str, path: str, body: object = None, timeout: float = LOADING) -> Any:
         try:
-            return await self._client.request("POST", path, body, timeout=LOADING)
+            return await self._client.request(method, path, body, timeout=timeout)
         except Refused as error:
-            raise DemoFailed(f"the server refused the {what} with {error.status}: {error.text}") from error
+            raise DemoFailed(f"the server refused {method} {path} with {error.status}: {error.text}") from error
         except ClientError as error:
+            self._server.check()
             raise DemoFailed(f"the server does not answer: {error}") from error
 
     async def views(
@@ -180,7 +181,8 @@ class Demo:
                             raise DemoFailed("the arm ended before its last episode")
                     recent, news[:] = list(news), []
                     lines, notes[:] = list(notes), []
-                    yield View(await self._status(), score, recent, instruction, lines, is_over)
+                    status = await self._request("GET", f"/sessions/{SESSION}", timeout=10.0)
+                    yield View(status, score, recent, instruction, lines, is_over)
                     if is_over:
                         return
                     await asyncio.sleep(0.25)
@@ -208,13 +210,6 @@ class Demo:
                     await asyncio.sleep(0.2)
         except (ClientError, TimeoutError) as error:
             raise DemoFailed(f"the recording was not finished: {error or 'it took too long'}") from error
-
-    async def _status(self) -> Mapping[str, Any]:
-        try:
-            return await self._client.request("GET", f"/sessions/{SESSION}")
-        except ClientError as error:
-            self._server.check()
-            raise DemoFailed(f"the server does not answer: {error}") from error
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from itertools import count, islice
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -36,14 +35,6 @@ DAMPING = 1e-4
 UP = np.array([0.0, 0.0, 1.0])
 ITERATIONS = 80
 LONGEST_STEP = 0.2  # radians per iteration
-
-
-@dataclass(frozen=True)
-class Leg:
-    """Part of the expert's path: a pose in radians and the ticks to reach it."""
-
-    pose: np.ndarray
-    ticks: int
 
 
 class Kinematics:
@@ -78,8 +69,8 @@ class Kinematics:
         return pose
 
 
-def plan_legs(arm: Arm, kinematics: Kinematics) -> list[Leg]:
-    """Plan the path that lifts the target cube, of 90 ticks."""
+def plan_legs(arm: Arm, kinematics: Kinematics) -> list[tuple[np.ndarray, int]]:
+    """Plan the path that lifts the target cube: poses in radians, each with the ticks to reach it, 90 in all."""
     cube = arm.cube
     above = kinematics.solve(HOME, cube + HOVER * UP)
     at = kinematics.solve(above, cube + GRASP * UP)
@@ -87,18 +78,18 @@ def plan_legs(arm: Arm, kinematics: Kinematics) -> list[Leg]:
     above[-1] = at[-1] = OPEN
     closed = at.copy()
     closed[-1] = up[-1] = CLOSED
-    return [Leg(above, 25), Leg(at, 15), Leg(closed, 15), Leg(up, 25), Leg(up, 10)]
+    return [(above, 25), (at, 15), (closed, 15), (up, 25), (up, 10)]
 
 
-def interpolate_targets(legs: list[Leg]) -> Iterator[np.ndarray]:
+def interpolate_targets(legs: list[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]:
     """Yield the targets (six wire values) of every tick, easing in and out of each leg."""
     before = HOME
-    for leg in legs:
-        for tick in range(1, leg.ticks + 1):
-            share = tick / leg.ticks
+    for pose, ticks in legs:
+        for tick in range(1, ticks + 1):
+            share = tick / ticks
             eased = share * share * (3 - 2 * share)
-            yield to_wire(before + (leg.pose - before) * eased)
-        before = leg.pose
+            yield to_wire(before + (pose - before) * eased)
+        before = pose
 
 
 ROBOT = "so100_simulated"
