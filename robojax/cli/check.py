@@ -193,19 +193,12 @@ def check(
             status.update("compiling and timing its parts ...")
             parts = loaded.profile_stages(min(runs, 10))
     except JaxModelsError as error:
-        fail(
-            Code.POLICY,
-            f"policy {policy!r} cannot be used",
-            str(error),
-            f"robojax check {policy}, without --rename, shows the names of its cameras"
-            if rename and isinstance(error, ConfigError)
-            else (
-                "give a folder of LeRobot (config.json, model.safetensors) or of diffusers, or a repo id like "
-                "owner/name"
-                if isinstance(error, HubError)
-                else "docs/policies/checkpoints.md describes the folder of a policy"
-            ),
-        )
+        then = "docs/policies/checkpoints.md describes the folder of a policy"
+        if isinstance(error, HubError):
+            then = "give a folder of LeRobot (config.json, model.safetensors) or of diffusers, or a repo id owner/name"
+        elif rename and isinstance(error, ConfigError):
+            then = f"robojax check {policy}, without --rename, shows the names of its cameras"
+        fail(Code.POLICY, f"policy {policy!r} cannot be used", str(error), then)
     requirements = loaded.requirements
     motion = _limits(requirements, limits)
     verdict = assess_speed(requirements, speed, rate or requirements.rate or 20.0)

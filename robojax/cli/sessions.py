@@ -16,16 +16,10 @@ Server = Annotated[
     str | None,
     typer.Option(
         envvar=SERVER_VARIABLE,
-        help="URL of the server; default: this machine, with host and port of the settings (http://127.0.0.1:8001, or "
-        "ROBOJAX_PORT).",
+        help="URL of the server; default: http://127.0.0.1:8001, or the settings' port (ROBOJAX_PORT).",
     ),
 ]
-Key = Annotated[
-    str | None,
-    typer.Option(
-        help="Key or token for a server that wants one; default: ROBOJAX_KEY, which no list of processes shows."
-    ),
-]
+Key = Annotated[str | None, typer.Option(help="Key or token; default: ROBOJAX_KEY, which process lists do not show.")]
 PAGE = 100  # entries of a page of a list
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSON.")]
 

@@ -225,12 +225,7 @@ def demo(
     policy: Annotated[str | None, typer.Option(help="Policy folder or Hub repo id; default: the included.")] = None,
     seed: Seed = FIRST_SEED,
     port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="Port of the demo's server; 0 for a free port. Default: ROBOJAX_PORT, else 8001 if free, else any.",
-        ),
+        int | None, typer.Option(min=0, max=65535, help="Port; 0: any; default: ROBOJAX_PORT, else 8001 if it is free.")
     ] = None,
     require: Annotated[
         int | None, typer.Option(min=0, help="Required lifted cubes, else exit 1; default: 80 %.")

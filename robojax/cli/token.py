@@ -16,9 +16,7 @@ Port = Annotated[
 ]
 State = Annotated[str | None, typer.Option(help="The server's state folder; default: the folder of its port.")]
 KeysFile = Annotated[str | None, typer.Option(help="The server's --keys-file, if it has one.")]
-Owner = Annotated[
-    str | None, typer.Option(help="Owner of the sessions that it may use, e.g. of a robot's key. Default: its name.")
-]
+Owner = Annotated[str | None, typer.Option(help="Owner of the sessions that it may use. Default: its name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
 
 

@@ -73,7 +73,7 @@ def test_cubes_are_counted_filmed_and_reported(refused: Callable[..., Result], t
         assert (tmp_path / "run" / episode["film"]).stat().st_size > 1000
     again = refused("--output", str(tmp_path / "run"))
     assert again.exit_code == 2
-    assert "it is not written over" in again.stderr
+    assert "it is not overwritten" in again.stderr
 
 
 @pytest.fixture
