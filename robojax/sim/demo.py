@@ -107,17 +107,17 @@ class Demo:
     ) -> Request:
         """Create the session with a warm policy and the instruction of ``seed``; raise ``DemoFailed`` if refused."""
         named = {"policy_path": policy} | ({} if revision is None else {"revision": revision})
-        needs = (await self._request("POST", "/policies/check", named))["requirements"]
+        needs = (await self._request("policy", "POST", "/policies/check", named))["requirements"]
         instruction = task.choose_cube(seed).instruction if needs["language"] else None
         request = Request(self.url, policy, revision, needs["policy_type"], instruction, self._is_recorded)
-        await self._request("POST", "/sessions", request.body())
+        await self._request("session", "POST", "/sessions", request.body())
         return request
 
-    async def _request(self, method: str, path: str, body: object = None, timeout: float = LOADING) -> Any:
+    async def _request(self, what: str, method: str, path: str, body: object = None, timeout: float = LOADING) -> Any:
         try:
             return await self._client.request(method, path, body, timeout=timeout)
         except Refused as error:
-            raise DemoFailed(f"the server refused {method} {path} with {error.status}: {error.text}") from error
+            raise DemoFailed(f"the server refused the {what} with {error.status}: {error.text}") from error
         except ClientError as error:
             self._server.check()
             raise DemoFailed(f"the server does not answer: {error}") from error
@@ -181,7 +181,7 @@ class Demo:
                             raise DemoFailed("the arm ended before its last episode")
                     recent, news[:] = list(news), []
                     lines, notes[:] = list(notes), []
-                    status = await self._request("GET", f"/sessions/{SESSION}", timeout=10.0)
+                    status = await self._request("request", "GET", f"/sessions/{SESSION}", timeout=10.0)
                     yield View(status, score, recent, instruction, lines, is_over)
                     if is_over:
                         return

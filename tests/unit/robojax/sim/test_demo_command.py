@@ -48,7 +48,7 @@ def test_too_few_cubes_are_a_failure(
     monkeypatch.setattr("robojax.cli.sim._run_demo", watched)
     ended = CliRunner().invoke(app, ["--headless", *arguments])
     assert ended.exit_code == (0 if wanted is None else 1)
-    assert ended.stderr == ("" if wanted is None else f"fewer than the {wanted} cubes wanted\n")
+    assert ended.stderr == ("" if wanted is None else f"fewer than the {wanted} required cubes\n")
 
 
 def test_stopped_demo_waits_for_a_person_and_repeats_the_episode(pauses: Pauses) -> None:
