@@ -1,12 +1,12 @@
 """Rules for the addresses that webhooks may be sent to; host names are resolved once and then pinned.
 
-Without these rules, a webhook's URL could reach services on loopback, metadata servers and machines behind a firewall.
+Without these rules, webhooks could be sent to services on loopback, metadata servers and machines behind a firewall.
 """
 
 import ipaddress
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -18,14 +18,14 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MAX_URL = 2048
-# They hand out a machine's credentials. An allowed network that contains such an address does not allow it.
+# These servers return a machine's credentials. Only a network of one address (/32, /128) allows them.
 METADATA_SERVERS: tuple[Address, ...] = (
     ipaddress.ip_address("169.254.169.254"),
     ipaddress.ip_address("169.254.170.2"),
     ipaddress.ip_address("100.100.100.200"),
     ipaddress.ip_address("fd00:ec2::254"),
 )
-# Python's own tables know less of what is not public, and each version something else: fec0::/10, 64:ff9b:1::/48.
+# Python's tables lack some non-public networks, such as fec0::/10 and 64:ff9b:1::/48, and differ between versions.
 _PUBLIC_V6 = ipaddress.ip_network("2000::/3")
 _SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "3fff::/20")))
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -44,14 +44,9 @@ class Target:
 
 @dataclass(frozen=True)
 class TargetRules:
-    """Rules for delivery targets: public addresses, and the networks that the operator allows (``192.168.1.0/24``)."""
+    """Rules for delivery targets: public addresses, and networks that the operator allows (such as 192.168.1.0/24)."""
 
     allowed: tuple[Network, ...] = ()
-
-    @classmethod
-    def from_networks(cls, networks: Iterable[str]) -> "TargetRules":
-        """Build rules that also allow these networks; raise ``ValueError`` for a text that is not a network."""
-        return cls(tuple(ipaddress.ip_network(network) for network in networks))
 
     def parse_url(self, url: str) -> Target:
         """Split an http or https URL into host and port; raise ``UnsafeTarget`` for others and refused addresses."""
@@ -67,9 +62,9 @@ class TargetRules:
         if parts.scheme not in ("http", "https"):
             raise UnsafeTarget(f"url: scheme {parts.scheme!r}, wanted http or https")
         if "@" in parts.netloc:
-            raise UnsafeTarget("url: it has a user name or password in it; use the webhook's secret instead")
+            raise UnsafeTarget("url: it contains a user name or password; use the webhook's secret instead")
         if not host:
-            raise UnsafeTarget("url: there is no host in it")
+            raise UnsafeTarget("url: it has no host; wanted https://host/path")
         if port == 0:
             raise UnsafeTarget("url: port 0, wanted 1 to 65535")
         return Target(url, host, port or {"http": 80, "https": 443}[parts.scheme], self._parse_host_address(host))
@@ -85,11 +80,11 @@ class TargetRules:
             self.check_address(host, address)
             return (str(address),)
         try:
-            # What C libraries take for an address too: 2130706433, 0x7f.1, 0177.0.0.1, 127.1.
+            # C libraries accept more forms of an address: 2130706433, 0x7f.1, 0177.0.0.1, 127.1.
             disguised = ipaddress.IPv4Address(socket.inet_aton(host))
         except OSError:
             if not _HOST_NAME.fullmatch(host):
-                raise UnsafeTarget(f"url: {host!r} is no name of a host") from None
+                raise UnsafeTarget(f"url: {host!r} is not a host name") from None
             return ()
         if not self._is_allowed(disguised):
             raise UnsafeTarget(f"url: host {host!r} is the address {disguised} in disguise; write it as {disguised}")
@@ -104,7 +99,7 @@ class TargetRules:
             try:
                 address = ipaddress.ip_address(text)
             except ValueError:
-                raise UnsafeTarget(f"host {target.host!r} has the address {text!r}, which is none") from None
+                raise UnsafeTarget(f"host {target.host!r} has the invalid address {text!r}") from None
             self.check_address(target.host, address)
         return tuple(addresses)
 
@@ -129,7 +124,7 @@ def unwrap_ipv4(address: Address) -> list[Address]:
     """Return the IPv4 address inside an IPv6 one (mapped, 6to4, NAT64), else the address itself."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
-    # Of 6to4, too, the inner one alone is judged: since Python 3.13 all of 2002::/16 is "private".
+    # Only the inner address of 6to4 counts, because Python 3.13 calls all of 2002::/16 "private".
     inner = address.ipv4_mapped or address.sixtofour
     if inner is None and address in _NAT64:
         inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
@@ -137,7 +132,7 @@ def unwrap_ipv4(address: Address) -> list[Address]:
 
 
 def describe_danger(address: Address) -> str | None:
-    """Describe an address that no list of networks should open (metadata servers, link-local); None for others."""
+    """Describe an address that no list of networks should allow (metadata servers, link-local); None for others."""
     is_dangerous = (
         address in METADATA_SERVERS or address.is_unspecified or address.is_link_local or address.is_multicast
     ) and not address.is_loopback
@@ -145,7 +140,7 @@ def describe_danger(address: Address) -> str | None:
 
 
 def _describe_non_public(address: Address) -> str | None:
-    """Say why an address is not public; None when it is public."""
+    """Return why an address is not public; None for a public address."""
     kinds = (
         (address in METADATA_SERVERS, "the metadata server of a cloud"),
         (address.is_unspecified, "this machine (unspecified)"),

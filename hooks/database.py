@@ -19,10 +19,8 @@ from hooks.errors import StoreError
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
-# Seconds; another process holds the lock during a transaction.
-LOCK_TIMEOUT = 10.0
-# Bytes; the write-ahead log is cut to this size when it restarts, because it never shrinks by itself.
-LONGEST_LOG = 16 << 20
+LOCK_TIMEOUT = 10.0  # seconds to wait for the transaction of another process
+LONGEST_LOG = 16 << 20  # bytes to which SQLite truncates the write-ahead log, which never shrinks by itself
 
 
 @contextmanager
@@ -53,12 +51,14 @@ def insert_row(connection: sqlite3.Connection, table: str, **values: Any) -> Non
 class Database:
     """SQLite database in a file, or in memory when ``path`` is None.
 
-    A transaction is a function of the connection (and of arguments): all of what it writes is kept, or none of it.
-    ``StoreError`` says that the file cannot be opened, is not a database, or was written by a newer version.
+    A transaction is a function of the connection (and of arguments); its writes are atomic.
+
+    Raises:
+        StoreError: the file cannot be opened, is not a database, or was written by a newer version.
     """
 
     def __init__(self, path: str | Path | None, schema: Sequence[str]):
-        """Open the database; ``schema`` has one SQL script per version, and those that the file lacks are run."""
+        """Open the database; ``schema`` has one SQL script per version, and the scripts of newer versions are run."""
         self.path = None if path is None else Path(path)
         self._thread = ThreadPoolExecutor(1, "database")
         try:
@@ -86,7 +86,7 @@ class Database:
             connection.execute("PRAGMA foreign_keys=ON")
             connection.execute(f"PRAGMA journal_size_limit={LONGEST_LOG}")
             if self.path is not None:
-                # Payloads may be private, and secrets of registered webhooks are in here.
+                # The database contains payloads, which may be private, and secrets of webhooks.
                 self.path.chmod(0o600)
             connection.execute("BEGIN IMMEDIATE")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -106,7 +106,7 @@ class Database:
         return connection
 
     def _identify_file(self) -> tuple[int, int] | None:
-        """Return device and inode of the database's file; None when it is not there."""
+        """Return device and inode of the database's file; None if the file is missing."""
         try:
             status = None if self.path is None else os.stat(self.path)
         except OSError:
@@ -128,10 +128,10 @@ class Database:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
-        """Run a transaction; cancelling the call stops the waiting only, the transaction still runs whole.
+        """Run a transaction; a cancelled call stops waiting, and the transaction still runs to its end.
 
         Raises:
-            StoreError: it cannot be written (disk full, locked for too long, damaged).
+            StoreError: the database cannot be written (disk full, locked for too long, damaged).
         """
         return await asyncio.wrap_future(self._submit(transaction, arguments, named))
 
@@ -144,7 +144,7 @@ class Database:
     def _transact(self, transaction: Callable[..., Result], arguments: tuple, named: dict) -> Result:
         connection = self._connection
         if self._identify_file() != self._file:
-            # A write would go to a file without a name, which is lost at the next start.
+            # A write would go to the deleted file and be lost.
             raise StoreError(f"database {self._name}: it was deleted or replaced while it was in use; restart")
         try:
             connection.execute("BEGIN IMMEDIATE")
@@ -161,6 +161,6 @@ class Database:
 
     def close(self) -> None:
         """Close the database after the queued transactions."""
-        with suppress(RuntimeError):  # It is closed already.
+        with suppress(RuntimeError):  # The database is already closed.
             self._thread.submit(self._connection.close)
         self._thread.shutdown()

@@ -14,11 +14,11 @@ class InvalidSettings(HooksError, ValueError):
 
 
 class HubTrouble(HooksError):
-    """The Hub refused a call, did not answer in time, or answered something unusable.
+    """The Hub refused a call, did not respond in time, or sent an invalid response.
 
     Attributes:
-        status: the HTTP status of its answer, or None when there was none.
-        was_sent: whether it may have got the request, and done it.
+        status: HTTP status of the response; None without a response.
+        was_sent: whether the Hub may have received and executed the request.
     """
 
     was_sent = True
@@ -30,7 +30,7 @@ class HubTrouble(HooksError):
 
 
 class UnknownWebhook(HubTrouble):
-    """No webhook has this id."""
+    """There is no webhook with this id."""
 
 
 class StoreError(HooksError):
@@ -38,14 +38,14 @@ class StoreError(HooksError):
 
 
 class UnknownEvent(HooksError):
-    """No event has this id."""
+    """There is no event with this id."""
 
 
 class RetryableError(HooksError):
-    """Raised by a handler to be run again later; until then its sender is answered that the event is accepted.
+    """Raised by a handler that must run again later; the sender gets 202 (accepted).
 
     Attributes:
-        after: seconds until then; as the receiver's backoff says when None.
+        after: seconds until the next run; None for the receiver's backoff.
     """
 
     def __init__(self, message: str = "", after: float | None = None):

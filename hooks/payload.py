@@ -1,7 +1,8 @@
 """Payload of a Hub webhook, version 3, and a sample of each scope.
 
-Only ``event.action``, ``event.scope``, ``repo.id``, ``repo.name``, ``repo.type`` and ``webhook.id`` are required, all
-text. Unknown fields are kept, and other fields of an undocumented type are None: a change of the Hub stops no receiver.
+Only ``event.action``, ``event.scope``, ``repo.id``, ``repo.name``, ``repo.type`` and ``webhook.id`` are required; all
+are text. Unknown fields are kept, and other fields of an undocumented type become None, so that a receiver survives
+changes of the Hub.
 Source: https://huggingface.co/docs/hub/webhooks, and huggingface_hub 2.4.
 """
 
@@ -24,7 +25,7 @@ def _validate_or_none(value: Any, validate: ValidatorFunctionWrapHandler) -> Any
         return None
 
 
-# A field that never makes a delivery invalid: None where the payload has another type.
+# An optional field: None if the payload has another type, so the delivery stays valid.
 Lenient = Annotated[T | None, WrapValidator(_validate_or_none)]
 
 
@@ -33,7 +34,7 @@ class _Part(BaseModel):
 
 
 class ObjectId(_Part):
-    """Part of a payload that has an id of its own."""
+    """Part of a payload with an id."""
 
     id: str
 
@@ -53,7 +54,7 @@ class WebhookPayloadMovedTo(_Part):
 
 
 class WebhookPayloadWebhook(ObjectId):
-    """Webhook that this delivery was sent for."""
+    """Webhook that sent this delivery."""
 
     version: Lenient[int] = None
 
@@ -78,7 +79,7 @@ class WebhookPayloadDiscussionChanges(_Part):
 
 
 class WebhookPayloadComment(ObjectId):
-    """Comment of a discussion; ``content`` is missing when it is hidden."""
+    """Comment of a discussion; a hidden comment has no ``content``."""
 
     author: Lenient[ObjectId] = None
     hidden: Lenient[bool] = False
@@ -100,10 +101,10 @@ class WebhookPayloadDiscussion(ObjectId):
 
 
 class WebhookPayloadRepo(ObjectId):
-    """Repo that the event happened to.
+    """Repo of the event.
 
     Attributes:
-        head_sha: commit of the default branch, ``headSha`` on the wire; with scopes of ``repo``, never of buckets.
+        head_sha: commit of the default branch, ``headSha`` on the wire; set for scopes of ``repo``, but not of buckets.
         type: ``model``, ``dataset``, ``space``, ``bucket``, or a newer one.
     """
 
@@ -118,12 +119,12 @@ class WebhookPayloadRepo(ObjectId):
 
     @property
     def headSha(self) -> str | None:
-        """The field ``head_sha`` by its name on the wire."""
+        """Same as ``head_sha``, by its name on the wire."""
         return self.head_sha
 
 
 class WebhookPayloadUpdatedRef(_Part):
-    """Branch or tag that moved; ``oldSha`` is None for a new one, ``newSha`` for a deleted one."""
+    """Branch or tag that moved; ``oldSha`` is None for a new ref, ``newSha`` for a deleted ref."""
 
     ref: str
     oldSha: str | None = None
@@ -154,7 +155,7 @@ class WebhookPayload(_Part):
     updatedFilesTruncated: Lenient[bool] = None
 
     def is_about(self, scope: str) -> bool:
-        """Whether the event happened within a scope; ``repo`` includes ``repo.content`` and all else below it."""
+        """Whether the event belongs to a scope; ``repo`` includes ``repo.content`` and all other ``repo.*``."""
         return f"{self.event.scope}.".startswith(f"{scope}.")
 
     def new_sha(self, ref: str) -> str | None:
@@ -166,7 +167,7 @@ class WebhookPayload(_Part):
 HUB = "https://huggingface.co"
 OLD_SHA = hashlib.sha1(b"the commit before").hexdigest()
 USER = {"id": "628b753283ef59b5be89e937"}
-# Scope of a sample -> its action, and the parts that only this kind of event has.
+# Scope of a sample to its action and the parts that only events of this scope have.
 SAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "repo": ("move", {"movedTo": {"name": "robotics-lab/renamed", "owner": USER}}),
     "repo.content": ("update", {"updatedRefs": [{"ref": "refs/heads/main", "oldSha": OLD_SHA, "newSha": OLD_SHA}]}),
@@ -188,7 +189,7 @@ def sample(
 ) -> dict[str, Any]:
     """Build a sample payload of a scope in ``SAMPLES``; ``sha`` is the commit that the event is about."""
     if scope not in SAMPLES:
-        raise InvalidWebhook(f"there is no sample of {scope!r}; wanted one of {', '.join(SAMPLES)}")
+        raise InvalidWebhook(f"there is no sample of scope {scope!r}; wanted: {', '.join(SAMPLES)}")
     action, parts = SAMPLES[scope]
     head = sha or hashlib.sha1(repo.encode()).hexdigest()
     prefix = "" if repo_type == "model" else f"{repo_type}s/"

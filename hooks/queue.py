@@ -1,8 +1,9 @@
-"""Durable queue in SQLite: rows of one lane run in order, those of different lanes in parallel.
+"""Durable queue in SQLite: rows of one lane run in order, and lanes run in parallel.
 
 Each queue is a table with the columns ``number`` (order of acceptance), ``status``, ``attempt``, ``due`` (seconds since
-1970), ``lane``, and a group: an endpoint or a webhook. A ``waiting`` row begins when it is due, its group has room, and
-no row of its group and lane runs or is older and waiting. It is ``running`` until its worker writes the outcome.
+1970), ``lane``, and a group: an endpoint or a webhook. A ``waiting`` row begins when it is due, its group is below its
+limit, and its group and lane have no running row and no older waiting row. It is ``running`` until its worker writes
+the outcome.
 """
 
 import asyncio
@@ -22,10 +23,10 @@ Arguments = ParamSpec("Arguments")
 
 log = logging.getLogger(__name__)
 
-# As SQLite has to read it to find the indices of these rows.
+# In exactly this form, SQLite uses the partial indices of these rows.
 OPEN = "status IN ('waiting', 'running')"
 STORE_RETRY_INTERVAL = 0.5  # seconds between attempts to write while the database cannot be written
-CLOCK_STEP = 1.0  # seconds; less is a clock that is corrected slowly
+CLOCK_STEP = 1.0  # seconds; a smaller difference is a gradual correction of the clock
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Queue:
     def begin_due_rows(
         self, connection: sqlite3.Connection, now: float, take_room: Callable[[str], bool]
     ) -> tuple[list[sqlite3.Row], int, float | None]:
-        """Mark due rows with room as running; return them, the number of blocked rows, and when the next row is due."""
+        """Mark due rows within the limits as running; return them, the number of blocked rows, the next due time."""
         due = connection.execute(
             f"SELECT number, {self.group}, NOT ({self.ordered} AND EXISTS (SELECT 1 FROM {self.table} AS other "
             f"WHERE other.{self.group} = one.{self.group} AND other.lane = one.lane AND other.{OPEN} "
@@ -64,18 +65,18 @@ class Queue:
         return begun, len(due) - len(begun), next_due
 
     def release_running(self, connection: sqlite3.Connection) -> int:
-        """Set running rows back to waiting, because the process that worked on them has ended or is ending."""
+        """Set running rows back to waiting, because their process has ended or is ending."""
         return connection.execute(
             f"UPDATE {self.table} SET status = 'waiting' WHERE {OPEN} AND status = 'running'"
         ).rowcount
 
     def shift_due_times(self, connection: sqlite3.Connection, seconds: float) -> None:
-        """Make waiting rows due earlier after the clock was set back, so that none waits longer."""
+        """Make waiting rows due earlier after the clock was set back, so that they do not wait longer."""
         connection.execute(f"UPDATE {self.table} SET due = due - ? WHERE {OPEN} AND status = 'waiting'", (seconds,))
 
 
 class QueueRunner:
-    """Runs the rows of a queue when they are due and their group has room, until ``is_ending``."""
+    """Runs the rows of a queue when they are due and within the limits of their group, until ``is_ending``."""
 
     def __init__(
         self,
@@ -86,26 +87,26 @@ class QueueRunner:
         *,
         clock: Callable[[], float] | None = None,
     ):
-        """Make a runner; nothing begins before ``run``.
+        """Create a runner, which starts with ``run``.
 
         Args:
-            work: works on a row and writes its outcome; returns True when the row does not wait again.
-            limits: returns how many rows of a group may run at once, by the names of the limits that they share.
+            work: works on a row and writes its outcome; returns True if the row does not have to run again.
+            limits: returns the limits of parallel rows of a group, by name; groups with the same name share a limit.
         """
         self.is_ending = False
         self._database = database
         self._queue = queue
         self._work = work
         self._limits = limits
-        self._clock = clock or (lambda: time.time())  # looked up when it is called
+        self._clock = clock or (lambda: time.time())  # Tests replace ``time.time``.
         self._clock_offset = self._clock() - time.monotonic()
         self._wake_event = asyncio.Event()
         self._running: dict[asyncio.Task[bool | None], Collection[str]] = {}
-        self._has_blocked_rows = False  # rows that wait for others to end
+        self._has_blocked_rows = False  # whether rows wait until other rows end
         self._last_error = ""
 
     def wake(self) -> None:
-        """Look at the queue again now, because its rows have changed."""
+        """Read the queue now, because its rows have changed."""
         self._wake_event.set()
 
     async def run(self) -> None:
@@ -121,7 +122,7 @@ class QueueRunner:
                 pass
 
     async def begin_due(self) -> float | None:
-        """Begin every row that is due and has room; return when the next one is due."""
+        """Begin every row that is due and within the limits; return the next due time."""
         busy = Counter(name for names in self._running.values() for name in names)
 
         def take_room(group: str) -> bool:
@@ -131,7 +132,8 @@ class QueueRunner:
                 busy.update(limits.keys())
             return is_free
 
-        self._has_blocked_rows = True  # until it is known: what ends meanwhile may be what they wait for
+        # A row that ends during the transaction may unblock others, so assume that there are blocked rows.
+        self._has_blocked_rows = True
         try:
             offset = self._clock() - time.monotonic()
             if self._clock_offset - offset > CLOCK_STEP:
@@ -139,7 +141,7 @@ class QueueRunner:
             self._clock_offset = offset
             rows, left, next_due = await self._database.run(self._queue.begin_due_rows, self._clock(), take_room)
         except StoreError as error:
-            self._log_error_once(f"what waits cannot begin: {error}")
+            self._log_error_once(f"waiting rows cannot begin: {error}")
             return self._clock() + STORE_RETRY_INTERVAL
         self._last_error = ""
         self._has_blocked_rows = left > 0
@@ -152,7 +154,7 @@ class QueueRunner:
     def _on_row_done(self, task: "asyncio.Task[bool | None]") -> None:
         self._running.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None and not self.is_ending:
-            log.critical("what became of a row of %s is unknown until a restart", self._queue.table, exc_info=error)
+            log.critical("the outcome of a row of %s is unknown until a restart", self._queue.table, exc_info=error)
         if self._has_blocked_rows or task.cancelled() or task.exception() is not None or task.result() is not True:
             self.wake()
 
@@ -162,24 +164,24 @@ class QueueRunner:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
-        """Write the outcome of a row, again and again while the disk is full; raise ``StoreError`` at the end."""
+        """Write the outcome of a row, and repeat this while the disk is full; raise ``StoreError`` while ending."""
         while True:
             try:
                 return await self._database.run(transaction, *arguments, **named)
             except StoreError as error:
-                self._log_error_once(f"what became of it cannot be written yet: {error}")
+                self._log_error_once(f"the outcome of a row cannot be written yet: {error}")
                 if self.is_ending:
                     raise
                 await asyncio.sleep(STORE_RETRY_INTERVAL)
 
     def _log_error_once(self, text: str) -> None:
-        """Log an error when it changes; a full disk lasts long, and repeating it would fill another."""
+        """Log an error when it changes, because repeating the error of a full disk would fill the log."""
         if text != self._last_error:
             log.error("%s: %s", self._queue.table, text)
         self._last_error = text
 
     async def close(self, seconds: float) -> None:
-        """Give running rows some time to end, then cancel the rest and wait as long again."""
+        """Wait ``seconds`` for running rows, then cancel the rest and wait ``seconds`` for them."""
         self.is_ending = True
         unfinished = set(self._running)
         if unfinished:

@@ -12,16 +12,16 @@ Result = TypeVar("Result")
 def start_in_thread(work: Callable[[], Result]) -> Future[Result]:
     """Start a call in a new daemon thread; return the future of its result.
 
-    A thread of a pool would hold the end of the program, and an address look-up that hangs cannot be ended.
+    The program would wait for a thread of a pool at its end, and an address look-up that hangs cannot be cancelled.
     """
     future: Future[Result] = Future()
-    future.set_running_or_notify_cancel()  # so that it cannot be cancelled while the thread sets its result
+    future.set_running_or_notify_cancel()  # A running future cannot be cancelled while the thread sets its result.
     context = contextvars.copy_context()
 
     def run() -> None:
         try:
             result = context.run(work)
-        except BaseException as error:  # handed on to who waits
+        except BaseException as error:  # The caller gets it from the future.
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -31,11 +31,11 @@ def start_in_thread(work: Callable[[], Result]) -> Future[Result]:
 
 
 def run_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
-    """Return a call's result; after the timeout, leave its thread alone and raise ``TimeoutError``."""
+    """Return a call's result; after the timeout, raise ``TimeoutError`` and let its thread continue."""
     future = start_in_thread(work)
     try:
         return future.result(seconds)
     except TimeoutError:
         if future.done():
-            raise  # the work's own
+            raise  # The call itself raised it.
         raise TimeoutError(f"not done in {seconds:g} s") from None

@@ -7,24 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hooks import WebhookPayload, WebhooksServer, webhook_endpoint
-    from jaxmodels import Policy, Transformer2DModel, load_policy
-    from robojax.client import AsyncClient, Client
-    from service.transport.client.robot import connect_robot
-    from service.transport.link import Rooms
-
-__all__ = [
-    "AsyncClient",
-    "Client",
-    "Policy",
-    "Rooms",
-    "Transformer2DModel",
-    "WebhookPayload",
-    "WebhooksServer",
-    "connect_robot",
-    "load_policy",
-    "webhook_endpoint",
-]
+    from hooks import WebhookPayload as WebhookPayload
+    from hooks import WebhooksServer as WebhooksServer
+    from hooks import webhook_endpoint as webhook_endpoint
+    from jaxmodels import Policy as Policy
+    from jaxmodels import Transformer2DModel as Transformer2DModel
+    from jaxmodels import load_policy as load_policy
+    from robojax.client import AsyncClient as AsyncClient
+    from robojax.client import Client as Client
+    from service.transport.client.robot import connect_robot as connect_robot
+    from service.transport.link import Rooms as Rooms
 
 _HOMES = {
     "AsyncClient": "robojax.client",
@@ -38,6 +30,8 @@ _HOMES = {
     "load_policy": "jaxmodels",
     "webhook_endpoint": "hooks",
 }
+
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

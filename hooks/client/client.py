@@ -1,7 +1,7 @@
 """WebhooksClient: manages the webhooks of an account on the Hub or on a robojax server.
 
-The webhook methods of huggingface_hub (2.4) are not called, because they have no timeout, drop ``hasSecret`` and the id
-of a job from the answer, and log a body with its secrets under HF_DEBUG. Its session, headers and errors are used.
+The client uses huggingface_hub's (2.4) session, headers and errors, but not its webhook methods, which have no timeout,
+drop ``hasSecret`` and the job's id from the response, and log a body with its secrets under HF_DEBUG.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class HubRefused(HubTrouble, HfHubHTTPError):
-    """The Hub answered with an error status; also huggingface_hub's ``HfHubHTTPError``."""
+    """The Hub responded with an error status; also huggingface_hub's ``HfHubHTTPError``."""
 
     def __init__(self, message: str, *, response: httpx2.Response, server_message: str | None = None):
         HfHubHTTPError.__init__(self, message, response=response, server_message=server_message)
@@ -56,11 +56,11 @@ class HubRefused(HubTrouble, HfHubHTTPError):
 
 
 class WebhookNotFound(UnknownWebhook, HubRefused):
-    """The Hub answered 404: it has no webhook with this id."""
+    """The Hub responded with 404: it has no webhook with this id."""
 
 
 class HubSilent(HubTrouble, TimeoutError):
-    """The Hub did not answer within the timeout."""
+    """The Hub did not respond within the timeout."""
 
 
 class HubUnreachable(HubTrouble, ConnectionError):
@@ -68,10 +68,11 @@ class HubUnreachable(HubTrouble, ConnectionError):
 
 
 class WebhookFields(TypedDict, total=False):
-    """Fields of a webhook by huggingface_hub's names; None counts as left out.
+    """Fields of a webhook by huggingface_hub's names; None counts as omitted.
 
-    A webhook sends to ``url`` or starts the job ``job_id``. A new webhook without ``domains`` gets those of the Hub.
-    Deliveries carry ``secret``. An update replaces the named ``secrets`` (variables of the job) and removes empty ones.
+    A webhook sends to ``url`` or starts the job ``job_id``. ``domains`` default to the Hub's domains in a new webhook.
+    Deliveries contain ``secret``. An update replaces the named ``secrets`` (variables of the job) or removes them if
+    they are empty.
     """
 
     url: str | None
@@ -84,12 +85,12 @@ class WebhookFields(TypedDict, total=False):
 class WebhooksClient:
     """Client for the Hub's webhook API: huggingface_hub's seven operations, ``replay`` and ``ensure``.
 
-    Every method takes ``token=``; the default is the client's token, then that of the login or HF_TOKEN.
+    Every method takes ``token=``, which defaults to the client's token, then to HF_TOKEN or the login.
 
     Raises:
-        InvalidWebhook: an argument cannot be used (also a ValueError); nothing was sent.
-        UnknownWebhook: there is no webhook of this id.
-        HubTrouble: the Hub refused, did not answer in time, or answered nonsense.
+        InvalidWebhook: an argument is invalid (also a ValueError); nothing was sent.
+        UnknownWebhook: there is no webhook with this id.
+        HubTrouble: the Hub refused, did not respond in time, or sent an invalid response.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class WebhooksClient:
         timeout: float = TIMEOUT,
         allow_http: Collection[str] = (),
     ):
-        """Make a client; nothing is sent yet.
+        """Create a client; nothing is sent yet.
 
         Args:
-            endpoint: of the Hub or of a robojax server; HF_ENDPOINT or huggingface.co without it.
-            timeout: seconds for one operation's request, with all that is waited for and repeated.
+            endpoint: URL of the Hub or of a robojax server; defaults to HF_ENDPOINT or huggingface.co.
+            timeout: seconds for one request with its waits and retries.
             allow_http: hosts and networks that webhooks may send to without TLS, in addition to loopback.
         """
         if not timeout > 0:
@@ -120,7 +121,7 @@ class WebhooksClient:
         """List all webhooks of the account."""
         answer = self._request_json("GET", token=token)
         if not isinstance(answer, list):
-            raise HubTrouble(f"{self.endpoint} answered {type(answer).__name__} where a list of webhooks was wanted")
+            raise HubTrouble(f"{self.endpoint} answered {type(answer).__name__} instead of a list of webhooks")
         return [read_webhook(webhook) for webhook in answer]
 
     def get_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
@@ -128,7 +129,7 @@ class WebhooksClient:
         return self._request_webhook("GET", webhook_id, token=token)
 
     def create_webhook(self, *, watched: Watched, token: Token = None, **fields: Unpack[WebhookFields]) -> WebhookInfo:
-        """Create a webhook; never repeated, so after a HubTrouble it may exist all the same (see ``ensure``)."""
+        """Create a webhook, without retries; after ``HubTrouble`` it may still exist (see ``ensure``)."""
         body = make_body(watched=watched, **fields, is_new=True, allow_http=self.allow_http)
         return self._request_webhook("POST", body=_add_default_domains(body), token=token, is_repeatable=False)
 
@@ -141,10 +142,10 @@ class WebhooksClient:
         token: Token = None,
         **fields: Unpack[WebhookFields],
     ) -> WebhookInfo:
-        """Change the fields that are given and keep the rest.
+        """Change the given fields and keep the rest.
 
-        The Hub replaces ``watched`` as a whole, so it is looked up first when it is not given; a change by another
-        client in between is lost. With ``allow_empty``, an empty ``watched`` stops all deliveries.
+        The Hub always replaces ``watched`` and ``domains``, so their present values are read first if they are omitted;
+        a change by another client in between is lost. With ``allow_empty``, an empty ``watched`` stops all deliveries.
         """
         body = make_body(watched=watched, **fields, is_new=False, allow_empty=allow_empty, allow_http=self.allow_http)
         if not {"watched", "domains"} <= set(body):
@@ -167,15 +168,15 @@ class WebhooksClient:
         """Send a past delivery again, to the webhook's present address and with its present secret.
 
         Args:
-            log_id: of the delivery, as the webhook's activity page shows it.
+            log_id: id of the delivery, from the webhook's activity page.
 
         Returns:
-            The HTTP status that its receiver answered.
+            The HTTP status of its receiver's response.
         """
         answer = self._request_json("POST", webhook_id, "replay", log_id, token=token, is_repeatable=False)
         status = answer.get("status") if isinstance(answer, Mapping) else None
         if not isinstance(status, int):
-            raise HubTrouble(f"{self.endpoint} did not say what became of the replay: {str(answer)[:100]}")
+            raise HubTrouble(f"{self.endpoint} did not report the result of the replay: {str(answer)[:100]}")
         return status
 
     def ensure(
@@ -184,8 +185,8 @@ class WebhooksClient:
         """Create, update or enable a webhook so that exactly one webhook like this exists.
 
         A second call changes nothing. The webhook is found by its exact address or job. A secret is sent every time,
-        because the Hub does not tell whether it is the same. If the answer to a creation is lost, the webhook is looked
-        for before the creation is repeated.
+        because the Hub does not return it. If the response to a creation is lost, the webhook is searched before the
+        creation is repeated.
 
         Args:
             webhook_id: id of the webhook, instead of a search by address or job.
@@ -210,7 +211,7 @@ class WebhooksClient:
                     raise
                 time.sleep(wait)
         assert existing is not None
-        # The Hub does not tell from which job a webhook that was named by its id was made.
+        # The Hub does not return the job of a webhook, so a job that is given together with an id is always sent.
         must_update = "secret" in body or bool(body.get("secrets")) or (webhook_id is not None and job_id is not None)
         body = {"domains": existing.domains} | body
         if must_update or existing.url != url or _as_sets(body) != _as_sets(_get_current_fields(existing)):
@@ -237,7 +238,7 @@ class WebhooksClient:
                 return self._read_answer(self._send(method, path, body, headers, deadline), path, body or {})
             except HubTrouble as trouble:
                 if method == "DELETE" and may_have_succeeded and trouble.status == 404:
-                    return None  # an attempt before this one did it
+                    return None  # An earlier attempt deleted the webhook.
                 may_have_succeeded |= trouble.was_sent and (trouble.status is None or trouble.status >= 500)
                 wait = wait_before_retry(trouble, attempt, now=time.time()) if is_repeatable else None
                 if wait is None or time.monotonic() + wait >= deadline:
@@ -251,9 +252,9 @@ class WebhooksClient:
             )
         except LocalTokenNotFoundError:
             raise HubTrouble("there is no token; run `hf auth login`, or set HF_TOKEN") from None
-        # Looked at here: the HTTP client's error would quote it.
+        # Checked here, because the HTTP client's error would contain the token.
         if not all(" " <= character <= "~" for character in headers.get("authorization", "")):
-            raise InvalidWebhook("the token has characters that no token has; wanted it as hf_...")
+            raise InvalidWebhook("the token has characters that are not printable ASCII; wanted hf_...")
         return headers
 
     def _send(
@@ -264,15 +265,15 @@ class WebhooksClient:
         content = None
         if body is not None:
             encoded = json.dumps(body).encode()
-            # As a stream: huggingface_hub logs bodies that are at hand when HF_DEBUG is set, secrets with them.
+            # As a stream, because huggingface_hub with HF_DEBUG logs other bodies, with their secrets.
             content = iter((encoded,))
             headers = {**headers, "content-type": "application/json", "content-length": str(len(encoded))}
 
         def on_trace_event(event: str, details: object) -> None:
             nonlocal is_sent
             if event.endswith("send_request_headers.started"):
-                if time.monotonic() > deadline:  # nothing is sent after the limit
-                    raise httpx2.WriteTimeout("the limit is over")
+                if time.monotonic() > deadline:  # Nothing is sent after the deadline.
+                    raise httpx2.WriteTimeout("the deadline has passed")
                 is_sent = True
 
         def send() -> httpx2.Response:
@@ -286,7 +287,7 @@ class WebhooksClient:
             )
 
         try:
-            # The client's timeouts are for each piece it waits for, and an address look-up has none.
+            # The HTTP client's timeouts apply to each read or write, and it has none for DNS look-ups.
             return run_with_timeout(seconds, send)
         except (httpx2.TimeoutException, TimeoutError):
             what = f"did not answer {method} {ROOT}{path}" if is_sent else "could not be connected to"
@@ -296,13 +297,13 @@ class WebhooksClient:
                 was_sent=is_sent,
             ) from None
         except httpx2.InvalidURL as error:
-            raise InvalidWebhook(f"endpoint {self.endpoint!r} is no address: {error}") from None
+            raise InvalidWebhook(f"endpoint {self.endpoint!r} is not a URL: {error}") from None
         except (httpx2.RequestError, OfflineModeIsEnabled, RuntimeError) as error:
-            # When another thread meets a broken connection, huggingface_hub closes the client of all.
+            # After a broken connection in one thread, huggingface_hub closes the client of all threads.
             if type(error) is RuntimeError and "closed" not in str(error):
                 raise
             raise HubUnreachable(
-                f"{self.endpoint} cannot be reached: {error}; look at the endpoint and the network",
+                f"{self.endpoint} cannot be reached: {error}; check the endpoint and the network",
                 was_sent=is_sent,
             ) from None
 
@@ -324,12 +325,12 @@ class WebhooksClient:
         if status == 404 and path:
             _, webhook_id, *rest = path.split("/")
             what = f"webhook {webhook_id!r}" + (f" with a delivery {rest[1]!r}" if rest[:1] == ["replay"] else "")
-            text = f"there is no {what} at {self.endpoint}: {message[:200]}; list_webhooks() lists those that there are"
+            text = f"there is no {what} at {self.endpoint}: {message[:200]}; list_webhooks() lists the webhooks"
             raise WebhookNotFound(text, response=response, server_message=message)
         wait = read_retry_after(response.headers, now=time.time())
         advice = {
             401: "; log in with `hf auth login`, or set HF_TOKEN",
-            403: "; the token may not manage webhooks: wanted one with write access of the account they belong to",
+            403: "; the token may not manage webhooks; use a token with write access to their account",
             429: "; try again later" if wait is None else f"; it asks to wait {wait:.0f} s",
         }.get(status, "")
         text = f"{self.endpoint} refused {request_line} with {status}: {message[:500]}{advice}"
@@ -337,7 +338,7 @@ class WebhooksClient:
 
 
 def wait_before_retry(trouble: HubTrouble, attempt: int, *, now: float) -> float | None:
-    """Return the seconds until a call that failed for the ``attempt``-th time is repeated; None for never."""
+    """Return the seconds until the retry of a call that failed ``attempt`` times; None for no retry."""
     if attempt >= ATTEMPTS or not isinstance(trouble, HubRefused | HubSilent | HubUnreachable):
         return None
     retry_after = None
@@ -349,7 +350,7 @@ def wait_before_retry(trouble: HubTrouble, attempt: int, *, now: float) -> float
 
 
 def read_retry_after(headers: Mapping[str, str], *, now: float) -> float | None:
-    """Return the seconds that an answer asks to wait, by ``RateLimit`` or ``Retry-After`` (seconds or a date)."""
+    """Return the seconds to wait from the header ``RateLimit`` or ``Retry-After`` (seconds or a date), or None."""
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)
@@ -357,12 +358,12 @@ def read_retry_after(headers: Mapping[str, str], *, now: float) -> float | None:
 
 
 def _get_current_fields(webhook: WebhookInfo) -> dict[str, Any]:
-    """Return the fields that the Hub would reset if an update left them out."""
+    """Return the fields that the Hub would reset if an update omitted them."""
     return {"watched": [asdict(item) for item in webhook.watched], "domains": webhook.domains}
 
 
 def _add_default_domains(body: dict[str, Any]) -> dict[str, Any]:
-    """Add both domains of the Hub to a new webhook that names none."""
+    """Add both domains of the Hub to a new webhook without domains."""
     return {"domains": list(HUB_DOMAINS)} | body
 
 
@@ -371,22 +372,22 @@ def _as_sets(body: Mapping[str, Any]) -> tuple[set[tuple[str, str]], set[str]]:
 
 
 def _find_webhook(webhooks: Collection[WebhookInfo], url: str | None, job_id: str | None) -> WebhookInfo | None:
-    """Return the only webhook with this address or job, or None; raise ``HubTrouble`` if it is not clear which."""
+    """Return the only webhook with this address or job, or None; raise ``HubTrouble`` if there may be several."""
     if url is not None:
         matching = [webhook for webhook in webhooks if webhook.url == url]
     else:
-        # A registry names the job that a webhook starts; the Hub does not.
+        # A registry returns the job that a webhook starts; the Hub does not.
         matching = [webhook for webhook in webhooks if webhook.job_id == job_id]
         unknown = [one.id for one in webhooks if one.job is not None and one.job_id is None]
         if not matching and unknown:
             raise HubTrouble(
-                f"{', '.join(unknown)}: the Hub does not tell which job they were made from, so it may be one of them: "
-                "name it with webhook_id, or delete them"
+                f"the Hub does not say which jobs these webhooks start: {', '.join(unknown)}; "
+                "choose a webhook with webhook_id, or delete them"
             )
     if len(matching) > 1:
         what = f"start job {job_id}" if url is None else f"send to {mask_url(url)}"
         names = ", ".join(webhook.id for webhook in matching)
-        raise HubTrouble(f"{len(matching)} webhooks {what}: {names}; delete all but one of them")
+        raise HubTrouble(f"{len(matching)} webhooks {what}: {names}; keep only one webhook")
     return matching[0] if matching else None
 
 
@@ -401,21 +402,14 @@ def _in_thread(
 
 
 class AsyncWebhooksClient:
-    """`WebhooksClient` for asyncio: each call runs in a thread of its own, which the loop's end does not wait for.
+    """`WebhooksClient` for asyncio: each call runs in its own daemon thread.
 
-    Cancelling a call ends the waiting; what was sent may still be done.
+    A cancelled call stops waiting; the Hub may still execute its request.
     """
 
-    def __init__(
-        self,
-        endpoint: str | None = None,
-        token: Token = None,
-        *,
-        timeout: float = TIMEOUT,
-        allow_http: Collection[str] = (),
-    ):
-        """Make a client; arguments as of `WebhooksClient`."""
-        self.client = WebhooksClient(endpoint, token, timeout=timeout, allow_http=allow_http)
+    def __init__(self, endpoint: str | None = None, token: Token = None, **options: Any):
+        """Create a client; for the arguments see `WebhooksClient`."""
+        self.client = WebhooksClient(endpoint, token, **options)
         self.endpoint = self.client.endpoint
 
     list_webhooks = _in_thread(WebhooksClient.list_webhooks)
@@ -434,7 +428,7 @@ def _make_function(method: Callable[Concatenate[WebhooksClient, ...], Result]) -
     def call(*arguments: Any, token: Token = None, endpoint: str | None = None, **named: Any) -> Result:
         return method(WebhooksClient(endpoint, token), *arguments, **named)
 
-    del call.__wrapped__  # whose signature has a ``self`` and no ``endpoint``
+    del call.__wrapped__  # The method's signature has ``self`` and no ``endpoint``.
     return call
 
 

@@ -19,13 +19,12 @@ from huggingface_hub.hf_api import JobSpec  # pyright: ignore[reportPrivateImpor
 from hooks.errors import HubTrouble, InvalidWebhook
 
 MASK = "********"
-# Names of query parameters that carry a secret: the Hub's documentation allows ?secret= in the address of a webhook.
+# Query parameters with secrets; the Hub's documentation allows ?secret= in the address of a webhook.
 SECRET_PARAMETERS = ("secret", "token", "key", "api_key", "apikey", "access_token", "password", "sig", "signature")
 HUB_DOMAINS = ("repo", "discussion")
-DOMAINS = (*HUB_DOMAINS, "session")  # the last one is what a robojax server tells of its sessions
+DOMAINS = (*HUB_DOMAINS, "session")  # Only robojax servers send events of sessions.
 GOOD_SECRET = 16  # characters
-# Examples of huggingface_hub have secrets of 8 and 9 characters, so those pass, with a warning in the log.
-SHORTEST_SECRET = 8
+SHORTEST_SECRET = 8  # Examples of huggingface_hub have 8 and 9 characters, which are accepted with a warning.
 
 Watchable = str | Mapping[str, str] | WebhookWatchedItem
 
@@ -36,11 +35,11 @@ log = logging.getLogger("hooks.client")
 class WebhookInfo(huggingface_hub.WebhookInfo):
     """A webhook as the Hub describes it.
 
-    ``disabled`` is what the Hub sent, which may be text (``"suspended-after-failure"``): see ``status``.
+    ``disabled`` is the Hub's value, which may be text (``"suspended-after-failure"``): see ``status``.
 
     Attributes:
-        has_secret: whether it has one; newer Hubs tell this and not ``secret`` itself, which is None then.
-        job_id: id of the job that it starts, from a registry; the Hub does not tell it.
+        has_secret: whether the webhook has a secret; newer Hubs send this instead of ``secret``, which is then None.
+        job_id: id of the job that the webhook starts; only a registry sends it.
     """
 
     has_secret: bool = False
@@ -69,7 +68,7 @@ class WebhookInfo(huggingface_hub.WebhookInfo):
 def read_webhook(answer: object) -> WebhookInfo:
     """Build a WebhookInfo from the Hub's JSON; raise ``HubTrouble`` for other JSON."""
     if not isinstance(answer, Mapping):
-        raise HubTrouble(f"the Hub answered {type(answer).__name__} where a webhook was wanted")
+        raise HubTrouble(f"the Hub answered {type(answer).__name__} instead of a webhook")
     try:
         return WebhookInfo(
             id=str(answer["id"]),
@@ -83,7 +82,7 @@ def read_webhook(answer: object) -> WebhookInfo:
             job_id=answer.get("jobSourceId"),
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise HubTrouble(f"the Hub answered something that is no webhook: {type(error).__name__} {error}") from None
+        raise HubTrouble(f"the Hub answered with an invalid webhook: {type(error).__name__} {error}") from None
 
 
 def mask_url(url: str) -> str:
@@ -123,10 +122,10 @@ def make_body(
     allow_http: Collection[str] = (),
     shortest_secret: int = SHORTEST_SECRET,
 ) -> dict[str, Any]:
-    """Build the JSON body that creates or changes a webhook, from exactly the fields that were given.
+    """Build the JSON body that creates or changes a webhook, from the fields that are not None.
 
     Raises:
-        InvalidWebhook: names the wrong field and what is accepted, and never contains a secret.
+        InvalidWebhook: a field is invalid; the text says what is accepted, and never contains a secret.
     """
     if url is not None and job_id is not None:
         raise InvalidWebhook(
@@ -135,19 +134,17 @@ def make_body(
         )
     if url is None and job_id is None and is_new:
         raise InvalidWebhook(
-            "Missing argument for webhook: `url` or `job_id`. Give the address that it sends to, or the job it starts"
+            "Missing argument for webhook: `url` or `job_id`. Give the address or the job of the webhook"
         )
     if job_id is not None and not job_id.strip():
         raise InvalidWebhook("job_id is empty; wanted the id of a job, as run_job(...).id")
     if url is not None:
         _check_url(url, {name.lower() for name in allow_http})
     if secrets is not None and job_id is None:
-        raise InvalidWebhook(
-            "`secrets` can only be set together with `job_id`. They are variables of the job it starts"
-        )
+        raise InvalidWebhook("`secrets` can only be set together with `job_id`. They are variables of the job")
     for name, value in (secrets or {}).items():
         if not isinstance(name, str) or not name or not isinstance(value, str):
-            raise InvalidWebhook(f"job secret {name!r}: wanted a name and a text each")
+            raise InvalidWebhook(f"job secret {name!r}: wanted texts as name and value")
     if secret is not None:
         _check_secret(secret, shortest_secret)
     fields = {"url": url, "jobSourceId": job_id, "secret": secret, "secrets": secrets and dict(secrets)}
@@ -157,7 +154,7 @@ def make_body(
         if not body["watched"] and not allow_empty:
             raise InvalidWebhook(
                 "watched is empty: nothing would be delivered; wanted at least 'model:someone/arm', "
-                "or allow_empty=True in an update that means it"
+                "or allow_empty=True in an update"
             )
     if domains is not None:
         body["domains"] = read_domains(domains)
@@ -172,12 +169,12 @@ def _check_url(url: str, allow_http: Collection[str]) -> None:
         raise InvalidWebhook(f"url cannot be read: {error}; wanted https://host/path") from None
     masked = mask_url(url)
     if parts.scheme not in ("http", "https") or not host:
-        raise InvalidWebhook(f"url {masked!r} is no web address; wanted https://host/path")
+        raise InvalidWebhook(f"url {masked!r} is not a web address; wanted https://host/path")
     if any(character.isspace() or not character.isprintable() for character in url):
-        raise InvalidWebhook(f"url {masked!r} has blanks or control characters; wanted them as %20 and the like")
+        raise InvalidWebhook(f"url {masked!r} has spaces or control characters; write them as %20 etc.")
     if parts.scheme == "http" and not _may_be_http(host, allow_http):
         raise InvalidWebhook(
-            f"url {masked!r} is http, over which the secret travels in the open; wanted https, "
+            f"url {masked!r} is http, which does not encrypt the secret; wanted https, "
             f"or allow this host: allow_http=[{host!r}] (--allow-http {host})"
         )
 
@@ -198,7 +195,7 @@ def _check_secret(secret: str, shortest: int) -> None:
     expected = f"wanted at least {GOOD_SECRET} visible ASCII characters, as generate_secret() makes them"
     if not all("!" <= character <= "~" for character in secret):
         raise InvalidWebhook(
-            f"the secret has characters that are not visible ASCII (it travels in a header); {expected}"
+            f"the secret has characters that are not visible ASCII (it is sent in a header); {expected}"
         )
     if len(secret) < shortest:
         raise InvalidWebhook(f"the secret has {len(secret)} characters; {expected}")
@@ -207,7 +204,7 @@ def _check_secret(secret: str, shortest: int) -> None:
 
 
 def read_watched(watched: Watchable | Iterable[Watchable]) -> list[WebhookWatchedItem]:
-    """Return the watched items in order without duplicates; the Hub decides about types."""
+    """Return the watched items in order without duplicates; the Hub checks their types."""
     is_one = isinstance(watched, str | Mapping | WebhookWatchedItem)
     items: dict[tuple[str, str], WebhookWatchedItem] = {}
     for item in cast(Iterable[Watchable], [watched] if is_one else watched):
@@ -232,16 +229,16 @@ def read_domains(domains: str | Iterable[str]) -> list[str]:
     named = list(dict.fromkeys("discussion" if domain == "discussions" else domain for domain in domain_list))
     for domain in named:
         if domain not in DOMAINS:
-            raise InvalidWebhook(f"domain {domain!r} is not known; known: {', '.join(DOMAINS)}")
+            raise InvalidWebhook(f"domain {domain!r} is unknown; wanted: {', '.join(DOMAINS)}")
     if not named:
-        raise InvalidWebhook("domains is empty: the webhook would never be sent anything; leave it out for all of them")
+        raise InvalidWebhook("domains is empty: the webhook would send nothing; omit it for all domains")
     return named
 
 
 def check_webhook_id(webhook_id: str) -> str:
-    """Return the id; raise ``InvalidWebhook`` if it would name anything else in a path."""
+    """Return the id; raise ``InvalidWebhook`` if it is not a single segment of a URL's path."""
     if not isinstance(webhook_id, str) or not re.fullmatch(r"(?!\.+$)[A-Za-z0-9._-]+", webhook_id):
-        raise InvalidWebhook(f"webhook id {webhook_id!r}: wanted letters and digits, as list_webhooks() lists them")
+        raise InvalidWebhook(f"webhook id {webhook_id!r}: wanted letters and digits; list_webhooks() shows the ids")
     return webhook_id
 
 
@@ -251,14 +248,14 @@ def generate_secret() -> str:
 
 
 def find_secret(file: str | Path | None = None, *, generate: bool = False) -> str | None:
-    """Return the secret in a file; None without a file. With ``generate``, a missing file gets a new secret.
+    """Return the secret in a file; None without a file. With ``generate``, a missing file is created with a new secret.
 
     Raises:
-        InvalidWebhook: the file cannot be read or made, or no secret is in it.
+        InvalidWebhook: the file cannot be read or created, or is empty.
     """
     if file is None:
         if generate:
-            raise InvalidWebhook("a generated secret is never shown: name the file that it is to be written to")
+            raise InvalidWebhook("a generated secret is never shown: give a file for it")
         return None
     label = f"secret file {os.fspath(file)!r}"
     try:
@@ -267,18 +264,18 @@ def find_secret(file: str | Path | None = None, *, generate: bool = False) -> st
         secret = Path(file).read_text("ascii").strip()
     except OSError as error:
         raise InvalidWebhook(
-            f"{label} cannot be {'made' if generate else 'read'}: {error.strerror}; let it be made with generate "
+            f"{label} cannot be {'created' if generate else 'read'}: {error.strerror}; create it with generate "
             "(--generate-secret), or write the secret into it"
         ) from None
     except UnicodeDecodeError:
-        raise InvalidWebhook(f"{label} is not ASCII text; wanted the secret alone in it") from None
+        raise InvalidWebhook(f"{label} is not ASCII text; it must contain only the secret") from None
     if not secret:
-        raise InvalidWebhook(f"{label} is empty; wanted the secret alone in it")
+        raise InvalidWebhook(f"{label} is empty; it must contain the secret")
     return secret
 
 
 def _make_secret_file(path: str | Path) -> None:
-    """Write a new secret unless the file exists; processes that start together agree on the first secret."""
+    """Write a new secret unless the file exists, so that processes that start at the same time share one secret."""
     try:
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

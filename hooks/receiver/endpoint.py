@@ -1,4 +1,4 @@
-"""Endpoint of a receiver: its handler, the check of its senders, its settings, and answers."""
+"""Endpoint of a receiver: its handler, the check of senders, settings, and answers."""
 
 import functools
 import inspect
@@ -24,10 +24,10 @@ from hooks.registry.api import is_valid_secret
 
 log = logging.getLogger(__name__)
 
-# Headers of a handler's response that describe another connection or body.
+# Headers of a handler's response that Sanic sets itself.
 CONNECTION_HEADERS = ("content-type", "content-length", "transfer-encoding", "connection")
-MAX_STORED_ANSWER = 1 << 20  # bytes of an answer that are kept for duplicates
-RETRY_AFTER = 5.0  # seconds after which a sender may repeat a delivery that was answered 503
+MAX_STORED_ANSWER = 1 << 20  # bytes of an answer that is stored for duplicates
+RETRY_AFTER = 5.0  # seconds after which a sender may repeat a delivery that got 503
 
 
 def build_answer(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
@@ -36,7 +36,7 @@ def build_answer(body: object, status: int = 200, headers: Mapping[str, str] | N
 
 
 def build_error(status: int, error: str, *, retry_after: float | None = None, **more: object) -> Answer:
-    """Build a JSON answer with an error; ``retry_after`` is in seconds, ``more`` are further fields."""
+    """Build a JSON answer with an error; ``retry_after`` is in seconds, ``more`` are additional fields."""
     headers = None if retry_after is None else {"retry-after": str(max(1, round(retry_after)))}
     return build_answer({"error": error, **more}, status, headers)
 
@@ -47,9 +47,9 @@ def build_accepted_answer(event_id: str) -> Answer:
 
 
 def convert_value(handler: str, value: object) -> Answer:
-    """Convert a handler's return value into an answer: an HTTPResponse as it is, anything else as JSON.
+    """Convert a handler's return value into an answer: an HTTPResponse unchanged, other values as JSON.
 
-    A value without JSON becomes null, because the handler has run and an error would make the sender send again.
+    A value that JSON cannot represent becomes null, because after an error the sender would repeat the delivery.
     """
     if isinstance(value, HTTPResponse):
         headers = {name: text for name, text in value.headers.items() if name.lower() not in CONNECTION_HEADERS}
@@ -57,17 +57,17 @@ def convert_value(handler: str, value: object) -> Answer:
     try:
         return Answer(200, pydantic_core.to_json(value, by_alias=True, inf_nan_mode="null"))
     except (ValueError, TypeError, RecursionError) as error:
-        log.error("handler %s returned a %s, which has no JSON: %s", handler, type(value).__name__, error)
+        log.error("handler %s returned a %s, which is not JSON-serializable: %s", handler, type(value).__name__, error)
         return Answer(200, b"null")
 
 
 def shorten_answer(answer: Answer) -> Answer:
-    """Return the answer to store for duplicates: a body above ``MAX_STORED_ANSWER`` is replaced."""
+    """Return the answer to store for duplicates, without a body above ``MAX_STORED_ANSWER``."""
     return answer if len(answer.body) <= MAX_STORED_ANSWER else build_answer({"status": "done"})
 
 
 def build_duplicate_answer(event: Event) -> Answer:
-    """Build the answer to a duplicate of an event that was accepted before."""
+    """Build the answer to a duplicate of an accepted event."""
     headers = {"x-webhook-duplicate": "true"}
     if event.answer is not None and event.status is Status.DONE:
         answer = event.answer
@@ -91,21 +91,21 @@ class ReceiverSettings:
 
     Attributes:
         secrets: secrets for ``X-Webhook-Secret``; several during a rotation, none for an open receiver.
-        database: file of the events; None keeps them in memory, and a restart forgets them.
-        answer_within: time of a handler until its sender gets 202 and the handler goes on in the background.
+        database: file of the events; None for memory, which a restart clears.
+        answer_within: time after which a sender gets 202 while its handler continues in the background.
         read_within: time for the body of a request.
-        max_body: largest body; the largest of the Hub, 10,000 files of a bucket, has about 1.7 MB.
-        max_waiting: accepted and unfinished events above which a sender gets 503.
+        max_body: largest body; the Hub's largest (10,000 files of a bucket) has about 1.7 MB.
+        max_waiting: number of unfinished events above which senders get 503.
         attempts: failed runs after which an event is a dead letter.
         backoff: time before the second attempt; it doubles with every attempt.
         longest_backoff: upper limit of ``backoff``.
-        threads: sync handlers at one time.
-        concurrency: async handlers at one time.
+        threads: number of sync handlers that run in parallel.
+        concurrency: number of async handlers that run in parallel.
         same_body_within: time in which an equal body without ``Webhook-Id`` is a duplicate.
-        kept: time for which finished events, and with them their duplicates, are known.
-        kept_dead: time for which dead letters are kept.
+        kept: time for which finished events are stored, so that duplicates are detected.
+        kept_dead: time for which dead letters are stored.
         kept_bytes: size of the bodies of finished events above which the oldest are deleted.
-        stop_within: time of running handlers when the server stops; the others start again at the next start.
+        stop_within: time for running handlers when the server stops; unfinished events run at the next start.
     """
 
     secrets: tuple[str, ...] = field(default=(), repr=False)
@@ -127,7 +127,7 @@ class ReceiverSettings:
 
     def __post_init__(self) -> None:
         if isinstance(self.secrets, str) or not all(isinstance(secret, str) for secret in self.secrets):
-            raise InvalidWebhook("secrets has to be a tuple of texts")
+            raise InvalidWebhook("secrets must be a tuple of texts")
         if not all(secret and secret.isascii() for secret in self.secrets):
             raise InvalidWebhook(
                 "a secret is empty or has characters outside ASCII; leave it out or replace it with ASCII text"
@@ -143,7 +143,7 @@ class ReceiverSettings:
 
 Kind = Literal["payload", "request", "event"]
 Meaning = tuple[Kind, type[BaseModel] | None]
-# Names of parameters without an annotation, and of annotations that exist only for a type checker.
+# Values of parameters, by the name of the parameter or of its annotation.
 MEANINGS: Mapping[str, Meaning] = {
     "payload": ("payload", WebhookPayload),
     "request": ("request", None),
@@ -157,7 +157,7 @@ MEANINGS: Mapping[str, Meaning] = {
 
 @dataclass(frozen=True)
 class Handler:
-    """Handler function, what each of its parameters gets, and its payload's class (None for a dict)."""
+    """Handler function, the values of its parameters, and its payload's class (None for a dict)."""
 
     function: Callable[..., Any]
     name: str
@@ -179,7 +179,7 @@ class Handler:
 
 
 def read_handler(function: Callable[..., Any]) -> Handler:
-    """Read what each parameter gets by its annotation or name; raise ``InvalidWebhook`` if that is unknown."""
+    """Find each parameter's value by its annotation or name; raise ``InvalidWebhook`` for an unknown parameter."""
     name = get_handler_name(function)
     arguments: dict[str, Kind] = {}
     positional = 0
@@ -195,7 +195,7 @@ def read_handler(function: Callable[..., Any]) -> Handler:
             continue
         if meaning is None:
             raise InvalidWebhook(
-                f"handler {name}: nothing is known for its parameter {parameter.name!r}; annotate it as a pydantic "
+                f"handler {name}: its parameter {parameter.name!r} has no known meaning; annotate it as a pydantic "
                 "model or dict (the payload), Request or Event, call it payload, request or event, or give it a default"
             )
         arguments[parameter.name], argument_model = meaning
@@ -205,13 +205,13 @@ def read_handler(function: Callable[..., Any]) -> Handler:
     # An object with __call__ is async when __call__ is.
     callables = (function, unwrapped, type(unwrapped).__call__)
     if any(inspect.isasyncgenfunction(one) for one in callables):
-        raise InvalidWebhook(f"handler {name}: found an async generator, whose body would not run; return, not yield")
+        raise InvalidWebhook(f"handler {name}: found an async generator, which would never run; use return, not yield")
     is_async = any(inspect.iscoroutinefunction(one) for one in callables)
     return Handler(function, name, is_async, arguments, positional, model)
 
 
 def get_handler_name(function: Any) -> str:
-    """Return a function's name for its path: of a partial the function's name, of an object the class's name."""
+    """Return a handler's name for its path: the function's name, also of a partial, or the object's class name."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
@@ -220,7 +220,7 @@ def get_handler_name(function: Any) -> str:
 def _get_parameters(name: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         signature = inspect.signature(function, eval_str=True)
-    except Exception:  # an annotation may be any expression, and name what exists only for a type checker
+    except Exception:  # An annotation may be any expression, or exist only for a type checker.
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
@@ -248,11 +248,11 @@ def _classify_parameter(name: str, annotation: Any) -> Meaning | None:
         return "payload", None
     if issubclass(kind, Event):
         return "event", None
-    # The request of Sanic, FastAPI or Starlette. It gets Sanic's, whose headers and method have the same names.
+    # Requests of FastAPI or Starlette become Sanic's, whose headers and method have the same names.
     return ("request", None) if any(parent.__name__ == "Request" for parent in kind.__mro__) else None
 
 
-# Headers that are never kept with an event, nor shown.
+# Headers that are never stored or shown.
 SECRET_HEADERS = (
     "authorization",
     "cookie",
@@ -265,7 +265,7 @@ SECRET_HEADERS = (
 
 
 def check_sender(headers: Mapping[str, str], secrets: tuple[str, ...]) -> Answer | None:
-    """Return None if the secret is right or none is configured, else an answer 401 (missing) or 403 (wrong)."""
+    """Return None for a correct secret, or without configured secrets; else 401 (missing) or 403 (wrong)."""
     if not secrets:
         return None
     if (secret := headers.get("x-webhook-secret")) is None:
@@ -286,6 +286,6 @@ class Endpoint:
 
 
 def backoff(failures: int, settings: ReceiverSettings, chance: Callable[[], float] = random.random) -> float:
-    """Return the seconds before the next attempt; chance takes up to half of them, so that retries spread."""
+    """Return the seconds before the next attempt; ``chance`` subtracts up to half, so that retries spread."""
     longest = min(settings.longest_backoff, settings.backoff * 2.0 ** min(failures - 1, 60))
     return longest * (1 - chance() / 2)

@@ -60,7 +60,7 @@ BRIEF = (
 class Status(StrEnum):
     """State of an event.
 
-    ``failed``: the handler failed while the sender waited, and the sender was asked by a 500 to send the event again.
+    ``failed``: the handler failed while the sender waited, and the response 500 asks the sender to repeat the event.
     """
 
     WAITING = "waiting"
@@ -85,19 +85,19 @@ class Event:
     """Accepted delivery with its outcome.
 
     Attributes:
-        id: the same in every attempt and every duplicate; an effect outside of the inbox happens once with its help.
+        id: the same in every attempt and duplicate; handlers can use it to make their effects idempotent.
         number: position in the order of acceptance.
         path: path of the endpoint.
-        delivery_id: ``Webhook-Id`` of the sender, if it sent one.
-        webhook_id: id of the webhook, if the payload has one; ``repo`` and the next three come from the payload, too.
-        attempt: 1 in the first run, 0 before. Above 1, an earlier run may have had an effect.
+        delivery_id: ``Webhook-Id`` of the sender, or None.
+        webhook_id: id of the webhook in the payload, or None; ``repo`` to ``action`` are from the payload, too.
+        attempt: 0 before the first run, then 1. Above 1, an earlier run may have had an effect.
         received_at: seconds since 1970, as ``finished_at``.
         error: error of the last run.
         failures: failed runs since the event was accepted or replayed.
         size: bytes of the body.
         headers: headers of the request, without secrets and signatures.
         body: body of the request; empty in listings.
-        answer: answer for the sender of a duplicate; None until the event is done, and in listings.
+        answer: answer to duplicates; None until the event is done, and in listings.
     """
 
     id: str
@@ -122,7 +122,7 @@ class Event:
 
 
 def get_event(connection: sqlite3.Connection, event_id: str) -> Event:
-    """Return one event with its headers, body and answer; raise ``UnknownEvent`` without one."""
+    """Return an event with its headers, body and answer; raise ``UnknownEvent`` for an unknown id."""
     row = connection.execute("SELECT * FROM events WHERE id=?", (event_id,)).fetchone()
     if row is None:
         raise UnknownEvent(f"there is no event {event_id!r}; it may have been pruned")
@@ -153,7 +153,7 @@ def prune_events(
     max_bytes: int,
     batch_size: int = 500,
 ) -> int:
-    """Delete finished events of an age in seconds, and the oldest above ``max_bytes``; return their number."""
+    """Delete finished events above an age in seconds, and the oldest above ``max_bytes``; return their number."""
     conditions = (
         ("SELECT number FROM events WHERE status = 'done' AND finished_at <= ?", now - max_age),
         ("SELECT number FROM events WHERE status IN ('dead', 'failed') AND finished_at <= ?", now - max_dead_age),
@@ -170,7 +170,7 @@ def prune_events(
 
 
 def read_event(row: sqlite3.Row) -> Event:
-    """Read an event from a whole row, or from a brief one of a listing."""
+    """Read an event from a row with all columns, or with those in ``BRIEF``."""
     fields: dict[str, Any] = {name: row[name] for name in BRIEF.split(", ")}
     fields |= {"status": Status(row["status"]), "webhook_id": row["webhook_id"] or None}
     if "body" in row.keys():  # noqa: SIM118 (a Row is no dict)
@@ -182,9 +182,9 @@ def read_event(row: sqlite3.Row) -> Event:
 
 
 class Acceptance(Enum):
-    """Outcome of accepting a delivery: to run, duplicate, or refused for lack of room."""
+    """Outcome of accepting a delivery: it runs (also again, after a failure), is a duplicate, or the queue is full."""
 
-    NEW = auto()  # or it failed while its sender waited, and the sender sends it again
+    NEW = auto()
     DUPLICATE = auto()
     FULL = auto()
 
@@ -222,7 +222,7 @@ def accept_event(
     ).fetchone()
     known = _find_duplicate(connection, incoming, now - window, now + window)
     if known is not None and known["status"] != Status.FAILED:
-        # The sender learns that the event is accepted, so a later failure is not handed back to a sender.
+        # The sender gets 202, so it will not send the event again after a later failure.
         connection.execute(f"UPDATE events SET is_acknowledged=1 WHERE {OPEN} AND number=?", (known["number"],))
         return Acceptance.DUPLICATE, read_event(known)
     if count >= max_waiting:
@@ -258,7 +258,7 @@ def _find_duplicate(
         ).fetchone()
     if not incoming.identity:
         return None
-    # Not of the time to come: after a clock was set back by an hour, nothing of that hour would be new.
+    # Events of the future do not count: after a clock was set back, all deliveries would be duplicates of them.
     return connection.execute(
         "SELECT * FROM events WHERE path=? AND webhook_id=? AND identity>=? AND identity<? AND received_at>?"
         " AND received_at<=? ORDER BY number DESC LIMIT 1",
@@ -285,11 +285,11 @@ def fail_event(
     retry_at: float | None,
     to_sender: bool,
 ) -> Status:
-    """Record a failed run; return ``failed`` (its sender sends it again), ``waiting`` (for a run here) or ``dead``.
+    """Record a failed run; return ``failed`` (its sender sends it again), ``waiting`` (for another run) or ``dead``.
 
     Args:
-        retry_at: when it may run again; None for never.
-        to_sender: whether the sender still waits and would get the failure.
+        retry_at: time of the next run; None for no further run.
+        to_sender: whether the sender still waits and can get the failure.
     """
     row = connection.execute("SELECT failures, is_acknowledged FROM events WHERE id=?", (event_id,)).fetchone()
     failures = row["failures"] + 1
@@ -308,13 +308,13 @@ def fail_event(
 
 
 def requeue_event(connection: sqlite3.Connection, event_id: str, *, due: float) -> Status:
-    """Set an event back to waiting when its outcome could not be written."""
+    """Set an event back to waiting after its outcome could not be written."""
     connection.execute("UPDATE events SET status=?, due=? WHERE id=?", (Status.WAITING, due, event_id))
     return Status.WAITING
 
 
 def resume_events(connection: sqlite3.Connection, *, now: float, max_crashes: int) -> dict[str, int]:
-    """Set events that ran when the process ended back to waiting, or to dead; return how many wait, by path."""
+    """Set events that ran when the process ended to waiting or dead; return the number of waiting events by path."""
     connection.execute(
         "UPDATE events SET crashes=crashes+1, status=CASE WHEN crashes+1>? THEN ? ELSE ? END,"
         " finished_at=CASE WHEN crashes+1>? THEN ? END,"
@@ -326,12 +326,12 @@ def resume_events(connection: sqlite3.Connection, *, now: float, max_crashes: in
 
 
 def get_data_version(connection: sqlite3.Connection) -> int:
-    """Return a number that changes when another process has written to the database."""
+    """Return a number that changes when another process writes to the database."""
     return connection.execute("PRAGMA data_version").fetchone()[0]
 
 
 def replay_event(connection: sqlite3.Connection, event_id: str, *, now: float) -> Event:
-    """Set an event in any state to run again; a waiting event runs now."""
+    """Make an event in any state due now, unless it runs already."""
     event = get_event(connection, event_id)
     if event.status is not Status.RUNNING:
         connection.execute(
@@ -344,11 +344,11 @@ def replay_event(connection: sqlite3.Connection, event_id: str, *, now: float) -
 class Inbox:
     """Inbox of events in a file, or in memory when ``path`` is None.
 
-    The methods wait for the database: they are for programs that read and replay while a receiver runs elsewhere.
+    The methods block; they are for programs that read and replay events while a receiver may run in another process.
 
     Raises:
         StoreError: the file cannot be opened.
-        UnknownEvent: there is no event of this id.
+        UnknownEvent: there is no event with this id.
     """
 
     def __init__(self, path: str | Path | None):
@@ -357,22 +357,22 @@ class Inbox:
         self._lock = ExitStack()
 
     def lock(self) -> None:
-        """Lock the file for one receiver until it is closed; raise ``StoreError`` if another receiver has it."""
-        advice = "another receiver works on it; end that one, give this one a file of its own, and serve with one "
-        self._lock.enter_context(alone(self.path, advice + "worker process"))
+        """Lock the file for one receiver until ``close``; raise ``StoreError`` if another receiver has locked it."""
+        advice = "another receiver uses it; end that receiver or use another file, and serve with one worker process"
+        self._lock.enter_context(alone(self.path, advice))
 
     def list(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
     ) -> list[Event]:
-        """List events, newest first, without headers and bodies; those with a ``number`` below ``before``."""
+        """List events with a ``number`` below ``before``, newest first, without headers and bodies."""
         return self.database.run_blocking(list_events, status=status, path=path, limit=limit, before=before)
 
     def get(self, event_id: str) -> Event:
-        """Return one event with its headers, body and answer."""
+        """Return an event with its headers, body and answer."""
         return self.database.run_blocking(get_event, event_id)
 
     def replay(self, event_id: str) -> Event:
-        """Set an event to run again; a running receiver begins within a second, else the next that starts."""
+        """Make an event run again: within a second if a receiver runs, else when a receiver starts."""
         return self.database.run_blocking(replay_event, event_id, now=time.time())
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from json.decoder import JSONArray, JSONObject, scanstring  # pyright: ignore[reportAttributeAccessIssue] - not in its stubs
-from json.scanner import py_make_scanner  # pyright: ignore[reportAttributeAccessIssue] - likewise
+from json.decoder import JSONArray, JSONObject, scanstring  # pyright: ignore[reportAttributeAccessIssue] - missing in its stubs
+from json.scanner import py_make_scanner  # pyright: ignore[reportAttributeAccessIssue] - missing in its stubs
 from typing import Any, NoReturn
 
 import pydantic_core
@@ -15,20 +15,20 @@ from hooks.payload import WebhookPayload, WebhookPayloadUpdatedFile
 
 REQUIRED_PARTS = ("event", "repo", "webhook")
 MAX_NAMED = 5
-LONGEST = 512  # letters of a fact; a listing has the facts of many events, and a body could be one name of 5 MB
-AT_ONCE = 500  # files that are validated at once
+LONGEST = 512  # characters of a fact, because a listing contains the facts of many events
+AT_ONCE = 500  # files that pydantic validates in one call
 QUICK, QUICK_VALUES = 1 << 16, 4096  # bytes and values of a body that is parsed on the event loop
-# Limit of values and of escaped letters of a body. A listing of 10,000 files has 50,000 values; 5 MB of nothing but
-# values would take the interpreter lock for 0.7 s.
+# Limit of values and of escaped characters in a body. A listing of 10,000 files has 50,000 values; 5 MB of values would
+# hold the interpreter lock for 0.7 s.
 VALUES = 1 << 18
-DIGITS = 640  # limit for a number; the time to read one grows with the square of its digits
+DIGITS = 640  # limit for a number, because parsing takes quadratic time
 _FILES = TypeAdapter(list[WebhookPayloadUpdatedFile])
-# Modules whose models need no more than the three parts; a subclass of the user may need more.
+# Modules whose models require only the three parts; a user's subclass may require more.
 _PLAIN = (WebhookPayload.__module__, "huggingface_hub._webhooks_payload")
 
 
 class InvalidPayload(Exception):
-    """The body is not a payload for the handler; ``fields`` are names of the model, never texts of the body."""
+    """The body is not a payload for the handler; ``fields`` are names of the model's fields, never text of the body."""
 
     def __init__(self, message: str, fields: tuple[str, ...] = ()):
         super().__init__(message)
@@ -37,10 +37,10 @@ class InvalidPayload(Exception):
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a payload for ordering, duplicates and listings; None where the payload has no such text."""
+    """Facts of a payload for ordering, duplicates and listings; None or empty if the payload has no such text."""
 
-    webhook_id: str | None = None
-    repo_id: str | None = None
+    webhook_id: str = ""
+    lane: str = ""  # id of the repo, whose events run in order
     repo: str | None = None
     repo_type: str | None = None
     scope: str | None = None
@@ -54,7 +54,7 @@ def parse_json(body: bytes) -> Any:
     try:
         return pydantic_core.from_json(body, allow_inf_nan=False) if is_quick_to_parse(body) else _parse_slowly(body)
     except (ValueError, RecursionError):
-        raise InvalidPayload("the body is no JSON") from None
+        raise InvalidPayload("the body is not JSON") from None
 
 
 def is_quick_to_parse(body: bytes) -> bool:
@@ -63,39 +63,39 @@ def is_quick_to_parse(body: bytes) -> bool:
 
 
 def _count_values(body: bytes) -> int:
-    # Each value but the first follows one of these.
+    # Every value except the first follows a comma or bracket.
     return sum(map(body.count, (b",", b"[", b"{")))
 
 
 def read_facts(data: object) -> Facts:
-    """Read the facts of any JSON, also of payloads that are not the Hub's."""
+    """Read the facts of any JSON, also of payloads from other senders than the Hub."""
     event, repo, webhook = (_get_object(data, name) for name in REQUIRED_PARTS)
     return Facts(
-        webhook_id=_get_text(webhook, "id"),
-        repo_id=_get_text(repo, "id"),
+        webhook_id=_get_text(webhook, "id") or "",
+        lane=_get_text(repo, "id") or "",
         repo=_get_text(repo, "name"),
         repo_type=_get_text(repo, "type"),
-        # A registry's events of sessions have a type in place of a scope.
+        # A registry's events of sessions have a type instead of a scope.
         scope=_get_text(event, "scope") or _get_text(data, "type"),
         action=_get_text(event, "action"),
     )
 
 
 def check_payload(model: type[BaseModel] | None, data: object) -> None:
-    """Raise ``InvalidPayload`` if ``build_payload`` would; of the Hub's own payload, check the required parts only."""
+    """Raise ``InvalidPayload`` as ``build_payload`` does; check only the required parts of the Hub's own payload."""
     if model is not None and model.__module__ in _PLAIN and isinstance(data, dict):
         model, data = WebhookPayload, {name: data[name] for name in REQUIRED_PARTS if name in data}
     build_payload(model, data)
 
 
 def build_payload(model: type[BaseModel] | None, data: Any) -> Any:
-    """Build a handler's payload: the JSON object itself without a model, else an instance of the model.
+    """Build a handler's payload: an instance of the model, or the JSON object itself without a model.
 
-    Where huggingface_hub's stricter model refuses a payload, the handler gets our ``WebhookPayload`` with the same
-    attributes. Raise ``InvalidPayload`` if the body is not a JSON object, or lacks what the model needs.
+    If huggingface_hub's stricter model refuses a payload, the handler gets our ``WebhookPayload`` with the same
+    attributes. Raise ``InvalidPayload`` if the body is not a JSON object, or the model refuses it.
     """
     if not isinstance(data, dict):
-        raise InvalidPayload("the body is no JSON object")
+        raise InvalidPayload("the body is not a JSON object")
     if model is None:
         return data
     if _is_hub_model(model):
@@ -110,7 +110,7 @@ def build_payload(model: type[BaseModel] | None, data: Any) -> Any:
         known = {*model.model_fields, *(field.alias for field in model.model_fields.values())}
         names = (str(one["loc"][0]) for one in error.errors(include_input=False) if one["loc"])
         raise InvalidPayload(
-            "the payload is not as the endpoint needs it", _join_first(n for n in names if n in known)
+            "the payload does not match the endpoint's model", _join_first(n for n in names if n in known)
         ) from None
 
 
@@ -129,7 +129,7 @@ def _is_hub_model(model: type[BaseModel]) -> bool:
 
 
 def _add_files(payload: BaseModel, files: list[Any]) -> BaseModel:
-    """Add a bucket's up to 10,000 files in small groups, because pydantic holds the interpreter lock while it reads."""
+    """Add a bucket's up to 10,000 files in small groups, because pydantic holds the interpreter lock per call."""
     if not isinstance(payload, WebhookPayload):
         return payload
     some = (files[start : start + AT_ONCE] for start in range(0, len(files), AT_ONCE))
@@ -139,11 +139,11 @@ def _add_files(payload: BaseModel, files: list[Any]) -> BaseModel:
 
 
 def _parse_slowly(body: bytes) -> Any:
-    """Parse JSON as pydantic does, but in Python: five times slower, and other threads get their turns."""
+    """Parse JSON as pydantic does, but in Python: five times slower, without blocking other threads."""
 
     def text(raw: str, start: int, strict: bool = True) -> tuple[str, int]:
         value, end = scanstring(raw, start, strict)
-        value.encode()  # raises for half a surrogate, which no database takes
+        value.encode()  # Raises for a lone surrogate, which SQLite cannot store.
         return value, end
 
     def refuse(literal: str) -> NoReturn:
@@ -153,7 +153,7 @@ def _parse_slowly(body: bytes) -> Any:
         return int(digits) if len(digits) <= DIGITS else refuse("a number")
 
     decoder: Any = json.JSONDecoder(parse_constant=refuse, parse_int=integer)
-    # The parts of the json package that are written in Python.
+    # These parts of the json package are written in Python.
     decoder.parse_object, decoder.parse_array, decoder.parse_string = JSONObject, JSONArray, text
     decoder.scan_once = py_make_scanner(decoder)
     return decoder.decode(body.decode())

@@ -1,4 +1,4 @@
-"""Receiver of webhooks: checks each request, stores it as an event, and answers its sender."""
+"""Receiver of webhooks: checks each request, stores it as an event, and responds to its sender."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,7 @@ from hooks.receiver.worker import Worker
 
 log = logging.getLogger(__name__)
 
-MAX_DISCARDED = 1 << 26  # bytes that are read and dropped so that a sender reads why it is refused
+MAX_DISCARDED = 1 << 26  # bytes that are read and discarded so that a refused sender reads the response
 DISCARD_TIMEOUT = 2.0
 STORE_TIMEOUT = 8.0  # seconds for the database, after which a sender gets 503
 ID_HEADERS = ("webhook-id", "x-github-delivery")
@@ -45,7 +45,7 @@ LONGEST_ID = 256
 
 
 class Refused(Exception):
-    """The request is refused and becomes no event."""
+    """The request is refused and not stored as an event."""
 
     def __init__(self, answer: Answer):
         super().__init__(answer.status)
@@ -70,10 +70,10 @@ async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
 
 
 async def discard_body(request: Request) -> None:
-    """Read and drop the rest of a body: a sender that writes first and reads later would miss the answer."""
+    """Read and discard the rest of a body, because many senders read the response only after they sent the body."""
     stream = cast(Any, request.stream)
     if getattr(stream, "expecting_continue", False):
-        close_after_answer(request)  # this sender waits for "100 Continue" and sends nothing without it
+        close_after_answer(request)  # This sender sends its body only after "100 Continue".
         return
     count = 0
     with suppress(TimeoutError, SanicException):
@@ -100,7 +100,7 @@ async def _iterate_body(request: Request) -> AsyncIterator[bytes]:
     if request.stream is None:
         yield request.body
         return
-    # Sanic declares its stream with a type that has no iterator.
+    # The declared type of Sanic's stream has no iterator.
     async for piece in cast(Any, request.stream):
         yield piece
 
@@ -110,7 +110,7 @@ def _build_size_error(max_bytes: int) -> Answer:
 
 
 async def read_verified_body(request: Request, settings: ReceiverSettings) -> bytes:
-    """Read the body after checking the announced size and the secret; raise ``Refused`` if a check fails."""
+    """Check the declared size and the secret, then read the body; raise ``Refused`` if a check fails."""
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > settings.max_body:
         raise Refused(_build_size_error(settings.max_body))
@@ -121,7 +121,7 @@ async def read_verified_body(request: Request, settings: ReceiverSettings) -> by
 
 
 def build_incoming_event(endpoint: Endpoint, request: Request, content: bytes) -> IncomingEvent:
-    """Build the event to store; raise ``Refused`` if the handler cannot take the body, or the id is not usable."""
+    """Build the event to store; raise ``Refused`` if the body or the id of the delivery is invalid."""
     takes_payload = endpoint.handler.takes("payload")
     facts = Facts()
     try:
@@ -137,33 +137,27 @@ def build_incoming_event(endpoint: Endpoint, request: Request, content: bytes) -
             raise Refused(build_error(422, f"{str(error).capitalize()}.", **more)) from None
     delivery_id = next((request.headers[name] for name in ID_HEADERS if request.headers.get(name)), None)
     if delivery_id is not None and (len(delivery_id) > LONGEST_ID or not delivery_id.isprintable()):
-        raise Refused(build_error(422, "The id of the delivery is not usable."))
+        raise Refused(build_error(422, "The id of the delivery is too long or not printable."))
     headers = {name.lower(): text for name, text in request.headers.items() if name.lower() not in SECRET_HEADERS}
     return IncomingEvent(
         id=secrets.token_hex(12),
         path=endpoint.path,
         body=content,
         headers=json.dumps(headers),
-        lane=facts.repo_id or "",
         # Two empty bodies are two events, because an empty body identifies nothing.
         identity=f"body:{hashlib.sha256(content).hexdigest()}" if content and delivery_id is None else "",
-        webhook_id=facts.webhook_id or "",
         delivery_id=delivery_id,
-        repo=facts.repo,
-        repo_type=facts.repo_type,
-        scope=facts.scope,
-        action=facts.action,
+        **vars(facts),
     )
 
 
 class Receiver:
-    """Receiver of webhooks: its endpoints and their events. Nothing runs before a server with its blueprint starts.
+    """Receiver of webhooks: its endpoints and their events. It runs while a server with its blueprint runs.
 
     Args:
-        settings: secrets, limits and the file of events, as the attribute of this name; without secrets the receiver is
-            open to everyone.
+        settings: secrets, limits and the file of events; without secrets the receiver is open to everyone.
         prefix: prefix of all paths.
-        is_guarded: whether the app decides who may deliver without a secret; then the receiver logs no warning.
+        is_guarded: whether the app checks senders itself; then the receiver logs no warning about a missing secret.
     """
 
     def __init__(
@@ -186,16 +180,16 @@ class Receiver:
 
         Args:
             path: path after the prefix; the handler's name when None.
-            mode: ``reply`` answers with the handler's value when it is there in time, ``queue`` with 202 at once.
+            mode: ``reply`` responds with the handler's value if it returns in time, ``queue`` with 202 at once.
 
         Returns:
             The absolute path.
 
         Raises:
-            ValueError: the path is taken, or an argument cannot be used (``InvalidWebhook``).
+            ValueError: the path is taken, or an argument is invalid (``InvalidWebhook``).
         """
         if self._is_built:
-            raise HooksError(f"handler {handler!r}: add it before the server is made; its routes are fixed then")
+            raise HooksError(f"handler {handler!r}: add it before the server is created, which fixes its routes")
         read = read_handler(handler)
         whole = self._resolve_path(read.name if path is None else path)
         if mode not in ("reply", "queue"):
@@ -206,21 +200,21 @@ class Receiver:
     def _resolve_path(self, path: str) -> str:
         name = path.strip("/")
         if not re.fullmatch(r"[^\s<>?#%\x00-\x1f]+", name):
-            raise InvalidWebhook(f"webhook path {path!r}: wanted a path without spaces, <, >, ?, # and %; give it one")
+            raise InvalidWebhook(f"webhook path {path!r}: wanted a path without spaces, <, >, ?, # and %; give a path")
         whole = f"{self.prefix}/{name}"
         if whole in self._endpoints:
             raise InvalidWebhook(f"Webhook {whole} already exists.")
         return whole
 
     def blueprint(self) -> Blueprint:
-        """Build the blueprint; the inbox opens when its server starts, and pending events resume."""
+        """Build the blueprint; when its server starts, the inbox opens and pending events resume."""
         self._is_built = True
         blueprint = Blueprint(f"webhooks{re.sub(r'[^0-9A-Za-z]', '_', self.prefix)}")
         for number, endpoint in enumerate(self._endpoints.values()):
             blueprint.add_route(
                 partial(self._handle_request, endpoint=endpoint),
                 endpoint.path,
-                # All methods, so that a wrong method is answered as JSON in any app.
+                # All methods, so that any app responds to a wrong method with JSON.
                 methods=list(HTTP_METHODS),
                 name=f"{re.sub(r'[^0-9A-Za-z]', '_', endpoint.path).strip('_')}_{number}",
                 stream=True,
@@ -228,12 +222,12 @@ class Receiver:
                 error_format="json",
             )
 
-        # Functions, because Sanic's blueprints register them by their names.
+        # Sanic's blueprints register listeners by the names of functions.
         @blueprint.before_server_start
         async def start_webhooks(app: Sanic) -> None:
             if not self.settings.secrets and not self._is_guarded:
                 paths = ", ".join(self._endpoints)
-                log.warning("no webhook secret is set: anybody who reaches this server may deliver to %s", paths)
+                log.warning("no webhook secret is set: any client that reaches this server may deliver to %s", paths)
             self._worker = await Worker.open(self.settings, self._endpoints, app)
 
         @blueprint.before_server_stop
@@ -246,7 +240,7 @@ class Receiver:
         return blueprint
 
     async def _handle_request(self, request: Request, endpoint: Endpoint) -> HTTPResponse:
-        """Answer a request to an endpoint, always with JSON."""
+        """Respond to a request to an endpoint, always with JSON."""
         try:
             if request.method != "POST":
                 answer = build_answer({"error": "Method Not Allowed"}, 405, {"allow": "POST"})
@@ -263,12 +257,12 @@ class Receiver:
         return to_response(answer)
 
     async def _receive(self, worker: Worker, endpoint: Endpoint, request: Request) -> Answer:
-        # The app that mounts the blueprint may cut an answer that takes longer.
+        # The app that mounts the blueprint may have a shorter timeout for responses.
         longest = max(0.1, 0.8 * request.app.config.RESPONSE_TIMEOUT)
         answer_by = time.monotonic() + min(self.settings.answer_within, longest)
         content = await read_verified_body(request, self.settings)
         request.body = content
-        # A listing of hundreds of files takes long to parse, so a thread does it.
+        # A thread parses large bodies, such as listings of hundreds of files.
         build_event = partial(build_incoming_event, endpoint, request, content)
         incoming = build_event() if is_quick_to_parse(content) else await asyncio.to_thread(build_event)
         try:
@@ -282,17 +276,17 @@ class Receiver:
     async def events(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
     ) -> list[Event]:
-        """List events, newest first, without headers and bodies; those with a ``number`` below ``before``."""
+        """List events with a ``number`` below ``before``, newest first, without headers and bodies."""
         return await self._running.inbox.database.run(
             inbox.list_events, status=status, path=path, limit=limit, before=before
         )
 
     async def event(self, event_id: str) -> Event:
-        """Return one event with its headers, body and answer; raise ``UnknownEvent`` without one."""
+        """Return an event with its headers, body and answer; raise ``UnknownEvent`` for an unknown id."""
         return await self._running.inbox.database.run(inbox.get_event, event_id)
 
     async def replay(self, event_id: str) -> Event:
-        """Set an event in any state to run again; raise ``UnknownEvent`` without one."""
+        """Run an event in any state again; raise ``UnknownEvent`` for an unknown id."""
         return await self._running.replay(event_id)
 
     @property

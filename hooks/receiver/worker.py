@@ -1,4 +1,4 @@
-"""Worker of a receiver: accepts events, runs their handlers in order per repo and with retries, prunes the inbox."""
+"""Worker of a receiver: accepts events, runs handlers in order per repo with retries, prunes the inbox."""
 
 import asyncio
 import functools
@@ -26,15 +26,15 @@ from hooks.threads import start_in_thread
 log = logging.getLogger(__name__)
 
 LARGE_BODY = 1 << 18  # bytes of a body above which a thread parses it
-MAX_CRASHES = 20  # ends of the process during an event, above which the event is a dead letter
-POLL_INTERVAL = 0.5  # seconds between looks for replays by other processes
+MAX_CRASHES = 20  # crashes of the process during an event, above which the event is a dead letter
+POLL_INTERVAL = 0.5  # seconds between checks for replays by other processes
 PRUNE_INTERVAL = 60.0
 
 
 class Reply:
     """Answer to a waiting sender, passed from the handler's run to the request.
 
-    From ``hold_sender`` on, the request waits for the inbox, so that no event is both accepted and handed back.
+    After ``hold_sender``, the request waits for the inbox, so that an event is never both accepted and refused.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class Reply:
             self._answer.set_result(answer)
 
     def hold_sender(self) -> bool:
-        """Keep the sender waiting until an answer is set; False when the sender has stopped waiting."""
+        """Keep the sender waiting until an answer is set; False if the sender has stopped waiting."""
         self._is_held = self._has_waiter and not self._answer.done()
         return self._is_held
 
     async def wait(self, seconds: float) -> Answer | None:
-        """Wait for the answer; None when there is none in time."""
+        """Wait for the answer; None after the timeout."""
         try:
             done, _ = await asyncio.wait({self._answer}, timeout=seconds)
             if not done and self._is_held:
@@ -64,7 +64,7 @@ class Reply:
 
 
 class Worker:
-    """Running part of a receiver, from the server's start to its stop; made on the server's loop."""
+    """Running part of a receiver, from the server's start to its stop; created on the server's loop."""
 
     def __init__(self, inbox: Inbox, settings: ReceiverSettings, endpoints: Mapping[str, Endpoint], app: Sanic):
         self.inbox = inbox
@@ -74,8 +74,7 @@ class Worker:
         self._app = app
         self._runner = QueueRunner(inbox.database, ledger.QUEUE, self._run_event, self._get_limits)
         self._accepting: set[asyncio.Task[Any]] = set()
-        # Waiting senders by event. Each request lives only as long as its sender waits: a thousand events may wait,
-        # each with a large body.
+        # Waiting senders by event. Requests are weak references, because a thousand large bodies may wait.
         self._senders: dict[str, tuple[Reply, weakref.ref[Request]]] = {}
         self._background_tasks = [
             asyncio.create_task(self._runner.run(), name="webhook events"),
@@ -93,11 +92,11 @@ class Worker:
             inbox.close()
             raise
         for path in sorted(set(waiting) - set(endpoints)):
-            log.warning("%d events wait for %s, which has no handler here; they wait on", waiting[path], path)
+            log.warning("%d events wait for %s, which has no handler here; they stay in the inbox", waiting[path], path)
         return cls(inbox, settings, endpoints, app)
 
     async def close(self) -> None:
-        """Stop accepting, let running handlers end for a while, and leave the rest to the next start."""
+        """Stop accepting, wait a while for running handlers, and leave the rest to the next start."""
         self.is_ending = self._runner.is_ending = True
         for task in self._background_tasks:
             task.cancel()
@@ -105,7 +104,7 @@ class Worker:
         await self._runner.close(self._settings.stop_within)
         for event_id, (reply, _) in self._senders.items():
             reply.set_answer(answers.build_accepted_answer(event_id))
-        with suppress(StoreError):  # the next start resumes what could not be released
+        with suppress(StoreError):  # Otherwise the next start resumes these events.
             await self.inbox.database.run(ledger.QUEUE.release_running)
         await asyncio.to_thread(self.inbox.close)
 
@@ -117,7 +116,7 @@ class Worker:
         task = asyncio.create_task(self._accept(incoming, reply, request))
         self._accepting.add(task)
         task.add_done_callback(self._accepting.discard)
-        # Shielded, because an accepted event runs even when its sender goes away.
+        # Shielded, because an accepted event runs even if its sender disconnects.
         try:
             async with asyncio.timeout(store_within):
                 acceptance, event = await asyncio.shield(task)
@@ -147,13 +146,13 @@ class Worker:
         return acceptance, event
 
     async def replay(self, event_id: str) -> Event:
-        """Set an event to run again; raise ``UnknownEvent`` without one."""
+        """Run an event again; raise ``UnknownEvent`` for an unknown id."""
         event = await self.inbox.database.run(ledger.replay_event, event_id, now=time.time())
         self._runner.wake()
         return event
 
     def _get_limits(self, path: str) -> Mapping[str, int]:
-        """Return how many handlers may run at once: all async ones share a limit, and so do all sync ones."""
+        """Return the limit of parallel handlers, which all async handlers share, and all sync handlers."""
         endpoint = self._endpoints.get(path)
         if endpoint is None:
             return {path: 0}
@@ -174,10 +173,10 @@ class Worker:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            await self._record_failure(endpoint, event, error, reply)  # the handler raised it
+            await self._record_failure(endpoint, event, error, reply)  # The handler raised the error.
         except GeneratorExit:
-            raise  # of this coroutine, when its loop has ended
-        except BaseException as error:  # an exit or a panic of a library must not end the server
+            raise  # The loop of this coroutine has ended.
+        except BaseException as error:  # SystemExit or a library's panic must not end the server.
             await self._record_failure(endpoint, event, error, reply)
         else:
             if reply is not None:
@@ -185,7 +184,7 @@ class Worker:
             return True
         finally:
             if reply is not None:
-                reply.set_answer(answers.build_accepted_answer(event.id))  # unless another answer was set
+                reply.set_answer(answers.build_accepted_answer(event.id))  # Ignored if another answer was set.
         return False
 
     async def _call_handler(self, endpoint: Endpoint, event: Event, request: Request | None) -> object:
@@ -203,7 +202,7 @@ class Worker:
         if handler.is_async:
             value = call()
         else:
-            # A thread of its own: a thread pool of asyncio would hold up the end of the process.
+            # Not in asyncio's thread pool, because the process would wait for it at its end.
             value = await asyncio.wrap_future(start_in_thread(functools.partial(_run_sync, call)))
         return await value if inspect.isawaitable(value) else value
 
@@ -212,12 +211,12 @@ class Worker:
     ) -> None:
         log.error("event %s: handler %s failed", event.id, endpoint.handler.name, exc_info=error)
         now = time.time()
-        is_final = isinstance(error, InvalidPayload)  # the body stays as it is
+        is_final = isinstance(error, InvalidPayload)  # A retry would read the same body.
         is_retryable = isinstance(error, RetryableError)
         delay = backoff(event.failures + 1, self._settings)
         if isinstance(error, RetryableError) and error.after is not None:
             delay = error.after
-        # From here on the sender waits until the inbox says whether the event is handed back.
+        # From here on the sender waits until the inbox decides whether the sender must send the event again.
         to_sender = reply is not None and not is_final and not is_retryable and reply.hold_sender()
         write = self.inbox.database.run if to_sender else self._runner.write
         try:
@@ -231,8 +230,8 @@ class Worker:
                 to_sender=to_sender,
             )
         except StoreError as trouble:
-            # The inbox does not know that the event was handed back, so it runs again here.
-            log.error("event %s: its end cannot be written, it runs again: %s", event.id, trouble)
+            # The failure is not stored, so the event runs again here.
+            log.error("event %s: its outcome cannot be written, it runs again: %s", event.id, trouble)
             if reply is not None:
                 reply.set_answer(
                     answers.build_error(503, "The event could not be written.", retry_after=answers.RETRY_AFTER)
@@ -241,14 +240,14 @@ class Worker:
         if reply is not None and status is Status.WAITING:
             reply.set_answer(answers.build_accepted_answer(event.id))
         elif reply is not None:
-            # The error itself stays in the log and in the inbox.
+            # The error's text is only in the log and in the inbox.
             failed = answers.build_error(500, "The handler of this webhook failed.", event_id=event.id)
             reply.set_answer(answer or failed)
         if status is Status.DEAD:
             log.error("event %s of %s is a dead letter after %d attempts", event.id, event.path, event.attempt)
 
     async def _maintain(self) -> None:
-        """Notice replays by other processes and prune old events, until cancelled."""
+        """Detect replays by other processes and prune old events, until cancelled."""
         version: int | None = None
         pruned_at, logged_error = 0.0, ""
         while True:
@@ -261,14 +260,14 @@ class Worker:
                     await self.prune(time.time())
                 logged_error = ""
             except StoreError as error:
-                # Once, because a full disk stays full for long, and the log would fill another one.
+                # Logged once, because repeating the error of a full disk would fill the log.
                 if str(error) != logged_error:
-                    log.error("the inbox cannot be looked after: %s", error)
+                    log.error("the inbox cannot be maintained: %s", error)
                 logged_error = str(error)
             await asyncio.sleep(POLL_INTERVAL)
 
     async def prune(self, now: float) -> None:
-        """Delete old events at ``now`` (since 1970), a few at a time, so that deliveries are written in between."""
+        """Delete old events at ``now`` (since 1970) in small batches, between which deliveries are written."""
         settings = self._settings
         while await self.inbox.database.run(
             ledger.prune_events,
@@ -283,12 +282,12 @@ class Worker:
 def _run_sync(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except StopIteration as error:  # a future cannot carry it
+    except StopIteration as error:  # A future cannot hold it.
         raise RuntimeError("StopIteration in a handler") from error
 
 
 def _describe_error(error: BaseException) -> str:
-    """Describe an error in text that a database takes: its text may hold lone surrogates, or fail to print."""
+    """Describe an error as valid UTF-8, although its text may contain lone surrogates or fail to print."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:
@@ -297,7 +296,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _rebuild_request(event: Event, app: Sanic) -> Request:
-    """Rebuild the request of an event whose sender was answered before."""
+    """Rebuild the request of an event whose sender already got a response."""
     request = Request(event.path.encode(), Header(dict(event.headers)), "1.1", "POST", cast(Any, None), app)
     request.body = event.body
     return request

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PREFIX = "/api/settings/webhooks"
 MAX_BODY = 256 << 10
-MAX_VALUES = 1 << 13  # values in a body; reading them takes 3 ms
+MAX_VALUES = 1 << 13  # values in a body; parsing them takes 3 ms
 MAX_LISTED = 200
 
 # huggingface_hub distinguishes a wrong token from a missing repo by these messages of the Hub.
@@ -42,7 +42,7 @@ Handler = Callable[..., Coroutine[Any, Any, Any]]
 
 
 def is_valid_secret(text: str, secrets: Iterable[str]) -> bool:
-    """Return whether a text equals one of the secrets, in a time that does not depend on where they differ."""
+    """Return whether a text equals a secret, in a time that does not depend on the position of a difference."""
     is_equal = False
     for secret in secrets:
         is_equal |= hmac.compare_digest(text.encode("utf-8", "surrogateescape"), secret.encode())
@@ -59,7 +59,7 @@ def build_error(status: int, code: str, message: str) -> HTTPResponse:
 
 
 def add_routes(blueprint: Blueprint, registry: "Registry", tokens: tuple[str, ...]) -> None:
-    """Add the API's routes to a blueprint; each request must have one of the tokens."""
+    """Add the API's routes to a blueprint; each request must have an accepted token."""
 
     async def whoami(request: Request) -> Any:
         return OWNER
@@ -109,14 +109,14 @@ def add_routes(blueprint: Blueprint, registry: "Registry", tokens: tuple[str, ..
     ):
         blueprint.add_route(_guard(handler, tokens), path, methods=[method], name=f"registry_{number}")
 
-    # The ``hf`` command asks for this before anything else, and without a token.
+    # The ``hf`` command requests this first, without a token.
     @blueprint.get("/api/agent-harnesses", name="harnesses")
     async def list_harnesses(request: Request) -> HTTPResponse:
         return in_json({"standardEnvVars": [], "harnesses": {}})
 
 
 def _guard(handler: Handler, tokens: tuple[str, ...]) -> Handler:
-    """Require a token before the handler runs, and answer with its result or its error."""
+    """Require a token before the handler runs, and respond with the handler's result or error."""
 
     @wraps(handler)
     async def answer(request: Request, **arguments: str) -> HTTPResponse:
@@ -129,7 +129,7 @@ def _guard(handler: Handler, tokens: tuple[str, ...]) -> Handler:
             return build_error(401, "Unauthorized", WRONG_TOKEN)
         try:
             body = await handler(request, **arguments)
-            # In a thread, because a list of deliveries takes milliseconds.
+            # A thread encodes the body, because that takes milliseconds for a list of deliveries.
             return await asyncio.to_thread(in_json, body)
         except (InvalidWebhook, UnsafeTarget) as error:
             return build_error(400, "BadRequest", str(error))
@@ -148,10 +148,10 @@ def _guard(handler: Handler, tokens: tuple[str, ...]) -> Handler:
 def _read_body(request: Request) -> Any:
     if len(request.body) > MAX_BODY:
         raise InvalidWebhook(f"body: {len(request.body)} bytes, wanted at most {MAX_BODY}")
-    # Each value but the first follows one of these characters.
+    # Every value except the first follows a comma or bracket.
     if sum(map(request.body.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise InvalidWebhook(f"body: more than {MAX_VALUES} values")
     try:
         return json.loads(request.body)
     except (ValueError, RecursionError):
-        raise InvalidWebhook("body: it is no JSON") from None
+        raise InvalidWebhook("body: it is not JSON") from None

@@ -49,13 +49,13 @@ class Outcome:
     """Outcome of one delivery attempt.
 
     Attributes:
-        status: HTTP status; None when there was no answer, and for jobs.
-        exit_status: of a job; negative for a signal.
-        error: why it failed without a status, for people.
-        excerpt: the beginning of the answer, or the end of a job's output.
-        retry_after: seconds by ``Retry-After``.
-        seconds: that it took.
-        is_interrupted: it was ended because the server stops: no attempt, it is made again at the next start.
+        status: HTTP status; None without a response, and for jobs.
+        exit_status: exit status of a job; negative for a signal.
+        error: why the attempt failed without a status, as text for people.
+        excerpt: beginning of the response, or end of a job's output.
+        retry_after: seconds from the header ``Retry-After``.
+        seconds: duration of the attempt.
+        is_interrupted: whether the stop of the server interrupted the attempt, which the next start repeats.
     """
 
     status: int | None = None
@@ -75,7 +75,7 @@ class Outcome:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the target wants no more deliveries, ever (410)."""
+        """Whether the target refuses all further deliveries (410)."""
         return self.status == 410
 
     @property
@@ -94,14 +94,16 @@ def make_excerpt(
     max_bytes: int = MAX_EXCERPT,
     longest_secret: int = MAX_SECRET,
 ) -> str:
-    """Cut the beginning or end of an answer as text; ``data`` is longer by a secret, so that none is cut in two."""
+    """Return the beginning or end of ``data`` as text, with secrets masked.
+
+    ``data`` is longer than the excerpt by ``longest_secret``, so that no part of a secret remains at its end.
+    """
     text = data.decode("utf-8", "replace")
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, "***")
-    # NUL would end the text where it is read by C.
+    # C programs would read the text only up to a NUL.
     excerpt = text.replace("\0", "\ufffd").encode()
     if len(data) >= max_bytes + longest_secret:
-        # A secret may have been cut in two where reading ended.
         excerpt = excerpt[longest_secret:] if is_end else excerpt[: max(len(excerpt) - longest_secret, 0)]
     return (excerpt[-max_bytes:] if is_end else excerpt[:max_bytes]).decode("utf-8", "ignore")
 
@@ -109,14 +111,14 @@ def make_excerpt(
 MINUTE, HOUR = 60.0, 3600.0
 # Seconds before the first attempt, before the second, ...; each wait allows one attempt.
 WAITS = (0.0, 5.0, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 5 * HOUR, 10 * HOUR)
-JITTER = 0.2  # part of a wait by which it is randomly longer or shorter, so that retries spread
+JITTER = 0.2  # share of a wait by which it is randomly longer or shorter, so that retries spread
 MAX_RETRY_AFTER = 10 * HOUR
 
 
 def get_wait(
     waits: Sequence[float], failed_attempts: int, random: Callable[[], float], retry_after: float | None = None
 ) -> float | None:
-    """Return the seconds until the next attempt, not below ``retry_after``; None when no attempt is left."""
+    """Return the seconds until the next attempt, at least ``retry_after``; None if no attempt is left."""
     if failed_attempts >= len(waits):
         return None
     wait = waits[failed_attempts] * (1 + JITTER * (2 * random() - 1))
@@ -124,7 +126,7 @@ def get_wait(
 
 
 def parse_retry_after(header: str | None, now: float) -> float | None:
-    """Return the seconds from ``now`` (since 1970) that a ``Retry-After`` header asks for; None for other texts."""
+    """Return the seconds from ``now`` (since 1970) in a ``Retry-After`` header; None for other texts."""
     if header is None:
         return None
     text = header.strip()
@@ -149,9 +151,9 @@ RESOLVE_TIMEOUT = 5.0
 
 
 async def resolve_host(host: str, port: int) -> Sequence[str]:
-    """Resolve a host's addresses in a daemon thread; raise ``OSError`` if it is unknown or there is no answer in time.
+    """Resolve a host's addresses in a daemon thread; raise ``OSError`` if the host is unknown or after a timeout.
 
-    A server that ends would wait for threads of the loop's own pool, and a look-up can take half a minute.
+    A stopping server would wait for threads of the loop's own pool, and a look-up can take half a minute.
     """
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT):
@@ -159,5 +161,5 @@ async def resolve_host(host: str, port: int) -> Sequence[str]:
                 start_in_thread(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
             )
     except UnicodeError:
-        raise OSError(f"{host!r} is no name of a host") from None
+        raise OSError(f"{host!r} is not a host name") from None
     return list(dict.fromkeys(str(address[0]) for *_, address in infos))

@@ -19,7 +19,7 @@ def delete_log(connection: sqlite3.Connection, webhook_id: str) -> None:
 
 
 def prune_log(connection: sqlite3.Connection, before: float, max_finished: int) -> int:
-    """Delete deliveries that ended before a time or exceed a number, and old ones of disabled webhooks."""
+    """Delete deliveries that ended before a time or exceed a number, and old deliveries of disabled webhooks."""
     count = connection.execute(
         "DELETE FROM deliveries WHERE finished_at < ? OR number IN (SELECT number FROM deliveries "
         "WHERE finished_at IS NOT NULL ORDER BY finished_at DESC, number DESC LIMIT -1 OFFSET ?) "
@@ -55,7 +55,7 @@ def list_deliveries(
 
 
 def _format_delivery(row: sqlite3.Row) -> dict[str, Any]:
-    # A running delivery counts as waiting.
+    # The log shows a running delivery as waiting.
     status = "waiting" if row["status"] == "running" else row["status"]
     return {
         "id": row["id"],
@@ -99,15 +99,14 @@ CREATE TABLE held (webhook_id TEXT PRIMARY KEY) STRICT;
 """
 QUEUE = Queue("deliveries", group="webhook_id", ready="webhook_id NOT IN (SELECT webhook_id FROM held)")
 
-# Attempts of one delivery that are kept; replays may add any number.
-MAX_ATTEMPTS = 50
+MAX_ATTEMPTS = 50  # newest attempts of one delivery in the log, because replays may add any number
 
 
 @dataclass(frozen=True)
 class Message:
-    """One event, stored once (by its id) for all webhooks that get it, and sent in the order of its subject.
+    """One event, stored once (by its id) for all its webhooks, and sent in order within its subject.
 
-    ``is_hub`` says that the body has the Hub's shape, to which ``webhook`` is added for each receiver.
+    If ``is_hub``, the body has the Hub's format, and each receiver's ``webhook`` is added to it.
     """
 
     id: str
@@ -119,7 +118,7 @@ class Message:
 
 @dataclass(frozen=True)
 class DueDelivery:
-    """Delivery that is to be attempted now."""
+    """Delivery that is due for an attempt."""
 
     id: str
     webhook_id: str
@@ -135,7 +134,7 @@ def generate_id() -> str:
 def queue_message(
     connection: sqlite3.Connection, message: Message, webhook_ids: Collection[str], now: float, max_waiting: int
 ) -> tuple[int, dict[str, int]]:
-    """Queue an event; return for how many webhooks, and how many older ones were dropped for it, by webhook."""
+    """Queue an event; return the number of its webhooks, and the numbers of dropped older deliveries by webhook."""
     if not webhook_ids:
         return 0, {}
     body = json.dumps(message.body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -167,7 +166,7 @@ def _drop_oldest(connection: sqlite3.Connection, webhook_id: str, now: float, ma
 
 
 def get_delivery(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> DueDelivery | None:
-    """Return a delivery from the log, whatever its status."""
+    """Return a delivery of any status from the log."""
     row = connection.execute(
         "SELECT deliveries.*, is_hub, body FROM deliveries JOIN messages ON messages.id = message_id "
         "WHERE deliveries.id = ? AND webhook_id = ?",
@@ -177,7 +176,7 @@ def get_delivery(connection: sqlite3.Connection, webhook_id: str, delivery_id: s
         return None
     body = row["body"]
     if row["is_hub"]:
-        # As text: a payload may have megabytes, and while JSON is read or written no other thread runs.
+        # Joined as text, because parsing JSON of megabytes would block all other threads.
         webhook = json.dumps({"id": webhook_id, "version": 3}, separators=(",", ":"))
         body = f'{body.removesuffix("}")},"webhook":{webhook}}}'
     return DueDelivery(
@@ -198,7 +197,7 @@ def record_attempt(
     *,
     is_replay: bool = False,
 ) -> bool:
-    """Record an attempt and what follows from it; return whether the delivery was given up by this attempt."""
+    """Record an attempt and the delivery's new state; return whether the delivery failed for good."""
     row = connection.execute("SELECT attempts FROM deliveries WHERE id = ?", (delivery.id,)).fetchone()
     if row is None:
         return False
@@ -216,7 +215,7 @@ def record_attempt(
     if outcome.is_delivered:
         status, due = "delivered", None
     elif is_replay:
-        return False  # a replay that fails leaves the delivery as it was
+        return False  # A failed replay does not change the delivery.
     elif wait is None:
         status, due = "failed", None
     else:

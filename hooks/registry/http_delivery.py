@@ -1,4 +1,4 @@
-"""Delivery of events by HTTP POST, to addresses that were checked."""
+"""Delivery of events by HTTP POST to checked addresses."""
 
 import asyncio
 import socket
@@ -47,15 +47,15 @@ class PinnedResolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Close the resolver; nothing is open."""
+        """Do nothing, because the resolver holds no resources."""
 
 
 TIMEOUT = 12.0
-BODY_TIMEOUT = 2.0  # seconds for the body, which only the log shows
+BODY_TIMEOUT = 2.0  # seconds for the response body, of which the log shows the beginning
 
 
 class HttpDeliverer:
-    """Delivers events by HTTP POST; ``timeout`` limits one attempt in seconds, including the look-up of the name."""
+    """Delivers events by HTTP POST; ``timeout`` is in seconds for one attempt, including the DNS look-up."""
 
     def __init__(self, rules: TargetRules, *, timeout: float = TIMEOUT, resolve: Resolve = resolve_host):
         self.timeout = timeout
@@ -63,7 +63,7 @@ class HttpDeliverer:
         self._resolve = resolve
 
     async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
-        """Send the request; failures are in the outcome, never raised."""
+        """Send the request; return failures in the outcome and never raise them."""
         started_at = time.monotonic()
         try:
             async with asyncio.timeout(self.timeout):
@@ -85,7 +85,7 @@ class HttpDeliverer:
         assert destination.url is not None
         target = self._rules.parse_url(destination.url)
         addresses = await self._rules.resolve_target(target, self._resolve)
-        # A connection of its own, and none kept: the next attempt looks the name up again and is checked again.
+        # Connections are not reused, so that each attempt resolves the name and checks its addresses again.
         connector = aiohttp.TCPConnector(
             resolver=PinnedResolver(target.host, addresses), use_dns_cache=False, force_close=True
         )
@@ -109,7 +109,7 @@ class HttpDeliverer:
                     ):
                         body_start += chunk
             except (TimeoutError, aiohttp.ClientError):
-                pass  # it answered; see BODY_TIMEOUT
+                pass  # The status has arrived, and the body is only for the log.
             return answer.status, answer.headers.get("Retry-After"), body_start
 
 
@@ -127,7 +127,7 @@ def build_headers(destination: Destination, request: DeliveryRequest, now: float
 
 
 def _describe_error(error: BaseException) -> str:
-    """Describe an error without naming files or code."""
+    """Describe an error without names of files or code."""
     if isinstance(error, UnsafeTarget):
         return str(error)
     if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientSSLError):

@@ -1,6 +1,6 @@
 """Jobs: programs that webhooks may start by their ids, described in the operator's TOML file, and their runs.
 
-A job runs in a process group of its own; a program that leaves it (``setsid``) leaves these bounds, too.
+Each job runs in its own process group; a program that leaves the group (``setsid``) escapes the limits.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class Job:
 
 
 def load_jobs(path: Path | None) -> dict[str, Job]:
-    """Load the jobs of a file by id; raise ``InvalidSettings`` for a wrong file, or one that all users may write."""
+    """Load the jobs of a file by id; raise ``InvalidSettings`` if the file is invalid or all users may write it."""
     if path is None:
         return {}
     name = f"jobs file {str(path)!r}"
@@ -61,7 +61,7 @@ def load_jobs(path: Path | None) -> dict[str, Job]:
         raise InvalidSettings(f"{name}: {error}") from error
     wrong = []
     if mode & stat.S_IWOTH:
-        wrong.append("everybody on this machine can write it, and so start anything as this server; chmod o-w")
+        wrong.append("all users of this machine can write it, and so start any program as this server; chmod o-w")
     tables = content.get("jobs", {})
     if not isinstance(tables, dict) or set(content) - {"jobs"}:
         wrong.append(f"wanted only tables [jobs.ID], found {', '.join(sorted(content))}")
@@ -81,15 +81,13 @@ def load_jobs(path: Path | None) -> dict[str, Job]:
     return jobs
 
 
-# How often a running job is looked at.
-POLL_INTERVAL = 0.05
-# Seconds from SIGTERM to SIGKILL: after the time limit, and when the server stops.
-GRACE = 2.0
-GRACE_AT_STOP = 0.5
+POLL_INTERVAL = 0.05  # seconds between checks of a running job
+# Seconds from SIGTERM to SIGKILL after the job's timeout, and when the server stops.
+GRACE, GRACE_AT_STOP = 2.0, 0.5
 
 
 class JobResult(NamedTuple):
-    """Exit status (None without a start), why this server ended the job or could not start it, and last output."""
+    """Exit status (None without a start), why the server ended or did not start the job, and its last output."""
 
     status: int | None
     error: str | None
@@ -106,7 +104,7 @@ def run_process(
     stop: threading.Event,
     pid_file: Path | None = None,
 ) -> JobResult:
-    """Run a process in the calling thread until it or its time ends; its process group has ended on return."""
+    """Run a process in the calling thread until it ends or times out; on return its process group has ended."""
     try:
         process = subprocess.Popen(
             argv,
@@ -131,7 +129,7 @@ def run_process(
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
             _wait_for_group(process.pid)
-        # What was written before the end; a process that left the group may keep the pipe open.
+        # Read the rest with a time limit, because a process that left the group may keep the pipe open.
         until = time.monotonic() + GRACE_AT_STOP
         while _read_output(process, output, max_output, wait=0) and time.monotonic() < until:
             pass
@@ -141,12 +139,12 @@ def run_process(
 def _wait_for_exit(
     process: "subprocess.Popen[bytes]", output: bytearray, max_output: int, timeout: float, stop: threading.Event
 ) -> str | None:
-    """Wait until the process exits, or end it; return the reason in the latter case."""
+    """Wait until the process exits; if the server ends the process, return the reason."""
     until = time.monotonic() + timeout
     error, kill_at = None, None
     while process.poll() is None:
         if not _read_output(process, output, max_output, wait=POLL_INTERVAL):
-            time.sleep(POLL_INTERVAL / 10)  # if the job has closed its output, the call above does not wait
+            time.sleep(POLL_INTERVAL / 10)  # The call above does not wait if the job has closed its output.
         now = time.monotonic()
         if kill_at is None and (stop.is_set() or now >= until):
             error = "the server stopped" if stop.is_set() else f"ended after its {timeout:g} s"
@@ -160,7 +158,7 @@ def _wait_for_exit(
 
 
 def _read_output(process: "subprocess.Popen[bytes]", output: bytearray, max_output: int, wait: float) -> bool:
-    """Append output that arrives within ``wait`` seconds and keep the last bytes; return whether there was any."""
+    """Append output that arrives within ``wait`` seconds, keep the last bytes, and return whether any arrived."""
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], wait)[0]:
         return False
@@ -171,7 +169,7 @@ def _read_output(process: "subprocess.Popen[bytes]", output: bytearray, max_outp
 
 
 def _wait_for_group(group: int) -> None:
-    """Wait until the killed process group is gone, which takes the kernel a moment."""
+    """Wait until the kernel has removed the killed process group."""
     until = time.monotonic() + GRACE_AT_STOP / 2
     while _signal_group(group, 0) and time.monotonic() < until:
         time.sleep(POLL_INTERVAL / 10)
@@ -187,7 +185,7 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def _get_start_time(process: int) -> str:
-    """Return when a process began, in kernel ticks, which do not follow the clock; unique with the process id."""
+    """Return the start of a process in kernel ticks, which identify it together with its process id."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -195,7 +193,7 @@ def _get_start_time(process: int) -> str:
 
 
 def end_orphaned_job(pid_file: Path) -> bool:
-    """Kill the job that a killed server left running; return whether it still ran."""
+    """Kill the job of a killed server; return whether the job was still running."""
     number, _, started_at = pid_file.read_text().partition(" ")
     if not number.isdigit() or not started_at or _get_start_time(int(number)) != started_at:
         return False
@@ -203,8 +201,7 @@ def end_orphaned_job(pid_file: Path) -> bool:
     return True
 
 
-# Linux takes no single variable, with its name and an end, above 32 pages (MAX_ARG_STRLEN).
-MAX_VARIABLE = 128 << 10
+MAX_VARIABLE = 128 << 10  # Linux's limit for ``NAME=value`` with its final NUL: 32 pages (MAX_ARG_STRLEN)
 INHERITED = ("PATH", "HOME", "LANG")
 
 
@@ -212,7 +209,7 @@ class JobDeliverer:
     """Delivers events by running jobs in threads, a limited number at once."""
 
     def __init__(self, jobs: Mapping[str, Job], folder: Path | None, max_jobs: int):
-        """Make a deliverer, and kill jobs that a killed server left running; ``folder`` is for payloads."""
+        """Create a deliverer, and kill jobs that a killed server left running; ``folder`` is for payloads."""
         self._jobs = jobs
         self._stop = threading.Event()
         self._threads = ThreadPoolExecutor(max_jobs, "webhook-job")
@@ -223,7 +220,7 @@ class JobDeliverer:
         self._folder = folder
         for pid_file in folder.glob("*/process"):
             if end_orphaned_job(pid_file):
-                logger.warning("a job that an earlier server left running was ended")
+                logger.warning("ended a job that an earlier server left running")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
 
@@ -231,7 +228,7 @@ class JobDeliverer:
         """Run the job to its end."""
         job = self._jobs.get(destination.job or "")
         if job is None:
-            return Outcome(error=f"job {destination.job!r} is not in the operator's file any more")
+            return Outcome(error=f"job {destination.job!r} is no longer in the operator's file")
         if self._stop.is_set():
             return Outcome(is_interrupted=True)
         started_at = time.monotonic()
@@ -280,7 +277,7 @@ class JobDeliverer:
 
 
 def build_environment(job: Job, destination: Destination, request: DeliveryRequest, payload: Path) -> dict[str, str]:
-    """Build a job's environment; of the server's own, it gets ``INHERITED`` only."""
+    """Build a job's environment, which inherits only the variables in ``INHERITED`` from the server."""
     variables = {name: os.environ[name] for name in INHERITED if name in os.environ}
     variables |= job.env
     variables |= {name: value for name, value in destination.secrets.items() if name in job.secrets}

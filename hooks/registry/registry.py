@@ -43,8 +43,8 @@ class RegistrySettings:
 
     Attributes:
         tokens: bearer tokens that the API accepts; at least one.
-        database: SQLite file. With None, a restart loses everything.
-        allowed_networks: targets that are allowed although they are not public, e.g. ``192.168.1.0/24``.
+        database: SQLite file; None for memory, which a restart clears.
+        allowed_networks: networks of allowed targets that are not public, e.g. ``192.168.1.0/24``.
         jobs_file: TOML file of the jobs that webhooks may start, or None.
         max_webhooks: largest number of registered webhooks.
         jobs_at_once: largest number of jobs that run in parallel.
@@ -73,7 +73,7 @@ class RegistrySettings:
         wrong = []
         if not self.tokens:
             wrong.append(
-                "no token is configured, and without one anybody could make this server send requests and start jobs; "
+                "no token is configured, so any client could make this server send requests and start jobs; "
                 "set at least one (e.g. from `openssl rand -hex 32`) and give it to clients as HF_TOKEN"
             )
         if any(len(token) < MIN_TOKEN or not token.isascii() for token in self.tokens):
@@ -93,7 +93,7 @@ class RegistrySettings:
 
 
 PRUNE_INTERVAL = 600.0
-STOP_TIMEOUT = 0.5  # seconds in which running deliveries may still be recorded when the sender stops
+STOP_TIMEOUT = 0.5  # seconds for running deliveries to end and be recorded when the sender stops
 
 
 class Sender:
@@ -132,7 +132,7 @@ class Sender:
             self.dropped += number
             logger.warning(
                 "webhook %s: more than %d deliveries wait, the oldest %d dropped (%d since the start); "
-                "see its delivery log for why they are not accepted",
+                "its delivery log says why they are not accepted",
                 webhook_id,
                 self._settings.max_waiting,
                 number,
@@ -172,8 +172,8 @@ class Sender:
         try:
             outcome = await self._deliver_once(destination, delivery.request, started_at)
         except Exception as error:
-            # A bug that affects one delivery must not stop the others, and its retries must wait.
-            logger.exception("delivery %s failed within", delivery.id)
+            # A bug in one delivery must not stop the others, and its retries must wait.
+            logger.exception("delivery %s failed in this server", delivery.id)
             outcome = Outcome(error=f"this server failed to send it ({type(error).__name__}); its log says more")
         if outcome.is_interrupted:
             return outcome
@@ -203,7 +203,7 @@ class Sender:
         return outcome
 
     async def replay(self, webhook_id: str, delivery_id: str, *, is_awaited: bool = True) -> Outcome | None:
-        """Send a logged delivery again now; return the outcome (202 if not awaited), or None without the delivery."""
+        """Send a logged delivery again now; return its outcome (202 if not awaited), or None if it is unknown."""
         delivery = await self._database.run(delivery_queue.get_delivery, webhook_id, delivery_id)
         if delivery is None:
             return None
@@ -228,18 +228,18 @@ class Sender:
 class Registry:
     """Registry of webhooks, managed by the Hub's API, and their deliveries.
 
-    Each coroutine raises ``HooksError`` when the registry does not run or its database cannot be used, and
-    ``UnknownWebhook`` for an id that no webhook has.
+    Each coroutine raises ``HooksError`` if the registry does not run or its database cannot be used, and
+    ``UnknownWebhook`` for an unknown id.
 
     Raises:
         InvalidSettings: the jobs file cannot be used.
     """
 
     def __init__(self, settings: RegistrySettings, *, resolve: Resolve = ask_name_server):
-        """Make a registry; nothing runs before ``running``, or the server of ``blueprint``, starts."""
+        """Create a registry, which runs within ``running`` or while the server of ``blueprint`` runs."""
         self.settings = settings
         self._jobs = load_jobs(settings.jobs_file)
-        self._rules = TargetRules.from_networks(settings.allowed_networks)
+        self._rules = TargetRules(tuple(map(ipaddress.ip_network, settings.allowed_networks)))
         self._store = WebhookStore(settings.max_webhooks, settings.suspend_after)
         self._resolve = resolve
         self._open: tuple[Database, Sender] | None = None
@@ -247,14 +247,14 @@ class Registry:
     @property
     def _running(self) -> tuple[Database, Sender]:
         if self._open is None:
-            raise HooksError("the registry of webhooks does not run; it does while its server does")
+            raise HooksError("the registry of webhooks does not run; start its server")
         return self._open
 
     async def _run(self, transaction: Callable[..., Any], *arguments: Any) -> Any:
         return await self._running[0].run(transaction, *arguments)
 
     def blueprint(self) -> Blueprint:
-        """Build the Hub's API with whole paths; an app that serves it also runs the registry."""
+        """Build the Hub's API with absolute paths; an app that serves it also runs the registry."""
         made = Blueprint("webhooks-registry")
         add_routes(made, self, self.settings.tokens)
         stack = AsyncExitStack()
@@ -273,8 +273,8 @@ class Registry:
     async def running(self) -> AsyncIterator["Registry"]:
         """Run the sender and jobs within this context; raise ``StoreError`` if another process uses the database."""
         settings = self.settings
-        # Two senders on one queue would send everything twice.
-        advice = "another process sends from it; end that, run one process, or give this one another file"
+        # Two senders on one queue would send each event twice.
+        advice = "another process sends from it; end that process, or give this process another file"
         with alone(settings.database, advice), closing(Database(settings.database, [SCHEMA])) as database:
             jobs_folder = settings.database and settings.database.with_name(settings.database.name + ".jobs")
             jobs = JobDeliverer(self._jobs, jobs_folder, settings.jobs_at_once)
@@ -282,7 +282,7 @@ class Registry:
             async def deliver(destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
                 if destination.job is not None:
                     return await jobs.deliver(destination, request, now)
-                from hooks.registry.http_delivery import HttpDeliverer  # An import with the registry takes 0.2 s.
+                from hooks.registry.http_delivery import HttpDeliverer  # Imported late, because it takes 0.2 s.
 
                 urls = HttpDeliverer(self._rules, resolve=self._resolve)
                 return await urls.deliver(destination, request, now)
@@ -295,11 +295,9 @@ class Registry:
                 yield self
             finally:
                 task.cancel()
-                # Together: a sender that waits for a job ends with it.
+                # At the same time, because the sender may wait for a job.
                 await asyncio.gather(task, jobs.close(), return_exceptions=True)
                 self._open = None
-
-    # Management.
 
     async def list_webhooks(self) -> list[Webhook]:
         """Return all webhooks, oldest first."""
@@ -310,12 +308,12 @@ class Registry:
         return await self._run(self._store.get, webhook_id)
 
     async def create_webhook(self, body: object) -> Webhook:
-        """Register a webhook by the JSON of ``HfApi.create_webhook``; raise ``InvalidWebhook``, ``UnsafeTarget``."""
+        """Register a webhook from the JSON of ``HfApi.create_webhook``; raise ``InvalidWebhook``, ``UnsafeTarget``."""
         update = await self._check_target(read_update(body, is_new=True))
         return await self._run(self._store.create, update, time.time())
 
     async def update_webhook(self, webhook_id: str, body: object) -> Webhook:
-        """Change the fields that the body names; raises as ``create_webhook``."""
+        """Change the fields in the body; raise the same errors as ``create_webhook``."""
         before = await self.get_webhook(webhook_id)
         update = await self._check_target(read_update(body, is_new=False), before.job)
         return await self._run(self._store.update, webhook_id, update, time.time())
@@ -323,12 +321,12 @@ class Registry:
     async def _check_target(self, update: WebhookUpdate, old_job: str | None = None) -> WebhookUpdate:
         if update.url:
             target = self._rules.parse_url(update.url)
-            # An unknown name is not unsafe; it is resolved and checked again before each attempt.
+            # An unknown host name is not unsafe, because each attempt resolves and checks it again.
             with suppress(OSError):
                 await self._rules.resolve_target(target, self._resolve)
         if update.job and update.job not in self._jobs:
             known = ", ".join(sorted(self._jobs)) or "none"
-            raise UnknownWebhook(f"there is no job {update.job[:100]!r}; registered by the operator: {known}", 404)
+            raise UnknownWebhook(f"there is no job {update.job[:100]!r}; the operator registered: {known}", 404)
         job = self._jobs.get(update.job or (old_job or "" if not update.url else ""))
         unknown = sorted(set(update.secrets or ()) - set(job.secrets if job else ()))
         if unknown and job:
@@ -361,22 +359,20 @@ class Registry:
         webhook = await self.get_webhook(webhook_id)
         outcome = await self._running[1].replay(webhook_id, delivery_id, is_awaited=webhook.job is None)
         if outcome is None:
-            raise UnknownWebhook("there is no delivery of this id in the webhook's log; it may have been pruned", 404)
+            raise UnknownWebhook("the webhook's log has no delivery with this id; it may have been pruned", 404)
         if outcome.status is None:
-            raise HubTrouble(f"replayed, but not taken: {outcome.text}", 502)
+            raise HubTrouble(f"replayed, but not accepted: {outcome.text}", 502)
         return outcome
-
-    # Events.
 
     async def emit_session(self, type: str, data: Mapping[str, Any]) -> int:
         """Emit an event of a type such as ``session.started``, in order per ``data["session_id"]``.
 
         Returns:
-            The number of webhooks that receive it; the event is on the disk then.
+            The number of webhooks that receive the event, which is stored on disk.
         """
         if not _TYPE.fullmatch(type):
-            raise ValueError(f"event type {type!r}: wanted words with dots between, e.g. session.started")
-        # Other values become their text, NaN and infinities null, and lone surrogates of file names question marks.
+            raise ValueError(f"event type {type!r}: wanted words separated by dots, e.g. session.started")
+        # Other values become text, NaN and infinities null, and lone surrogates of file names question marks.
         text = json.dumps(data, default=str, ensure_ascii=False).encode("utf-8", "replace")
         plain = json.loads(text, parse_constant=lambda name: None)
         body = {"type": type, "timestamp": format_time(time.time()), "data": plain}
@@ -409,7 +405,7 @@ class Registry:
     async def emit_payload(self, payload: WebhookPayload | Mapping[str, Any], *, event_id: str | None = None) -> int:
         """Relay a verified event of the Hub to the webhooks that watch its repo; return their number.
 
-        An event that this registry sent itself is not relayed, and an event with the same ``event_id`` is sent once.
+        Events that this registry sent are not relayed, and events with the same ``event_id`` are sent once.
         """
         event = payload if isinstance(payload, WebhookPayload) else WebhookPayload.model_validate(payload)
         body = event.model_dump(mode="json", exclude_unset=True)

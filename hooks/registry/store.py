@@ -13,7 +13,7 @@ from hooks.errors import InvalidWebhook, UnknownWebhook
 from hooks.registry import delivery_queue
 from hooks.registry.delivery import MAX_JOB_SECRET, MAX_SECRET, Destination, format_time
 
-# Older versions of huggingface_hub say it in the plural.
+# Older versions of huggingface_hub send the plural "discussions".
 Domain = Annotated[
     Literal["repo", "discussion", "session"],
     BeforeValidator(lambda value: "discussion" if value == "discussions" else value),
@@ -47,8 +47,8 @@ class Webhook(Destination):
     """A registered webhook; either ``url`` or ``job`` is set.
 
     Attributes:
-        disabled: empty while it gets events, ``disabled``, or ``SUSPENDED``.
-        exhausted: deliveries in a row that were given up.
+        disabled: empty for an enabled webhook, else ``disabled`` or ``SUSPENDED``.
+        exhausted: number of consecutive deliveries that failed for good.
     """
 
     watched: tuple[Watched, ...] = ()
@@ -59,7 +59,7 @@ class Webhook(Destination):
     exhausted: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to the Hub's JSON; the secrets are never in it."""
+        """Convert to the Hub's JSON, without secrets."""
         fields: dict[str, Any] = {
             "id": self.id,
             "watched": [{"type": item.type, "name": item.name} for item in self.watched],
@@ -71,11 +71,11 @@ class Webhook(Destination):
         }
         if self.url is not None:
             return fields | {"url": self.url}
-        # huggingface_hub makes a JobSpec of ``job``; what the job runs is the operator's business and stays here.
+        # huggingface_hub builds a JobSpec from ``job``; the job's command stays private to the operator.
         return fields | {"jobSourceId": self.job, "job": {"labels": {"id": self.job}}, "secretNames": [*self.secrets]}
 
     def matches(self, scope: str, repo_type: str, repo_name: str) -> bool:
-        """Whether the webhook gets a Hub event of this scope and repo."""
+        """Whether the webhook receives Hub events of this scope and repo."""
         domain = "discussion" if scope.split(".")[0] == "discussion" else "repo"
         if self.disabled or domain not in self.domains:
             return False
@@ -89,7 +89,7 @@ class Webhook(Destination):
 
     @property
     def is_watching_sessions(self) -> bool:
-        """Whether the webhook gets the events of sessions."""
+        """Whether the webhook receives the events of sessions."""
         return not self.disabled and "session" in self.domains
 
 
@@ -109,7 +109,7 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 
 
 class WebhookUpdate(BaseModel):
-    """JSON of a create or update: an update keeps fields that are None, and removes empty secrets and variables."""
+    """JSON body that creates or updates a webhook; an update keeps fields that are None and removes empty secrets."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -124,21 +124,21 @@ class WebhookUpdate(BaseModel):
 
 
 def read_update(body: object, *, is_new: bool) -> WebhookUpdate:
-    """Read the JSON of a create or update, where an empty ``watched`` counts as not given; raise ``InvalidWebhook``."""
+    """Parse the body of a create or update; an empty ``watched`` counts as omitted; raise ``InvalidWebhook``."""
     if not isinstance(body, dict):
         raise InvalidWebhook(f"body: {type(body).__name__}, wanted a JSON object")
     if body.get("job") is not None:
-        raise InvalidWebhook("job: jobs are registered by the operator here; give the id of one as jobSourceId")
+        raise InvalidWebhook("job: only the operator of this server registers jobs; give a job's id as jobSourceId")
     try:
         update = WebhookUpdate.model_validate(body)
     except ValidationError as error:
         raise InvalidWebhook("; ".join(map(_describe_error, error.errors(include_url=False)[:MAX_ERRORS]))) from None
     if update.url and update.job:
-        raise InvalidWebhook("url and jobSourceId: both are given, wanted one of them")
+        raise InvalidWebhook("url and jobSourceId exclude each other; give url or jobSourceId")
     if is_new and not update.url and not update.job:
-        raise InvalidWebhook("url or jobSourceId: wanted one of them")
+        raise InvalidWebhook("url and jobSourceId are missing; give url or jobSourceId")
     if update.secrets and (update.url or (is_new and not update.job)):
-        raise InvalidWebhook("secrets: they are for jobs; wanted with jobSourceId only")
+        raise InvalidWebhook("secrets: only jobs have them; give them together with jobSourceId")
     domains = None if update.domains is None else tuple(dict.fromkeys(update.domains))
     watched = tuple(dict.fromkeys(update.watched or ())) or None
     if is_new:
@@ -149,7 +149,7 @@ def read_update(body: object, *, is_new: bool) -> WebhookUpdate:
 
 
 def _describe_error(error: Any) -> str:
-    """Return the place and reason of one error; the value that was found only where it cannot be a secret."""
+    """Return the place and reason of an error; include the found value only if it cannot be a secret."""
     name, *parts = error["loc"]
     place = name + "".join(f"[{part!r:.40}]" for part in parts)
     is_shown = name in ("watched", "domains") and error["type"] != "too_long"
@@ -164,7 +164,7 @@ _WEBHOOK = TypeAdapter(Webhook)
 
 @dataclass(frozen=True)
 class WebhookStore:
-    """Transactions on registered webhooks; those with an id raise ``UnknownWebhook`` if there is no such webhook."""
+    """Transactions on registered webhooks; an unknown id raises ``UnknownWebhook``."""
 
     max_webhooks: int
     suspend_after: int
@@ -183,14 +183,14 @@ class WebhookStore:
         """Return the webhook with this id."""
         webhook = self.find(connection, webhook_id)
         if webhook is None:
-            raise UnknownWebhook("there is no webhook of this id", 404)
+            raise UnknownWebhook("there is no webhook with this id", 404)
         return webhook
 
     def create(self, connection: sqlite3.Connection, fields: WebhookUpdate, now: float) -> Webhook:
         """Register a webhook; raise ``InvalidWebhook`` if there are too many."""
         (count,) = connection.execute("SELECT count(*) FROM webhooks").fetchone()
         if count >= self.max_webhooks:
-            raise InvalidWebhook(f"there are {count} webhooks, and no more may be; delete one that is not needed")
+            raise InvalidWebhook(f"there are {count} webhooks already, the largest number; delete a webhook first")
         webhook = Webhook(
             id=delivery_queue.generate_id(),
             url=fields.url,
@@ -206,7 +206,7 @@ class WebhookStore:
         return webhook
 
     def update(self, connection: sqlite3.Connection, webhook_id: str, changes: WebhookUpdate, now: float) -> Webhook:
-        """Change the named fields and keep the rest; raise ``InvalidWebhook`` if the result would be unusable."""
+        """Change the given fields and keep the rest; raise ``InvalidWebhook`` if the result would be invalid."""
         old = self.get(connection, webhook_id)
         url, job = old.url, old.job
         secrets = dict(old.secrets)
@@ -216,7 +216,7 @@ class WebhookStore:
             url, job = None, changes.job
         if changes.secrets:
             if job is None:
-                raise InvalidWebhook("secrets: they are for jobs, and this webhook has a url")
+                raise InvalidWebhook("secrets: only jobs have them, and this webhook has a url")
             secrets = {name: value for name, value in (secrets | dict(changes.secrets)).items() if value}
         new = replace(
             old,
@@ -229,12 +229,12 @@ class WebhookStore:
             updated_at=now,
         )
         if not new.watched and new.domains != ("session",):
-            raise InvalidWebhook("watched: it watches nothing so far; give at least one item")
+            raise InvalidWebhook("watched: this webhook watches nothing; give at least one item")
         _write_webhook(connection, new)
         return new
 
     def enable(self, connection: sqlite3.Connection, webhook_id: str, now: float) -> Webhook:
-        """Enable a webhook; deliveries that waited are sent at once."""
+        """Enable a webhook; its waiting deliveries are sent at once."""
         delivery_queue.release_webhook(connection, webhook_id, now)
         return self._set_disabled(connection, webhook_id, "", now)
 
@@ -256,7 +256,7 @@ class WebhookStore:
         delivery_queue.delete_log(connection, webhook_id)
 
     def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
-        """Record a result: ``delivered``, ``exhausted`` (no attempt is left) or ``gone`` (410)."""
+        """Record a result: ``delivered``, ``exhausted`` (no attempt left) or ``gone`` (410)."""
         webhook = self.find(connection, webhook_id)
         if webhook is None:
             return

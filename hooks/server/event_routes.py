@@ -1,4 +1,4 @@
-"""Routes that list and replay events, for visitors who may."""
+"""Routes that list and replay events, for authorized visitors."""
 
 import asyncio
 import ipaddress
@@ -16,18 +16,18 @@ from hooks.receiver.endpoint import check_sender, to_response
 from hooks.receiver.inbox import Event, Status
 from hooks.receiver.receiver import Receiver
 
-# What a Host header, and behind its scheme an Origin, may be made of: either is anybody's text.
+# Accepted form of a Host header, and of an Origin without its scheme; clients may send any text.
 HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::\d{1,5})?")
-# A proxy or a tunnel on this machine makes everybody look as if they sat here; these tell that it was one.
+# Headers that proxies and tunnels add. Through a proxy on this machine, all requests seem to come from this machine.
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "cf-connecting-ip", "ngrok-trace-id", "via")
 
 
 def is_local_request(request: "Request[Any, Any]") -> bool:
-    """Whether a request comes from this machine, not through a proxy or from a foreign web page."""
+    """Whether a request comes from this machine, and neither through a proxy nor from a foreign web page."""
     if any(name in request.headers for name in FORWARDED):
         return False
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    # A page of a foreign name may resolve to this machine, or post to it: its Host or Origin gives it away.
+    # A foreign web page may resolve its name to this machine, or post to it; its Host or Origin shows this.
     named = HOST.fullmatch(host)
     if named is None or not _is_loopback((named["name"] or named["address"]).lower()):
         return False
@@ -37,13 +37,13 @@ def is_local_request(request: "Request[Any, Any]") -> bool:
 
 
 def check_access(request: Request, secrets: Sequence[str]) -> HTTPResponse | None:
-    """Check that a visitor may see events: None if so, else the refusing answer."""
+    """Return None if a visitor may see events, else the refusing response."""
     if secrets:
         refusal = check_sender(request.headers, tuple(secrets))
         return None if refusal is None else to_response(refusal)
     if is_local_request(request):
         return None
-    return json({"error": "Without a secret, only from this machine itself."}, 403)
+    return json({"error": "Without a secret, only requests from this machine are allowed."}, 403)
 
 
 def _is_loopback(name: str | None) -> bool:
@@ -56,7 +56,7 @@ def _is_loopback(name: str | None) -> bool:
 
 
 MAX_LISTED = 500
-LAST = (1 << 63) - 1  # number that an event can have
+LAST = (1 << 63) - 1  # largest number of an event
 BRIEF = (
     *("id", "number", "path", "status", "attempt", "received_at", "finished_at", "delivery_id", "webhook_id"),
     *("repo", "repo_type", "scope", "action", "size", "error"),
@@ -69,7 +69,7 @@ def summarize_event(event: Event) -> dict[str, Any]:
 
 
 def serialize_event(event: Event) -> dict[str, Any]:
-    """Serialize an event with its headers (never secrets) and its body."""
+    """Serialize an event with its headers, which contain no secrets, and its body."""
     return {**summarize_event(event), "headers": dict(event.headers), "body": event.body.decode(errors="replace")}
 
 
@@ -79,7 +79,7 @@ def build_blueprint(
     prefix: str = "/webhooks",
     is_allowed: Callable[[Request], bool] = lambda request: False,
 ) -> Blueprint:
-    """Build the routes of events for senders of an ``allowed`` secret, or (without secrets) this machine's visitors."""
+    """Build the routes of events, for requests with an ``allowed`` secret or (without secrets) from this machine."""
     made = Blueprint(f"events-{secrets.token_hex(4)}", url_prefix=f"{prefix}/_events")
 
     @made.on_request
@@ -88,7 +88,7 @@ def build_blueprint(
 
     @made.get("/", name="list")
     async def list_events(request: Request) -> HTTPResponse:
-        """Events, newest first; the header Link has the address of the next page, and is not there on the last."""
+        """List events, newest first; the header Link is the address of the next page, except on the last page."""
         try:
             limit = min(max(int(request.args.get("limit", "100")), 1), MAX_LISTED)
             before = None if request.args.get("before") is None else min(max(int(request.args.get("before")), 0), LAST)
@@ -106,7 +106,7 @@ def build_blueprint(
                 [summarize_event(event) for event in events[:limit]], headers={"link": f'<?{following}>; rel="next"'}
             )
 
-        # In a thread, because a page takes milliseconds that other requests do not have to wait for.
+        # A thread encodes the page, because that takes milliseconds.
         return await asyncio.to_thread(answer)
 
     @made.get("/<event_id:str>", name="get")

@@ -1,6 +1,6 @@
 """Lifecycle of a script's server: it starts when the script ends, with the settings of its environment.
 
-``atexit`` runs too late, after ``concurrent.futures`` has shut the thread pools in an earlier hook, which is used here.
+``atexit`` is too late: ``concurrent.futures`` shuts its thread pools down in an earlier hook, which is used here.
 """
 
 import atexit
@@ -20,12 +20,12 @@ from hooks.errors import HooksError
 from hooks.receiver.endpoint import ReceiverSettings
 
 AUTOSTART = "ROBOJAX_WEBHOOKS_AT_EXIT"
-# On these versions no thread can be started in the hook (CPython gh-113964).
+# On these versions, the hook cannot start threads (CPython gh-113964).
 BROKEN_HOOK_VERSIONS = ((3, 12, 0), (3, 12, 1))
 
 
 def is_interactive() -> bool:
-    """Whether a person types here (REPL, ``python -i``, IPython, a notebook), so that the script never ends."""
+    """Whether Python runs interactively (REPL, ``python -i``, IPython, a notebook), so that the script never ends."""
     ipython = sys.modules.get("IPython")
     return (
         hasattr(sys, "ps1")
@@ -35,10 +35,10 @@ def is_interactive() -> bool:
 
 
 def is_script() -> bool:
-    """Whether this process runs a script of its own, which ends by itself and may be started again."""
+    """Whether this process runs a script as its main program."""
     return not (
         is_interactive()
-        # Test runs and child processes import scripts without running them.
+        # Test runs and child processes only import scripts.
         or "pytest" in sys.modules
         or "unittest.__main__" in sys.modules
         or multiprocessing.parent_process() is not None
@@ -46,7 +46,7 @@ def is_script() -> bool:
 
 
 class AtExit:
-    """Call at the end of the script, unless it is cancelled, the script crashes, or the environment forbids it."""
+    """Call at the end of the script, unless it is cancelled, the script crashes, or the environment disables it."""
 
     def __init__(self, function: Callable[[], object]):
         self._function = function
@@ -67,7 +67,7 @@ class AtExit:
 
     def _run(self) -> None:
         has_crashed = hasattr(sys, "last_exc") or getattr(sys, "last_type", None) is not None
-        # A spawned process learns that it is a child only after it has imported the script.
+        # A spawned process knows that it is a child only after it has imported the script.
         if not self._is_on or not is_script() or has_crashed or os.getpid() != self._process:
             return
         self._is_on = False
@@ -76,7 +76,7 @@ class AtExit:
             _exit(1)
         try:
             self._function()
-        # An exception would only be printed here, and the process would end with 0.
+        # An exception would only be printed here, and the exit code would be 0.
         except HooksError as error:
             sys.stderr.write(f"webhooks: {error}\n")
             _exit(1)
@@ -92,19 +92,19 @@ def _exit(code: int) -> NoReturn:
 
 
 def register_at_exit(function: Callable[[], Any]) -> None:
-    """Register a call for the end of the main program, while threads work; raise ``RuntimeError`` if it has ended."""
-    # Both modules register their shutdown when they are imported, and the calls run in reverse order.
+    """Register a call for the end of the main program, while threads still work; raise ``RuntimeError`` after it."""
+    # Both modules register their shutdown at import, and the calls run in reverse order.
     for pools in ("concurrent.futures.thread", "concurrent.futures.process"):
         try:
             importlib.import_module(pools)
-        except ImportError:  # the second module needs semaphores
+        except ImportError:  # The second module needs semaphores.
             continue
     threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
 SECRET, DATABASE = "WEBHOOK_SECRET", "ROBOJAX_WEBHOOKS_DATABASE"
 MEMORY = "memory"
-# Each server of a script has a number, in the order in which the script makes them.
+# Numbers of a script's servers, in the order of their creation.
 _server_numbers: Iterator[int] = itertools.count(1)
 
 
@@ -113,7 +113,7 @@ def resolve_settings(
     secret: str | Sequence[str] | None,
     database: str | Path | None,
 ) -> ReceiverSettings:
-    """Complete the settings with a secret and a database; an empty value counts as none."""
+    """Complete the settings with a secret and a database; empty values count as None."""
     settings = settings or ReceiverSettings()
     if secret and not isinstance(secret, str):
         settings = replace(settings, secrets=tuple(secret))
@@ -126,7 +126,7 @@ def resolve_settings(
 
 
 def get_default_folder() -> Path:
-    """Return the folder for the events of scripts that name no database."""
+    """Return the folder for the events of scripts without a named database."""
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "robojax" / "webhooks"
 
 
@@ -136,7 +136,7 @@ def choose_database(number: int) -> Path | None:
     if script is None or not is_script():
         return None
     path = Path(script).resolve()
-    # A program that runs other people's apps (uvicorn, robojax) would give all of them one file.
+    # Programs that run other apps (uvicorn, robojax) would share one file between all apps.
     if path.suffix != ".py" or "site-packages" in path.parts:
         return None
     folder = get_default_folder()
@@ -146,6 +146,6 @@ def choose_database(number: int) -> Path | None:
         return None
     if not os.access(folder, os.W_OK):
         return None
-    # The hash tells scripts of one name apart.
+    # The hash distinguishes scripts with the same name.
     name = f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     return folder / (f"{name}.sqlite3" if number == 1 else f"{name}-{number}.sqlite3")

@@ -1,4 +1,4 @@
-"""Pages of a webhooks server: the landing page with instructions, or an interface of the user (``ui``)."""
+"""Pages of a webhooks server: the landing page with instructions, or the user's own page (``ui``)."""
 
 import base64
 import hashlib
@@ -19,7 +19,7 @@ from hooks.server.event_routes import HOST
 
 SETTINGS_PAGE = "https://huggingface.co/settings/webhooks"
 GUIDE = "https://huggingface.co/docs/hub/webhooks"
-WHEN_OPEN = "anybody who knows this address can send events."
+WHEN_OPEN = "any client that knows this address can send events."
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -42,7 +42,7 @@ HEADERS = {
 
 
 def build_curl_command(url: str, *, has_secret: bool) -> str:
-    """Build a command line that delivers a sample; each run has an id of its own, so that none is a duplicate."""
+    """Build a shell command that delivers a sample; each run has a new id, so that it is not a duplicate."""
     body = json.dumps(sample(), separators=(",", ":"))
     secret = ' -H "X-Webhook-Secret: $WEBHOOK_SECRET"' if has_secret else ""
     return (
@@ -67,7 +67,7 @@ def render_page(
         "<p>Set <code>WEBHOOK_SECRET</code> in the environment of the server, and give the Hub the same.</p>"
     )
     tunnel = (
-        f" {escape(base)} is no public address; the Hub needs one: a proxy, a Space, or a tunnel "
+        f" {escape(base)} is not a public address, which the Hub needs: use a proxy, a Space, or a tunnel "
         "(<code>share=True</code> in a script)."
     )
     return (
@@ -94,13 +94,13 @@ def _render_endpoint(base: str, endpoint: Endpoint, has_secret: bool) -> str:
 
 
 def build_ui_blueprint(ui: object) -> Blueprint:
-    """Build the routes of a user's own interface; raise ``TypeError`` for anything but HTML text or a blueprint."""
+    """Build the routes of a user's own page; raise ``TypeError`` unless it is HTML text or a blueprint."""
     if isinstance(ui, Blueprint):
         return ui
     if not isinstance(ui, str):
         raise TypeError(
-            f"ui: found {type(ui).__module__}.{type(ui).__qualname__}, wanted a text of HTML or a Sanic blueprint; "
-            "a gradio interface runs in a server of its own: launch it there and link to it"
+            f"ui: found {type(ui).__module__}.{type(ui).__qualname__}, wanted HTML text or a Sanic blueprint; "
+            "launch a gradio interface as its own server and link to it"
         )
     blueprint = Blueprint(f"ui-{secrets.token_hex(4)}")
 

@@ -43,7 +43,7 @@ OPEN = (
 CLOSED = "Webhook secret is correctly defined."
 # Printed once, because the Hub needs the secret.
 SECRET_MADE = (
-    "The address is public and no secret was set, so one was made for this run. Give it to the Hub with the webhook:\n"
+    "The address is public and no secret was set, so a secret was generated for this run. Give it to the Hub:\n"
     "    {secret}"
 )
 
@@ -55,7 +55,7 @@ def print_notice(text: str) -> None:
 
 
 def format_addresses(local: str, public: str | None, paths: Sequence[str]) -> str:
-    """Format the addresses for the terminal, once the server answers."""
+    """Format the addresses for the terminal."""
     url = public or local
     lines = ["", f"Running on local URL: {local}"]
     if public is not None:
@@ -75,21 +75,20 @@ class WebhooksServer:
     """Server whose endpoints are functions, each at ``/webhooks/<name>``.
 
     Args:
-        ui: page at ``/`` in place of the landing page: HTML or a Sanic blueprint, which may serve files.
+        ui: page at ``/`` instead of the landing page: HTML or a Sanic blueprint, which may serve files.
         webhook_secret: secret that the Hub sends as ``X-Webhook-Secret``, or several during a rotation; the variable
             ``WEBHOOK_SECRET`` when None or empty. Without a secret the server is open to everyone and prints a warning.
         host: address to listen on; 127.0.0.1, or all addresses on a Space.
-        port: port; the first free one from 7860 on when None, any free one when 0.
-        share: whether a tunnel makes a public address: ``cloudflared``, ``ngrok``, or the command in
-            ``ROBOJAX_WEBHOOKS_TUNNEL``; without a secret one is made.
-        database: file that keeps events over a restart; when None, ``ROBOJAX_WEBHOOKS_DATABASE``, else a file of the
-            script's own in ``~/.local/state/robojax/webhooks``. With ``"memory"`` or without a script, a restart
-            forgets the events.
-        settings: all other settings of the receiver; the arguments here win over them.
+        port: port; None for the first free port from 7860, 0 for any free port.
+        share: whether a tunnel provides a public address: ``cloudflared``, ``ngrok``, or the command in
+            ``ROBOJAX_WEBHOOKS_TUNNEL``; a missing secret is generated.
+        database: file that keeps events over a restart; None for ``ROBOJAX_WEBHOOKS_DATABASE``, else the script's file
+            in ``~/.local/state/robojax/webhooks``. With ``"memory"`` or without a script, a restart loses the events.
+        settings: all other settings of the receiver; the arguments above take precedence.
 
     Raises:
-        TypeError: ``ui`` cannot be shown.
-        InvalidWebhook: a secret cannot be used.
+        TypeError: ``ui`` is neither HTML nor a blueprint.
+        InvalidWebhook: a secret is invalid.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class WebhooksServer:
 
     @property
     def settings(self) -> ReceiverSettings:
-        """Settings of the receiver; with the secret and the database of this server."""
+        """Settings of the receiver, with the secret and database of this server."""
         return self.receiver.settings
 
     @property
@@ -125,14 +124,14 @@ class WebhooksServer:
 
     @property
     def app(self) -> Sanic[Any, Any]:
-        """Sanic app with the endpoints that were added before the first use; another app after ``close``."""
+        """Sanic app with all endpoints added so far; ``close`` discards it."""
         if self._app is None:
             self._app = self._new_app()
         return self._app
 
     @property
     def url(self) -> str | None:
-        """Public address if there is one, else the local one; None while stopped."""
+        """Public address if there is one, else the local address; None while stopped."""
         return (self._public or self._local) if self.is_running else None
 
     @property
@@ -142,7 +141,7 @@ class WebhooksServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server answers."""
+        """Whether the server runs."""
         return self._background is not None and self._background.is_running
 
     @overload
@@ -155,15 +154,15 @@ class WebhooksServer:
         """Register a function: ``@server.add_webhook`` or ``@server.add_webhook("path")``.
 
         Args:
-            path: path under ``/webhooks``; the function's name when None. Slashes at both ends do not count.
-            options: ``mode``, as of ``Receiver.add``.
+            path: path under ``/webhooks``; None for the function's name. Slashes at both ends are ignored.
+            options: ``mode`` of ``Receiver.add``.
 
         Returns:
             The function itself.
 
         Raises:
             ValueError: the path is taken, or a parameter of the function has no known meaning.
-            TypeError: the decorated object is no function.
+            TypeError: the decorated object is not a function.
         """
         if callable(path):
             return self._add(path, None, options)
@@ -182,10 +181,10 @@ class WebhooksServer:
         if self.is_running:
             raise HooksError("the server runs already: close() it, add the webhook, launch() it again")
         if self._app is not None:
-            # The user may have added routes to the app, which another app would not have.
-            raise HooksError("the app is made already, and its routes are fixed: add webhooks before .app is asked for")
+            # The user may have added routes to the app, which a new app would lack.
+            raise HooksError("the app exists already, and its routes are fixed: add webhooks before you read .app")
         if path is not None and path.strip("/").split("/")[0] in RESERVED:
-            raise InvalidWebhook(f"webhook path {path!r} is a page of the server; give it another one")
+            raise InvalidWebhook(f"webhook path {path!r} is a page of the server; choose another path")
         self.receiver.add(function, path, **options)
         return function
 
@@ -201,17 +200,16 @@ class WebhooksServer:
         host: str | None = None,
         port: int | None = None,
     ) -> None:
-        """Serve now and print the addresses; a server that runs already goes on.
+        """Start the server unless it runs, and print the addresses.
 
         Args:
-            prevent_thread_lock: whether to return when the server answers, and serve in the background; always so in a
-                notebook, in a REPL and in a running event loop. Else this returns when Ctrl-C, SIGTERM or ``close`` has
-                ended the server.
+            prevent_thread_lock: whether to return and serve in the background, which always happens in a notebook, in
+                a REPL and in a running event loop. Else this returns after Ctrl-C, SIGTERM or ``close``.
 
         Raises:
             CannotListen: the port is taken.
             StoreError: the file of events cannot be used.
-            TunnelFailed: the tunnel program gave no public address.
+            TunnelFailed: the tunnel program printed no public address.
         """
         self._at_exit.cancel()
         if not self.is_running:
@@ -244,7 +242,7 @@ class WebhooksServer:
         except BaseException:
             self._app = None
             raise
-        # Close while threads are still usable; at the end of the script itself, `launch` waits and closes instead.
+        # At the end of the main program, close while threads can still be used.
         reference = weakref.WeakMethod(self.close)
         with contextlib.suppress(RuntimeError):
             register_at_exit(lambda: (close := reference()) and close())
@@ -267,7 +265,7 @@ class WebhooksServer:
         serve_until_signal(self._stop, lambda: self.is_running, self.close)
 
     def close(self) -> None:
-        """Stop the server: requests and handlers under way get a moment, then the port is free again."""
+        """Stop the server, after a short wait for running requests and handlers."""
         self._at_exit.cancel()
         self._stop.set()
         background, self._background = self._background, None
@@ -276,7 +274,7 @@ class WebhooksServer:
             self._app = None
 
     def __enter__(self) -> "WebhooksServer":
-        """Serve in the background within a ``with``."""
+        """Serve in the background within a ``with`` block."""
         self.launch(prevent_thread_lock=True)
         return self
 
@@ -303,7 +301,7 @@ class WebhooksServer:
 
 @functools.cache
 def get_default_server() -> WebhooksServer:
-    """Return the one server of all ``webhook_endpoint`` functions of this process."""
+    """Return the server of all ``webhook_endpoint`` functions in this process."""
     return WebhooksServer()
 
 
@@ -316,15 +314,15 @@ def webhook_endpoint(path: str | None = None, **options: Any) -> Callable[[Funct
 
 
 def webhook_endpoint(path: Any = None, **options: Any) -> Any:
-    """Register a function; the server starts when the script has ended.
+    """Register a function; the server starts at the end of the script.
 
-    ``function.run()`` (or ``.launch()``) starts the server now, which a notebook needs. The server does not start by
-    itself when the script crashed, in a REPL or notebook, under pytest, in child processes, and with
+    ``function.run()`` (or ``.launch()``) starts the server now, for example in a notebook. The server does not start
+    by itself after a crash of the script, in a REPL or notebook, under pytest, in child processes, and with
     ``ROBOJAX_WEBHOOKS_AT_EXIT=0``.
 
     Args:
-        path: path under ``/webhooks``; the function's name when None.
-        options: ``mode``, as of ``Receiver.add``.
+        path: path under ``/webhooks``; None for the function's name.
+        options: ``mode`` of ``Receiver.add``.
 
     Returns:
         The function itself, with ``launch``, ``run`` and ``close`` attached.
@@ -336,7 +334,7 @@ def webhook_endpoint(path: Any = None, **options: Any) -> Any:
         server = get_default_server()
         server.add_webhook(path, **options)(function)
         server._at_exit.arm()
-        # A bound method takes no attributes.
+        # A bound method accepts no attributes.
         with contextlib.suppress(AttributeError, TypeError):
             function.launch, function.run, function.close = server.launch, server.run, server.close
         return function

@@ -37,48 +37,50 @@ except ImportError:  # there is no uvloop for Windows
 
 logger = logging.getLogger(__name__)
 
-FIRST_PORT = 7860  # gradio's, so that a setup for huggingface_hub's server finds this one
+FIRST_PORT = 7860  # gradio's port, which huggingface_hub's server uses
 PORTS = 100
 HOST, PORT = "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT"
 REQUEST_TIMEOUT = 20  # seconds for the first line and the headers of a request
-DRAIN_TIMEOUT = 2.0  # seconds in which requests under way may end when the server stops
-# Connections that wait to be accepted; a client above this number tries again a second later (Sanic's own is 100).
+DRAIN_TIMEOUT = 2.0  # seconds for running requests when the server stops
+# Connections that wait to be accepted; clients above this number retry a second later. Sanic's default is 100.
 BACKLOG = 1024
 STOP_TIMEOUT = 15.0  # seconds for the whole stop: handlers, tunnel, database
 
 
 class CannotListen(HooksError, OSError):
-    """The address cannot be listened on; the text says what to do."""
+    """The server cannot listen on the address; the text says what to do."""
 
 
 def choose_address(
     host: str | None, port: int | None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, tuple[int, ...]]:
-    """Choose the host and the ports to try: the arguments, ``GRADIO_SERVER_*``, or the first free one from 7860."""
+    """Choose the host and the ports to try: the arguments, ``GRADIO_SERVER_*``, or the first free port from 7860."""
     is_space = bool(environment.get("SPACE_ID"))
     host = host or environment.get(HOST) or ("0.0.0.0" if is_space else "127.0.0.1")
     if port is None:
         text = environment.get(PORT)
         if not text:
-            # A Space is reached on this port only.
+            # A Space is reachable only on this port.
             return host, (FIRST_PORT,) if is_space else tuple(range(FIRST_PORT, FIRST_PORT + PORTS))
         try:
             port = int(text)
         except ValueError:
             raise CannotListen(f"{PORT} is {text!r}; wanted a number from 0 to 65535") from None
     if not 0 <= port <= 65535:
-        raise CannotListen(f"port {port}: wanted a number from 0 to 65535 (0: any free one)")
+        raise CannotListen(f"port {port}: wanted a number from 0 to 65535 (0: any free port)")
     return host, (port,)
 
 
 def open_listener(host: str, ports: tuple[int, ...]) -> socket.socket:
-    """Open a listening socket on the first free one of these ports; raise ``CannotListen`` if there is none."""
+    """Open a listening socket on the first free port of these; raise ``CannotListen`` if all ports are taken."""
     refused: OSError | None = None
     for port in ports:
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         except OSError as error:
-            raise CannotListen(f"host {host!r} is no address of this machine ({error.strerror or error})") from error
+            raise CannotListen(
+                f"host {host!r} is not an address of this machine ({error.strerror or error})"
+            ) from error
         try:
             return socket.create_server(address[:2], family=family, backlog=BACKLOG)
         except OSError as error:
@@ -87,7 +89,7 @@ def open_listener(host: str, ports: tuple[int, ...]) -> socket.socket:
     reason = os.strerror(refused.errno) if refused is not None and refused.errno else "no port"
     raise CannotListen(
         f"cannot listen on {host}, port {tried}: {reason}; "
-        "end what listens there, or choose another port (port=0: any free one)"
+        "end the program that listens there, or choose another port (port=0: any free port)"
     ) from refused
 
 
@@ -99,7 +101,7 @@ def build_url(listener: socket.socket) -> str:
 
 
 def serve_until_signal(stop: threading.Event, is_running: Callable[[], bool], close: Callable[[], object]) -> None:
-    """Wait until ``stop`` is set, nothing runs any more, or SIGINT or SIGTERM arrives; then call ``close``.
+    """Wait until ``stop`` is set, the server has ended, or SIGINT or SIGTERM arrives; then call ``close``.
 
     Only the main thread receives signals. A second signal ends the process at once, also during ``close``.
     """
@@ -114,7 +116,7 @@ def serve_until_signal(stop: threading.Event, is_running: Callable[[], bool], cl
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, ask)
     try:
-        # With a time limit, because on Windows a signal does not interrupt the wait.
+        # The wait has a timeout, because signals do not interrupt it on Windows.
         while is_running() and not stop.wait(1.0):
             pass
     finally:
@@ -126,7 +128,7 @@ def serve_until_signal(stop: threading.Event, is_running: Callable[[], bool], cl
 
 
 def has_running_loop() -> bool:
-    """Whether the caller is a coroutine or a callback, which must not be blocked."""
+    """Whether the caller runs in an event loop, which must not be blocked."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -138,7 +140,7 @@ class _Http(Http):
     __slots__ = ()
 
     def create_empty_request(self) -> None:
-        """Create the request that an error is answered for; Sanic's own fails for a URL that cannot be parsed."""
+        """Create the request of an error response; Sanic's method fails for a URL that cannot be parsed."""
         try:
             super().create_empty_request()
         except BadRequest:
@@ -147,7 +149,7 @@ class _Http(Http):
 
 
 class DeadlineProtocol(WebSocketProtocol):
-    """Sanic's protocol, with time limits of a whole request: Sanic's own limits start again with every byte."""
+    """Sanic's protocol with timeouts for a whole request; Sanic restarts its timeouts with every byte."""
 
     HTTP_CLASS = _Http
     __slots__ = ()
@@ -165,17 +167,17 @@ Companion = Callable[[], AbstractAsyncContextManager[object]]
 
 
 class BackgroundServer:
-    """Server of an app in a background thread; making it waits until it answers, and raises any error of its start."""
+    """Server of an app in a background thread; the constructor waits for its start and raises its errors."""
 
     def __init__(self, app: Sanic[Any, Any], listener: socket.socket, companion: Companion = contextlib.nullcontext):
-        """Start the server, which closes the listening socket; ``companion`` is open for as long as the app answers."""
+        """Start the server, which closes the listening socket; ``companion`` is open while the app responds."""
         self._app = app
         self._listener = listener
         self._companion = companion
         self._started: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
-        # A daemon, so that a script ends when its own work is done.
+        # A daemon thread does not keep a script alive after its own work.
         self._thread = threading.Thread(target=self._run, name="webhooks", daemon=True)
         self._thread.start()
         try:
@@ -186,21 +188,20 @@ class BackgroundServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server still answers."""
+        """Whether the server still responds."""
         return self._thread.is_alive()
 
-    def stop(self) -> bool:
-        """Stop the server; return whether it ended in time. From the server's own thread, only request the stop."""
+    def stop(self) -> None:
+        """Stop the server and wait for its end; its own thread only requests the stop."""
         if self._loop is not None:
-            # The loop of a server that has ended is closed.
+            # After the server has ended, its loop is closed.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
         if threading.current_thread() is self._thread:
-            return False
+            return
         self._thread.join(STOP_TIMEOUT)
         if self._thread.is_alive():
-            logger.warning("the webhooks server did not end within %g s and is left behind", STOP_TIMEOUT)
-        return not self._thread.is_alive()
+            logger.warning("the webhooks server did not end within %g s and is abandoned", STOP_TIMEOUT)
 
     def _run(self) -> None:
         try:
@@ -251,7 +252,7 @@ async def serve_app(app: Sanic[Any, Any], listener: socket.socket) -> AsyncItera
 
 
 async def _drain_connections(connections: set[Any]) -> None:
-    """Let requests under way end for a while, then close their connections."""
+    """Wait a while for running requests, then close their connections."""
     deadline = asyncio.get_running_loop().time() + DRAIN_TIMEOUT
     while connections and asyncio.get_running_loop().time() < deadline:
         for connection in list(connections):
@@ -262,8 +263,8 @@ async def _drain_connections(connections: set[Any]) -> None:
 
 
 def build_app(max_body: int) -> Sanic[Any, Any]:
-    """Build an app without routes, whose errors are JSON that reveals nothing internal; ``max_body`` is in bytes."""
-    # Without a prefix nothing is read from the environment.
+    """Build an app without routes, whose JSON errors contain no internal details; ``max_body`` is in bytes."""
+    # With an empty prefix, Sanic reads no environment variables.
     config = Config(env_prefix="")
     config.update(
         REQUEST_MAX_SIZE=max_body,
@@ -273,10 +274,10 @@ def build_app(max_body: int) -> Sanic[Any, Any]:
         FALLBACK_ERROR_FORMAT="json",
         AUTO_EXTEND=False,
         MOTD=False,
-        TOUCHUP=False,  # it rewrites Sanic's classes from their source: a second app of one process would not start
+        TOUCHUP=False,  # It rewrites Sanic's classes from source, so a second app in the process would not start.
     )
     app = Sanic[Any, Any](f"webhooks-{secrets.token_hex(4)}", config=config, configure_logging=False)
-    # Sanic keeps every app in a registry, where apps of closed servers would accumulate.
+    # Otherwise apps of closed servers would accumulate in Sanic's registry.
     Sanic.unregister_app(app)
     app.error_handler.add(Exception, _answer_error)
     return app
@@ -287,7 +288,7 @@ def _answer_error(request: Request | None, error: Exception) -> HTTPResponse:
         status = error.status_code or 500
         text = str(error) if status < 500 else "The server cannot answer this now."
         if request is not None and status == 503:
-            # The time is over: Sanic would wait for the rest of the body without a limit.
+            # After this timeout, Sanic would wait for the rest of the body without a limit.
             close_after_answer(request)
         return json({"error": text}, status=status, headers=error.headers)
     logger.error("%s %s failed", *(("?", "?") if request is None else (request.method, request.path)), exc_info=error)
@@ -300,7 +301,7 @@ KNOWN_TUNNELS = (
     ("cloudflared", "tunnel", "--no-autoupdate", "--url", "{url}"),
     ("ngrok", "http", "{url}", "--log", "stdout", "--log-format", "logfmt"),
 )
-# Tunnel programs also print links to pages of their vendors, so each pattern matches only addresses of tunnels.
+# Each pattern matches only addresses of tunnels, because the programs also print other links of their vendors.
 TUNNEL_PATTERNS = {
     "cloudflared": r"https://(?!api\.)[a-z0-9-]+\.trycloudflare\.com",
     "ngrok": r"(?<=\burl=)https://[^\s\"]+",
@@ -324,7 +325,7 @@ def choose_tunnel(environment: Mapping[str, str] = os.environ) -> tuple[str, ...
             if shutil.which(known[0], path=environment.get("PATH")):
                 return known
         raise TunnelFailed(
-            "share=True wants a program that makes a public address, and neither cloudflared nor ngrok is installed; "
+            "share=True needs a tunnel program, and neither cloudflared nor ngrok is installed; "
             f"install one, or set {TUNNEL_COMMAND} to a command, e.g. "
             "'ssh -o ExitOnForwardFailure=yes -R 80:{host}:{port} nokey@localhost.run'"
         )
@@ -333,13 +334,15 @@ def choose_tunnel(environment: Mapping[str, str] = os.environ) -> tuple[str, ...
     except ValueError as error:
         raise TunnelFailed(f"the tunnel's command cannot be read: {error}") from None
     if not arguments or shutil.which(arguments[0], path=environment.get("PATH")) is None:
-        raise TunnelFailed(f"the tunnel's program {arguments[:1]} is not installed; install it or name another one")
+        raise TunnelFailed(
+            f"the tunnel's program {arguments[:1]} is not installed; install it or choose another program"
+        )
     return arguments
 
 
 @asynccontextmanager
 async def open_tunnel(command: Sequence[str], url: str, *, timeout: float = TUNNEL_TIMEOUT) -> AsyncIterator[str]:
-    """Open a public address for ``url`` within this context; raise ``TunnelFailed`` without one in ``timeout`` s."""
+    """Open a public address for ``url`` within this context; raise ``TunnelFailed`` after ``timeout`` seconds."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", str(parts.port or "")
     arguments = [part.replace("{url}", url).replace("{host}", host).replace("{port}", port) for part in command]
@@ -349,7 +352,7 @@ async def open_tunnel(command: Sequence[str], url: str, *, timeout: float = TUNN
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        # Ctrl-C in the terminal must reach only the server, which then ends the program.
+        # Ctrl-C in the terminal goes only to the server, which then ends the program.
         start_new_session=True,
     )
     output: deque[str] = deque(maxlen=TUNNEL_LINES)
@@ -362,7 +365,7 @@ async def open_tunnel(command: Sequence[str], url: str, *, timeout: float = TUNN
         if not address.done():
             how = f"ended with {await process.wait()}" if reading.done() else f"printed no address within {timeout:g} s"
             last = "".join(f"\n    {line}" for line in output) or " nothing"
-            raise TunnelFailed(f"{name} {how}; it said:{last}")
+            raise TunnelFailed(f"{name} {how}; its output:{last}")
         yield address.result()
     finally:
         reading.cancel()
@@ -389,4 +392,4 @@ async def _read_output(
                 address.set_result(match[0].rstrip("/.,"))
         rest = rest[-4096:]
     if address.done():
-        logger.warning("the tunnel has ended: %s does not lead here now; start the server again", address.result())
+        logger.warning("the tunnel has ended: %s no longer works; start the server again", address.result())

@@ -1,4 +1,4 @@
-"""The console command's table of commands, errors, exit codes and tables of text."""
+"""The console command: its table of sub-commands, errors, exit codes and printed tables."""
 
 import functools
 import inspect
@@ -39,58 +39,50 @@ def fail(code: Code, what: str, why: str, then: str) -> NoReturn:
     raise typer.Exit(code)
 
 
-RENAME_HELP = "A camera of the policy and what the robot or recording calls it, as camera1=front; repeat it for more."
+RENAME_HELP = "Name of a camera in the policy and in the robot or recording, as camera1=front; repeatable."
 
-LEROBOT_HELP = "0.4 or 0.6: whose reading of pi0's and pi0.5's files is meant; default: robojax.json's, else 0.6."
+LEROBOT_HELP = "LeRobot version whose format of pi0 and pi0.5 applies: 0.4 or 0.6; default: robojax.json's, else 0.6."
 DTYPE_HELP = "float32 or bfloat16; default: bfloat16 for smolvla, pi0 and pi05 on an accelerator, else float32."
 
 
 def read_rename(given: Sequence[str] | None) -> dict[str, str]:
-    """Names of cameras of --rename: the policy's to the robot's; ends the process where they make no sense."""
+    """Parse --rename: the policy's names of cameras to the robot's; ends the process for invalid or repeated names."""
     rename: dict[str, str] = {}
     for text in given or ():
         camera, _, name = text.partition("=")
         if not camera or not name:
-            fail(Code.USAGE, f"--rename {text} names no two cameras", "there is no name on one side", RENAME_HELP)
+            fail(Code.USAGE, f"--rename {text} does not name two cameras", "a name is missing", RENAME_HELP)
         if rename.setdefault(camera, name) != name:
             why = f"camera {camera} of the policy would be {rename[camera]} and {name}"
-            fail(Code.USAGE, "--rename contradicts itself", why, "give one of them")
+            fail(Code.USAGE, "--rename contradicts itself", why, "give only one name")
     return rename
 
 
-# name -> (module, what in it: a Typer app or a function, one line of help)
+# Name to module, its Typer app or function, and one line of help.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("robojax.cli.serve", "serve", "Run the server: sessions, and rooms unless switched off."),
     "demo": ("robojax.cli.sim", "demo", "Watch a simulated arm pick up cubes, driven by the real server."),
-    "record-demo": (
-        "robojax.cli.sim",
-        "record_demo",
-        "Record demonstrations of a scripted expert as a LeRobotDataset.",
-    ),
-    "eval": ("robojax.cli.sim", "evaluate", "How often a policy lifts the cube it was asked for, in closed loop."),
-    "doctor": ("robojax.cli.serve", "doctor", "Is this machine fit? Each finding comes with its fix."),
-    "check": ("robojax.cli.check", "check", "What a policy needs, how fast it is here, and whether it fits a rate."),
+    "record-demo": ("robojax.cli.sim", "record_demo", "Record a scripted expert as a LeRobotDataset."),
+    "eval": ("robojax.cli.sim", "evaluate", "Measure how often a policy lifts the right cube, in closed loop."),
+    "doctor": ("robojax.cli.serve", "doctor", "Check this machine; each finding has a fix."),
+    "check": ("robojax.cli.check", "check", "Show what a policy needs, its speed here, and whether it keeps a rate."),
     "sessions": ("robojax.cli.sessions", "sessions", "List the sessions of a running server."),
     "stop": ("robojax.cli.sessions", "stop", "Stop a session, or with --all every robot (emergency stop, latched)."),
     "start": ("robojax.cli.sessions", "start", "Let a session move its robot."),
     "restart": ("robojax.cli.sessions", "restart", "Stop and start a session, or load an interrupted one again."),
-    "adjust": (
-        "robojax.cli.sessions",
-        "adjust",
-        "What the policy is told and how its chunks are joined, while it moves.",
-    ),
-    "reset": ("robojax.cli.sessions", "reset", "Take the latch of an emergency stop off; nothing moves by it."),
+    "adjust": ("robojax.cli.sessions", "adjust", "Change the instruction and motion of a session while it moves."),
+    "reset": ("robojax.cli.sessions", "reset", "Release the latch of an emergency stop; nothing moves yet."),
     "delete": ("robojax.cli.sessions", "delete", "Remove a session and its rooms."),
-    "robot": ("robojax.cli.robot", "robot", "An SO-100 or SO-101 arm, or a simulated one, tied to a session."),
-    "token": ("robojax.cli.token", "app", "Keys and tokens: who may call a server, and as what."),
-    "deployments": ("robojax.cli.sessions", "deployments", "What became of pushes to policies of running sessions."),
-    "policy": ("robojax.cli.sessions", "policy", "Bring a revision of its policy to a running session."),
-    "rollback": ("robojax.cli.sessions", "rollback", "Bring back the policy that a session ran before."),
-    "recordings": ("robojax.cli.recordings", "app", "What a server recorded: list, info, export to a dataset."),
-    "replay": ("robojax.cli.recordings", "replay", "A recording against a policy: how far off it would have been."),
-    "webhooks": ("robojax.cli.webhooks", "app", "Manage webhooks of the Hub, receive them, replay what came."),
-    "train": ("robojax.cli.train", "app", "Train a policy on a LeRobotDataset; flags as of lerobot-train."),
-    "transport": ("robojax.cli.serve", "transport", "Run a rooms server alone."),
+    "robot": ("robojax.cli.robot", "robot", "Connect an SO-100, SO-101 or simulated arm to a session."),
+    "token": ("robojax.cli.token", "app", "Manage the keys and tokens of a server."),
+    "deployments": ("robojax.cli.sessions", "deployments", "List updates of the policies of running sessions."),
+    "policy": ("robojax.cli.sessions", "policy", "Load another revision of a running session's policy."),
+    "rollback": ("robojax.cli.sessions", "rollback", "Restore the previous policy of a session."),
+    "recordings": ("robojax.cli.recordings", "app", "List, show and export recordings of a server."),
+    "replay": ("robojax.cli.recordings", "replay", "Compare a policy's actions with a recording."),
+    "webhooks": ("robojax.cli.webhooks", "app", "Manage webhooks of the Hub; list and replay events."),
+    "train": ("robojax.cli.train", "app", "Train a policy on a LeRobotDataset, with lerobot-train's flags."),
+    "transport": ("robojax.cli.serve", "transport", "Run only a rooms server."),
 }
 
 # Extra that each command needs, and the modules of the extras that may be missing.
@@ -136,7 +128,7 @@ class Commands(TyperGroup):
         return command
 
     def resolve_command(self, ctx: Any, args: Any) -> Any:
-        """Typer's, which suggests names for one that is unknown; it looks for them in ``commands``, and calls none."""
+        """Let Typer suggest similar names for an unknown command, which it reads from ``commands``."""
         self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
         return super().resolve_command(ctx, args)
 
@@ -163,7 +155,7 @@ def build_command() -> Any:
 
 
 def main() -> None:
-    """Entry point of the console command; exit codes are those of ``Code``."""
+    """Run the console command; for its exit codes see ``Code``."""
     command = build_command()
     try:
         sys.exit(command(prog_name="robojax"))
@@ -174,7 +166,7 @@ def main() -> None:
             raise
         install = f"pip install -e '.[{EXTRAS[called]}]'"
         try:
-            fail(Code.USAGE, f"robojax {called} needs more than is installed", f"{missing} is not there", install)
+            fail(Code.USAGE, f"robojax {called} needs an extra", f"{missing} is not installed", install)
         except typer.Exit as ended:
             sys.exit(ended.exit_code)
 
@@ -198,7 +190,7 @@ def _version(is_given: bool) -> None:
 
 
 def flatten(function: Callable[..., None]) -> Callable[..., None]:
-    """A function for Typer in which a parameter that is a group of options becomes one option per field."""
+    """Return a function for Typer, in which each dataclass parameter becomes one option per field."""
     hints = get_type_hints(function).items()
     groups: dict[str, type] = {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
 
@@ -246,7 +238,7 @@ def print_table(
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:
-    """Print names in bold, each with its text."""
+    """Print each name in bold, followed by its text."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -261,7 +253,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 def show_findings(findings: Sequence["OfServer | OfRobot"], *, as_json: bool) -> None:
-    """Print findings as a table or JSON; ends the process with 1 when one of them failed."""
+    """Print findings as a table or JSON; ends the process with 1 if a finding failed."""
     failed = [finding for finding in findings if finding.level == "fail"]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))

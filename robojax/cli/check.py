@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from robojax.cli.app import DTYPE_HELP, LEROBOT_HELP, RENAME_HELP, Code, fail, print_facts, read_rename
+from robojax.cli.app import DTYPE_HELP, LEROBOT_HELP, RENAME_HELP, Code, fail, print_facts, print_table, read_rename
 
 if TYPE_CHECKING:
     import numpy as np
@@ -148,25 +148,25 @@ def check(
         float | None, typer.Option(min=0.1, max=1000, help="Actions per second; default: the policy's own, else 20.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
-    subfolder: Annotated[str | None, typer.Option(help="Of a diffusers pipeline, e.g. transformer.")] = None,
+    subfolder: Annotated[str | None, typer.Option(help="Subfolder of a diffusers pipeline, e.g. transformer.")] = None,
     prefix: Annotated[
-        str | None, typer.Option(help="One transformer of a diffusers UNet, e.g. mid_block.attentions.0.")
+        str | None, typer.Option(help="A transformer of a diffusers UNet, e.g. mid_block.attentions.0.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     limits: Annotated[
-        str | None, typer.Option(help="TOML or URDF file with limits of motion; default: that of the settings.")
+        str | None, typer.Option(help="TOML or URDF file with limits of motion; default: the settings' file.")
     ] = None,
     runs: Annotated[int, typer.Option(min=5, max=100_000, help="Inferences to time.")] = 100,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
     lerobot_version: Annotated[Literal["0.4", "0.6"] | None, typer.Option(help=LEROBOT_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
-    """What a policy needs, how fast it is on this machine, and whether that fits a rate.
+    """Show what a policy needs, its speed on this machine, and whether it keeps a rate.
 
-    A folder of diffusers (Transformer2DModel, DiT, PixArt) is looked at, too: what it is, its inputs, its speed.
+    Also shows models of diffusers (Transformer2DModel, DiT, PixArt): type, inputs, speed.
 
-    Exit code 1 when a policy does not fit, 3 when it cannot be loaded.
+    Exit code 1 if a policy is too slow, 3 if it cannot be loaded.
     """
     from rich.console import Console
 
@@ -193,19 +193,12 @@ def check(
             status.update("compiling and timing its parts ...")
             parts = loaded.profile_stages(min(runs, 10))
     except JaxModelsError as error:
-        fail(
-            Code.POLICY,
-            f"policy {policy!r} cannot be used",
-            str(error),
-            f"robojax check {policy}, without --rename, says what its cameras are called"
-            if rename and isinstance(error, ConfigError)
-            else (
-                "give a folder of LeRobot (config.json, model.safetensors) or of diffusers, or a repo id like "
-                "owner/name"
-                if isinstance(error, HubError)
-                else "docs/policies/checkpoints.md says what a policy's folder contains and how to correct it"
-            ),
-        )
+        then = "docs/policies/checkpoints.md describes the folder of a policy"
+        if isinstance(error, HubError):
+            then = "give a folder of LeRobot (config.json, model.safetensors) or of diffusers, or a repo id owner/name"
+        elif rename and isinstance(error, ConfigError):
+            then = f"robojax check {policy}, without --rename, shows the names of its cameras"
+        fail(Code.POLICY, f"policy {policy!r} cannot be used", str(error), then)
     requirements = loaded.requirements
     motion = _limits(requirements, limits)
     verdict = assess_speed(requirements, speed, rate or requirements.rate or 20.0)
@@ -219,7 +212,7 @@ def check(
 
 
 def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
-    """The limits that a session would have with the settings of here, and joints of the file that it does not have."""
+    """Return the limits of a session with the present settings, and joints of the limits file that it lacks."""
     from robojax.cli.serve import settings_or_end
     from service.control.joints import create_joint_table
     from service.control.limits import create_motion_limits, read_limits
@@ -237,28 +230,24 @@ def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
         limits = create_motion_limits(table, settings.safety, file=read, action_range=requirements.action_range)
         return {"limits": limits.as_json(), "unmatched": list(limits.unmatched)}
     except ServiceError as error:
-        then = "docs/robots/safety.md says where limits come from"
+        then = "docs/robots/safety.md describes the sources of limits"
         fail(Code.USAGE, "the limits do not fit this policy", str(error), then)
 
 
 def _show_limits(limits: dict[str, dict[str, object]], unmatched: list[str]) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
 
-    table = Table(show_edge=False, pad_edge=False, box=None)
-    for column in ("joint", "low", "high", "step", "velocity", "acceleration", "jerk", "from"):
-        table.add_column(column, justify="left" if column in ("joint", "from") else "right")
-    for name, limit in limits.items():
-        *numbers, origin = limit.values()
-        table.add_row(
-            escape(name),
-            *("-" if value is None else f"{value:g}" for value in numbers),
-            "[bold yellow]nobody knows[/]" if origin == "none" else escape(str(origin)),
-        )
     console = Console(highlight=False)
-    console.print("\nlimits that a session would have here; step per tick, the others per second (-: none):")
-    console.print(table)
+    console.print("\nlimits of a session with these settings; step per tick, the others per second (-: none):")
+    rows = []
+    for name, limit in limits.items():
+        *values, origin = limit.values()
+        texts = ("-" if value is None else f"{value:g}" for value in values)
+        rows.append((name, *texts, Text("unknown", "bold yellow") if origin == "none" else str(origin)))
+    numbers = ("low", "high", "step", "velocity", "acceleration", "jerk")
+    print_table(("joint", *numbers, "from"), rows, numbers=numbers)
     if unmatched:
         named = escape(", ".join(unmatched))
         console.print(f"[bold yellow]not used[/]: the limits file names {named}, which this policy does not have")
@@ -311,24 +300,23 @@ def _show(policy: "Policy", speed: Speed, verdict: Verdict, parts: Sequence["Sta
         "type": requirements.policy_type,
         "LeRobot": None
         if policy.lerobot is None
-        else f"{policy.lerobot}'s reading of the files; --lerobot-version "
-        'or "lerobot" in robojax.json choose 0.4 or 0.6',
+        else f'format of version {policy.lerobot}; --lerobot-version or "lerobot" in robojax.json choose 0.4 or 0.6',
         "cameras": f"{cameras} (height x width; other sizes are resized)",
         "state": "none" if requirements.state is None else f"{requirements.state} joints",
         "environment": None if requirements.environment_state is None else f"{requirements.environment_state} values",
-        "instruction": "wanted: it does what it is told, in words" if requirements.language else None,
+        "instruction": "required: the policy reads language" if requirements.language else None,
         "action": f"{requirements.action} joints",
         "joints": ", ".join(names)
         if names
         else f"not named by the checkpoint: a session needs joint_names ({requirements.action} names in the order of "
         'its actions), robojax robot needs --policy.joint_names; or write "joint_names" into robojax.json',
-        "chunk": f"{requirements.chunk} actions, {requirements.action_steps} of them between two looks"
+        "chunk": f"{requirements.chunk} actions, {requirements.action_steps} of them between observations"
         + (f", ensembled over time ({ensemble:g})" if ensemble is not None else ""),
-        "made for": "no rate given" if requirements.rate is None else f"{requirements.rate:g} Hz",
+        "trained for": "no rate given" if requirements.rate is None else f"{requirements.rate:g} Hz",
         "device": policy.device,
         "inference": _format_speed(speed),
         "compile": f"{speed.compile:.2f} s",
-        "parts": f"{', '.join(times)} (each as a program of its own)" if len(parts) > 1 else None,
+        "parts": f"{', '.join(times)} (each compiled separately)" if len(parts) > 1 else None,
         "prefix": f"{policy.prefix_tokens} tokens, computed once per chunk" if policy.prefix_tokens else None,
         "parameters": f"{parameters:,}{by_part}",
         "weights": f"{4e-6 * parameters:,.1f} MB in float32, {2e-6 * parameters:,.1f} MB in bfloat16; "
@@ -339,13 +327,13 @@ def _show(policy: "Policy", speed: Speed, verdict: Verdict, parts: Sequence["Sta
     colour = {"fits": "green", "does not fit": "red"}.get(verdict.fit, "yellow")
     Console(highlight=False).print(
         f"[bold {colour}]{verdict.fit}[/bold {colour}] at {verdict.rate:g} Hz: "
-        f"p99 {speed.p99 * 1e3:.1f} ms; {verdict.budget * 1e3:.1f} ms between two looks, "
+        f"p99 {speed.p99 * 1e3:.1f} ms; {verdict.budget * 1e3:.1f} ms between observations, "
         f"a chunk lasts {verdict.covered * 1e3:.1f} ms"
     )
 
 
 def _is_model(path: str, revision: str | None, subfolder: str | None, prefix: str | None) -> bool:
-    """Whether this is a diffusers model; what is unclear counts as a policy, whose errors say more.
+    """Whether this is a diffusers model; unclear folders count as policies, whose errors are more helpful.
 
     Raises:
         HubError: a repo cannot be fetched.
@@ -373,7 +361,7 @@ def _show_model(model: "LoadedModel", speed: Speed, as_json: bool) -> None:
         ("parameters", f"{facts['parameters'] / 1e6:.2f} M, {facts['bytes'] / 1e6:.1f} MB in {facts['dtype']}"),
     ]
     for entry in facts["inputs"]:
-        need = "" if entry["required"] else "; may be left out"
+        need = "" if entry["required"] else "; optional"
         rows.append(("input", f"{entry['name']} {_shape(entry)} {entry['dtype']}: {entry['note']}{need}"))
     rows += [("output", f"{entry['name']} {_shape(entry)} {entry['dtype']}") for entry in facts["outputs"]]
     timed = ", ".join(f"{name} {'x'.join(map(str, array.shape))}" for name, array in model.example().items())

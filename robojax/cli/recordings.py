@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Recordings of sessions: list, info, export to a LeRobotDataset.", no_args_is_help=True, add_completion=False
 )
-# Letters of one value in the table, and events in it.
-LONGEST, MAX_EVENTS = 2000, 10_000
-# Bytes of memory for reading a file and writing a dataset, because libraries for videos and tables trust its sizes.
-MEMORY = 6 << 30
-LOOK_INSIDE = "robojax recordings info FILE says what is in it"
+LONGEST, MAX_EVENTS = 2000, 10_000  # characters of a value in the table, and number of events
+MEMORY = 6 << 30  # bytes for reading a file and writing a dataset, because libraries trust the sizes in files
+LOOK_INSIDE = "robojax recordings info FILE shows its content"
 File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDataset v3 folder.")]
 
 
@@ -32,7 +30,7 @@ File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDat
 def list_recordings(*, at: ServerOptions) -> None:
     """List the recordings of a running server."""
     columns = ("recording", "session", "state", "seconds", "MB", "starts", "dataset")
-    empty = f"no recordings at {at.base}; POST /sessions/ID/record begins one"
+    empty = f"no recordings at {at.base}; POST /sessions/ID/record starts a recording"
     at.show_list(at.call_pages("/recordings", "name"), empty, columns, _row)
 
 
@@ -50,8 +48,8 @@ def _row(recording: Any) -> Sequence[str]:
 
 @app.command()
 def info(file: File, as_json: AsJson = False) -> None:
-    """What is in a recording, or in a dataset."""
-    with _end_on_errors(f"{file} cannot be used", "give an .mcap as `robojax serve` wrote it"), limited_memory():
+    """Show the content of a recording or dataset."""
+    with _end_on_errors(f"{file} cannot be used", "give an .mcap of `robojax serve`"), limited_memory():
         description = _describe_recording(source_or_end(file))
     if as_json:
         typer.echo(json.dumps(description, indent=2))
@@ -60,7 +58,7 @@ def info(file: File, as_json: AsJson = False) -> None:
     for name, value in description.items():
         if value not in (None, "", []) and name != "events":
             line = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            # A name may hold characters that move the cursor or set the title of a terminal.
+            # A name may contain control characters for the terminal.
             facts.append((name, sanitize_text(line, LONGEST)))
     for at, code, text in description.get("events", []):
         facts.append(("", f"{at:9.3f} s  {sanitize_text(code)}: {sanitize_text(text, LONGEST)}"))
@@ -70,9 +68,11 @@ def info(file: File, as_json: AsJson = False) -> None:
 @app.command()
 def export(
     file: Annotated[Path, typer.Argument(help="A recording (.mcap).")],
-    to: Annotated[Path | None, typer.Option(help="New folder; default: the recording's name beside it.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="New folder; default: the recording's path without its suffix.")
+    ] = None,
 ) -> None:
-    """Make a LeRobotDataset v3 folder of a recording: one episode per start."""
+    """Convert a recording to a LeRobotDataset v3 folder with an episode per start."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -92,7 +92,7 @@ def export(
 
 
 def source_or_end(path: Path) -> "StepSource":
-    """Open a recording or dataset; ends the process when that fails."""
+    """Open a recording or dataset; ends the process if that fails."""
     try:
         from service.recording.library import open_source
     except ImportError as error:
@@ -104,20 +104,20 @@ def source_or_end(path: Path) -> "StepSource":
 
 
 def warn_of_damage(source: "StepSource") -> None:
-    """Warn on standard error that only a part of a damaged file was read."""
+    """Warn on standard error about a damaged file that was read only in part."""
     if source.damage is not None:
         typer.secho(sanitize_text(source.damage, LONGEST), err=True, fg="yellow")
 
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """Context that limits how much more memory this process may take: a bad file ends the command, not the machine."""
+    """Limit the memory of this process in the context, so that a bad file fails without exhausting the machine."""
     try:
         import resource
-    except ImportError:  # not on Windows
+    except ImportError:  # Windows has no such module.
         yield
         return
-    # The limit counts private memory, without mapped files but with the memory that the process already has.
+    # The limit includes the present private memory of the process, but not mapped files.
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = _private_memory() + MEMORY
     is_wider = soft == resource.RLIM_INFINITY or soft > most
@@ -129,7 +129,7 @@ def limited_memory() -> Iterator[None]:
 
 
 def _private_memory() -> int:
-    """Bytes that this process has for itself, where the system tells."""
+    """Return the private memory of this process in bytes; 0 if it is unknown."""
     try:
         fields = Path("/proc/self/status").read_text().split()
         return int(fields[fields.index("VmData:") + 1]) << 10
@@ -139,13 +139,13 @@ def _private_memory() -> int:
 
 @contextmanager
 def _end_on_errors(what: str, then: str, *more: type[Exception]) -> Iterator[None]:
-    """Context in which a recording that cannot be read, too little memory, or another error ends the command."""
+    """End the command with an error message if a recording cannot be read, memory is exhausted, or for ``more``."""
     from service.recording.steps import RecordingError
 
     try:
         yield
     except MemoryError:
-        fail(Code.USAGE, what, f"it needs more than the {MEMORY >> 30} GiB of memory that this command takes", then)
+        fail(Code.USAGE, what, f"it needs more than this command's limit of {MEMORY >> 30} GiB of memory", then)
     except (RecordingError, *more) as error:
         fail(Code.USAGE, what, sanitize_text(str(error), LONGEST), then)
 
@@ -184,25 +184,21 @@ def replay(
     policy: Annotated[str, typer.Option(help="A folder, or a Hub repo id (owner/name).")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
     every: Annotated[
-        int | None, typer.Option(min=1, help="Ticks from one question to the next; default: the policy's own.")
+        int | None, typer.Option(min=1, help="Ticks between inferences; default: the policy's own.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw recorded and predicted actions into this file.")] = None,
-    limit: Annotated[
-        float | None, typer.Option(min=0, help="Largest mean error in % of the range, else exit 1.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot recorded and predicted actions to this file.")] = None,
+    limit: Annotated[float | None, typer.Option(min=0, help="Largest mean error in %, else exit 1.")] = None,
     rerun: Annotated[bool, typer.Option("--rerun", help="Show it in a Rerun viewer.")] = False,
-    save: Annotated[
-        Path | None, typer.Option(help="With --rerun: write this .rrd instead of opening a viewer.")
-    ] = None,
+    save: Annotated[Path | None, typer.Option(help="With --rerun: write this .rrd and open no viewer.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
     lerobot_version: Annotated[Literal["0.4", "0.6"] | None, typer.Option(help=LEROBOT_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
-    """Play a recording against a policy: how far what it would do is from what was done (open loop).
+    """Compare the actions of a policy with a recording's (open loop).
 
-    The policy sees what the robot saw, and its answers move nothing. Exit code 1 when the error is above --limit, 2
-    when the recording cannot be used, 3 when the policy cannot.
+    The policy gets the recorded observations, and nothing moves. Exit code 1 if the error is above --limit, 2 if the
+    recording cannot be used, 3 if the policy cannot.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -215,7 +211,12 @@ def replay(
     errors = Console(stderr=True, highlight=False)
     source = source_or_end(recording)
     if plot is not None:
-        _need_matplotlib()
+        from importlib.util import find_spec
+
+        from service.recording.recordings import INSTALL
+
+        if find_spec("matplotlib") is None:
+            fail(Code.USAGE, "no plot is possible", "matplotlib is not installed", INSTALL)
     viewer = _viewer(source.info, save) if rerun else None
     try:
         with errors.status("importing JAX ...") as status:
@@ -237,10 +238,10 @@ def replay(
 
             report = replay_recording(source, loaded, every=every, on_step=on_step)
     except PolicyMismatch as error:
-        then = f"robojax check {policy} says what it needs, robojax recordings info {recording} what there is"
+        then = f"compare robojax check {policy} and robojax recordings info {recording}"
         fail(Code.POLICY, f"policy {policy!r} does not fit the recording", str(error), then)
     except JaxModelsError as error:
-        fail(Code.POLICY, f"policy {policy!r} cannot be used", str(error), f"robojax check {policy} says more")
+        fail(Code.POLICY, f"policy {policy!r} cannot be used", str(error), f"robojax check {policy} shows details")
     except RecordingError as error:
         fail(Code.USAGE, "the recording cannot be played", sanitize_text(str(error), LONGEST), LOOK_INSIDE)
     warn_of_damage(source)
@@ -254,15 +255,6 @@ def replay(
         typer.echo(f"plot: {plot}", err=as_json)
     if limit is not None and (report.mean_percent is None or report.mean_percent > limit):
         raise typer.Exit(Code.CHECK)
-
-
-def _need_matplotlib() -> None:
-    from importlib.util import find_spec
-
-    from service.recording.recordings import INSTALL
-
-    if find_spec("matplotlib") is None:
-        fail(Code.USAGE, "nothing can be drawn", "matplotlib is not installed", INSTALL)
 
 
 def _viewer(facts: Any, save: Path | None) -> Any:
@@ -282,12 +274,7 @@ def _plot(path: Path, report: "ReplayReport", title: str) -> None:
     try:
         save_plot(path, report, title)
     except (OSError, ValueError) as error:
-        fail(
-            Code.USAGE,
-            f"nothing was drawn into {path}",
-            str(error),
-            "give a .png, .svg or .pdf in a folder that is there",
-        )
+        fail(Code.USAGE, f"no plot in {path}", str(error), "give a .png, .svg or .pdf in an existing folder")
 
 
 def _describe_replay(report: "ReplayReport", recording: str, policy: str, commit: str | None) -> dict[str, Any]:
@@ -321,9 +308,9 @@ def _show(report: "ReplayReport", policy: str, commit: str | None) -> None:
     print_table(("joint", *numbers), rows, numbers=numbers)
     facts = report.info
     overall = "" if report.mean_percent is None else f"; mean error {report.mean_percent:.2f} % of the range"
-    whole = "" if facts.is_whole else "; the file was cut off and is read as far as it goes"
+    whole = "" if facts.is_whole else "; the file is truncated and was read up to its end"
     name = escape(policy) + (f" at {commit[:12]}" if commit else "")
     Console(highlight=False).print(
         f"{name}: {report.steps} steps of {len(report.episodes)} episodes at {facts.rate:g} Hz, "
-        f"asked {len(report.seconds)} times{overall}{whole}"
+        f"{len(report.seconds)} inferences{overall}{whole}"
     )

@@ -1,83 +1,86 @@
 """Command `robot`: connects an arm and its cameras to a session."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from robojax.cli.app import RENAME_HELP, Code, fail, read_rename, show_findings
+from robojax.cli.app import RENAME_HELP, Code, fail, flatten, read_rename, show_findings
 from robojax.cli.sessions import Key, Server, base_url
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from robojax.robot.config import RobotConfig
-    from robojax.robot.errors import RobotError
-    from robojax.robot.runner import RobotRunner, Simulation
+    from robojax.robot.runner import RobotRunner
 
+Text = str | None
 robot_option = partial(typer.Option, rich_help_panel="Robot (LeRobot's names)")
 session_option = partial(typer.Option, rich_help_panel="Session")
 safety_option = partial(typer.Option, rich_help_panel="Safety")
 
 
-def robot(
-    type_: Annotated[
-        str | None, robot_option("--robot.type", help="so101_follower, so100_follower or simulated.")
-    ] = None,
-    port: Annotated[str | None, robot_option("--robot.port", help="Serial port, e.g. /dev/ttyACM0.")] = None,
-    id_: Annotated[str | None, robot_option("--robot.id", help="Names the calibration file of LeRobot.")] = None,
+@dataclass(frozen=True)
+class RobotFlags:
+    """Flags of the robot, by the fields of ``RobotConfig``."""
+
+    type: Annotated[Text, robot_option("--robot.type", help="so101_follower, so100_follower or simulated.")] = None
+    port: Annotated[Text, robot_option("--robot.port", help="Serial port, e.g. /dev/ttyACM0.")] = None
+    id: Annotated[Text, robot_option("--robot.id", help="Name of LeRobot's calibration file.")] = None
     cameras: Annotated[
-        str | None,
+        Text,
         robot_option(
             "--robot.cameras",
-            help='"{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"; a video file is a '
-            "path, type: simulated renders the simulated arm's scene (front, top, side).",
+            help='"{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"; the path may be a '
+            "video file; type: simulated renders the simulated arm's scene (front, top, side).",
         ),
-    ] = None,
+    ] = None
     use_degrees: Annotated[
-        str | None,
+        Text,
         robot_option(
             "--robot.use_degrees",
             help="true or false, as the policy's demonstrations were recorded: LeRobot's default was false up to 0.4.3 "
             "and is true since.",
         ),
-    ] = None,
+    ] = None
     calibration_dir: Annotated[
-        str | None, robot_option("--robot.calibration_dir", help="Where ID.json lies; default: LeRobot's.")
-    ] = None,
+        Text, robot_option("--robot.calibration_dir", help="Folder of ID.json; default: LeRobot's.")
+    ] = None
     max_relative_target: Annotated[
-        str | None,
+        Text,
         safety_option(
             "--robot.max_relative_target",
-            help="The farthest a target may be from where the joint is: one for all, a map by joint, or none. "
-            "Default: 20.",
+            help="Largest distance of a target from the joint's position: a number, a map, or none. Default: 20.",
         ),
-    ] = None,
+    ] = None
     disable_torque_on_disconnect: Annotated[
-        str | None,
+        Text,
         safety_option(
             "--robot.disable_torque_on_disconnect",
-            help="true lets the arm go at the end: it falls. Default: false, it is held.",
+            help="true releases the arm at the end, and it falls. Default: false, it is held.",
         ),
-    ] = None,
+    ] = None
+
+
+@flatten
+def robot(
+    *,
+    flags: RobotFlags,
     watchdog_ms: Annotated[
         float, safety_option(min=20, max=10_000, help="Milliseconds without a command after which the arm is held.")
     ] = 500,
     server: Server = None,
     key: Key = None,
     policy: Annotated[
-        str | None,
+        Text,
         session_option(
             "--policy.path",
-            help="A folder on the server's machine, or a Hub repo id: a session of it is made, and removed at the end.",
+            help="A folder on the server's machine, or a Hub repo id, for a new session that is removed at the end.",
         ),
     ] = None,
-    revision: Annotated[
-        str | None, session_option("--policy.revision", help="Branch, tag or commit of a repo.")
-    ] = None,
+    revision: Annotated[Text, session_option("--policy.revision", help="Branch, tag or commit of a repo.")] = None,
     joint_names: Annotated[
-        str | None,
+        Text,
         session_option(
             "--policy.joint_names",
             help="Joints in the order of the policy's actions, e.g. shoulder_pan,shoulder_lift,elbow_flex,wrist_flex,"
@@ -86,62 +89,46 @@ def robot(
     ] = None,
     rename: Annotated[list[str] | None, session_option(help=RENAME_HELP)] = None,
     session: Annotated[
-        str | None,
-        session_option(
-            help="Without --policy.path: a session that is there. With it: the new one's id, else --robot.id."
-        ),
+        Text, session_option(help="Id of an existing session, or with --policy.path of the new; default: --robot.id.")
     ] = None,
-    task: Annotated[str | None, session_option(help="For policies that read an instruction.")] = None,
+    task: Annotated[Text, session_option(help="Instruction for policies that read language.")] = None,
     transport: Annotated[
-        str | None,
+        Text,
         session_option(
-            help="direct, or the URL of the rooms' server. Default: direct for a new session; for one that is there, "
-            "the rooms of --server if it has rooms."
+            help="direct, or the URL of the rooms' server. Default: direct for a new session; for an existing session "
+            "with rooms, the rooms of --server."
         ),
     ] = None,
     fps: Annotated[float, session_option(min=1, max=200, help="Observations sent per second.")] = 30,
-    frames: Annotated[
-        str | None, session_option(help="jpeg or raw; default: raw if the server is on this machine.")
-    ] = None,
+    frames: Annotated[Text, session_option(help="jpeg or raw; default: raw if the server is on this machine.")] = None,
     start: Annotated[bool, session_option(help="Start the session, or wait for `robojax start`.")] = True,
-    dry_run: Annotated[bool, session_option(help="The new session computes everything and commands nothing.")] = False,
+    dry_run: Annotated[bool, session_option(help="The new session computes commands but does not send them.")] = False,
     check: Annotated[
-        bool,
-        typer.Option("--check", help="Check arm, cameras, server and policy; nothing moves."),
+        bool, typer.Option("--check", help="Check arm, cameras, server and policy without motion.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: findings as JSON.")] = False,
 ) -> None:
     """Connect an SO-100 or SO-101 arm and its cameras to a session; flags have LeRobot's names.
 
-    The arm follows the session's commands and is held when none come, at an emergency stop (space), and at the end
+    The arm follows the session's commands and is held without commands, after an emergency stop (space), and at the end
     (q or Ctrl-C). --robot.type=simulated needs no hardware: MuJoCo simulates an arm that lifts cubes.
     docs/robots/robot.md is the guide.
 
-    Exit code 1 when a check fails or the arm is lost, 2 when a flag or the robot cannot be used, 4 when the server
-    cannot.
+    Exit code 1 if a check fails or the arm is lost, 2 if a flag or the robot cannot be used, 4 if the server cannot.
     """
     from robojax.robot.config import join_problems, read_robot_config
     from robojax.robot.errors import RobotError
     from robojax.robot.runner import RobotRunner
 
-    config, problems = read_robot_config(
-        type=type_,
-        port=port,
-        id=id_,
-        cameras=cameras,
-        use_degrees=use_degrees,
-        max_relative_target=max_relative_target,
-        calibration_dir=calibration_dir,
-        disable_torque_on_disconnect=disable_torque_on_disconnect,
-    )
+    config, problems = read_robot_config(**vars(flags))
     if frames not in (None, "jpeg", "raw"):
-        fail(Code.USAGE, "pictures cannot be sent so", f"--frames is {frames!r}", "give jpeg or raw")
+        fail(Code.USAGE, "pictures cannot be sent", f"--frames is {frames!r}", "give jpeg or raw")
     if not check and policy is None and session is None:
         fail(
             Code.USAGE,
             "there is nothing to do",
             "neither --policy.path nor --session is given",
-            "--policy.path=user/act_so101 makes a session; `robojax sessions` lists those that are there",
+            "--policy.path=user/act_so101 creates a session; `robojax sessions` lists existing sessions",
         )
     simulated: AbstractContextManager[Any] = nullcontext()
     try:
@@ -171,13 +158,15 @@ def robot(
             simulation=simulation,
         )
         if check:
-            _check(runner, problems, as_json)
+            from robojax.robot.checks import check_robot
+
+            show_findings(list(check_robot(runner, problems)), as_json=as_json)
         else:
             _run(runner)
 
 
-def _open_simulation(config: "RobotConfig") -> "AbstractContextManager[Simulation | None]":
-    """Open the scene of the simulated arm; nothing for a real arm, and for simulated servos at a port.
+def _open_simulation(config: "RobotConfig") -> "AbstractContextManager[Any]":
+    """Open the scene of the simulated arm; None for a real arm, and for simulated servos at a port.
 
     Raises:
         RobotError: the simulator is not installed.
@@ -190,8 +179,7 @@ def _open_simulation(config: "RobotConfig") -> "AbstractContextManager[Simulatio
         from robojax.sim.servos import ServoArm
     except ModuleNotFoundError as error:
         raise RobotError(
-            f"{error.name} is not installed, which simulates the arm",
-            "pip install -e '.[sim]'",
+            f"{error.name} is not installed, which simulates the arm", "pip install -e '.[sim]'"
         ) from error
     return ServoArm(config)
 
@@ -215,15 +203,9 @@ def _run(runner: "RobotRunner") -> None:
 def _suggest_next(error: Exception) -> str:
     code = getattr(error, "code", "")
     if code == "session_exists":
-        return "--session=ID without --policy.path joins it; with it, ID names another one"
+        return "--session=ID without --policy.path joins it; with --policy.path, give a new ID"
     if code == "unknown_session":
-        return "robojax sessions shows what there is"
+        return "robojax sessions lists the sessions"
     if "emergency stop is latched" in str(error):
         return "robojax reset ID, once it is safe; then start this program again"
-    return "robojax robot --check looks at everything"
-
-
-def _check(runner: "RobotRunner", problems: "Mapping[str, RobotError]", as_json: bool) -> None:
-    from robojax.robot.checks import check_robot
-
-    show_findings(list(check_robot(runner, problems)), as_json=as_json)
+    return "robojax robot --check checks everything"

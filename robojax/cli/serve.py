@@ -1,4 +1,4 @@
-"""Commands `serve`, `transport`, `follow`, `doctor`, for a server's machine."""
+"""Commands `serve`, `transport` and `doctor`, for a server's machine."""
 
 import inspect
 import os
@@ -38,7 +38,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     server = settings.server
     log = configure_logging(settings.logging.log_level, settings.logging.log_format, _log_file(settings.logging))
     for name in unknown_variables():
-        logging.getLogger(__name__).warning("environment variable %s is no setting and is not used", name)
+        logging.getLogger(__name__).warning("environment variable %s is not a setting and is ignored", name)
     try:
         listener = listen(server.host, server.port)
         openpi = None if server.openpi_port is None else listen(server.host, server.openpi_port)
@@ -46,7 +46,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
     refuse_without_keys(listener.getsockname()[0], settings, "serve")
     launched = launch_engine(settings.policies) if settings.cluster.engine == "local" else None
-    # Most of what takes long to import is not needed to refuse.
+    # The refusals above do not need these slow imports.
     with pause_garbage_collection():
         from service.api.websockets import create_openpi_app
         from service.app import create_app
@@ -63,10 +63,10 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     also = "" if openpi is None else f"; openpi clients: port {openpi.getsockname()[1]}"
     see_cluster = "docs/operate/cluster.md says"
     advice: dict[type[Exception], str] = {
-        FrontNameTaken: f"end that server, or give this one another --front-name; {see_cluster} more of several fronts",
-        NoDatabase: "start the database, or correct --database; without it sessions are this server's own",
-        NoEngine: f"{see_cluster} how a cluster is made; without --engine policies run here",
-        NoDevice: "robojax serve --devices all takes those there are",
+        FrontNameTaken: f"end that server, or use another --front-name; {see_cluster} more about several fronts",
+        NoDatabase: "start the database, or correct --database; without it sessions are not shared",
+        NoEngine: f"{see_cluster} how to start a cluster; without --engine policies run here",
+        NoDevice: "robojax serve --devices all uses all available devices",
         ModelError: "robojax check PATH says more about a model",
         **dict.fromkeys(StartFailed, "--state names another folder; `--state off` keeps nothing"),
     }
@@ -90,7 +90,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
 def _end(log: "BackgroundHandler") -> None:
     """End the process with 0, because Python's own end aborts (SIGABRT) while a thread runs inside JAX."""
     log.close()
-    with suppress(OSError):  # the terminal is gone
+    with suppress(OSError):  # The terminal was closed.
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(0)
@@ -109,7 +109,7 @@ def _log_file(settings: "LogSettings") -> "RotatingLogFile | None":
 
 
 def refuse_without_keys(bound: str, settings: Settings, command: str) -> None:
-    """Refuse to serve other machines without keys, or warn loudly when that is asked for."""
+    """Refuse to serve other machines without keys, or log a warning with --insecure."""
     import logging
 
     from service.auth.config import keys_path
@@ -122,9 +122,7 @@ def refuse_without_keys(bound: str, settings: Settings, command: str) -> None:
         guard = create_guard(access, host=server.host, origins=server.origins, state=state)
         is_keyed = guard.admissions.check_files()
     except (SettingsError, FileUnusable) as error:
-        fail(
-            Code.USAGE, "the server cannot start", str(error), "docs/operate/access.md says how keys are made and kept"
-        )
+        fail(Code.USAGE, "the server cannot start", str(error), "docs/operate/access.md describes keys")
     if is_loopback(bound) or is_keyed:
         return
     if not access.insecure:
@@ -134,20 +132,20 @@ def refuse_without_keys(bound: str, settings: Settings, command: str) -> None:
         fail(
             Code.USAGE,
             f"the server does not listen on {server.host} without a key",
-            "whoever reaches the port could load any policy and move the robots",
-            f"make one: robojax token new --role operator --name me{named}{port}\n"
+            "any client that reaches the port could load any policy and move the robots",
+            f"create a key: robojax token new --role operator --name me{named}{port}\n"
             f"then: robojax {command} --host {server.host}{named}{port}\n"
-            "or --host 127.0.0.1 for this machine alone; --insecure lets everybody in",
+            "or --host 127.0.0.1 for this machine only; --insecure accepts all clients",
         )
     logging.getLogger(__name__).warning(
-        "INSECURE: listening on %s without any key. Whoever reaches this port can load policies and move the robots; "
-        "`robojax token new --role operator` makes a key",
+        "INSECURE: listening on %s without any key. Any client can load policies and move the robots; "
+        "`robojax token new --role operator` creates a key",
         server.host,
     )
 
 
 def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = None) -> Settings:
-    """Read the settings; ends the process when they are wrong."""
+    """Read the settings; ends the process if they are invalid."""
     try:
         return load_settings(flags, config)
     except SettingsError as error:
@@ -155,19 +153,19 @@ def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = N
             Code.USAGE,
             "the settings cannot be used",
             str(error),
-            f"correct them; `robojax serve --help-all` lists all. Flags win over {PREFIX}*, that over the TOML file",
+            f"correct them; `robojax serve --help-all` lists all. Precedence: flags, {PREFIX}*, TOML file",
         )
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command an option per setting, whose text the settings read and explain."""
+    """Give the command one option per setting, described and parsed by the settings."""
     options = [_parameter("config", Path | None, typer.Option(help=f"TOML file; default: ./{FILE} if there is one."))]
     for group in GROUPS.values():
         for name, field in group.model_fields.items():
             flags, metavar = setting_flags(name, field)
             default = setting_default(field)
-            # The values of one that may be repeated have commas in them.
-            more = " Repeat it for more." if field.json_schema_extra else f" Default: {default}." if default else ""
+            # A default with commas would not show how to repeat the option.
+            more = " Repeatable." if field.json_schema_extra else f" Default: {default}." if default else ""
             option = typer.Option(
                 *(flags if field.json_schema_extra else ()),
                 help=f"{field.description}{more}",
@@ -179,7 +177,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
             kind = list[str] if field.json_schema_extra else bool if field.annotation is bool else str
             options.append(_parameter(name, kind | None, option))
     common_count = sum(Mark.COMMON in field.metadata for field in FIELDS.values())
-    every = f"Show all {len(FIELDS)} settings; --help shows the {common_count} that most people need."
+    every = f"Show all {len(FIELDS)} settings; --help shows the {common_count} most common settings."
     options.append(
         _parameter("help_all", bool, typer.Option("--help-all", help=every, is_eager=True, callback=_show_all))
     )
@@ -202,7 +200,7 @@ def _show_all(context: typer.Context, is_given: bool) -> None:
 
 
 def setting_flags(name: str, field: FieldInfo) -> tuple[tuple[str, ...], str | None]:
-    """Return the flags of a setting, and what their value is called in the help; None for a switch."""
+    """Return the flags of a setting, and the name of their value in the help; None for a switch."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(field.json_schema_extra, dict):
         return (str(field.json_schema_extra["flag"]), flag), str(field.json_schema_extra["metavar"])
@@ -212,7 +210,7 @@ def setting_flags(name: str, field: FieldInfo) -> tuple[tuple[str, ...], str | N
 
 
 def setting_default(field: FieldInfo) -> str:
-    """Return the default of a setting as a flag says it; empty where the description says what holds."""
+    """Return the default of a setting in the format of its flag; empty if its description explains the default."""
     value = field.default
     if value is None or value == () or value == {}:
         return ""
@@ -239,23 +237,15 @@ _with_settings(serve)
 
 
 def transport(
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in, and wants a key.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address; 0.0.0.0 accepts other machines with keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     origin: Annotated[
         list[str] | None,
-        typer.Option(help="Web page that may call, e.g. https://my.page, or '*'; repeat it. This machine's may."),
+        typer.Option(help="Allowed web page, e.g. https://my.page, or '*'; repeatable. This machine's are allowed."),
     ] = None,
-    keys_file: Annotated[
-        str | None, typer.Option(help="File of keys that `robojax token new --keys-file` makes; then one is wanted.")
-    ] = None,
-    jwt_secret_file: Annotated[
-        str | None, typer.Option(help="File of the secret that `robojax token jwt --jwt-secret-file` signs with.")
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let everybody who reaches the port in, also from other machines.")
-    ] = False,
+    keys_file: Annotated[str | None, typer.Option(help="Keys of `robojax token new`; then a key is required.")] = None,
+    jwt_secret_file: Annotated[str | None, typer.Option(help="File of the secret of `robojax token jwt`.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Accept all clients without a key.")] = False,
 ) -> None:
     """Serve rooms (RobotHub's REST, WebSocket and WebRTC signalling) at / and under /api until Ctrl-C."""
     import logging
@@ -293,13 +283,15 @@ def transport(
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Look at this port, not at the settings'.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Check this port instead of the settings' port.")
+    ] = None,
 ) -> None:
-    """Look at Python, JAX's devices, rendering, video, the port, keys, disk, caches and what `robojax robot` needs.
+    """Check Python, JAX's devices, rendering, video, the port, keys, disk, caches and packages of `robojax robot`.
 
-    Each finding has its fix. A robojax server that already runs on the port is fine, and is shown.
+    Each finding has its fix. A robojax server that already runs on the port is not a problem, and is shown.
 
-    Exit code 1 when something is missing that the server needs.
+    Exit code 1 if a requirement of the server is missing.
     """
     from service.doctor import diagnose
 

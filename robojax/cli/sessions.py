@@ -10,24 +10,17 @@ from urllib.parse import quote
 import typer
 
 from robojax.cli.app import Code, fail, flatten, print_table
-from robojax.client.http import SERVER_VARIABLE, server_url, session_path
+from robojax.client.http import LOADED, SERVER_VARIABLE, server_url, session_path
 
 Server = Annotated[
     str | None,
     typer.Option(
         envvar=SERVER_VARIABLE,
-        help="URL of the server; default: this machine, with host and port of the settings (http://127.0.0.1:8001, or "
-        "ROBOJAX_PORT).",
+        help="URL of the server; default: http://127.0.0.1:8001, or the settings' port (ROBOJAX_PORT).",
     ),
 ]
-Key = Annotated[
-    str | None,
-    typer.Option(
-        help="Key or token for a server that wants one; default: ROBOJAX_KEY, which no list of processes shows."
-    ),
-]
-# Entries of one page of a list.
-PAGE = 100
+Key = Annotated[str | None, typer.Option(help="Key or token; default: ROBOJAX_KEY, which process lists do not show.")]
+PAGE = 100  # entries of a page of a list
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSON.")]
 
 
@@ -55,13 +48,13 @@ class ServerOptions:
         return self.call(method, session_path(session_id, rest), body, session_id=session_id, **more)
 
     def show(self, answer: Any) -> None:
-        """Print the answer to a request, or its message, and its warnings."""
+        """Print the response or only its message, and its warnings."""
         typer.echo(json.dumps(answer, indent=2) if self.as_json else answer["message"])
         for text in [*answer.get("warnings", {}).values(), *filter(None, [answer.get("warning")])]:
             typer.secho(f"warning: {text}", err=True, fg="yellow")
 
     def call_pages(self, path: str, key: str) -> list[Any]:
-        """Return all entries of a list that the server answers in pages; ``key`` is the field that identifies one."""
+        """Return all entries of a paginated list; ``key`` is the field that identifies an entry."""
         page = listed = self.call("GET", f"{path}?limit={PAGE}")
         while len(page) == PAGE:
             page = self.call("GET", f"{path}?limit={PAGE}&before={quote(page[-1][key], safe='')}")
@@ -71,7 +64,7 @@ class ServerOptions:
     def show_list(
         self, listed: list[Any], empty: str, columns: Sequence[str], row: Callable[[Any], Sequence[str]]
     ) -> list[Any]:
-        """Print a list of the server as a table or JSON; returns the list that a table was printed of."""
+        """Print a list of the server as JSON or a table; return the entries in the table."""
         if self.as_json:
             typer.echo(json.dumps(listed, indent=2))
             return []
@@ -91,7 +84,7 @@ def sessions(*, at: ServerOptions) -> None:
     columns = ("session", "status", "policy", "cameras", "rate", "commands")
     listed = at.show_list(at.call("GET", "/sessions"), f"no sessions at {at.base}", columns, _row)
     console = Console(highlight=False)
-    # Below the table, because a column of a table this wide has no room for a sentence.
+    # Below the table, which has no space for sentences.
     for session in listed:
         if why := _explain_standstill(session, session["stats"]):
             console.print(f"[bold]{escape(session['session_id'])}[/bold]: {escape(why)}", soft_wrap=True)
@@ -110,7 +103,7 @@ def _row(session: Any) -> Sequence[str]:
 
 
 def _explain_standstill(session: Any, stats: Any) -> str:
-    """Why it does not move, and the command that changes that."""
+    """Return why a session does not move, and the command that changes this."""
     name, error = session["session_id"], session["error_message"]
     if stats.get("emergency_stop"):
         return f"latched by an emergency stop ({stats['emergency_stop']}); once it is safe: robojax reset {name}"
@@ -124,12 +117,8 @@ def _explain_standstill(session: Any, stats: Any) -> str:
 @flatten
 def stop(
     session_id: Annotated[str | None, typer.Argument(help="The session to stop; it can be started again.")] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Emergency stop of every robot; latched until each session is reset.")
-    ] = False,
-    emergency: Annotated[
-        bool, typer.Option("--emergency", help="Emergency stop of this one session; latched until it is reset.")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Emergency stop of all robots, until each reset.")] = False,
+    emergency: Annotated[bool, typer.Option("--emergency", help="Emergency stop of ID, until its reset.")] = False,
     reason: Annotated[str | None, typer.Option(help="Of the emergency stop; shown in each session's status.")] = None,
     *,
     at: ServerOptions,
@@ -140,9 +129,7 @@ def stop(
     session is latched and needs `robojax reset ID` before a start; ID --emergency does so with one.
     """
     if everything == (session_id is not None):
-        fail(
-            Code.USAGE, "nothing was stopped", "one of ID and --all is needed", "robojax stop ID, or robojax stop --all"
-        )
+        fail(Code.USAGE, "nothing was stopped", "give either ID or --all", "robojax stop ID, or robojax stop --all")
     if session_id is None:
         body = {"reason": reason or "robojax stop --all"}
         answer = at.call("POST", "/debug/emergency_stop", body, silent=_BLOCKED)
@@ -163,7 +150,7 @@ def _describe_stop(answer: Any) -> str:
 
 
 def base_url(server: str | None) -> str:
-    """URL of the server, from the option or the settings; ends the process when it cannot be used."""
+    """Return the URL of the server from the option or the settings; ends the process if it is invalid."""
     from robojax.client import Unusable
 
     if server is None:
@@ -189,13 +176,13 @@ def call(
     silent: str | None = None,
     session_id: str | None = None,
 ) -> Any:
-    """Call the server; returns its JSON answer or ends the process.
+    """Call the server; return its JSON response or end the process.
 
     Args:
         key: key or token of the caller; ROBOJAX_KEY when None.
-        then: what to do when the thing does not exist, or when this cannot be done now.
-        silent: what to do when the server was reached and does not answer.
-        session_id: the session that is asked to do something: when its stage forbids that, its stage says what to do.
+        then: advice if the resource does not exist, or its state forbids the request.
+        silent: advice if the server was reached and does not respond.
+        session_id: session of the request; if its state forbids the request, the advice depends on its state.
     """
     from robojax.client import Client, Garbled, Refused, Unreachable, Unusable
 
@@ -204,9 +191,7 @@ def call(
             return client.request(method, path, body)
     except Refused as error:
         usual = then or "robojax sessions shows what there is"
-        advice = (
-            usual if error.status in (400, 404, 409, 422) else _ADVICE.get(error.status, "look at the server's log")
-        )
+        advice = usual if error.status in (400, 404, 409, 422) else _ADVICE.get(error.status, "read the server's log")
         if error.code == "move_refused" and session_id is not None:
             advice = _advise_after_refusal(base, key, session_id) or advice
         fail(Code.TRANSPORT, f"the server at {base} refused", error.text, advice)
@@ -221,7 +206,7 @@ def call(
 
 
 def _advise_after_refusal(base: str, key: str | None, session_id: str) -> str | None:
-    """Name the command that helps after a session refused to do something; None when its status cannot be read."""
+    """Return the next command after a session refused a request; None if its status cannot be read."""
     from robojax.client import Client, ClientError
 
     try:
@@ -233,7 +218,7 @@ def _advise_after_refusal(base: str, key: str | None, session_id: str) -> str | 
 
 
 def _is_default(base: str) -> bool:
-    """Whether commands of this terminal reach this server without --server."""
+    """Whether this server is the default without --server."""
     from robojax.client import Unusable
 
     try:
@@ -243,7 +228,7 @@ def _is_default(base: str) -> bool:
 
 
 def _suggest_command(session: Any, base: str) -> str | None:
-    """Name the command that brings a session on from where it is; None when no single command does."""
+    """Return the next command for a session in its present state; None if there is no such command."""
     status = session["status"]
     at = "" if _is_default(base) else f" --server {base}"
     name = f"{session['session_id']}{at}"
@@ -261,18 +246,7 @@ def _suggest_command(session: Any, base: str) -> str | None:
     }.get(status)
 
 
-def credentials(key: str | None) -> dict[str, str]:
-    """Authorization header of a key or token, from the option or ROBOJAX_KEY; empty without one."""
-    from robojax.client import Unusable
-    from robojax.client.http import credentials as header_of
-
-    try:
-        return header_of(key)
-    except Unusable as error:
-        fail(Code.USAGE, "the key cannot be used", str(error), "robojax token new makes one")
-
-
-# docs/robots/safety.md says so too.
+# docs/robots/safety.md has the same text.
 _BLOCKED = (
     "if it is blocked, no command leaves it and the stop is done before the next; robots hold by themselves after "
     "0.5 s. To stop them now, use the robot's own stop, or end the server: kill its process, or systemctl stop robojax"
@@ -280,26 +254,24 @@ _BLOCKED = (
 _ADVICE = {
     401: "set ROBOJAX_KEY or give --key; `robojax token new --role operator` makes one on the server's machine",
     403: "use a key of that role; `robojax token new` makes one on the server's machine",
-    429: "wait as long as it says, and try again",
+    429: "wait for the stated time, and try again",
 }
 
 
 SESSION = Annotated[str, typer.Argument(help="The session.")]
-# Loading and compiling; a stalled download is given up before.
-LOADED = 1800.0
 
 
 @flatten
 def start(session_id: SESSION, *, at: ServerOptions) -> None:
-    """Let a session move its robot. One that is latched wants a reset first, one that was interrupted a restart."""
+    """Let a session move its robot. A latched session needs a reset first, an interrupted session a restart."""
     at.show(at.call_session(session_id, "/start"))
 
 
 @flatten
 def restart(session_id: SESSION, *, at: ServerOptions) -> None:
-    """Stop a session and let it move its robot anew, also after an error.
+    """Stop a session and let it move its robot again, also after an error.
 
-    One that was interrupted (its server was ended) is only loaded again, in its old rooms: start then moves the robot.
+    A session that was interrupted by the end of its server is only loaded again, with its old rooms; then use start.
     """
     at.show(at.call_session(session_id, "/restart", timeout=LOADED))
 
@@ -307,42 +279,24 @@ def restart(session_id: SESSION, *, at: ServerOptions) -> None:
 @flatten
 def adjust(
     session_id: SESSION,
-    overlap: Annotated[
-        str | None,
-        typer.Option(
-            help="How a new chunk joins the plan, by its name in the guide Motion, such as crossfade or replace; or "
-            "default."
-        ),
-    ] = None,
-    ask_ahead: Annotated[
-        str | None, typer.Option(help="Seconds before it is needed that a chunk is asked for; or default (measured).")
-    ] = None,
-    action_steps: Annotated[
-        str | None, typer.Option(help="Actions of a chunk to do before the next takes over; or default (the policy's).")
-    ] = None,
-    temporal_ensemble_coeff: Annotated[str | None, typer.Option(help="Of ensemble; or default.")] = None,
-    language_instruction: Annotated[
-        str | None, typer.Option(help="What the robot is to do, in words, for policies that read language.")
-    ] = None,
-    accept_units: Annotated[
-        bool | None,
-        typer.Option(help="Accept a state that looks like another unit than the policy's (holds with joints_units)."),
-    ] = None,
+    overlap: Annotated[str | None, typer.Option(help="How chunks join, e.g. crossfade or replace, or default.")] = None,
+    ask_ahead: Annotated[str | None, typer.Option(help="Seconds in advance to request a chunk, or default.")] = None,
+    action_steps: Annotated[str | None, typer.Option(help="Actions of each chunk to execute, or default.")] = None,
+    temporal_ensemble_coeff: Annotated[str | None, typer.Option(help="Coefficient of ensemble, or default.")] = None,
+    language_instruction: Annotated[str | None, typer.Option(help="Instruction for policies with language.")] = None,
+    accept_units: Annotated[bool | None, typer.Option(help="Accept a state that seems to have another unit.")] = None,
     *,
     at: ServerOptions,
 ) -> None:
-    """Change what a session's policy is told and how its chunks are joined, from the next chunk on, while it moves."""
+    """Change a session's instruction and how its chunks join, from the next chunk on, while it moves."""
     changes = {
         "overlap": (overlap, str),
         "ask_ahead": (ask_ahead, float),
         "action_steps": (action_steps, int),
         "temporal_ensemble_coeff": (temporal_ensemble_coeff, float),
     }
-    body: dict[str, object] = {}
-    if language_instruction is not None:
-        body["language_instruction"] = language_instruction
-    if accept_units is not None:
-        body["accept_units"] = accept_units
+    plain = {"language_instruction": language_instruction, "accept_units": accept_units}
+    body: dict[str, object] = {name: value for name, value in plain.items() if value is not None}
     for name, (text, kind) in changes.items():
         if text is None:
             continue
@@ -352,19 +306,18 @@ def adjust(
                 raise ValueError
         except ValueError:
             flag = f"--{name.replace('_', '-')}"
-            fail(
-                Code.USAGE, "nothing was changed", f"{flag} {text!r} is no number", f"give a number, or {flag} default"
-            )
+            why = f"{flag} {text!r} is not a number"
+            fail(Code.USAGE, "nothing was changed", why, f"give a number, or {flag} default")
     if not body:
-        fail(Code.USAGE, "nothing was changed", "nothing was asked for", "robojax adjust ID --overlap crossfade")
-    then = "robojax sessions lists them, robojax adjust --help what can be changed"
+        fail(Code.USAGE, "nothing was changed", "no change was given", "robojax adjust ID --overlap crossfade")
+    then = "robojax sessions lists the sessions, robojax adjust --help the settings"
     at.show(at.call_session(session_id, "", body, method="PATCH", then=then))
 
 
 @flatten
 def reset(session_id: SESSION, *, at: ServerOptions) -> None:
-    """Take the latch of an emergency stop off, once you have seen that the robot is safe. Nothing moves by it."""
-    # A reset is refused only where no emergency stop is latched. Then no other command has to follow.
+    """Release the latch of an emergency stop, once you have seen that the robot is safe. Nothing moves yet."""
+    # A reset is refused only without a latched emergency stop, so no other command has to follow.
     at.show(at.call("POST", session_path(session_id, "/reset", "/debug")))
 
 
@@ -376,15 +329,15 @@ def delete(session_id: SESSION, *, at: ServerOptions) -> None:
 
 @flatten
 def deployments(
-    session_id: Annotated[str | None, typer.Argument(help="Only those of this session.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=500, help="How many.")] = 20,
+    session_id: Annotated[str | None, typer.Argument(help="Only updates of this session.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="Number of updates.")] = 20,
     *,
     at: ServerOptions,
 ) -> None:
-    """List what became of pushes to the policies of running sessions, the newest first."""
+    """List updates of the policies of running sessions, newest first."""
     path = f"/deployments?limit={limit}" + (f"&session_id={quote(session_id, safe='')}" if session_id else "")
     whose = f" of session {session_id!r}" if session_id else ""
-    columns = ("deployment", "policy", "commit", "set off by", "sessions", "stages", "result", "why")
+    columns = ("deployment", "policy", "commit", "trigger", "sessions", "stages", "result", "why")
     at.show_list(at.call("GET", path), f"no policy updates{whose} at {at.base}", columns, _deployment_row)
 
 
@@ -405,26 +358,25 @@ def _deployment_row(deployment: Any) -> Sequence[str]:
 def policy(
     session_id: SESSION,
     revision: Annotated[
-        str | None,
-        typer.Argument(help="Branch, tag or commit; default: the one that is staged, else the newest it follows."),
+        str | None, typer.Argument(help="Branch, tag or commit; default: the staged or newest.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Take a commit out of the quarantine for it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also use a commit that is in quarantine.")] = False,
     *,
     at: ServerOptions,
 ) -> None:
-    """Bring a revision of its policy to a running session, checked first, at a chunk boundary."""
+    """Check another revision of a running session's policy, and switch to it at a chunk boundary."""
     body = {"revision": revision, "force": force}
     _deploy(at, session_id, "/policy", body, timeout=LOADED)
 
 
 @flatten
 def rollback(session_id: SESSION, *, at: ServerOptions) -> None:
-    """Bring back the policy that a session ran before its last update."""
+    """Restore the policy that a session ran before its last update."""
     _deploy(at, session_id, "/rollback", timeout=120)
 
 
 def _deploy(at: ServerOptions, session_id: str, rest: str, body: object = None, *, timeout: float) -> None:
-    then = f"robojax sessions shows what runs, robojax deployments {session_id} what was tried"
+    then = f"robojax sessions shows what runs, robojax deployments {session_id} the updates"
     answer = at.call_session(session_id, rest, body, timeout=timeout, then=then)
     if at.as_json:
         typer.echo(json.dumps(answer, indent=2))
@@ -432,7 +384,7 @@ def _deploy(at: ServerOptions, session_id: str, rest: str, body: object = None, 
     if result in ("rejected", "failed"):
         fail(
             Code.POLICY,
-            f"session {session_id!r} goes on with the policy it has",
+            f"session {session_id!r} keeps its policy",
             answer["text"] or str(answer["reason"]),
             f"robojax deployments {session_id} shows the stages",
         )

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from robojax.cli.app import Code, fail
+from robojax.cli.app import Code, fail, print_table
 from robojax.sim.tasks import TASKS, Task, TaskName
 
 if TYPE_CHECKING:
@@ -30,89 +30,84 @@ if TYPE_CHECKING:
     from robojax.sim.evaluation import Evaluation
     from robojax.sim.tasks import Outcome, Score
 
-FIRST_SEED = 5000  # demonstrations begin at 0: these cubes were never seen
+FIRST_SEED = 5000  # Demonstrations begin at 0, so policies have never seen these cubes.
 DEMO = Path(__file__).parent.parent / "sim"
 
 WhichTask = Annotated[
-    TaskName, typer.Option("--task", help="pick: one red cube. two-cubes: a red and a blue one, asked for in turn.")
+    TaskName, typer.Option("--task", help="pick: a red cube. two-cubes: a red and a blue cube, in turn.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of the first episode; the next ones follow it.")]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Seed of the first episode; the next episodes have the following seeds.")
+]
 
 
 def select_policy(task: Task, policy: str | None) -> str:
-    """Path or repository of the policy to play, by default the shipped one; ends the process when there is none."""
+    """Return the path or repository of the policy, by default the included policy; ends the process without one."""
     if policy is not None:
         return str(Path(policy).resolve()) if Path(policy).exists() else policy
     if task.policy is None:
         fail(
             Code.POLICY,
-            "no policy to drive the arm with",
-            f"none was given, and none is shipped for the task {task.name}",
-            f"train one on what robojax record-demo data/{task.name} --task {task.name} records, and give its folder",
+            "there is no policy for the arm",
+            f"no policy was given, and robojax has none for the task {task.name}",
+            f"train a policy on a dataset of robojax record-demo data/{task.name} --task {task.name}",
         )
     return str(DEMO / task.policy)
 
 
 def evaluate(
     policy: Annotated[
-        str | None,
-        typer.Option("--policy.path", help="A folder, or a Hub repo id; the one shipped for the task by default."),
+        str | None, typer.Option("--policy.path", help="Folder or Hub repo id; default: the included.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 40,
     task: WhichTask = TaskName.PICK,
     seed: Seed = FIRST_SEED,
     whole_stack: Annotated[
-        bool, typer.Option("--whole-stack", help="Through server, rooms and video, in real time: 6 s an episode.")
+        bool, typer.Option("--whole-stack", help="Use server, rooms and video, in real time.")
     ] = False,
-    delay: Annotated[int, typer.Option(min=0, help="In-process: ticks between seeing and acting.")] = 0,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for eval.json and a video of each episode; nothing is kept without.")
-    ] = None,
+    delay: Annotated[int, typer.Option(min=0, help="In-process: ticks between observation and action.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Folder for eval.json and a video of each episode.")] = None,
     require: Annotated[int, typer.Option(min=0, help="Cubes that must be lifted, else exit 1.")] = 0,
 ) -> None:
-    """Let a policy pick up cubes it never saw, and count: a table, Wilson's 95 % interval, videos, JSON.
+    """Measure how often a policy lifts unseen cubes: a table, Wilson's 95 % interval, videos, JSON.
 
-    In-process as fast as it goes, or with --whole-stack as a robot meets it. A policy that reads language is told which
-    cube to lift; lifting another one is a failure. Exit code 1 when fewer than --require were lifted or the evaluation
-    was interrupted, 3 when the policy cannot be used, 4 when server or arm failed.
+    Runs in-process as fast as possible, or with --whole-stack as on a robot. A policy that reads language gets the cube
+    to lift; lifting another cube is a failure. Exit code 1 if fewer than --require were lifted or the evaluation was
+    interrupted, 3 if the policy cannot be used, 4 if server or arm failed.
     """
     from robojax.sim.evaluation import REPORT, Evaluation
 
     if whole_stack and delay:
-        fail(Code.USAGE, "--delay and --whole-stack exclude each other", "a real loop has its own delay", "give one")
+        fail(Code.USAGE, "--delay and --whole-stack exclude each other", "a real loop has its own delay", "omit one")
     if output is not None and (output / REPORT).exists():
-        fail(Code.USAGE, f"{output} has an evaluation already", "it is not written over", "choose another folder")
+        fail(Code.USAGE, f"{output} has an evaluation already", "it is not overwritten", "choose another folder")
     chosen = TASKS[task]
     run = Evaluation(select_policy(chosen, policy), revision, chosen, range(seed, seed + episodes), output is not None)
-    # Asked to end, it reports what there is, as it does at Ctrl-C.
+    # SIGTERM reports the results so far, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         is_whole = _play(run, whole_stack, delay, output)
-    finally:  # also what was found until something failed
+    finally:  # Also report the results before a failure.
         _show(run.score)
         if output is not None and run.score.done:
             _save(run, output)
     if not is_whole:
-        fail(
-            Code.CHECK,
-            f"ended after {run.score.done} of {episodes} episodes",
-            "it was interrupted",
-            "run it again for a whole one",
-        )
+        what = f"ended after {run.score.done} of {episodes} episodes"
+        fail(Code.CHECK, what, "it was interrupted", "run it again for all episodes")
     if run.score.lifted < require:
-        fail(Code.CHECK, f"{run.score}", f"at least {require} were wanted", "train longer, or on more demonstrations")
+        fail(Code.CHECK, f"{run.score}", f"at least {require} were required", "train longer, or on more demonstrations")
 
 
 def _progress(*facts: ProgressColumn) -> Progress:
-    """Progress bar of episodes on standard error; ``facts`` are further columns after the count."""
+    """Return a progress bar of episodes on standard error; ``facts`` are more columns after the count."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *facts, TimeElapsedColumn())
     console = Console(stderr=True, highlight=False)
     return Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console)
 
 
 def _play(run: "Evaluation", whole_stack: bool, delay: int, output: Path | None) -> bool:
-    """Plays the episodes; False when a person ended it before."""
+    """Play the episodes; return False after Ctrl-C."""
     from jaxmodels.errors import JaxModelsError
     from robojax.sim.demo import DemoFailed
     from service.processes import ChildDied
@@ -140,16 +135,12 @@ def _play(run: "Evaluation", whole_stack: bool, delay: int, output: Path | None)
     except KeyboardInterrupt:
         return False
     except JaxModelsError as error:
-        fail(
-            Code.POLICY,
-            f"policy {run.policy!r} cannot be used",
-            str(error),
-            f"robojax check {run.policy} says what it needs",
-        )
+        then = f"robojax check {run.policy} shows its requirements"
+        fail(Code.POLICY, f"policy {run.policy!r} cannot be used", str(error), then)
     except (DemoFailed, ChildDied) as error:
-        fail(Code.TRANSPORT, "the evaluation stopped", str(error), "robojax doctor says what this machine lacks")
+        fail(Code.TRANSPORT, "the evaluation stopped", str(error), "robojax doctor checks this machine")
     except (OSError, RuntimeError, ValueError) as error:
-        fail(Code.USAGE, "nothing can be evaluated", str(error), "robojax doctor says what this machine lacks")
+        fail(Code.USAGE, "nothing can be evaluated", str(error), "robojax doctor checks this machine")
     return True
 
 
@@ -203,20 +194,14 @@ def _save(run: "Evaluation", output: Path) -> None:
 
 
 def _show(score: "Score") -> None:
-    from rich.box import SIMPLE
-
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False, collapse_padding=True)
-    table.add_column("instruction", no_wrap=True)
-    for column in ("episodes", "lifted", "wrong", "missed", "share", "Wilson's 95 %"):
-        table.add_column(column, justify="right", no_wrap=True)
-    rows = score.by_instruction()
-    if not rows:
+    scores = score.by_instruction()
+    if not scores:
         return
-    for name, each in rows.items():
-        table.add_row(name, *_cells(each))
+    rows = [(name, *_cells(each)) for name, each in scores.items()]
     if len(rows) > 1:
-        table.add_row("all", *_cells(score))
-    Console(highlight=False).print(table)
+        rows.append(("all", *_cells(score)))
+    numbers = ("episodes", "lifted", "wrong", "missed", "share", "Wilson's 95 %")
+    print_table(("instruction", *numbers), rows, never_folded=("instruction", *numbers), numbers=numbers)
 
 
 def _cells(score: "Score") -> tuple[str, ...]:
@@ -228,40 +213,30 @@ def _cells(score: "Score") -> tuple[str, ...]:
 
 PASS_SHARE = 0.8
 LATE_ACTIONS = (
-    "late actions: an action whose moment passed while the policy still computed is dropped and never sent late; some "
-    "are normal, and more on a slow machine, so only if cubes are missed end other programs or use a GPU."
+    "late actions: actions that are late because the policy still computed are dropped. Some are normal, and more on a "
+    "slow machine. If cubes are missed, end other programs or use a GPU."
 )
 
 
 def demo(
-    episodes: Annotated[int, typer.Option(min=0, help="Cubes to pick up; 0 goes on until Ctrl-C.")] = 20,
-    headless: Annotated[bool, typer.Option("--headless", help="Plain lines instead of a live table.")] = False,
+    episodes: Annotated[int, typer.Option(min=0, help="Number of episodes; 0 for no limit, until Ctrl-C.")] = 20,
+    headless: Annotated[bool, typer.Option("--headless", help="Lines instead of a live table.")] = False,
     task: WhichTask = TaskName.PICK,
-    policy: Annotated[
-        str | None, typer.Option(help="Policy folder or Hub repo id; the one shipped for the task by default.")
-    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy folder or Hub repo id; default: the included.")] = None,
     seed: Seed = FIRST_SEED,
     port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="Port of the demo's server; 0 takes a free one. Default: ROBOJAX_PORT, else 8001, or a free port when "
-            "another program has 8001.",
-        ),
+        int | None, typer.Option(min=0, max=65535, help="Port; 0: any; default: ROBOJAX_PORT, else 8001 if it is free.")
     ] = None,
     require: Annotated[
-        int | None, typer.Option(min=0, help="Cubes that must be lifted, else exit 1; default: 80 % of the episodes.")
+        int | None, typer.Option(min=0, help="Required lifted cubes, else exit 1; default: 80 %.")
     ] = None,
-    record: Annotated[
-        Path | None, typer.Option(help="Folder to record into: an MCAP file, and a LeRobotDataset made of it.")
-    ] = None,
+    record: Annotated[Path | None, typer.Option(help="Folder for a recording (MCAP) and its LeRobotDataset.")] = None,
 ) -> None:
     """Start the server, its rooms and a simulated SO-100 arm, and watch it pick up cubes.
 
-    Everything on the way is the real one: camera frames as WebRTC video, joints over WebSocket, the session made
-    through the HTTP API, the policy compiled. A policy that reads language is told before each episode which cube to
-    lift, through PATCH /sessions/{id}.
+    The demo uses the real stack: camera frames as WebRTC video, joints over WebSocket, a session over the HTTP API,
+    a compiled policy. A policy that reads language gets the cube to lift before each episode, with PATCH
+    /sessions/{id}.
     """
     from robojax.sim.demo import DemoFailed
     from service.processes import ChildDied
@@ -276,19 +251,19 @@ def demo(
         typer.echo("ended; server and arm are stopped")
         return
     except (DemoFailed, ChildDied) as error:
-        advice = f"robojax check {chosen_policy} looks at the policy, robojax doctor says what this machine lacks"
+        advice = f"robojax check {chosen_policy} checks the policy, robojax doctor this machine"
         typer.echo(f"the demo stopped: {error}\n{advice}", err=True)
         raise typer.Exit(4) from error
     if lifted < required:
-        typer.echo(f"fewer than the {required} cubes wanted", err=True)
+        typer.echo(f"fewer than the {required} required cubes", err=True)
         raise typer.Exit(1)
 
 
 def choose_port(asked: int | None) -> int:
-    """Port of the demo's server, by the flag or the settings; ends the process when that port is taken.
+    """Return the port of the demo's server from the flag or the settings; ends the process if that port is taken.
 
     Returns:
-        The port, or 0 for a free one when the default port is taken and no port was named.
+        The port, or 0 for a free port if the default port is taken and no port was given.
     """
     from robojax.cli.serve import settings_or_end
     from service.http.server import CannotListen, listen
@@ -313,10 +288,10 @@ async def _run_demo(
     console = Console()
     console.print("starting the server ...")
     async with serve_demo(port=port, recordings=record) as running:
-        console.print(f"server: {running.url}   making the session: loading and compiling ...")
+        console.print(f"server: {running.url}   creating the session: loading and compiling ...")
         console.print(f"watch it, and stop it: [bold]{running.page}[/bold]", soft_wrap=True, highlight=False)
         request = await running.create_session(policy, task, seed)
-        console.print("the session, by hand:")
+        console.print("the same session with curl:")
         for line in request.curl():
             console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
         view = None
@@ -331,7 +306,7 @@ async def _run_demo(
                     console.print(note, soft_wrap=True, highlight=False, markup=False)
                 if not is_plain:
                     live.update(build_table(view, episodes), refresh=True)
-        assert view is not None, "there is at least one view"
+        assert view is not None, "the demo yields at least one view"
         if is_plain:
             for name, value in list_facts(view):
                 console.print(f"{name}: {value}", highlight=False)
@@ -361,18 +336,18 @@ def record_demo(
     folder: Annotated[Path, typer.Argument(help="New folder for the LeRobotDataset.")],
     episodes: Annotated[int, typer.Option(min=1, help="Successful demonstrations to record.")] = 200,
     task: WhichTask = TaskName.PICK,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first one; those that are evaluated begin at 5000.")] = 0,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one for each core.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first; seeds of evaluations begin at 5000.")] = 0,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: number of cores.")] = None,
 ) -> None:
-    """Record demonstrations of a scripted expert as a LeRobotDataset v3.0: joints, 240x240 video, a task for each.
+    """Record demonstrations of a scripted expert as a LeRobotDataset v3.0: joints, 240x240 video and tasks.
 
-    What is recorded follows from task and seed alone. The folder appears when everything was written; nothing is left
-    of a recording that failed or was interrupted.
+    Task and seed determine the recording. The folder appears when the dataset is complete; after a failure or an
+    interruption nothing remains.
     """
     from jaxmodels.errors import JaxModelsError
     from robojax.sim.expert import demonstrations
 
-    # Asked to end, it takes back what it began, as it does at Ctrl-C.
+    # SIGTERM removes the incomplete dataset, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     seeds: list[int] = []
     try:
@@ -387,21 +362,21 @@ def record_demo(
     except KeyboardInterrupt:
         fail(Code.CHECK, "nothing was recorded", f"ended after {len(seeds)} of {episodes}", "run it again")
     except JaxModelsError as error:
-        fail(Code.USAGE, "nothing was recorded", str(error), "mend that, and run it again")
+        fail(Code.USAGE, "nothing was recorded", str(error), "correct this, and run it again")
     except (OSError, RuntimeError) as error:
-        fail(Code.USAGE, "nothing was recorded", str(error), "robojax doctor says what this machine lacks")
+        fail(Code.USAGE, "nothing was recorded", str(error), "robojax doctor checks this machine")
     left_out = sorted({*range(seed, seeds[-1] + 1)} - {*seeds})
-    failed = f"; the expert failed at {left_out}, which are left out" if left_out else ""
+    failed = f"; without {left_out}, where the expert failed" if left_out else ""
     typer.echo(f"{folder}: {episodes} demonstrations, seeds {seeds[0]} to {seeds[-1]}{failed}")
     train = (
         "robojax train --policy.type=act --preset=small --image_size=96 --batch_size=32 "
         f"--dataset.root={folder} --output_dir=runs/{task}"
     )
-    typer.echo(f"train on them: {train}  (other types, and their flags: robojax train --help)")
+    typer.echo(f"train on them: {train}  (other types and flags: robojax train --help)")
 
 
 def list_facts(view: "View") -> list[tuple[str, str]]:
-    """Names and texts of all figures of the demo, in order."""
+    """Return names and texts of all figures of the demo, in order."""
     status = view.status
     stats: dict[str, Any] = status["stats"]
     inference: dict[str, Any] = status.get("inference_stats") or {}
@@ -425,7 +400,7 @@ def list_facts(view: "View") -> list[tuple[str, str]]:
 
 
 def build_table(view: "View", episodes: int) -> Table:
-    """The demo's live table."""
+    """Return the demo's live table."""
     title = f"robojax demo: a policy of type {view.status['policy_type']} picks up cubes"
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold")
@@ -452,7 +427,7 @@ def _format(value: Any) -> str:
 
 
 def _draw_bar(name: str, value: Any, width: int = 30) -> str:
-    """Text bar of a joint's position within its range."""
+    """Draw a joint's position within its range as text."""
     if value is None:
         return ""
     low = 0.0 if name == "Jaw" else -100.0

@@ -10,30 +10,29 @@ from robojax.cli.app import Code, fail, print_table
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-Role = Annotated[str, typer.Option(help="viewer looks; operator makes and moves sessions of its own; admin does all.")]
-Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Of the server, whose state folder has the keys.")]
-State = Annotated[str | None, typer.Option(help="The server's state folder; default: that of its port.")]
-KeysFile = Annotated[str | None, typer.Option(help="The server's --keys-file, when it has one.")]
-Owner = Annotated[
-    str | None, typer.Option(help="Whose sessions it works on: a robot's or a viewer's key, say. Default: its name.")
+Role = Annotated[str, typer.Option(help="viewer: read; operator: create and move own sessions; admin: everything.")]
+Port = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port of the server, whose state folder has the keys.")
 ]
-Everybodys = Annotated[bool, typer.Option("--all", help="It works on everybody's sessions.")]
+State = Annotated[str | None, typer.Option(help="The server's state folder; default: the folder of its port.")]
+KeysFile = Annotated[str | None, typer.Option(help="The server's --keys-file, if it has one.")]
+Owner = Annotated[str | None, typer.Option(help="Owner of the sessions that it may use. Default: its name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
 
 
 @app.command()
 def new(
     role: Role,
-    name: Annotated[str | None, typer.Option(help="What it is called in the list and the log.")] = None,
-    days: Annotated[float | None, typer.Option(help="Days after which it ends; default: never.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the key in the list and the log.")] = None,
+    days: Annotated[float | None, typer.Option(help="Days after which it expires; default: never.")] = None,
     owner: Owner = None,
-    everybodys: Everybodys = False,
+    all_owners: Annotated[bool, typer.Option("--all", help="It may use all sessions.")] = False,
     port: Port = None,
     state: State = None,
     keys_file: KeysFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key and print it, this once. A running server takes it at once; with its first key it wants one of all."""
+    """Create a key and print it once. A running server accepts it at once; after its first key it requires keys."""
     import json
     import secrets
     import time
@@ -45,22 +44,22 @@ def new(
     try:
         of = Roles.parse(role)
     except ValueError as error:
-        fail(Code.USAGE, "no key was made", str(error), "robojax token new --help says what each may do")
-    if owner is not None and everybodys:
-        fail(Code.USAGE, "no key was made", "--owner and --all exclude each other", "leave one of them out")
-    with _end_on_errors("no key was made"):
-        key = file.create(name, of, None if everybodys else owner or name, time.time(), days)
+        fail(Code.USAGE, "no key was created", str(error), "robojax token new --help describes the roles")
+    if owner is not None and all_owners:
+        fail(Code.USAGE, "no key was created", "--owner and --all exclude each other", "give only one option")
+    with _end_on_errors("no key was created"):
+        key = file.create(name, of, None if all_owners else owner or name, time.time(), days)
     if as_json:
         typer.echo(json.dumps({"name": name, "role": str(of), "key": key}))
         return
     typer.echo(key)
-    typer.echo(f"key {name!r} ({of}) is in {file.path} as a hash; it is shown only here and now", err=True)
+    typer.echo(f"key {name!r} ({of}) is in {file.path} as a hash; it is shown only once", err=True)
     typer.echo("use it: export ROBOJAX_KEY=...; over HTTP: X-API-Key or Authorization: Bearer", err=True)
 
 
 @app.command("list")
 def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as_json: AsJson = False) -> None:
-    """List the keys there are, without the keys themselves."""
+    """List names, roles and owners of the keys."""
     import json
     import time
     from datetime import UTC, datetime
@@ -86,7 +85,7 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
         typer.echo(json.dumps(listed, indent=2))
         return
     if not keys:
-        typer.echo(f"no keys in {file.path}; robojax token new --role operator makes one")
+        typer.echo(f"no keys in {file.path}; robojax token new --role operator creates a key")
         return
     rows = []
     for name, role, owner, made_at, expires_at, is_over in (key.values() for key in listed):
@@ -97,34 +96,34 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
 
 @app.command()
 def revoke(
-    name: Annotated[str, typer.Argument(help="Of the key.")],
+    name: Annotated[str, typer.Argument(help="Name of the key.")],
     port: Port = None,
     state: State = None,
     keys_file: KeysFile = None,
 ) -> None:
-    """Take a key back; a running server lets it in no more, and closes its sockets within seconds."""
+    """Revoke a key; a running server refuses it at once, and closes its sockets within seconds."""
     file = _keys(port, state, keys_file)
     with _end_on_errors("no key was revoked"):
         revoked = file.revoke(name)
         left = len(file.read_keys())
     typer.echo(f"key {revoked.name!r} ({revoked.role}) is revoked; {left} left in {file.path}")
     if not left:
-        typer.echo("a running server lets nobody in by a key now; one that is started lets this machine in", err=True)
+        typer.echo("a running server now accepts no keys; a new server accepts this machine without a key", err=True)
 
 
 @app.command()
 def jwt(
     role: Role,
-    name: Annotated[str, typer.Option(help="Who it stands for.")],
-    hours: Annotated[float, typer.Option(help="Hours after which it ends.")] = 1.0,
+    name: Annotated[str, typer.Option(help="Name of the caller.")],
+    hours: Annotated[float, typer.Option(help="Hours after which it expires.")] = 1.0,
     owner: Owner = None,
     port: Port = None,
     state: State = None,
     secret_file: Annotated[
-        str | None, typer.Option("--jwt-secret-file", help="The server's --jwt-secret-file, when it has one.")
+        str | None, typer.Option("--jwt-secret-file", help="The server's --jwt-secret-file, if it has one.")
     ] = None,
 ) -> None:
-    """Sign a bearer token. It cannot be revoked by itself; the secret's file is made the first time."""
+    """Sign a bearer token, which cannot be revoked. The first token creates the file of the secret."""
     import time
 
     from robojax.cli.serve import settings_or_end
@@ -157,13 +156,13 @@ def _keys(port: int | None, state: str | None, keys_file: str | None) -> Any:
 
 
 def _refuse_without_state(what: str, flag: str) -> NoReturn:
-    why = "a server on any free port, or with --state off, keeps nothing"
+    why = "a server on any free port, or with --state off, stores nothing"
     fail(Code.USAGE, what, why, f"give --port, --state or {flag} as the server has it")
 
 
 @contextmanager
 def _end_on_errors(what: str) -> Iterator[None]:
-    """Context whose errors end the command."""
+    """End the command with an error message for errors within the context."""
     from service.auth.keys import KeyRefused
     from service.reloading_file import FileUnusable
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 HELP = """Usage: robojax train --policy.type=act --dataset.root=DIR --output_dir=DIR [--name=value ...]
 
-A policy from demonstrations (LeRobotDataset), with the flags of lerobot-train. A killed run goes on, to the same
-weights, with the same flags and --resume=true. The folder of the run gets policy/ in LeRobot's layout, checkpoints/,
-metrics.jsonl and loss.png.
+Train a policy on demonstrations (LeRobotDataset), with the flags of lerobot-train. The same flags and --resume=true
+continue a killed run, with the same resulting weights. The folder of the run gets policy/ in LeRobot's layout,
+checkpoints/, metrics.jsonl and loss.png.
 """
-INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ended
+INTERRUPTED = 130  # exit code of shells for a program that Ctrl-C ended
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -43,7 +43,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     "train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )
 def train(context: typer.Context) -> None:
-    """Train a policy on a LeRobotDataset; flags as of lerobot-train."""
+    """Train a policy on a LeRobotDataset, with the flags of lerobot-train."""
     if not context.args or {"--help", "-h"} & set(context.args):
         typer.echo(_help(context.args))
         raise typer.Exit(0 if context.args else Code.USAGE)
@@ -62,12 +62,14 @@ def train(context: typer.Context) -> None:
     except InvalidFlags as error:
         fail(Code.USAGE, "flags that cannot be read", str(error), "see robojax train --help --policy.type=<type>")
     except JaxModelsError as error:
-        fail(Code.POLICY, "not trained", str(error), "mend that, and call the same command again")
+        fail(Code.POLICY, "not trained", str(error), "correct this, and run the same command again")
     except KeyboardInterrupt:
-        typer.echo(f"\nstopped; the same flags with --output_dir={output} --resume=true go on from the last checkpoint")
+        typer.echo(
+            f"\nstopped; the same flags with --output_dir={output} --resume=true continue from the last checkpoint"
+        )
         raise typer.Exit(INTERRUPTED) from None
     except OSError as error:
-        then = f"make room or give rights; the same flags with --output_dir={output} --resume=true go on"
+        then = f"free disk space or fix permissions; then the same flags with --output_dir={output} --resume=true"
         fail(Code.CHECK, "training stopped", str(error), then)
 
 
@@ -103,12 +105,12 @@ def _run(flags: ParsedFlags, output: Path) -> None:
 
 
 def _check_fields(flags: ParsedFlags) -> None:
-    """Check names of policy flags first: one that seems missing may be misspelt. Nothing is fetched before."""
+    """Check the names of policy flags before anything is fetched, because a missing flag may be misspelt."""
     if not flags.policy:
         return
     from jaxmodels.training import policy_fields, trained_types
 
-    # A policy to go on with says its type itself, later; without one that there is, any may be meant.
+    # The type of an existing policy is known only after it was loaded, so flags of all types are allowed.
     kind = flags.values.get("policy.type")
     known = [kind] if kind in trained_types() else trained_types()
     fields = [name for type_name in known for name in policy_fields(type_name)]
@@ -118,7 +120,7 @@ def _check_fields(flags: ParsedFlags) -> None:
 def _check(values: Mapping[str, Any]) -> None:
     wrong = []
     if ("policy.type" in values) == ("policy.path" in values):
-        wrong.append("wanted one of --policy.type (a new policy) and --policy.path (one to go on with)")
+        wrong.append("wanted either --policy.type (a new policy) or --policy.path (an existing policy)")
     if (kind := values.get("policy.type")) is not None:
         from jaxmodels.training import trained_types
 
@@ -131,11 +133,13 @@ def _check(values: Mapping[str, Any]) -> None:
     if root is not None and not Path(root).is_dir():
         wrong.append(f"--dataset.root is {root!r}; there is no such folder")
     if "policy.path" in values:
-        wrong += [f"--{name} is of a new policy" for name in ("preset", "image_size", "text_encoder") if name in values]
+        wrong += [
+            f"--{name} is only for a new policy" for name in ("preset", "image_size", "text_encoder") if name in values
+        ]
     if "mesh" in values and "fsdp" in values:
-        wrong.append("wanted one of --mesh and --fsdp")
+        wrong.append("--mesh and --fsdp exclude each other")
     if values.get("resume") and "output_dir" not in values:
-        wrong.append("--resume wants --output_dir, the folder of the run")
+        wrong.append("--resume needs --output_dir, the folder of the run")
     if wrong:
         raise InvalidFlags("\n".join(wrong))
 
@@ -144,7 +148,7 @@ def _start(flags: ParsedFlags, dataset: "Dataset", on_progress: Any) -> "Start":
     from jaxmodels.training import new_policy, policy_fields, trained_policy
 
     values, device = flags.values, flags.values.get("policy.device")
-    # LeRobot knows these names; gpu and tpu are only ours.
+    # LeRobot does not know the names gpu and tpu.
     defaults = {"device": device} if device is not None and device.split(":")[0] in ("cpu", "cuda") else {}
     if "policy.path" in values:
         path, revision = values["policy.path"], values.get("policy.revision")
@@ -205,7 +209,7 @@ def _default_output(values: Mapping[str, Any]) -> Path:
 
 
 def _help(arguments: list[str]) -> str:
-    """All flags, and the fields of a policy's config when its type is among the arguments."""
+    """Return the help of all flags, and of a policy's fields if its type is among the arguments."""
     lines, group = [HELP], ""
     width = max(len(name) for name in FLAGS) + 4
     for flag in FLAGS.values():
@@ -215,7 +219,7 @@ def _help(arguments: list[str]) -> str:
         lines.append(f"  {'--' + flag.name:<{width}} {flag.help}")
     kind = next((word.partition("=")[2] for word in arguments if word.startswith("--policy.type=")), None)
     if kind is None:
-        lines.append("\nEvery field of a policy's config is --policy.<field>=<value>; which there are says")
+        lines.append("\nEvery field of a policy's config is a flag --policy.<field>=<value>. To list the fields:")
         lines.append("  robojax train --help --policy.type=act")
         return "\n".join(lines)
     from jaxmodels.errors import ConfigError
@@ -229,15 +233,15 @@ def _help(arguments: list[str]) -> str:
     return "\n".join([*lines, *(f"  --{POLICY_PREFIX}{name:<{width - 9}} {words}" for name, words in fields.items())])
 
 
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"))
-BETWEEN_LINES = 10.0  # seconds, of decoding and downloading in a log
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+BETWEEN_LINES = 10.0  # seconds between log lines of decoding and downloading
 
 
 class ProgressDisplay:
     """Display of a training's progress: a bar on a terminal, lines in a log.
 
     Args:
-        is_enabled: False for all but the first of several processes.
+        is_enabled: whether this is the first of several processes, which shows the progress.
     """
 
     def __init__(self, *, is_enabled: bool):
@@ -265,7 +269,7 @@ class ProgressDisplay:
         self._advance("decoding", done, total)
 
     def begin(self, dataset: "Dataset", start: "Start", config: "TrainingConfig") -> None:
-        """Print what is going to be trained on what."""
+        """Print policy, dataset and steps of the training."""
         frames = int(dataset.lengths.sum())
         self._console.print(
             f"{start.policy.type} on {dataset.folder.name}: {len(dataset.lengths)} episodes, {frames} frames at "
@@ -298,8 +302,8 @@ class ProgressDisplay:
                 self._console.print(f"{name} {done}/{total} ({done / total:.0%})", soft_wrap=True)
             return
         if name not in self._tasks:
-            self._tasks[name] = self._bar.add_task(name, total=total, told="")
-        self._bar.update(self._tasks[name], completed=done, total=total, told=text)
+            self._tasks[name] = self._bar.add_task(name, total=total, text="")
+        self._bar.update(self._tasks[name], completed=done, total=total, text=text)
 
 
 def _span(seconds: float) -> str:

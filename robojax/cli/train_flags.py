@@ -1,33 +1,17 @@
 """Table of the training flags, and their strict parser, which reports all errors and suggests names."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 POLICY_PREFIX = "policy."
-EXPECTED = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a text",
-    "bool": "true or false",
-    "json": "JSON",
-    "episodes": "numbers of episodes, e.g. [0,1,5] or 0-49",
-    "size": "pixels, e.g. 96, or 96x128 (height x width)",
-    "mesh": "how many devices, e.g. data:2,fsdp:4",
-    "betas": "two numbers, e.g. 0.9,0.999",
-}
 
 
 @dataclass(frozen=True)
 class Flag:
-    """Declaration of one flag.
-
-    Attributes:
-        group: its heading in the help.
-        kind: one of `EXPECTED`.
-    """
+    """Declaration of one flag; ``group`` is its heading in the help, ``kind`` a key of `KINDS`."""
 
     name: str
     group: str
@@ -37,16 +21,16 @@ class Flag:
 
 # Heading to its flags: name, kind, help.
 GROUPS = {
-    "What is trained": (
+    "Policy": (
         ("policy.type", "str", "act, diffusion2d or tokens2d; a new policy, made for the dataset"),
-        ("policy.path", "str", "folder or Hub repo of a policy to go on with, instead of --policy.type"),
+        ("policy.path", "str", "folder or Hub repo of a policy to continue with, instead of --policy.type"),
         ("policy.revision", "str", "branch, tag or commit of that repo"),
-        ("policy.device", "str", "cpu, gpu, cuda, tpu, or one of them as cuda:1 [JAX's first choice]"),
-        ("preset", "str", "small: what a CPU trains in minutes"),
-        ("text_encoder", "str", "folder or Hub repo of a CLIP whose text tower reads instructions, as it is"),
-        ("image_size", "size", "what the policy looks at, e.g. 96 or 96x128 [as the dataset's pictures]"),
+        ("policy.device", "str", "cpu, gpu, cuda, tpu, or a single device as cuda:1 [JAX's default]"),
+        ("preset", "str", "small: a policy that a CPU trains in minutes"),
+        ("text_encoder", "str", "folder or Hub repo of a CLIP model whose frozen text tower reads instructions"),
+        ("image_size", "size", "size of the policy's pictures, e.g. 96 or 96x128 [the dataset's]"),
     ),
-    "From what": (
+    "Data": (
         ("dataset.repo_id", "str", "dataset of the Hub (owner/name), or a name for that of --dataset.root"),
         ("dataset.root", "str", "folder of a LeRobotDataset, v3.0 or v2.1"),
         ("dataset.revision", "str", "branch, tag or commit of the repo"),
@@ -58,51 +42,51 @@ GROUPS = {
         ("dataset.image_transforms.noise", "float", "noise on each pixel, a share of the full range [0]"),
         ("state_noise", "float", "noise on the normalised state [0]"),
     ),
-    "How": (
+    "Training": (
         ("steps", "int", "updates of the parameters [100000]"),
         ("batch_size", "int", "examples of an update, over all devices together [8]"),
-        ("seed", "int", "of first weights, order and noise [1000]"),
-        ("dtype", "str", "float32, or bfloat16: computing, parameters stay float32 [float32]"),
-        ("gradient_accumulation_steps", "int", "parts in which a batch is computed, for less memory [1]"),
-        ("ema_decay", "float", "the policy becomes a moving average of the parameters, e.g. 0.999 [0: it does not]"),
+        ("seed", "int", "seed of initial weights, order and noise [1000]"),
+        ("dtype", "str", "float32, or bfloat16 for computations with float32 parameters [float32]"),
+        ("gradient_accumulation_steps", "int", "parts into which a batch is split, to save memory [1]"),
+        ("ema_decay", "float", "decay of a moving average of the parameters, e.g. 0.999 [0: none]"),
         ("use_policy_training_preset", "bool", "optimizer and scheduler as the policy's config asks [true]"),
         ("optimizer.type", "str", "adamw or adam"),
         ("optimizer.lr", "float", "learning rate"),
-        ("optimizer.lr_backbone", "float", "that of vision backbones"),
+        ("optimizer.lr_backbone", "float", "learning rate of vision backbones"),
         ("optimizer.weight_decay", "float", "weight decay"),
         ("optimizer.betas", "betas", "Adam's"),
         ("optimizer.eps", "float", "Adam's"),
         ("optimizer.grad_clip_norm", "float", "largest norm of a gradient; 0 does not clip"),
-        ("optimizer.decayed", "str", "what decays: all, as in LeRobot, or matrices"),
+        ("optimizer.decayed", "str", "decayed parameters: all, as in LeRobot, or matrices"),
         ("scheduler.type", "str", "constant, diffuser or cosine_decay_with_warmup"),
-        ("scheduler.name", "str", "of a diffuser: cosine, linear, constant, constant_with_warmup"),
-        ("scheduler.num_warmup_steps", "int", "steps in which the rate rises"),
-        ("scheduler.num_decay_steps", "int", "of cosine_decay_with_warmup"),
-        ("scheduler.peak_lr", "float", "of cosine_decay_with_warmup"),
-        ("scheduler.decay_lr", "float", "of cosine_decay_with_warmup"),
+        ("scheduler.name", "str", "schedule of type diffuser: cosine, linear, constant, constant_with_warmup"),
+        ("scheduler.num_warmup_steps", "int", "steps in which the learning rate rises"),
+        ("scheduler.num_decay_steps", "int", "steps of cosine_decay_with_warmup"),
+        ("scheduler.peak_lr", "float", "largest rate of cosine_decay_with_warmup"),
+        ("scheduler.decay_lr", "float", "final rate of cosine_decay_with_warmup"),
     ),
-    "Where to, and what is told": (
+    "Output": (
         ("output_dir", "str", "folder of the run [outputs/train/<date>/<time>_<type>]"),
-        ("resume", "bool", "go on with the run in --output_dir [false]"),
-        ("job_name", "str", "instead of the type in the folder's name"),
-        ("log_freq", "int", "steps between two lines of metrics [200]"),
-        ("save_freq", "int", "steps between two checkpoints [20000]"),
-        ("keep_checkpoints", "int", "how many of the newest stay [3]"),
-        ("tensorboard", "bool", "write TensorBoard's events, too (extra `training`) [false]"),
+        ("resume", "bool", "continue the run in --output_dir [false]"),
+        ("job_name", "str", "name of the run's folder, instead of the type"),
+        ("log_freq", "int", "steps between lines of metrics [200]"),
+        ("save_freq", "int", "steps between checkpoints [20000]"),
+        ("keep_checkpoints", "int", "number of newest checkpoints to keep [3]"),
+        ("tensorboard", "bool", "also write TensorBoard's events (extra `training`) [false]"),
         ("num_workers", "int", "threads that read and decode [4]"),
     ),
-    "On which devices": (
+    "Devices": (
         ("mesh", "mesh", "devices for the batch and for the parameters, e.g. data:2,fsdp:4 [data: all]"),
         ("fsdp", "bool", "spread parameters over all devices (--mesh=data:1,fsdp:<all>) [false]"),
         ("distributed.coordinator_address", "str", "host:port of the first process"),
-        ("distributed.num_processes", "int", "how many there are"),
-        ("distributed.process_id", "int", "which one this is, from 0"),
-        ("distributed.auto", "bool", "let JAX ask the cluster (Slurm, Kubernetes, TPU pods) instead [false]"),
+        ("distributed.num_processes", "int", "number of processes"),
+        ("distributed.process_id", "int", "number of this process, from 0"),
+        ("distributed.auto", "bool", "let JAX detect the cluster (Slurm, Kubernetes, TPU pods) [false]"),
     ),
 }
 FLAGS = {name: Flag(name, group, kind, text) for group, rows in GROUPS.items() for name, kind, text in rows}
 
-# LeRobot's flags that mean nothing here, by name or by how their name begins: what to do instead.
+# Unsupported flags of LeRobot, by name or prefix, and what to do instead.
 ELSEWHERE = {
     "config_path": "give --output_dir and --resume=true",
     "wandb.": "Weights & Biases is not used; --tensorboard=true writes what TensorBoard reads",
@@ -124,7 +108,7 @@ NOTHING = ("null", "none", "")
 
 
 class InvalidFlags(Exception):
-    """Flags that cannot be read; the text lists all errors."""
+    """Invalid flags; the text lists all errors."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +116,8 @@ class ParsedFlags:
     """Parsed values of a command line.
 
     Attributes:
-        values: flag name to value, of flags of the table.
-        policy: field of the policy's config to its text, which nobody can read who does not know the policy's type.
+        values: name to parsed value, for flags in the table.
+        policy: field of the policy's config to its text, which is parsed when the policy's type is known.
     """
 
     values: Mapping[str, Any]
@@ -144,7 +128,7 @@ def read_flags(arguments: Sequence[str]) -> ParsedFlags:
     """Parse ``--name=value`` and ``--name value``; boolean flags may stand alone.
 
     Raises:
-        InvalidFlags: unknown names, values of another kind, or a flag given twice.
+        InvalidFlags: a flag is unknown, has an invalid value, or is given twice.
     """
     values: dict[str, Any] = {}
     policy: dict[str, str] = {}
@@ -153,18 +137,18 @@ def read_flags(arguments: Sequence[str]) -> ParsedFlags:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            wrong.append(f"{word!r} is no flag; wanted --name=value")
+            wrong.append(f"{word!r} is not a flag; wanted --name=value")
             continue
         name, equals, text = word[2:].partition("=")
         flag = FLAGS.get(name)
         if not equals and rest and not rest[0].startswith("--"):
             text, equals = rest.pop(0), "="
         if name in values or name.removeprefix(POLICY_PREFIX) in policy:
-            wrong.append(f"--{name} is there twice")
+            wrong.append(f"--{name} is given twice")
         elif flag is None and name.startswith(POLICY_PREFIX):
             policy[name.removeprefix(POLICY_PREFIX)] = text if equals else "true"
         elif flag is None:
-            # A name in the table that ends with a dot stands for all flags that begin so.
+            # A name that ends with a dot is a prefix.
             known = next((it for it in ELSEWHERE if name == it or (it.endswith(".") and name.startswith(it))), None)
             advice = f" is not known{suggest_names(name, FLAGS)}" if known is None else f": {ELSEWHERE[known]}"
             wrong.append(f"--{name}{advice}")
@@ -182,34 +166,34 @@ def check_fields(texts: Mapping[str, str], fields: Iterable[str], type_name: str
     """Refuse ``--policy.*`` flags that are neither fields of the policy nor in the table.
 
     Args:
-        texts: of `ParsedFlags`.
-        fields: of the policy's type, or of every type that it may be of.
-        type_name: None when that is not known yet.
+        texts: the attribute ``policy`` of `ParsedFlags`.
+        fields: fields of the policy's type, or of all possible types.
+        type_name: the policy's type; None if it is not known yet.
 
     Raises:
-        InvalidFlags: such flags, and the nearest of both kinds.
+        InvalidFlags: there are such flags; the text suggests similar names.
     """
     flags = (name.removeprefix(POLICY_PREFIX) for name in FLAGS if name.startswith(POLICY_PREFIX))
     _refuse_unknown(texts, dict.fromkeys((*flags, *fields)), type_name)
 
 
 def policy_values(texts: Mapping[str, str], kinds: Mapping[str, str], type_name: str) -> dict[str, Any]:
-    """Values of ``--policy.*`` flags as ``config.json`` would have them.
+    """Return the values of ``--policy.*`` flags as in ``config.json``.
 
     Args:
-        texts: of `ParsedFlags`.
-        kinds: the fields there are, and their types in words.
+        texts: the attribute ``policy`` of `ParsedFlags`.
+        kinds: fields of the policy's type, and their types in words.
 
     Raises:
-        InvalidFlags: fields that this type does not have.
+        InvalidFlags: the policy's type lacks a field.
     """
     _refuse_unknown(texts, kinds, type_name)
     return {name: _json(text, kinds[name]) for name, text in texts.items()}
 
 
 def suggest_names(name: str, known: Mapping[str, Any], prefix: str = "") -> str:
-    """ "Did you mean" text with the closest known names."""
-    # The last part is what is remembered: --lr is --optimizer.lr.
+    """Return a hint with the known names that are most similar."""
+    # Users often give only the last part of a name, as --lr for --optimizer.lr.
     close = get_close_matches(name, known, 2, 0.7) or [flag for flag in known if flag.split(".")[-1] == name][:2]
     close = close or get_close_matches(name, known, 2, 0.5)
     return f"; did you mean {' or '.join(f'--{prefix}{flag}' for flag in close)}?" if close else "; see --help"
@@ -227,25 +211,24 @@ def _refuse_unknown(names: Iterable[str], known: Mapping[str, Any], type_name: s
 
 
 def _read(flag: Flag, text: str | None) -> Any:
-    """Value of a flag; only a boolean flag may stand without a text."""
+    """Parse the value of a flag; only a boolean flag may have no text; raise ``ValueError`` with what is accepted."""
+    parse, accepted = KINDS[flag.kind]
+    if text is None and flag.kind != "bool":
+        raise ValueError(accepted)
     try:
-        if flag.kind == "bool":
-            return _boolean("true" if text is None else text.lower())
-        if text is not None:
-            return _READERS[flag.kind](text)
+        return parse("true" if text is None else text)
     except ValueError:
-        pass
-    raise ValueError(EXPECTED[flag.kind])
+        raise ValueError(accepted) from None
 
 
 def _boolean(text: str) -> bool:
-    if text not in (*ON, *OFF):
+    if text.lower() not in (*ON, *OFF):
         raise ValueError
-    return text in ON
+    return text.lower() in ON
 
 
 def _json(text: str, kind: str) -> Any:
-    """A value of a config's field; a text is taken as it is where the field is one."""
+    """Parse the value of a config's field; the text itself if the field is a text."""
     lower = text.lower()
     if lower in NOTHING:
         return None
@@ -259,12 +242,8 @@ def _json(text: str, kind: str) -> Any:
         return text
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.strip("[]()").split(",")]
-
-
 def _episodes(text: str) -> list[int]:
-    """``[0, 1, 5]`` or ``0,1,5``, and ranges as ``0-9``."""
+    """Parse ``[0, 1, 5]`` or ``0,1,5``, and ranges as ``0-9``."""
     numbers: list[int] = []
     for part in filter(None, text.strip("[]()").replace(" ", "").split(",")):
         first, dash, last = part.partition("-")
@@ -275,7 +254,7 @@ def _episodes(text: str) -> list[int]:
 
 
 def _size(text: str) -> tuple[int, int]:
-    """``96`` or ``height x width`` as ``96x128``."""
+    """Parse ``96``, or height and width as ``96x128``."""
     height, by, width = text.lower().partition("x")
     size = (int(height), int(width if by else height))
     if min(size) < 1:
@@ -284,7 +263,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _mesh(text: str) -> dict[str, int]:
-    """``data:2,fsdp:4``."""
+    """Parse ``data:2,fsdp:4``."""
     mesh = {name.strip(): int(count) for name, _, count in (part.partition(":") for part in text.split(","))}
     if set(mesh) - {"data", "fsdp"}:
         raise ValueError
@@ -292,17 +271,19 @@ def _mesh(text: str) -> dict[str, int]:
 
 
 def _betas(text: str) -> tuple[float, float]:
-    first, second = _numbers(text)
+    first, second = map(float, text.strip("[]()").split(","))
     return first, second
 
 
-_READERS: dict[str, Any] = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "json": json.loads,
-    "episodes": _episodes,
-    "size": _size,
-    "mesh": _mesh,
-    "betas": _betas,
+# Kind of a flag to the parser of its text, and what it accepts.
+KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "int": (int, "an integer"),
+    "float": (float, "a number"),
+    "str": (str, "a text"),
+    "bool": (_boolean, "true or false"),
+    "json": (json.loads, "JSON"),
+    "episodes": (_episodes, "numbers of episodes, e.g. [0,1,5] or 0-49"),
+    "size": (_size, "pixels, e.g. 96, or 96x128 (height x width)"),
+    "mesh": (_mesh, "numbers of devices, e.g. data:2,fsdp:4"),
+    "betas": (_betas, "two numbers, e.g. 0.9,0.999"),
 }

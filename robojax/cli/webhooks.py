@@ -35,8 +35,8 @@ def option(text: str, *names: str, **more: Any) -> Any:
 Text = str | None
 Texts = list[str] | None
 File = Path | None
-Id = Annotated[str, typer.Argument(metavar="ID", help="Of the webhook.")]
-EventId = Annotated[str, typer.Argument(metavar="ID", help="Of the event.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Id of the webhook.")]
+EventId = Annotated[str, typer.Argument(metavar="ID", help="Id of the event.")]
 SecretFile = Annotated[File, option("File with the secret; default: WEBHOOK_SECRET.")]
 Events = Annotated[Path, option("File of the events.")]
 AsJson = Annotated[bool, option("JSON, for programs.", "--json")]
@@ -47,23 +47,34 @@ class Hub:
     """Options for the connection to the Hub."""
 
     endpoint: Annotated[Text, option("A Hub or a robojax server; default: HF_ENDPOINT, or huggingface.co.")] = None
-    timeout: Annotated[float, option("Seconds that the Hub has for an answer.")] = 30.0
+    timeout: Annotated[float, option("Seconds for a response.")] = 30.0
+    as_json: Annotated[bool, option("JSON, for programs.", "--json")] = False
 
     def connect(self, allow_http: Sequence[str] | None = None) -> "hooks.WebhooksClient":
         """Return a client of the Hub with these options."""
         return hooks.WebhooksClient(self.endpoint, timeout=self.timeout, allow_http=allow_http or ())
+
+    def print_done(self, done: str, webhook: "hooks.WebhookInfo | Mapping[str, Any]", **more: Any) -> None:
+        """Print what was done to a webhook; ``more`` are additional fields."""
+        shape = webhook if isinstance(webhook, Mapping) else webhook_to_json(webhook)
+        if self.as_json:
+            typer.echo(json.dumps({**shape, "did": done, **more}, indent=2))
+            return
+        typer.echo(f"Webhook {done}")
+        for name, value in {**(webhook_to_texts(shape) if "status" in shape else shape), **more}.items():
+            typer.echo(f"  {name + ':':<9}{escape(str(value))}")
 
 
 @dataclass(frozen=True)
 class Content:
     """Options for the fields of a webhook."""
 
-    url: Annotated[Text, option("Address that it sends to.")] = None
-    job_id: Annotated[Text, option("Job that it starts (from job.id), instead of --url.")] = None
-    domain: Annotated[Texts, option("repo or discussion (or session, of a robojax server); repeatable.")] = None
+    url: Annotated[Text, option("Address of its deliveries.")] = None
+    job_id: Annotated[Text, option("Id of the job that it starts (job.id), instead of --url.")] = None
+    domain: Annotated[Texts, option("repo or discussion (on a robojax server also session); repeatable.")] = None
     secret_file: Annotated[File, option("File with the secret of its deliveries.")] = None
-    generate: Annotated[bool, option("Make --secret-file if it is not there.", "--generate-secret")] = False
-    allow_http: Annotated[Texts, option("Host or network that may be sent to without TLS; repeatable.")] = None
+    generate: Annotated[bool, option("Create --secret-file if it is missing.", "--generate-secret")] = False
+    allow_http: Annotated[Texts, option("Host or network that is allowed without TLS; repeatable.")] = None
 
     def read(self, watch: Sequence[str] | None) -> dict[str, Any]:
         """Return the client's arguments; None for options that were not given."""
@@ -104,20 +115,18 @@ def get_advice(error: hooks.HooksError) -> str:
     if isinstance(error, hooks.UnknownWebhook):
         return "`robojax webhooks list` shows the webhooks of the account"
     if error.status == 401:
-        return "log in with `hf auth login`, or set HF_TOKEN; a robojax server's log names its token file"
+        return "log in with `hf auth login`, or set HF_TOKEN; a robojax server logs the path of its token file"
     if error.status in (None, 408, 429) or error.status >= 500:
-        return "try again later; look at --endpoint and --timeout"
-    return "change what it names; --endpoint has to be a Hub, or a robojax server with --registry"
+        return "try again later; check --endpoint and --timeout"
+    return "correct the request; --endpoint must be a Hub, or a robojax server with --registry"
 
 
 @command("the webhooks cannot be listed", "list", "ls")
-def list_webhooks(
-    hub: Hub, as_json: AsJson = False, quiet: Annotated[bool, option("Only the ids.", "--quiet", "-q")] = False
-) -> None:
+def list_webhooks(hub: Hub, quiet: Annotated[bool, option("Only the ids.", "--quiet", "-q")] = False) -> None:
     """List the webhooks of the account."""
     client = hub.connect()
     shapes = [webhook_to_json(webhook) for webhook in client.list_webhooks()]
-    if as_json:
+    if hub.as_json:
         typer.echo(json.dumps(shapes, indent=2))
     elif quiet:
         typer.echo("".join(f"{shape['id']}\n" for shape in shapes), nl=False)
@@ -130,16 +139,14 @@ def list_webhooks(
         print_table(columns, (map(escape, row.values()) for row in rows), never_folded=("id",))
 
 
-@command("no webhook was made")
+@command("no webhook was created")
 def create(
     watch: Annotated[list[str], option("What to watch, as model:someone/arm or org:someone; repeatable.")],
     content: Content,
     hub: Hub,
-    as_json: AsJson = False,
 ) -> None:
-    """Make a webhook that sends to --url, or starts the job --job-id."""
-    webhook = hub.connect(content.allow_http).create_webhook(**content.read(watch))
-    print_done("created", webhook_to_json(webhook), as_json)
+    """Create a webhook that sends to --url, or starts the job --job-id."""
+    hub.print_done("created", hub.connect(content.allow_http).create_webhook(**content.read(watch)))
 
 
 @command("the webhook was not changed")
@@ -147,77 +154,71 @@ def update(
     webhook_id: Id,
     content: Content,
     hub: Hub,
-    watch: Annotated[Texts, option("All that is to be watched from now on; repeatable.")] = None,
-    as_json: AsJson = False,
+    watch: Annotated[Texts, option("New list of what to watch; repeatable.")] = None,
 ) -> None:
-    """Change the given fields; the others stay, also what is watched."""
+    """Change the given fields and keep the others."""
     given = content.read(watch)
     if all(value is None for value in given.values()):
-        raise hooks.InvalidWebhook("nothing was named that is to change")
-    webhook = hub.connect(content.allow_http).update_webhook(webhook_id, **given)
-    print_done("updated", webhook_to_json(webhook), as_json)
+        raise hooks.InvalidWebhook("no change was given")
+    hub.print_done("updated", hub.connect(content.allow_http).update_webhook(webhook_id, **given))
 
 
 @command("the webhook was not enabled")
-def enable(webhook_id: Id, hub: Hub, as_json: AsJson = False) -> None:
-    """Let a webhook deliver (again)."""
-    print_done("enabled", webhook_to_json(hub.connect().enable_webhook(webhook_id)), as_json)
+def enable(webhook_id: Id, hub: Hub) -> None:
+    """Enable the deliveries of a webhook."""
+    hub.print_done("enabled", hub.connect().enable_webhook(webhook_id))
 
 
 @command("the webhook was not disabled")
-def disable(webhook_id: Id, hub: Hub, as_json: AsJson = False) -> None:
-    """Let a webhook deliver nothing until it is enabled."""
-    print_done("disabled", webhook_to_json(hub.connect().disable_webhook(webhook_id)), as_json)
+def disable(webhook_id: Id, hub: Hub) -> None:
+    """Disable the deliveries of a webhook until it is enabled."""
+    hub.print_done("disabled", hub.connect().disable_webhook(webhook_id))
 
 
 @command("the webhook was not deleted")
-def delete(
-    webhook_id: Id,
-    hub: Hub,
-    yes: Annotated[bool, option("Do not ask.", "--yes", "-y")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Delete a webhook, for good."""
-    if as_json and not yes:
-        raise hooks.InvalidWebhook("--json asks no question; give --yes")
+def delete(webhook_id: Id, hub: Hub, yes: Annotated[bool, option("Do not ask.", "--yes", "-y")] = False) -> None:
+    """Delete a webhook permanently."""
+    if hub.as_json and not yes:
+        raise hooks.InvalidWebhook("--json cannot ask for confirmation; give --yes")
     if not yes:
-        typer.confirm(f"Delete webhook {webhook_id!r} for good?", abort=True)
+        typer.confirm(f"Delete webhook {webhook_id!r} permanently?", abort=True)
     hub.connect().delete_webhook(webhook_id)
-    print_done("deleted", {"id": webhook_id}, as_json)
+    hub.print_done("deleted", {"id": webhook_id})
 
 
 @command("nothing was replayed")
 def replay(
     webhook_id: Id,
-    log_id: Annotated[str, typer.Argument(metavar="LOG_ID", help="Of the delivery, from the activity page.")],
+    log_id: Annotated[str, typer.Argument(metavar="LOG_ID", help="Id of the delivery, from the activity page.")],
     hub: Hub,
-    as_json: AsJson = False,
 ) -> None:
-    """Deliver an event again. Ends with 1 when the receiver did not accept it."""
+    """Deliver an event again. Exit code 1 if the receiver did not accept it."""
     status = hub.connect().replay(webhook_id, log_id)
-    print_done("replayed", {"id": webhook_id}, as_json, log_id=log_id, status_code=status)
+    hub.print_done("replayed", {"id": webhook_id}, log_id=log_id, status_code=status)
     if not 200 <= status < 300:
         raise typer.Exit(Code.CHECK)
 
 
 @command("nothing was sent")
 def send(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Of the endpoint: http://127.0.0.1:7860/webhooks/NAME.")],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="URL of the endpoint: http://127.0.0.1:7860/webhooks/NAME.")
+    ],
     scope: Annotated[Texts, option("Scope of the event, as repo.config or discussion; repeatable.")] = None,
-    all_scopes: Annotated[bool, option("One of every scope.", "--all-scopes")] = False,
-    repo: Annotated[str, option("That it happened to.")] = "robotics-lab/pick-cubes",
-    sha: Annotated[Text, option("Commit that it is about; default: one made up.")] = None,
+    all_scopes: Annotated[bool, option("Events of all scopes.", "--all-scopes")] = False,
+    repo: Annotated[str, option("Repo of the event.")] = "robotics-lab/pick-cubes",
+    sha: Annotated[Text, option("Commit of the event; default: an invented commit.")] = None,
     secret_file: SecretFile = None,
-    as_json: Annotated[bool, option("One line of JSON for each delivery.", "--json")] = False,
+    as_json: Annotated[bool, option("A line of JSON for each delivery.", "--json")] = False,
 ) -> None:
-    """Deliver made-up events as the Hub would. Ends with 1 when an answer is not 2xx."""
+    """Deliver sample events as the Hub does. Exit code 1 if a response is not 2xx."""
     import httpx2
 
     from hooks.payload import SAMPLES, sample
 
     secret = hooks.find_secret(file=secret_file) or os.environ.get("WEBHOOK_SECRET") or ""
     if not (secret.isascii() and secret.isprintable()):
-        raise hooks.InvalidWebhook("the secret is not one line of visible ASCII, so that no header can carry it")
+        raise hooks.InvalidWebhook("the secret must be a line of visible ASCII, because it is sent in a header")
     accepted = 0
     scopes = SAMPLES if all_scopes else scope or ["repo.content"]
     samples = {kind: sample(kind, repo=repo, sha=sha) for kind in scopes}
@@ -242,13 +243,13 @@ def send(
 
 
 def open_inbox(database: Path) -> "Inbox":
-    """Open the events of a server; ``with`` closes them."""
+    """Open the events of a server, as a context manager."""
     from hooks.receiver.inbox import Inbox
     from hooks.server.lifecycle import get_default_folder
 
     if not database.is_file():
         databases = ", ".join(sorted(map(str, get_default_folder().glob("*.sqlite3")))[:5])
-        scripts = f"; scripts keep their events in {databases}" if databases else ""
+        scripts = f"; scripts store their events in {databases}" if databases else ""
         raise StoreError(f"there is no file {str(database)!r}; give --database{scripts}")
     return Inbox(database)
 
@@ -256,15 +257,15 @@ def open_inbox(database: Path) -> "Inbox":
 @command("the events cannot be listed", "list", group=events)
 def list_events(
     database: Events = DATABASE,
-    status: Annotated[Text, option(f"Only these: {STATUSES}.")] = None,
-    limit: Annotated[int, option("How many.", min=1, max=500)] = 50,
+    status: Annotated[Text, option(f"Only events with this status: {STATUSES}.")] = None,
+    limit: Annotated[int, option("Number of events.", min=1, max=500)] = 50,
     as_json: AsJson = False,
 ) -> None:
     """List the newest events."""
     from hooks.server.event_routes import summarize_event
 
     if status is not None and status not in STATUSES.split(", "):
-        raise hooks.InvalidWebhook(f"there is no status {status!r}; give one of {STATUSES}")
+        raise hooks.InvalidWebhook(f"there is no status {status!r}; wanted: {STATUSES}")
     with open_inbox(database) as inbox:
         listed = [summarize_event(event) for event in inbox.list(status=status, limit=limit)]
     if as_json:
@@ -272,7 +273,7 @@ def list_events(
         return
     if not listed:
         typer.echo("no events")
-    # Lines, because a table of all this folds every cell on a narrow terminal.
+    # Lines instead of a table, which would fold every cell on a narrow terminal.
     for event in listed:
         received = datetime.fromtimestamp(event["received_at"], UTC).strftime("%Y-%m-%d %H:%M:%SZ")
         happened = " ".join(event[name] for name in ("scope", "action", "repo") if event[name])
@@ -284,7 +285,7 @@ def list_events(
 
 @command("the event cannot be shown", "show", group=events)
 def show_event(event_id: EventId, database: Events = DATABASE) -> None:
-    """Show all of one event as JSON: headers, body, and why it failed."""
+    """Show an event as JSON: headers, body, and error."""
     from hooks.server.event_routes import serialize_event
 
     with open_inbox(database) as inbox:
@@ -293,13 +294,13 @@ def show_event(event_id: EventId, database: Events = DATABASE) -> None:
 
 @command("the event was not replayed", "replay", group=events)
 def replay_event(event_id: EventId, database: Events = DATABASE) -> None:
-    """Handle an event again, in any status; a running server begins within a second."""
+    """Handle an event of any status again; a running server begins within a second."""
     with open_inbox(database) as inbox:
         event = inbox.replay(event_id)
     typer.echo(f"event {event.id} is {event.status}; its handler is {event.path}")
 
 
-app.add_typer(events, name="events", help="Received events: list them, show one, handle one again.")
+app.add_typer(events, name="events", help="List, show and replay received events.")
 
 
 def webhook_to_json(webhook: "hooks.WebhookInfo") -> dict[str, Any]:
@@ -322,7 +323,7 @@ def webhook_to_json(webhook: "hooks.WebhookInfo") -> dict[str, Any]:
 def webhook_to_texts(shape: Mapping[str, Any]) -> dict[str, str]:
     """Return a webhook as texts, in the order of the table's columns."""
     job = shape.get("job") or {}
-    # A job of a robojax server has no image, but a name.
+    # A job of a robojax server has a name instead of an image.
     name = job.get("docker_image") or job.get("space_id") or (job.get("labels") or {}).get("id") or ""
     return {
         "id": shape["id"],
@@ -334,16 +335,6 @@ def webhook_to_texts(shape: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def print_done(done: str, shape: Mapping[str, Any], as_json: bool, **more: Any) -> None:
-    """Print what was done to which webhook; ``more`` are further fields."""
-    if as_json:
-        typer.echo(json.dumps({**shape, "did": done, **more}, indent=2))
-        return
-    typer.echo(f"Webhook {done}")
-    for name, value in {**(webhook_to_texts(shape) if "status" in shape else shape), **more}.items():
-        typer.echo(f"  {name + ':':<9}{escape(str(value))}")
-
-
 def escape(text: str) -> str:
-    """Return a foreign text without control characters of terminals."""
+    """Return a text without control characters, which could control the terminal."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

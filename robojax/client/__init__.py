@@ -1,7 +1,7 @@
 """Python client of a robojax server: sessions, actions, streams and rooms.
 
-``Client`` is for programs without an event loop, ``AsyncClient`` for those with one. Importing this is quick: neither
-JAX nor the server nor WebRTC is imported.
+``Client`` is for programs without an event loop, ``AsyncClient`` for programs with one. This import is quick, because
+it does not import JAX, the server or WebRTC.
 """
 
 from robojax.client.answers import Action, Chunk, Rooms, SessionStatus

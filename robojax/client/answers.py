@@ -1,4 +1,4 @@
-"""Answers of the server as typed values; unknown fields of newer servers are ignored."""
+"""Responses of the server as typed values; unknown fields of newer servers are ignored."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Chunk:
     """A chunk of future actions.
 
     Attributes:
-        actions: float32 (t, a), in the order of ``joint_names``; action i is meant for ``i / action_rate`` seconds
+        actions: float32 (t, a), in the order of ``joint_names``; action i belongs ``i / action_rate`` seconds
             after the observation.
         action_steps: number of actions that the policy's authors execute before the next request.
         clamped: reasons why the safety guard changed the actions; empty when it changed nothing.
@@ -156,9 +156,7 @@ def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
 
 def _object(value: Any, what: str) -> Any:
     if not isinstance(value, dict):
-        raise Garbled(
-            f"the server answered a {type(value).__name__} where {what} was wanted; is this a robojax server?"
-        )
+        raise Garbled(f"the server answered a {type(value).__name__} in place of {what}; is this a robojax server?")
     return value
 
 

@@ -6,10 +6,22 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from robojax.client import http
-from robojax.client.answers import Action, Chunk, SessionStatus
+from robojax.client.answers import Action, Chunk, SessionStatus, read_status, read_statuses
 from robojax.client.codec import Image, pack_observation
 from robojax.client.errors import ClientError, Refused
-from robojax.client.http import DEFAULT_TIMEOUT, AsyncHttp, Http, credentials, server_url, session_path, socket_url
+from robojax.client.http import (
+    DEFAULT_TIMEOUT,
+    LOADED,
+    Call,
+    Connections,
+    blocking,
+    build_call,
+    credentials,
+    run_blocking,
+    server_url,
+    session_path,
+    socket_url,
+)
 from robojax.client.stream import AsyncStream, Stream, open_async_stream, open_stream
 
 if TYPE_CHECKING:
@@ -18,50 +30,57 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DIRECT = "direct"
-REASON = "asked for by robojax.client"
+REASON = "requested by robojax.client"
 
 
-class Client:
-    """Client of a server, for programs without an event loop.
+class _Connected:
+    """Constructor of both clients."""
 
-    Args:
-        url: of the server. When None: ROBOJAX_SERVER, else this machine at ROBOJAX_PORT, else at port 8001.
-        key: a key or token; the environment's ROBOJAX_KEY when None.
-        timeout: seconds for an answer. Creating and restarting sessions take as long as they take.
-
-    Raises (every method):
-        Refused: the server said no; carries its status, code and text.
-        Unreachable: no answer came. Only what tells something or stops a robot was tried again.
-        Garbled: what answered is no robojax server.
-    """
+    _is_async = True
 
     def __init__(self, url: str | None = None, *, key: str | None = None, timeout: float = DEFAULT_TIMEOUT):
         self.url = server_url(url)
+        self._key = key
         self._headers = credentials(key)
         self._timeout = timeout
-        self._http = Http(self.url, self._headers, timeout)
+        self._http = Connections(self.url, self._headers, timeout, is_async=self._is_async)
 
-    def __enter__(self) -> Self:
+
+class AsyncClient(_Connected):
+    """Client of a server, for programs with an event loop.
+
+    Args:
+        url: URL of the server. When None: ROBOJAX_SERVER, else this machine at ROBOJAX_PORT, else at port 8001.
+        key: a key or token; the environment's ROBOJAX_KEY when None.
+        timeout: seconds for a response. Creating and restarting sessions have a longer timeout.
+
+    Raises (every method):
+        Refused: the server answered with an error; carries its status, code and text.
+        Unreachable: no response arrived. Only requests that read something or stop a robot were repeated.
+        Garbled: the response is not that of a robojax server.
+    """
+
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._http.close()
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
 
-    def sessions(self) -> list[SessionStatus]:
-        """Statuses of all sessions that this key may see, oldest first."""
-        return self._http.send_call(http.sessions())
+    async def sessions(self) -> list[SessionStatus]:
+        """Return the statuses of all sessions that this key may see, oldest first."""
+        return await self._http.send_call(Call("GET", "/sessions", read_statuses, is_safe=True))
 
-    def session(self, session_id: str) -> "Session":
-        """Handle of an existing session; nothing is sent yet."""
-        return Session(self, session_id)
+    def session(self, session_id: str) -> "AsyncSession":
+        """Return a handle of an existing session; nothing is sent yet."""
+        return AsyncSession(self, session_id)
 
-    def create(
+    async def create(
         self, session_id: str, policy_path: str, *, transport_server_url: str = DIRECT, **fields: Any
-    ) -> "Session":
+    ) -> "AsyncSession":
         """Create a session; returns when its policy is loaded, compiled and warm.
 
         Args:
@@ -71,109 +90,131 @@ class Client:
                 page docs/reference/session_fields.md lists them.
 
         Raises:
-            Unusable: a field has a name that no session has; nothing was sent.
+            Unusable: sessions have no field of this name; nothing was sent.
         """
-        self._http.send_call(http.create(session_id, policy_path, transport_server_url, fields))
-        return Session(self, session_id)
+        await self._http.send_call(http.create(session_id, policy_path, transport_server_url, fields))
+        return AsyncSession(self, session_id)
 
-    def emergency_stop(self, reason: str = REASON) -> None:
+    async def emergency_stop(self, reason: str = REASON) -> None:
         """Stop and latch all robots of the server."""
-        self._http.send_call(http.emergency_stop(None, reason))
+        await self._http.send_call(http.emergency_stop("/debug/emergency_stop", reason))
 
-    def ticket(self) -> str:
+    async def ticket(self) -> str:
         """Get a single-use ticket, with which someone without the key can open a WebSocket within 30 seconds."""
-        return self.request("POST", "/tickets")["ticket"]
+        return (await self.request("POST", "/tickets"))["ticket"]
 
-    def request(self, method: str, path: str, body: object = None, *, timeout: float | None = None) -> Any:
-        """Send any request of the API with a JSON body and answer."""
-        return self._http.send_call(http.build_call(method, path, body, timeout))
+    async def request(self, method: str, path: str, body: object = None, *, timeout: float | None = None) -> Any:
+        """Send any request of the API with a JSON body and return its JSON response."""
+        return await self._http.send_call(build_call(method, path, body, timeout))
 
 
-class Session:
-    """Handle of one session; as a context manager it stops the robot on exit, whatever happened inside."""
+class AsyncSession:
+    """Handle of one session; as a context manager it always stops the robot on exit, also after an error."""
 
-    def __init__(self, client: Client, session_id: str):
+    def __init__(self, client: AsyncClient, session_id: str):
         self.client, self.id = client, session_id
         self._do = client._http.send_call
-        # The next act is the first of a program that takes the robot up, also when it was stopped before.
+        # The first action of a program resets the session, also if the session was stopped before.
         self._is_new = False
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         self._is_new = True
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with _judge_stop(self.id, error):
-            self.stop()
+            # Also when this task is being cancelled, because no other task would stop the robot.
+            await asyncio.shield(self.stop())
 
-    def status(self) -> SessionStatus:
+    async def status(self) -> SessionStatus:
         """Get the session's status."""
-        return self._do(http.status(self.id))
+        return await self._do(Call("GET", session_path(self.id), read_status, is_safe=True))
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Let the policy move the robot."""
-        self._do(http.move(self.id, "start"))
+        await self._do(build_call("POST", session_path(self.id, "/start")))
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Hold the robot where it is."""
-        self._do(http.move(self.id, "stop"))
+        await self._do(build_call("POST", session_path(self.id, "/stop")))
 
-    def restart(self) -> None:
-        """Stop and start the session with an empty queue of actions; loads it again when it was interrupted."""
-        self._do(http.move(self.id, "restart"))
+    async def restart(self) -> None:
+        """Stop and start the session with an empty queue of actions; an interrupted session is loaded again."""
+        await self._do(build_call("POST", session_path(self.id, "/restart"), timeout=LOADED))
 
-    def delete(self) -> None:
+    async def delete(self) -> None:
         """Stop the session and remove it with its rooms."""
-        self._do(http.build_call("DELETE", session_path(self.id)))
+        await self._do(build_call("DELETE", session_path(self.id)))
 
-    def emergency_stop(self, reason: str = REASON) -> None:
+    async def emergency_stop(self, reason: str = REASON) -> None:
         """Stop and latch the session: it needs a reset and a start to move again."""
-        self._do(http.emergency_stop(self.id, reason))
+        await self._do(http.emergency_stop(session_path(self.id, "/emergency_stop"), reason))
 
-    def reset(self) -> None:
-        """Take the latch of an emergency stop off; nothing moves by it."""
-        self._do(http.build_call("POST", session_path(self.id, "/reset", "/debug")))
+    async def reset(self) -> None:
+        """Release the latch of an emergency stop; nothing moves yet."""
+        await self._do(build_call("POST", session_path(self.id, "/reset", "/debug")))
         self._is_new = True
 
-    def patch(self, **changes: Any) -> Any:
+    async def patch(self, **changes: Any) -> Any:
         """Change settings while it runs: ``language_instruction``, ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
-        return self._do(http.build_call("PATCH", session_path(self.id), changes))
+        return await self._do(build_call("PATCH", session_path(self.id), changes))
 
-    def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
+    async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
         """Get a chunk for an observation (see ``pack_observation``). Not while the session's own loop drives the robot.
 
-        After a stop, ``reset=True`` takes the robot up again; so does entering the session anew. With
-        ``extra="ignore"`` a state may have names that are no joints (``shoulder_pan.vel``), as LeRobot's robots give.
+        After a stop, ``reset=True`` lets the robot move again; so does entering the session again. With
+        ``extra="ignore"`` a state may have names that are not joints (``shoulder_pan.vel``), as LeRobot's robots give.
 
         Raises:
             Unusable: the observation cannot be sent.
-            Refused: with code "compiling" the policy is made ready for pictures of a new size; try again after
+            Refused: with code "compiling" the policy is compiled for pictures of a new size; try again after
                 ``retry_after``.
         """
-        return self._act(http.act, images, state, more)
+        return await self._act(http.act, images, state, more)
 
-    def next_action(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Action:
+    async def next_action(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Action:
         """Get the next action for an observation; the server keeps the rest of the chunk."""
-        return self._act(http.next_action, images, state, more)
+        return await self._act(http.next_action, images, state, more)
 
-    def _act(self, call: Callable[..., http.Call[T]], images: Any, state: Any, more: dict[str, Any]) -> T:
+    async def _act(self, call: Callable[..., Call[T]], images: Any, state: Any, more: dict[str, Any]) -> T:
         if self._is_new:
             more = {"reset": True} | more
-        answer = self._do(call(self.id, pack_observation(images, state, **more)))
+        answer = await self._do(call(self.id, pack_observation(images, state, **more)))
         self._is_new = False
         return answer
 
-    @contextmanager
-    def stream(self, *, ticket: str | None = None) -> Iterator[Stream]:
+    @asynccontextmanager
+    async def stream(self, *, ticket: str | None = None) -> AsyncIterator[AsyncStream]:
         """Open the session's stream, as a context manager.
 
         Args:
-            ticket: instead of the key, of the server that the session is on.
+            ticket: ticket that replaces the key; it is valid on the server that the session is on.
         """
         if ticket is None:
-            self.status()  # finds the server of the session
-        with open_stream(*_stream_address(self, ticket)) as opened:
+            await self.status()  # finds the server of the session
+        async with open_async_stream(*_stream_address(self, ticket)) as opened:
             yield opened
+
+    async def robot(self, transport_server_url: str, **more: Any) -> "AbstractAsyncContextManager[Robot]":
+        """Join the session's rooms as its robot: ``async with await session.robot(url, on_command=...) as robot``.
+
+        Args:
+            more: arguments of ``service.transport.client.robot.connect_robot``.
+
+        Raises:
+            TransportError: (inside the context) the rooms cannot be joined.
+        """
+        import os
+
+        # Imported here, because WebRTC takes long to import and only rooms need it.
+        from service.transport.client.robot import connect_robot
+        from service.transport.link import Rooms
+
+        rooms = (await self.status()).rooms
+        theirs = Rooms(rooms.workspace_id, rooms.cameras, rooms.joint_input, rooms.joint_output)
+        key = self.client._key or os.environ.get("ROBOJAX_KEY") or None
+        more = {"sessions": self.client.url} | more
+        return connect_robot(transport_server_url, theirs, key=key, **more)
 
 
 @contextmanager
@@ -194,152 +235,73 @@ def _judge_stop(session_id: str, error: BaseException | None) -> Iterator[None]:
 
 
 def _stream_address(session: "Session | AsyncSession", ticket: str | None) -> tuple[str, Mapping[str, str], float]:
-    """URL, headers and timeout (seconds) of a session's stream; a ticket replaces the key."""
+    """Return URL, headers and timeout (seconds) of a session's stream; a ticket replaces the key."""
     client = session.client
     url = socket_url(client._http.get_url(session.id), session_path(session.id, "/stream"), ticket)
     return url, client._headers if ticket is None else {}, client._timeout
 
 
-class AsyncClient:
-    """Client of a server, for programs with an event loop; methods as of ``Client``."""
+class Client(_Connected):
+    """Client of a server, for programs without an event loop; arguments, methods and errors as of ``AsyncClient``."""
 
-    def __init__(self, url: str | None = None, *, key: str | None = None, timeout: float = DEFAULT_TIMEOUT):
-        self.url = server_url(url)
-        self._key = key
-        self._headers = credentials(key)
-        self._timeout = timeout
-        self._http = AsyncHttp(self.url, self._headers, timeout)
+    _is_async = False
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    async def close(self) -> None:
-        """Close the connection."""
-        await self._http.close()
+    def session(self, session_id: str) -> "Session":
+        """Return a handle of an existing session; nothing is sent yet."""
+        return Session(self, session_id)
 
-    async def sessions(self) -> list[SessionStatus]:
-        """Statuses of all sessions that this key may see, oldest first."""
-        return await self._http.send_call(http.sessions())
-
-    def session(self, session_id: str) -> "AsyncSession":
-        """Handle of an existing session; nothing is sent yet."""
-        return AsyncSession(self, session_id)
-
-    async def create(
+    def create(
         self, session_id: str, policy_path: str, *, transport_server_url: str = DIRECT, **fields: Any
-    ) -> "AsyncSession":
-        """Create a session; see ``Client.create``."""
-        await self._http.send_call(http.create(session_id, policy_path, transport_server_url, fields))
-        return AsyncSession(self, session_id)
+    ) -> "Session":
+        """Create a session; see ``AsyncClient.create``."""
+        run_blocking(self._http.send_call(http.create(session_id, policy_path, transport_server_url, fields)))
+        return Session(self, session_id)
 
-    async def emergency_stop(self, reason: str = REASON) -> None:
-        """Stop and latch all robots of the server."""
-        await self._http.send_call(http.emergency_stop(None, reason))
-
-    async def ticket(self) -> str:
-        """Get a single-use ticket, with which someone without the key can open a WebSocket within 30 seconds."""
-        return (await self.request("POST", "/tickets"))["ticket"]
-
-    async def request(self, method: str, path: str, body: object = None, *, timeout: float | None = None) -> Any:
-        """Send any request of the API with a JSON body and answer."""
-        return await self._http.send_call(http.build_call(method, path, body, timeout))
+    close = blocking(AsyncClient.close)
+    sessions = blocking(AsyncClient.sessions)
+    emergency_stop = blocking(AsyncClient.emergency_stop)
+    ticket = blocking(AsyncClient.ticket)
+    request = blocking(AsyncClient.request)
 
 
-class AsyncSession:
-    """Handle of one session; methods as of ``Session``."""
+class Session:
+    """Handle of one session, for programs without an event loop; methods and errors as of ``AsyncSession``."""
 
-    def __init__(self, client: AsyncClient, session_id: str):
+    def __init__(self, client: Client, session_id: str):
         self.client, self.id = client, session_id
         self._do = client._http.send_call
-        # The next act is the first of a program that takes the robot up, also when it was stopped before.
         self._is_new = False
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         self._is_new = True
         return self
 
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with _judge_stop(self.id, error):
-            # Also when this task is being cancelled, because no other task would stop the robot.
-            await asyncio.shield(self.stop())
+            self.stop()
 
-    async def status(self) -> SessionStatus:
-        """Get the session's status."""
-        return await self._do(http.status(self.id))
+    status = blocking(AsyncSession.status)
+    start = blocking(AsyncSession.start)
+    stop = blocking(AsyncSession.stop)
+    restart = blocking(AsyncSession.restart)
+    delete = blocking(AsyncSession.delete)
+    emergency_stop = blocking(AsyncSession.emergency_stop)
+    reset = blocking(AsyncSession.reset)
+    patch = blocking(AsyncSession.patch)
+    act = blocking(AsyncSession.act)
+    next_action = blocking(AsyncSession.next_action)
+    _act = AsyncSession._act
 
-    async def start(self) -> None:
-        """Let the policy move the robot."""
-        await self._do(http.move(self.id, "start"))
-
-    async def stop(self) -> None:
-        """Hold the robot where it is."""
-        await self._do(http.move(self.id, "stop"))
-
-    async def restart(self) -> None:
-        """Stop and start the session with an empty queue of actions; loads it again when it was interrupted."""
-        await self._do(http.move(self.id, "restart"))
-
-    async def delete(self) -> None:
-        """Stop the session and remove it with its rooms."""
-        await self._do(http.build_call("DELETE", session_path(self.id)))
-
-    async def emergency_stop(self, reason: str = REASON) -> None:
-        """Stop and latch the session: it needs a reset and a start to move again."""
-        await self._do(http.emergency_stop(self.id, reason))
-
-    async def reset(self) -> None:
-        """Take the latch of an emergency stop off; nothing moves by it."""
-        await self._do(http.build_call("POST", session_path(self.id, "/reset", "/debug")))
-        self._is_new = True
-
-    async def patch(self, **changes: Any) -> Any:
-        """Change settings of the session while it runs: ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
-        return await self._do(http.build_call("PATCH", session_path(self.id), changes))
-
-    async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
-        """Get a chunk of actions for an observation; see ``Session.act``."""
-        return await self._act(http.act, images, state, more)
-
-    async def next_action(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Action:
-        """Get the next action for an observation; the server keeps the rest of the chunk."""
-        return await self._act(http.next_action, images, state, more)
-
-    async def _act(self, call: Callable[..., http.Call[T]], images: Any, state: Any, more: dict[str, Any]) -> T:
-        if self._is_new:
-            more = {"reset": True} | more
-        answer = await self._do(call(self.id, pack_observation(images, state, **more)))
-        self._is_new = False
-        return answer
-
-    @asynccontextmanager
-    async def stream(self, *, ticket: str | None = None) -> AsyncIterator[AsyncStream]:
-        """Open the session's stream, as a context manager; see ``Session.stream``."""
+    @contextmanager
+    def stream(self, *, ticket: str | None = None) -> Iterator[Stream]:
+        """Open the session's stream, as a context manager; see ``AsyncSession.stream``."""
         if ticket is None:
-            await self.status()  # finds the server of the session
-        async with open_async_stream(*_stream_address(self, ticket)) as opened:
+            self.status()  # finds the server of the session
+        with open_stream(*_stream_address(self, ticket)) as opened:
             yield opened
-
-    async def robot(self, transport_server_url: str, **more: Any) -> "AbstractAsyncContextManager[Robot]":
-        """Join the session's rooms as its robot: ``async with await session.robot(url, on_command=...) as robot``.
-
-        Args:
-            more: as ``service.transport.client.robot.connect_robot`` takes it.
-
-        Raises:
-            TransportError: (inside) the rooms cannot be joined.
-        """
-        import os
-
-        from service.transport.client.robot import connect_robot
-
-        # WebRTC is a lot to import, and only rooms need it.
-        from service.transport.link import Rooms
-
-        rooms = (await self.status()).rooms
-        theirs = Rooms(rooms.workspace_id, rooms.cameras, rooms.joint_input, rooms.joint_output)
-        key = self.client._key or os.environ.get("ROBOJAX_KEY") or None
-        more = {"sessions": self.client.url} | more
-        return connect_robot(transport_server_url, theirs, key=key, **more)

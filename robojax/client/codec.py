@@ -24,7 +24,7 @@ def pack_array(array: "np.ndarray") -> dict[str, object]:
 
 
 def unpack_array(packed: object) -> "np.ndarray":
-    """Decode an array from a map or nested lists; raises Garbled for anything else."""
+    """Decode an array from a map or nested lists; raise ``Garbled`` for anything else."""
     import numpy as np
 
     if isinstance(packed, list):
@@ -33,10 +33,10 @@ def unpack_array(packed: object) -> "np.ndarray":
         except (ValueError, TypeError) as error:
             raise Garbled("the server answered lists that are no array") from error
     if not isinstance(packed, Mapping):
-        raise Garbled(f"the server answered a {type(packed).__name__} where an array was wanted")
+        raise Garbled(f"the server answered a {type(packed).__name__} in place of an array")
     dtype, shape, data = packed.get("dtype"), packed.get("shape"), packed.get("data")
     if dtype not in DTYPES or not isinstance(data, bytes) or len(data) > MAX_ARRAY_BYTES or not isinstance(shape, list):
-        raise Garbled("the server answered something that is no array")
+        raise Garbled("the server answered something that is not an array")
     if not all(isinstance(size, int) and size >= 0 for size in shape):
         raise Garbled("the server answered an array without a shape")
     kind = np.dtype(dtype).newbyteorder("<")
@@ -49,11 +49,12 @@ def pack_picture(name: str, image: Any, is_compressed: bool) -> object:
     """Encode a picture for msgpack.
 
     Args:
-        image: uint8 (h, w, 3), RGB; or the bytes of a JPEG or PNG file. Of several moments: (o, h, w, 3), or a list.
+        image: uint8 (h, w, 3), RGB; or the bytes of a JPEG or PNG file. For several observations: (o, h, w, 3), or a
+            list.
         is_compressed: whether an array is sent as JPEG.
 
     Raises:
-        Unusable: it is no picture.
+        Unusable: the value is not a picture.
     """
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
@@ -76,10 +77,10 @@ def encode_jpeg(image: "np.ndarray") -> bytes:
 
 
 def pack_numbers(what: str, values: Any) -> object:
-    """Encode a state for msgpack: an array, a map by name, or a list; of several moments a list of these.
+    """Encode a state for msgpack: an array, a map by name, or a list; for several observations a list of these.
 
     Raises:
-        Unusable: a value is no finite number.
+        Unusable: a value is not a finite number.
     """
     if isinstance(values, Mapping):
         return {str(name): _finite(f"{what} {name!r}", value) for name, value in values.items()}
@@ -106,7 +107,8 @@ def _finite(what: str, value: Any) -> float:
     return number
 
 
-Image = Any  # uint8 (h, w, 3) in RGB, or the bytes of a JPEG or PNG file; several moments of either
+# uint8 (h, w, 3) in RGB, or the bytes of a JPEG or PNG file; for several observations (o, h, w, 3) or a list.
+Image = Any
 
 
 def pack_observation(
@@ -119,19 +121,19 @@ def pack_observation(
     is_compressed: bool = False,
     **more: object,
 ) -> dict[str, object]:
-    """Encode an observation for msgpack; None is left out.
+    """Encode an observation for msgpack; fields that are None are omitted.
 
     Args:
         images: camera name to uint8 (h, w, 3) in RGB, or to the bytes of a JPEG or PNG file.
-        state: joint positions, in the order of the session's joints or by name. Pictures and joints of all the moments
-            that a policy looks at have an axis of time in front, or are lists, oldest first.
-        prompt: what is to be done, in words, from now on.
-        extra: "ignore" lets a state have names that are no joints of the session (``shoulder_pan.vel``, ``timestamp``).
-            Defaults to "refuse".
+        state: joint positions, in the order of the session's joints or by name. For a policy that reads several
+            observations, pictures and joints have a leading time axis, or are lists, oldest first.
+        prompt: instruction for the policy from now on.
+        extra: "ignore" allows names in the state that are not joints of the session (``shoulder_pan.vel``,
+            ``timestamp``). Defaults to "refuse".
         is_compressed: whether arrays are sent as JPEG: a tenth of the bytes, some milliseconds at each end.
 
     Raises:
-        Unusable: it cannot be sent; says what is wrong.
+        Unusable: the observation cannot be sent; the text says why.
     """
     fields: dict[str, object] = {}
     if images:

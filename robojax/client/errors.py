@@ -13,10 +13,10 @@ class Refused(ClientError):
     """The server answered with an error.
 
     Attributes:
-        status: of HTTP.
-        code: the server's stable name of the error, for programs; "" when it said none.
-        text: the server's own words.
-        retry_after: seconds after which it may be tried again; None when the server did not say.
+        status: HTTP status.
+        code: the server's stable name of the error, for programs; "" without one.
+        text: the server's text.
+        retry_after: seconds after which the request may be repeated; None if the server did not say.
     """
 
     def __init__(self, status: int, code: str, text: str, retry_after: float | None = None):
@@ -28,8 +28,8 @@ class Unreachable(ClientError):
     """The server did not answer.
 
     Attributes:
-        why: what happened, in few words.
-        may_have_arrived: whether the server may have done the request. Only safe requests are then sent again.
+        why: short description of the failure.
+        may_have_arrived: whether the server may have received the request. Only safe requests are then repeated.
     """
 
     def __init__(self, text: str, why: str, may_have_arrived: bool):
@@ -38,15 +38,15 @@ class Unreachable(ClientError):
 
 
 class Garbled(ClientError):
-    """An answer is not of a robojax server, or cannot be read."""
+    """A response is not that of a robojax server, or cannot be read."""
 
 
 class StreamClosed(ClientError):
     """The stream is closed.
 
     Attributes:
-        code: of the WebSocket; 1006 when the connection broke.
-        reason: the server's words.
+        code: close code of the WebSocket; 1006 when the connection broke.
+        reason: the server's text.
     """
 
     def __init__(self, code: int, reason: str):

@@ -8,20 +8,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from functools import wraps
+from inspect import isawaitable
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from robojax.client.answers import (
-    Action,
-    Chunk,
-    SessionStatus,
-    read_action,
-    read_chunk,
-    read_status,
-    read_statuses,
-)
+from robojax.client.answers import Action, Chunk, read_action, read_chunk
 from robojax.client.errors import Garbled, Refused, Unreachable, Unusable
 
 SERVER_VARIABLE, PORT_VARIABLE = "ROBOJAX_SERVER", "ROBOJAX_PORT"
@@ -76,20 +70,21 @@ def credentials(key: str | None) -> dict[str, str]:
 
 
 def session_path(session_id: str, rest: str = "", before: str = "") -> str:
-    """Path of a session, or of a resource of it."""
+    """Return the path of a session, or of a resource of the session."""
     return f"{before}/sessions/{quote(session_id, safe='')}{rest}"
 
 
 def socket_url(base: str, path: str, ticket: str | None = None) -> str:
-    """WebSocket URL beside an http(s) one."""
+    """Return the WebSocket URL of a path on an http(s) server."""
     scheme, rest = base.split("://", 1)
     query = "" if ticket is None else f"?ticket={quote(ticket, safe='')}"
     return f"{'wss' if scheme == 'https' else 'ws'}://{rest}{path}{query}"
 
 
 T = TypeVar("T")
+P = ParamSpec("P")
 JSON, MSGPACK = "application/json", "application/msgpack"
-# Seconds that loading and compiling a policy may take; the server gives a stalled download up before.
+# Seconds that loading and compiling a policy may take; the server aborts a stalled download earlier.
 LOADED = 1800.0
 
 
@@ -99,8 +94,9 @@ class Call(Generic[T]):
 
     Attributes:
         read: converts the answer's body to the result.
-        timeout: seconds for the whole answer; the client's own when None.
-        is_safe: whether it may be sent twice: it only reads, or stops a robot. Requests that move one are sent once.
+        timeout: seconds for the whole response; the client's own when None.
+        is_safe: whether the request may be sent twice, because it only reads or stops a robot. Requests that move a
+            robot are sent once.
     """
 
     method: str
@@ -113,23 +109,13 @@ class Call(Generic[T]):
 
 
 def build_call(method: str, path: str, body: object = None, timeout: float | None = None) -> Call[Any]:
-    """A request with JSON in and out."""
+    """Return a request with a JSON body and a JSON response."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": JSON, "accept": JSON}
     return Call(method, path, lambda answer: answer, data, headers, timeout, is_safe=method == "GET")
 
 
-def sessions() -> Call[list[SessionStatus]]:
-    """Request for all sessions."""
-    return Call("GET", "/sessions", read_statuses, is_safe=True)
-
-
-def status(session_id: str) -> Call[SessionStatus]:
-    """Request for one session."""
-    return Call("GET", session_path(session_id), read_status, is_safe=True)
-
-
-# Fields of a new session besides the three that every session has. A test compares them with the server's.
+# Fields of a new session, except the three required fields. A test compares them with the server's.
 SESSION_FIELDS = (
     "camera_names",
     "workspace_id",
@@ -168,30 +154,22 @@ def create(session_id: str, policy_path: str, transport_server_url: str, fields:
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     body = required | {name: value for name, value in listed.items() if value is not None}
     call = build_call("POST", "/sessions", body, LOADED)
-    # For a proxy in front of several servers, which cannot look into the body (deploy/proxy).
+    # For a proxy in front of several servers, which does not read the body (deploy/proxy).
     return replace(call, headers={**call.headers, "x-robojax-session": quote(session_id, safe="")})
 
 
-def move(session_id: str, move_name: str) -> Call[Any]:
-    """Request to start, stop or restart a session."""
-    return build_call(
-        "POST", session_path(session_id, f"/{move_name}"), timeout=LOADED if move_name == "restart" else None
-    )
-
-
-def emergency_stop(session_id: str | None, reason: str) -> Call[Any]:
-    """Request to stop and latch one session, or all."""
-    path = "/debug/emergency_stop" if session_id is None else session_path(session_id, "/emergency_stop")
+def emergency_stop(path: str, reason: str) -> Call[Any]:
+    """Return the request to stop and latch one session, or all."""
     return replace(build_call("POST", path, {"reason": reason}), is_safe=True)
 
 
 def act(session_id: str, observation: Mapping[str, object]) -> Call[Chunk]:
-    """Request for a chunk, with an observation."""
+    """Return the request for a chunk, with an observation."""
     return _act(session_id, observation, "chunk", read_chunk)
 
 
 def next_action(session_id: str, observation: Mapping[str, object]) -> Call[Action]:
-    """Request for the next action, with an observation."""
+    """Return the request for the next action, with an observation."""
     return _act(session_id, observation, "action", read_action)
 
 
@@ -205,14 +183,14 @@ def _act(session_id: str, observation: Mapping[str, object], want: str, read: Ca
 
 
 def read_result(call: Call[T], status: int, headers: Mapping[str, str], body: bytes) -> T:
-    """Return the result of an answer; raises Refused for an error, Garbled for an unreadable answer."""
+    """Return the result of a response; raises Refused for an error, Garbled for an unreadable response."""
     if not 200 <= status < 300:
         raise build_refusal(status, headers, body)
     return call.read(_decode_body(headers.get("content-type", ""), body))
 
 
 def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
-    """The error of an answer that refuses."""
+    """Return the exception of a response with an error status."""
     try:
         answer = _decode_body(headers.get("content-type", ""), body)
     except Garbled:
@@ -255,40 +233,65 @@ def _decode_body(content_type: str, body: bytes) -> Any:
 DEFAULT_TIMEOUT = 10.0
 # Seconds before each further attempt of a request that may be sent twice.
 RETRY_WAITS = (0.1, 0.4)
-# Seconds after which an idle connection is not used again: the server may close it while a request is on its way.
+# Seconds after which an idle connection is not reused, because the server may close it while a request is sent.
 IDLE = 4.0
-# How a server says that a session is another one's (``service.api.redirects``).
+# Error code of a response that redirects to the server of the session (``service.api.redirects``).
 MOVED = "on_another_server"
 
 
-class _Connections:
-    """Connections to the named server (`base`), and to other servers that share its database.
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine whose calls block and never suspend, so it needs no event loop."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("a coroutine of a synchronous client suspended")
 
-    The key is sent only to addresses that the named server lists, and only with its scheme: https is never left, and
-    its certificates are verified. `timeout` is in seconds; `kind` is the client class of httpx.
+
+def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """Return a method of an asynchronous class as a method of its synchronous counterpart."""
+
+    @wraps(method)
+    def call(self: Any, *arguments: P.args, **named: P.kwargs) -> T:
+        return run_blocking(method(self, *arguments, **named))
+
+    return call
+
+
+async def finish(result: Any) -> Any:
+    """Return the result of a call to a library, which is awaited if the library is asynchronous."""
+    return await result if isawaitable(result) else result
+
+
+class Connections:
+    """Connections to the named server (``base``), and to other servers that share its database.
+
+    The key is sent only to addresses that the named server lists, and only with its scheme: a client that began with
+    https never uses http, and verifies certificates. ``timeout`` is in seconds. If not ``is_async``, all calls block,
+    and their coroutines never suspend.
     """
 
-    def __init__(self, base: str, headers: dict[str, str], timeout: float, kind: str):
-        # Imported here: `import robojax.client` is quick, and command lines are only as slow as what they do.
+    def __init__(self, base: str, headers: dict[str, str], timeout: float, *, is_async: bool):
+        # Imported here, because `import robojax.client` must be quick.
         import httpx2
 
         self.base = base
         self._urls: dict[str, str] = {}  # session id to the URL of its server
-        self._timeout, self._errors = timeout, httpx2
-        self._client = getattr(httpx2, kind)(**build_client_options(httpx2, base, headers))
+        self._timeout, self._errors, self._is_async = timeout, httpx2, is_async
+        self._client: Any = (httpx2.AsyncClient if is_async else httpx2.Client)(
+            **build_client_options(httpx2, base, headers)
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await finish(self._client.aclose() if self._is_async else self._client.close())
 
     def get_url(self, session_id: str) -> str:
-        """URL of the server that a session is on."""
+        """Return the URL of the server that a session is on."""
         return self._urls.get(session_id, self.base)
 
-    async def _sleep(self, seconds: float) -> None:
-        raise NotImplementedError
-
-    async def _request(self, method: str, url: str, **options: Any) -> Any:
-        raise NotImplementedError
-
-    async def _deliver(self, call: Call[T]) -> T:
-        """Send a request, with retries where that is safe; returns its result."""
+    async def send_call(self, call: Call[T]) -> T:
+        """Send a request, repeated after failures if that is safe; return its result."""
         pauses = iter(RETRY_WAITS if call.is_safe else ())
         while True:
             try:
@@ -296,12 +299,12 @@ class _Connections:
             except Unreachable:
                 if (pause := next(pauses, None)) is None:
                     raise
-                await self._sleep(pause)
+                await finish((asyncio if self._is_async else time).sleep(pause))
             else:
                 return read_result(call, answer.status_code, answer.headers, answer.content)
 
     async def _ask(self, call: Call[Any]) -> Any:
-        """Send a request to the server of its session; returns the response."""
+        """Send a request to the server of its session; return the response."""
         named = re.match(r"(?:/debug)?/sessions/([^/?]+)", call.path)
         session_id = unquote(named[1]) if named else ""
         at = self.get_url(session_id)
@@ -320,7 +323,7 @@ class _Connections:
         return answer
 
     async def _find_redirect(self, answer: Any, call: Call[Any]) -> str | None:
-        """URL of the server that the answer redirects to, when it may be followed."""
+        """Return the URL of the server that the response redirects to, or None if the client must not follow it."""
         location = answer.headers.get("location", "")
         target = location.removesuffix(call.path)
         if target == location or urlsplit(target).scheme != urlsplit(self.base).scheme:
@@ -328,7 +331,7 @@ class _Connections:
         cluster = await self._send(self.base, build_call("GET", "/cluster"))
         try:
             front = json.loads(cluster.content)["front"]
-            # Behind a proxy any of the servers may answer.
+            # Behind a proxy, any of the servers may respond.
             servers = [server["url"] for server in (front, *front["others"])]
         except (ValueError, TypeError, KeyError):
             return None
@@ -337,57 +340,12 @@ class _Connections:
     async def _send(self, base: str, call: Call[Any]) -> Any:
         timeout = call.timeout or self._timeout
         try:
-            return await self._request(
+            response = self._client.request(
                 call.method, base + call.path, content=call.body, headers=dict(call.headers), timeout=timeout
             )
+            return await finish(response)
         except (self._errors.TransportError, self._errors.InvalidURL) as error:
             raise build_unreachable(self._errors, error, base, call) from error
-
-
-class AsyncHttp(_Connections):
-    """Asynchronous connections."""
-
-    def __init__(self, base: str, headers: dict[str, str], timeout: float):
-        super().__init__(base, headers, timeout, "AsyncClient")
-
-    async def send_call(self, call: Call[T]) -> T:
-        """Send a request, with retries where that is safe; returns its result."""
-        return await self._deliver(call)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
-
-    async def _sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    async def _request(self, method: str, url: str, **options: Any) -> Any:
-        return await self._client.request(method, url, **options)
-
-
-class Http(_Connections):
-    """Synchronous connections: their coroutines block and never suspend, so they need no event loop."""
-
-    def __init__(self, base: str, headers: dict[str, str], timeout: float):
-        super().__init__(base, headers, timeout, "Client")
-
-    def send_call(self, call: Call[T]) -> T:
-        """Send a request, with retries where that is safe; returns its result."""
-        try:
-            self._deliver(call).send(None)
-        except StopIteration as done:
-            return done.value
-        raise AssertionError("a coroutine of a synchronous client suspended")
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
-
-    async def _sleep(self, seconds: float) -> None:
-        time.sleep(seconds)  # noqa: ASYNC251 - no event loop waits for this coroutine
-
-    async def _request(self, method: str, url: str, **options: Any) -> Any:
-        return self._client.request(method, url, **options)
 
 
 def _is_moved(answer: Any) -> bool:
@@ -400,21 +358,21 @@ def _is_moved(answer: Any) -> bool:
 
 
 def build_client_options(httpx2: Any, base: str, headers: dict[str, str]) -> dict[str, Any]:
-    """Options of both httpx clients."""
+    """Return the options of both httpx clients."""
     return {
-        # Reading the certificates of the world takes 60 ms. Without https none is looked at.
+        # Loading the CA certificates takes 60 ms, and only https needs them.
         "verify": base.startswith("https://"),
         "headers": headers,
-        # A robot's server is on this machine or network: a proxy from the environment has no business in between.
+        # A robot's server is on this machine or network, so a proxy from the environment is not used.
         "trust_env": False,
-        # The key is for the server that was named and those that share its database (`_find_redirect`).
+        # Only the named server and servers that share its database may receive the key (`_find_redirect`).
         "follow_redirects": False,
         "limits": httpx2.Limits(keepalive_expiry=IDLE),
     }
 
 
 def build_unreachable(httpx2: Any, error: Exception, base: str, call: Call[Any]) -> Unreachable:
-    """The error of a failed connection."""
+    """Return the exception of a failed connection."""
     never = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.InvalidURL)
     why = "no answer in time" if isinstance(error, httpx2.TimeoutException) else str(error) or type(error).__name__
     if never:

@@ -12,7 +12,7 @@ from typing import Any
 from robojax.client.answers import Action, Chunk, read_action, read_chunk
 from robojax.client.codec import Image, pack_observation
 from robojax.client.errors import ClientError, Garbled, Refused, StreamClosed, Unreachable
-from robojax.client.http import build_refusal
+from robojax.client.http import blocking, build_refusal, finish, run_blocking
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Welcome:
 
     Attributes:
         cameras: name to (height, width) that the policy was trained with.
-        joint_ranges: name to (low, high); None where nobody knows.
-        rate: of the session's control loop, per second.
+        joint_ranges: name to (low, high); None where the range is unknown.
+        rate: rate of the session's control loop in Hz.
         silence_s: seconds without a message after which the server treats the client as gone.
         max_bytes: the largest message that the server accepts.
         observation_steps: observations that the policy reads together; the server keeps the earlier ones.
-        instance: identifies the session; another one of the same id, created later, has another value.
+        instance: identifies the session; a session that is created later with the same id has another value.
     """
 
     session_id: str
@@ -48,8 +48,8 @@ class Command:
 
     Attributes:
         joints: wire name to target.
-        observation: number of the newest observation that had one.
-        age_ms: since that one came to the server.
+        observation: number of the newest numbered observation.
+        age_ms: milliseconds since the server received that observation.
     """
 
     joints: Mapping[str, float]
@@ -61,11 +61,12 @@ class Command:
 
 @dataclass(frozen=True)
 class Status:
-    """Message that the session's status, the reason of its hold, or its latch changed. Before the welcome: the
-    policy loads.
+    """Message about a change of the session's status, the reason of its hold, or its latch.
+
+    Before the welcome, it says that the policy is being loaded.
 
     Attributes:
-        latch: reason of an emergency stop that waits for its reset; None when there is none.
+        latch: reason of an emergency stop that was not reset yet; None without an emergency stop.
     """
 
     status: str
@@ -77,7 +78,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Message of an emergency stop, whoever asked for it."""
+    """Message of an emergency stop by any client."""
 
     reason: str
 
@@ -93,7 +94,7 @@ class Pong:
 
 @dataclass(frozen=True)
 class Wrong:
-    """Message that one of this client's messages could not be used."""
+    """Message about an error: the server cannot use a message of this client."""
 
     code: str
     detail: str
@@ -136,7 +137,7 @@ def _map(data: bytes | str) -> dict[str, Any]:
     except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise Garbled("the server sent a message that cannot be read") from error
     if not isinstance(fields, dict):
-        raise Garbled("the server sent a message that is no map")
+        raise Garbled("the server sent a message that is not a map")
     return fields
 
 
@@ -181,14 +182,113 @@ READERS = {
 
 
 MAX_MESSAGE_BYTES = 64 << 20  # bytes of one message that a server may send
-ACT_STATUS = 409  # of a Refused that came over the stream, where there is no status
+ACT_STATUS = 409  # HTTP status of ``Refused`` for errors on the stream, which have none
+
+
+class AsyncStream:
+    """Asynchronous stream of a session; ``AsyncSession.stream`` opens one. One task may receive while others send.
+
+    Attributes:
+        welcome: what the policy needs, and the joints in order.
+    """
+
+    def __init__(self, socket: Any, welcome: Welcome, timeout: float):
+        self._socket, self.welcome, self._timeout = socket, welcome, timeout
+        self._pending: deque[Message] = deque()
+
+    async def observe(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> None:
+        """Send an observation (see ``pack_observation``) for the session's control loop.
+
+        Raises:
+            Unusable: the observation cannot be sent.
+            StreamClosed: the stream is closed.
+        """
+        await self._send(encode_message("observation", pack_observation(images, state, **more)))
+
+    async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
+        """Send an observation and wait for its chunk (or, with ``want="action"``, the next action).
+
+        Other messages are kept for ``next``.
+
+        Raises:
+            Refused: the server refuses the observation.
+            StreamClosed: the stream is closed.
+        """
+        with convert_timeouts():
+            async with asyncio.timeout(self._timeout):
+                await self._send(encode_message("act", pack_observation(images, state, **more)))
+                while (action := self._take_action(await self._next())) is None:
+                    pass
+                return action
+
+    def _take_action(self, message: Message | None) -> Chunk | Action | None:
+        """Return an action or chunk; keep other messages for ``next``; raise ``Refused`` for an error."""
+        if isinstance(message, Wrong):
+            raise _build_refusal(message)
+        if message is None or isinstance(message, Chunk | Action):
+            return message
+        self._pending.append(message)
+        return None
+
+    async def emergency_stop(self, reason: str) -> None:
+        """Stop and latch the session."""
+        await self._send(encode_message("stop", {"reason": reason}))
+
+    async def report_latch(self, reason: str | None) -> None:
+        """Report that this program holds its robot after an emergency stop, or (None) that it obeys commands again.
+
+        The session shows this as ``robot_latched``, and until the release it does not count the robot as moving.
+        """
+        await self._send(encode_message("latch", {"reason": reason}))
+
+    async def ping(self, number: int = 0) -> None:
+        """Send a ping, which shows that the client is alive; the server answers with a Pong."""
+        await self._send(encode_message("ping", {"number": number, "time": time.monotonic()}))
+
+    async def send(self, data: bytes) -> None:
+        """Send a message that ``encode_message`` made, perhaps in another thread."""
+        with convert_close_errors():
+            await finish(self._socket.send(data))
+
+    _send = send
+
+    async def next(self) -> Message:
+        """Receive the next message.
+
+        Raises:
+            StreamClosed: the stream is closed.
+        """
+        if self._pending:
+            return self._pending.popleft()
+        while (message := await self._next()) is None:
+            pass
+        return message
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        """Yield messages until the stream is closed."""
+        while True:
+            try:
+                message = await self.next()
+            except StreamClosed:
+                return
+            yield message
+
+    async def close(self) -> None:
+        """Close the stream."""
+        await finish(self._socket.close())
+
+    async def _next(self) -> Message | None:
+        with convert_close_errors():
+            return decode_message(await self._socket.recv())
 
 
 class Stream:
-    """Stream of a session; ``Session.stream`` opens one. One thread may send while another one receives.
+    """Stream of a session; ``Session.stream`` opens one. One thread may send while another receives.
+
+    Methods without a docstring are documented at ``AsyncStream``.
 
     Attributes:
-        welcome: what the policy wants, and the joints in order.
+        welcome: what the policy needs, and the joints in order.
     """
 
     def __init__(self, socket: Any, timeout: float):
@@ -197,60 +297,32 @@ class Stream:
         self._reading = threading.Lock()
         until = time.monotonic() + timeout
         first = self._next(timeout)
-        while isinstance(first, Status):  # the policy is still being loaded
+        while isinstance(first, Status):  # The policy is still being loaded.
             first = self._next(max(until - time.monotonic(), 0.0))
         self.welcome: Welcome = _read_welcome(first)
 
-    def observe(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> None:
-        """Send an observation (see ``pack_observation``) for the session's control loop.
-
-        Raises:
-            Unusable: it cannot be sent.
-            StreamClosed: the stream is over.
-        """
-        self._send(encode_message("observation", pack_observation(images, state, **more)))
+    observe = blocking(AsyncStream.observe)
+    emergency_stop = blocking(AsyncStream.emergency_stop)
+    report_latch = blocking(AsyncStream.report_latch)
+    ping = blocking(AsyncStream.ping)
+    close = blocking(AsyncStream.close)
+    _send = AsyncStream._send
+    _take_action = AsyncStream._take_action
 
     def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
-        """Send an observation and wait for its chunk (or, with ``want="action"``, the next action).
-
-        Other messages are kept for ``next``.
-
-        Raises:
-            Refused: the server cannot, or does not want to.
-            StreamClosed: the stream is over.
-        """
+        """Send an observation and wait for its chunk or action; see ``AsyncStream.act``."""
         with self._reading, convert_timeouts():
-            self._send(encode_message("act", pack_observation(images, state, **more)))
+            run_blocking(self._send(encode_message("act", pack_observation(images, state, **more))))
             until = time.monotonic() + self._timeout
-            while True:
-                message = self._next(until - time.monotonic())
-                if isinstance(message, Chunk | Action):
-                    return message
-                if isinstance(message, Wrong):
-                    raise _build_refusal(message)
-                if message is not None:
-                    self._pending.append(message)
-
-    def emergency_stop(self, reason: str) -> None:
-        """Stop and latch the session."""
-        self._send(encode_message("stop", {"reason": reason}))
-
-    def report_latch(self, reason: str | None) -> None:
-        """Report that this program holds its robot after an emergency stop and obeys no command; None: it obeys again.
-
-        The session shows it (``robot_latched``) and does not count the robot as moving until then.
-        """
-        self._send(encode_message("latch", {"reason": reason}))
-
-    def ping(self, number: int = 0) -> None:
-        """Send a ping, as a sign of life; a Pong answers."""
-        self._send(encode_message("ping", {"number": number, "time": time.monotonic()}))
+            while (action := self._take_action(self._next(until - time.monotonic()))) is None:
+                pass
+            return action
 
     def next(self, timeout: float | None = None) -> Message | None:
-        """Receive the next message; None when none came in time.
+        """Receive the next message; None if none arrives within ``timeout`` seconds.
 
         Raises:
-            StreamClosed: the stream is over.
+            StreamClosed: the stream is closed.
         """
         with self._reading:
             until = None if timeout is None else time.monotonic() + timeout
@@ -264,7 +336,7 @@ class Stream:
             return self._pending.popleft()
 
     def __iter__(self) -> Iterator[Message]:
-        """Messages until the stream is over."""
+        """Yield messages until the stream is closed."""
         while True:
             try:
                 message = self.next()
@@ -273,89 +345,9 @@ class Stream:
             if message is not None:
                 yield message
 
-    def close(self) -> None:
-        """Close the stream."""
-        self._socket.close()
-
-    def _send(self, data: bytes) -> None:
-        with convert_close_errors():
-            self._socket.send(data)
-
     def _next(self, timeout: float | None) -> Message | None:
         with convert_close_errors():
             return decode_message(self._socket.recv(timeout))
-
-
-class AsyncStream:
-    """Asynchronous stream of a session. One task may receive while others send."""
-
-    def __init__(self, socket: Any, welcome: Welcome, timeout: float):
-        self._socket, self.welcome, self._timeout = socket, welcome, timeout
-        self._pending: deque[Message] = deque()
-
-    async def observe(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> None:
-        """Send an observation; see ``Stream.observe``."""
-        await self.send(encode_message("observation", pack_observation(images, state, **more)))
-
-    async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
-        """Send an observation and wait for its chunk or action; see ``Stream.act``."""
-        with convert_timeouts():
-            async with asyncio.timeout(self._timeout):
-                await self.send(encode_message("act", pack_observation(images, state, **more)))
-                while True:
-                    message = await self._next()
-                    if isinstance(message, Chunk | Action):
-                        return message
-                    if isinstance(message, Wrong):
-                        raise _build_refusal(message)
-                    if message is not None:
-                        self._pending.append(message)
-
-    async def emergency_stop(self, reason: str) -> None:
-        """Stop and latch the session."""
-        await self.send(encode_message("stop", {"reason": reason}))
-
-    async def report_latch(self, reason: str | None) -> None:
-        """Report the latch of the robot's own program; see ``Stream.report_latch``."""
-        await self.send(encode_message("latch", {"reason": reason}))
-
-    async def ping(self, number: int = 0) -> None:
-        """Send a ping, as a sign of life; a Pong answers."""
-        await self.send(encode_message("ping", {"number": number, "time": time.monotonic()}))
-
-    async def send(self, data: bytes) -> None:
-        """Send a message that ``encode_message`` made, perhaps in another thread."""
-        with convert_close_errors():
-            await self._socket.send(data)
-
-    async def next(self) -> Message:
-        """Receive the next message.
-
-        Raises:
-            StreamClosed: the stream is over.
-        """
-        if self._pending:
-            return self._pending.popleft()
-        while (message := await self._next()) is None:
-            pass
-        return message
-
-    async def __aiter__(self) -> AsyncIterator[Message]:
-        """Messages until the stream is over."""
-        while True:
-            try:
-                message = await self.next()
-            except StreamClosed:
-                return
-            yield message
-
-    async def close(self) -> None:
-        """Close the stream."""
-        await self._socket.close()
-
-    async def _next(self) -> Message | None:
-        with convert_close_errors():
-            return decode_message(await self._socket.recv())
 
 
 @contextmanager
@@ -377,7 +369,7 @@ async def open_async_stream(url: str, headers: Mapping[str, str], timeout: float
     from websockets.asyncio.client import connect
 
     class Direct(connect):
-        """One that goes nowhere else: a robot obeys the server that was named, as over HTTP."""
+        """Connection without redirects, because a robot obeys only the named server, as over HTTP."""
 
         def process_redirect(self, exc: Exception) -> Exception | str:
             return exc
@@ -388,13 +380,13 @@ async def open_async_stream(url: str, headers: Mapping[str, str], timeout: float
         with convert_close_errors(), convert_timeouts():
             async with asyncio.timeout(timeout):
                 first = decode_message(await socket.recv())
-                while isinstance(first, Status):  # the policy is still being loaded
+                while isinstance(first, Status):  # The policy is still being loaded.
                     first = decode_message(await socket.recv())
         yield AsyncStream(socket, _read_welcome(first), timeout)
 
 
 def _options(headers: Mapping[str, str], timeout: float) -> dict[str, Any]:
-    # Pictures are compressed already, or sent raw for speed; and no proxies, as over HTTP.
+    # No compression, because pictures are compressed already or sent raw for speed. No proxies, as over HTTP.
     return {
         "additional_headers": dict(headers),
         "compression": None,
@@ -407,7 +399,7 @@ def _options(headers: Mapping[str, str], timeout: float) -> dict[str, Any]:
 
 @contextmanager
 def convert_open_errors(url: str) -> Iterator[None]:
-    """Context that converts failures to open a socket to our exceptions."""
+    """Convert failures to open a socket to the client's exceptions, as a context manager."""
     from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
 
     try:
@@ -423,7 +415,7 @@ def convert_open_errors(url: str) -> Iterator[None]:
 
 @contextmanager
 def convert_close_errors() -> Iterator[None]:
-    """Context that converts a closed socket to our exceptions."""
+    """Convert errors of a closed socket to ``StreamClosed``, as a context manager."""
     from websockets.exceptions import ConnectionClosed
 
     try:
@@ -435,7 +427,7 @@ def convert_close_errors() -> Iterator[None]:
 
 @contextmanager
 def convert_timeouts() -> Iterator[None]:
-    """Context that converts a timeout to our exceptions."""
+    """Convert a timeout to ``Unreachable``, as a context manager."""
     try:
         yield
     except TimeoutError as error:

@@ -1,21 +1,19 @@
-"""Serial port for scservo_sdk that neither spins nor reads stale answers."""
+"""Serial port for scservo_sdk that neither polls in a busy loop nor reads stale answers."""
 
 # pyright: reportMissingImports=false, reportOptionalMemberAccess=false, reportIncompatibleMethodOverride=false
 # An extra without types: this module is imported when a bus is opened.
 
 from scservo_sdk import PortHandler
 
-# Extra milliseconds for an answer, as in LeRobot; the package's 34 are too short on a busy machine.
-PACKET_TIMEOUT = 50.0
-# Seconds of one read; the package would otherwise ask for bytes in a loop that takes a whole core.
-WAIT = 0.002
+PACKET_TIMEOUT = 50.0  # extra milliseconds for an answer, as in LeRobot; the package's 34 are too few on a busy machine
+WAIT = 0.002  # seconds of a blocking read, which replaces the package's busy loop
 
 
 class SerialPort(PortHandler):
     """scservo_sdk's ``PortHandler``, blocking with timeouts instead of spinning.
 
-    Only the time that reads wait counts towards a timeout, so suspending the process or changing the wall clock, which
-    the package uses, has no effect. `packet_timeout` is in milliseconds; None for ``PACKET_TIMEOUT``.
+    Timeouts count only the waiting time of reads, so that a suspended process or a changed wall clock has no effect.
+    ``packet_timeout`` is in milliseconds; None for ``PACKET_TIMEOUT``.
     """
 
     packet_timeout: float | None = None
@@ -26,23 +24,23 @@ class SerialPort(PortHandler):
         if not super().setupPort(cflag_baud):
             return False
         self.ser.timeout = WAIT
-        self.ser.exclusive = True  # two programs that move one arm
+        self.ser.exclusive = True  # Two programs must not move the same arm.
         return True
 
     def clearPort(self) -> None:
-        """Drop bytes that came late, before each packet: they must not be read as the answer to this one."""
+        """Discard late bytes before each packet, so that they are not read as its answer."""
         self.ser.reset_input_buffer()
         self.ser.flush()
 
     def readPort(self, length: int) -> bytes:
-        """Read this many bytes, or those that came before the timeout."""
+        """Read ``length`` bytes, or fewer after the timeout."""
         data = self.ser.read(length)
         if len(data) < length:
             self._left -= WAIT * 1e3
         return data
 
     def setPacketTimeout(self, packet_length: int) -> None:
-        """Set the deadline of an answer of this many bytes."""
+        """Set the deadline of an answer of ``packet_length`` bytes."""
         timeout = PACKET_TIMEOUT if self.packet_timeout is None else self.packet_timeout
         self._left = self.tx_time_per_byte * (packet_length + 3) + timeout
 

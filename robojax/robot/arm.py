@@ -16,7 +16,7 @@ from robojax.robot import bus as registers
 from robojax.robot.bus import RESOLUTION, Bus, Register, describe_alarms
 from robojax.robot.errors import BusLost, RobotError
 
-# LeRobot keeps both arms in one folder since 0.4.3; versions before it had one for each type.
+# LeRobot has one folder for both arms since 0.4.3; earlier versions had a folder per type.
 FOLDERS = {
     "so101_follower": ("so_follower", "so101_follower"),
     "so100_follower": ("so_follower", "so100_follower"),
@@ -41,7 +41,7 @@ Calibration = Mapping[str, JointCalibration]
 
 
 def get_calibration_folder() -> Path:
-    """Folder of LeRobot's calibrations, by LeRobot's own environment variables."""
+    """Return the folder of LeRobot's calibrations, from LeRobot's environment variables."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     hub = Path(os.environ.get("HF_HOME", cache / "huggingface")).expanduser()
     home = Path(os.environ.get("HF_LEROBOT_HOME", hub / "lerobot")).expanduser()
@@ -49,7 +49,7 @@ def get_calibration_folder() -> Path:
 
 
 def find_calibration(robot_type: str, robot_id: str, folder: Path | None = None) -> Path:
-    """Return the path of an arm's ID.json in a folder or (None) LeRobot's; raises RobotError unless there is one."""
+    """Return the path of an arm's ID.json in a folder (None: LeRobot's); raise ``RobotError`` if it is missing."""
     folders = (
         [folder] if folder is not None else [get_calibration_folder() / "robots" / name for name in FOLDERS[robot_type]]
     )
@@ -77,7 +77,7 @@ def read_calibration(file: Path, joints: Mapping[str, int]) -> dict[str, JointCa
     """Read a calibration file, in the order of ``joints`` (name to servo id).
 
     Raises:
-        RobotError: it is unreadable or does not fit these joints; names everything that is wrong.
+        RobotError: the file is unreadable or does not fit these joints; the text lists all errors.
     """
     repair = "calibrate the arm again with lerobot-calibrate"
     try:
@@ -85,9 +85,9 @@ def read_calibration(file: Path, joints: Mapping[str, int]) -> dict[str, JointCa
     except (OSError, ValueError, RecursionError) as error:
         raise RobotError(f"the calibration {file} cannot be read: {error}", repair) from error
     if not isinstance(entries, dict):
-        raise RobotError(f"the calibration {file} is no JSON object", repair)
+        raise RobotError(f"the calibration {file} is not a JSON object", repair)
     wrong = [f"joint {name!r} is missing" for name in joints if name not in entries]
-    wrong += [f"joint {name!r} is none of this arm's" for name in entries if name not in joints]
+    wrong += [f"joint {name!r} does not belong to this arm" for name in entries if name not in joints]
     result = {}
     for name, servo in joints.items():
         if name not in entries:
@@ -103,12 +103,12 @@ def read_calibration(file: Path, joints: Mapping[str, int]) -> dict[str, JointCa
 
 def _joint(entry: object, servo: int) -> JointCalibration:
     if not isinstance(entry, dict):
-        raise ValueError("is no object")
+        raise ValueError("is not an object")
     values = {}
     for field in fields(JointCalibration):
         value = entry.get(field.name)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{field.name} is no whole number")
+            raise ValueError(f"{field.name} is not an integer")
         values[field.name] = value
     joint = JointCalibration(**values)
     if joint.id != servo:
@@ -118,7 +118,7 @@ def _joint(entry: object, servo: int) -> JointCalibration:
     if not -2047 <= joint.homing_offset <= 2047:
         raise ValueError(f"homing_offset {joint.homing_offset} is more than half a turn")
     if not 0 <= joint.range_min < joint.range_max < RESOLUTION:
-        raise ValueError(f"the range {joint.range_min}..{joint.range_max} is none within 0..{RESOLUTION - 1}")
+        raise ValueError(f"range {joint.range_min}..{joint.range_max}: wanted a range within 0..{RESOLUTION - 1}")
     return joint
 
 
@@ -135,38 +135,33 @@ def from_steps(steps: int, joint: JointCalibration, unit: Unit) -> float:
     low, high = joint.range_min, joint.range_max
     if unit is Unit.DEGREES:
         return (steps - (low + high) / 2) * 360 / (RESOLUTION - 1)
-    share = (min(high, max(low, steps)) - low) / (high - low)
-    if unit is Unit.GRIPPER:
-        percent = share * 100
-        return 100 - percent if joint.drive_mode else percent
-    percent = share * 200 - 100
-    return -percent if joint.drive_mode else percent
+    least = 0 if unit is Unit.GRIPPER else -100
+    percent = (min(high, max(low, steps)) - low) / (high - low) * (100 - least) + least
+    return least + 100 - percent if joint.drive_mode else percent
 
 
 def to_steps(value: float, joint: JointCalibration, unit: Unit) -> int:
-    """Convert a target to a servo's position within the calibrated range; raises ValueError if it is not finite.
+    """Convert a target to a servo's position within the calibrated range; raise ``ValueError`` if it is not finite.
 
-    LeRobot sends degrees beyond the range and relies on the servo's own limits; this limits them to the file's, too.
+    LeRobot sends degrees beyond the range and relies on the servo's limits; this function also applies the file's.
     """
     if not math.isfinite(value):
-        raise ValueError(f"a target of {value} is no position")
+        raise ValueError(f"target {value}: wanted a finite number")
     low, high = joint.range_min, joint.range_max
     if unit is Unit.DEGREES:
         steps = int(value * (RESOLUTION - 1) / 360 + (low + high) / 2)
-    elif unit is Unit.GRIPPER:
-        percent = 100 - value if joint.drive_mode else value
-        steps = int(min(100.0, max(0.0, percent)) / 100 * (high - low) + low)
     else:
-        percent = -value if joint.drive_mode else value
-        steps = int((min(100.0, max(-100.0, percent)) + 100) / 200 * (high - low) + low)
+        least = 0.0 if unit is Unit.GRIPPER else -100.0
+        percent = least + 100 - value if joint.drive_mode else value
+        steps = int((min(100.0, max(least, percent)) - least) / (100 - least) * (high - low) + low)
     return min(high, max(low, steps))
 
 
-# Joint to servo id, as LeRobot numbers them.
+# Joint to servo id, as in LeRobot.
 JOINTS = {"shoulder_pan": 1, "shoulder_lift": 2, "elbow_flex": 3, "wrist_flex": 4, "wrist_roll": 5, "gripper": 6}
 GRIPPER = "gripper"
 POSITION_MODE = 0
-# Register to value, as LeRobot sets up an arm of this kind: quick answers, soft enough not to shake.
+# Register to value, as in LeRobot: quick responses, and soft enough to prevent vibration.
 SET_UP = {
     registers.RETURN_DELAY: 0,
     registers.MAX_ACCELERATION: 254,
@@ -176,13 +171,12 @@ SET_UP = {
     registers.I_COEFFICIENT: 0,
     registers.D_COEFFICIENT: 32,
 }
-# Half of everything, so that a gripper that holds something does not burn out.
+# Half of the maximum, so that a gripper that holds an object does not overheat.
 SET_UP_GRIPPER = {registers.MAX_TORQUE: 500, registers.PROTECTION_CURRENT: 250, registers.OVERLOAD_TORQUE: 25}
 CALIBRATED = (registers.HOMING_OFFSET, registers.MIN_POSITION, registers.MAX_POSITION)
-# Where a shaft can be, with a turn to spare for what the servo takes off its position.
+# Possible positions, with a margin of one turn for the homing offset.
 BELIEVABLE = range(-RESOLUTION, 2 * RESOLUTION)
-# Readings in a row that may fail before a servo counts as lost; one lost packet is no lost servo.
-FAILURES = 3
+FAILURES = 3  # consecutive failed readings after which a servo counts as lost
 SENSOR = describe_alarms(2)[0]
 
 
@@ -198,7 +192,7 @@ class Figures(NamedTuple):
 
 
 class Arm:
-    """Arm on an open bus, for one thread at a time; `servo_errors` are joints' errors in the last reading."""
+    """Arm on an open bus, for one thread at a time; ``servo_errors`` are the joints' errors in the last reading."""
 
     def __init__(self, bus: Bus, calibration: Calibration, use_degrees: bool):
         self._bus, self._calibration = bus, calibration
@@ -209,18 +203,18 @@ class Arm:
         self.servo_errors: dict[str, list[str]] = {}
 
     def find_missing_servos(self) -> dict[str, str]:
-        """Joints whose servo does not answer or is another model, with the reason."""
+        """Return the joints whose servo does not answer or is another model, with the reason."""
         models = {name: self._bus.ping(servo) for name, servo in JOINTS.items()}
         return {
             name: f"servo {JOINTS[name]} does not answer"
             if model is None
-            else f"servo {JOINTS[name]} is of model {model}, wanted {registers.MODEL_NUMBER} (STS3215)"
+            else f"servo {JOINTS[name]} has model {model}, wanted {registers.MODEL_NUMBER} (STS3215)"
             for name, model in models.items()
             if model != registers.MODEL_NUMBER
         }
 
     def find_miscalibrated_servos(self, joints: Iterable[str] = JOINTS) -> dict[str, str]:
-        """Joints whose servo has another zero or range than the calibration file, with the difference."""
+        """Return the joints whose servo has another zero or range than the calibration file, with the difference."""
         wrong = {}
         for name in joints:
             servo, joint = JOINTS[name], self._calibration[name]
@@ -256,21 +250,21 @@ class Arm:
         return [name for name, servo in JOINTS.items() if self._bus.read(servo, registers.TORQUE_ENABLE)]
 
     def enable_torque(self) -> None:
-        """Configure the servos and hold the arm where it is. Nothing moves by it, and nothing falls.
+        """Configure the servos and hold the arm in its present pose; the arm neither moves nor falls.
 
-        Servos that hold the arm already are left as they are: setting them up needs their torque off.
+        Servos that already hold the arm are not configured, because that needs their torque off.
 
         Raises:
-            RobotError: a servo is missing, of another kind, or calibrated otherwise than the file says.
+            RobotError: a servo is missing, has another model, or differs from the calibration file.
         """
         if missing := self.find_missing_servos():
             raise RobotError(
                 "; ".join(f"{name}: {text}" for name, text in missing.items()),
-                "look at power and cables; `robojax robot --check` looks at each servo",
+                "check power and cables; `robojax robot --check` checks each servo",
             )
         if wrong := self.find_miscalibrated_servos():
             raise RobotError(
-                "the calibration file is not that of this arm: "
+                "the calibration file does not belong to this arm: "
                 + "; ".join(f"{name}: {text}" for name, text in wrong.items()),
                 "give the right --robot.id, or run lerobot-calibrate: it offers to write the file to the servos",
             )
@@ -290,7 +284,7 @@ class Arm:
                 self._bus.write(JOINTS[name], registers.LOCK, 1)
 
     def read_pose(self) -> dict[str, float] | None:
-        """Read the joints' positions; None after a failed reading; raises BusLost after several in a row."""
+        """Read the joints' positions; None after a failed reading; raise ``BusLost`` after several failures."""
         try:
             steps = self._steps()
             self._check_plausible(steps)
@@ -303,23 +297,23 @@ class Arm:
         return {name: from_steps(value, self._calibration[name], self._units[name]) for name, value in steps.items()}
 
     def move(self, targets: Mapping[str, float]) -> None:
-        """Send targets to joints; others keep theirs. Never outside the calibrated range.
+        """Send targets, limited to the calibrated range; other joints keep their targets.
 
         Raises:
-            BusLost: the port is gone. A servo that is gone shows in ``read_pose``: nobody confirms a target.
+            BusLost: the port is lost. Servos do not confirm targets, so only ``read_pose`` detects a lost servo.
         """
         self._write(
             {name: to_steps(value, self._calibration[name], self._units[name]) for name, value in targets.items()}
         )
 
     def hold_responding_servos(self) -> list[str]:
-        """Tell every servo that still answers to stay where it is; returns the joints for which that worked."""
+        """Hold every servo that still answers at its present position; return the held joints."""
         held = []
         for name, servo in JOINTS.items():
             try:
                 at = self._bus.read(servo, registers.PRESENT_POSITION)
                 if at not in BELIEVABLE or SENSOR in self._bus.status(servo):
-                    continue  # told to go there, it would drive to its end
+                    continue  # A wrong position as target would drive the joint to its end.
                 if name != GRIPPER:
                     self._bus.write(servo, registers.GOAL_POSITION, at)
                 held.append(name)
@@ -328,14 +322,14 @@ class Arm:
         return held
 
     def disable_torque(self) -> None:
-        """Switch the torque off: the arm falls, unless it rests on something."""
+        """Switch the torque off; the arm falls unless it is supported."""
         for servo in JOINTS.values():
             self._bus.write(servo, registers.TORQUE_ENABLE, 0)
             self._bus.write(servo, registers.LOCK, 0)
 
     def _set_up(self, name: str, servo: int) -> None:
         settings = SET_UP | (SET_UP_GRIPPER if name == GRIPPER else {})
-        # Most of it is memory that wears out, so only what differs is written.
+        # Only different values are written, because most registers are in memory that wears out.
         different = {
             register: value for register, value in settings.items() if self._bus.read(servo, register) != value
         }
@@ -350,12 +344,12 @@ class Arm:
         return {self._names[servo]: value for servo, value in values.items()}
 
     def _check_plausible(self, steps: Mapping[str, int]) -> None:
-        """Refuse positions that are none: held there, a joint would drive to the end of its range."""
+        """Refuse impossible positions, because a joint that is held there would drive to the end of its range."""
         for name, value in steps.items():
             if value not in BELIEVABLE or SENSOR in self.servo_errors.get(name, ()):
                 raise BusLost(
-                    f"{name}: servo {JOINTS[name]} does not know where it is: it says {value}",
-                    "switch the arm's power off and on; a servo that goes on saying so is broken",
+                    f"{name}: servo {JOINTS[name]} does not know its position: it reports {value}",
+                    "switch the arm's power off and on; if the servo still reports it, the servo is broken",
                     (JOINTS[name],),
                 )
 

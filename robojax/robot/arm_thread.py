@@ -1,4 +1,4 @@
-"""Real-time thread of an arm: follows fresh commands, and holds without them."""
+"""Real-time thread of an arm, which follows recent commands and holds without them."""
 
 import math
 import threading
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from robojax.robot.arm import Arm
 from robojax.robot.errors import ArmLost, BusLost, RobotError
 
-# LeRobot's names of the joints, by the names that a server may use for them.
+# Names of joints on the wire to LeRobot's names.
 WIRE_NAMES = {
     "Rotation": "shoulder_pan",
     "Pitch": "shoulder_lift",
@@ -18,7 +18,7 @@ WIRE_NAMES = {
     "Wrist_Roll": "wrist_roll",
     "Jaw": "gripper",
 }
-# Joints that keep their target when the arm is held: a gripper that opened a little would drop its load.
+# Joints that keep their target when the arm is held, because a gripper would drop its load if it opened a little.
 GRIPS = frozenset({"gripper"})
 
 
@@ -27,9 +27,9 @@ class ArmLatch:
     """Emergency stop that holds the arm until a reset.
 
     Attributes:
-        number: counts the stops, so that the reset of one stop does not release a later one.
+        number: number of the stop, so that the reset of a stop does not release a later stop.
         since: monotonic time of the stop.
-        is_final: whether no reset releases it: the arm is lost, or the program ends.
+        is_final: whether no reset releases the latch, because the arm is lost or the program ends.
     """
 
     number: int
@@ -40,7 +40,7 @@ class ArmLatch:
 
 @dataclass(frozen=True)
 class Goal:
-    """Targets (joint to value in the arm's units, None for nothing new) of a cycle, and the clamped joints."""
+    """New targets of a cycle (joint to value in the arm's units, or None), and the clamped joints."""
 
     targets: Mapping[str, float] | None
     clamped: tuple[str, ...] = ()
@@ -51,13 +51,13 @@ class Follower:
 
     Attributes:
         hold: why the arm is held; None while it follows.
-        latch: the emergency stop that holds the arm: it follows no command until ``reset``; None without one.
+        latch: the emergency stop that holds the arm until ``reset``; None without an emergency stop.
         commands: number of accepted commands. A command with an unknown joint or a value that is not finite is refused.
 
     Args:
-        joints: of the arm, by LeRobot's names.
+        joints: the arm's joints, by LeRobot's names.
         command_timeout: seconds without a command after which the arm is held.
-        max_relative_target: the farthest a target may be from where the joint is: one for all, or by name.
+        max_relative_target: largest distance of a target from the joint's position, for all joints or by name.
     """
 
     def __init__(
@@ -73,36 +73,31 @@ class Follower:
         self._targets: dict[str, float] = {}
         self._sent: dict[str, float] = {}
         self._commanded_at: float | None = None
-        self.hold: str | None = "no command has come yet"
+        self.hold: str | None = "no command has arrived yet"
         self._is_held = True  # Whether the hold was sent; `Arm.enable_torque` sends the first one.
         self.latch: ArmLatch | None = None
         self._stops = 0
         self.commands = 0
 
-    @property
-    def is_latched(self) -> bool:
-        """Whether an emergency stop holds the arm."""
-        return self.latch is not None
-
     def command(self, values: Mapping[str, float], now: float) -> None:
         """Take a command: targets by joint name, for all joints or some."""
-        if self.is_latched:
+        if self.latch is not None:
             return
         named = {normalize_joint_name(name): value for name, value in values.items()}
         if not named or len(named) != len(values) or not all(self._is_target(*target) for target in named.items()):
-            return  # The usable half of a wrong command is not the motion that the policy wanted.
-        # Rooms forward only what changed, so what is not named keeps its target.
+            return  # Half of an invalid command is not the motion that the policy intended.
+        # Rooms forward only changed targets, so the other joints keep theirs.
         self._targets.update(named)
         self._commanded_at = now
         self.commands += 1
 
     def stop(self, reason: str, is_latched: bool = False, now: float = 0.0, *, is_final: bool = False) -> None:
-        """Hold from now on: until the next command, (latched) until ``reset``, or (final) for good."""
+        """Hold until the next command, (latched) until ``reset``, or (final) forever."""
         self._commanded_at = None
-        if self.hold is None or (is_latched and not self.is_latched):
+        if self.hold is None or (is_latched and self.latch is None):
             self._is_held = False
-        if is_latched or not self.is_latched:
-            self.hold = reason  # the command timeout may have held the arm before the reason was known
+        if is_latched or self.latch is None:
+            self.hold = reason  # Also if the command timeout held the arm before.
         if is_latched:
             self._stops += 1
             is_final = is_final or (self.latch is not None and self.latch.is_final)
@@ -111,19 +106,19 @@ class Follower:
     def reset(self) -> None:
         """Release the latch. Nothing moves until the next command, and targets from before the stop are forgotten."""
         self.latch, self._commanded_at = None, None
-        # Rooms send only targets that changed: a target from before the stop must not return with them.
+        # Rooms send only changed targets, so targets from before the stop must not be used again.
         self._targets.clear()
-        self.hold = "the emergency stop was reset; no command has come since"
+        self.hold = "the emergency stop was reset; no command has arrived since"
 
     def compute_goal(self, pose: Mapping[str, float], now: float) -> Goal:
-        """Targets for the servos now, given the joints' positions."""
+        """Return the present targets of the servos, given the joints' positions."""
         if self._commanded_at is not None and now - self._commanded_at > self._command_timeout:
             self.stop(f"no command for {self._command_timeout * 1e3:.0f} ms")
-        if self._commanded_at is None or self.is_latched:
+        if self._commanded_at is None or self.latch is not None:
             if self._is_held:
                 return Goal(None)
             self._is_held = True
-            # Only once: an arm that gets its measured pose as its goal again and again sinks.
+            # Only once, because an arm that repeatedly gets its measured pose as its goal sinks.
             self._sent = {name: self._sent.get(name, at) if name in GRIPS else at for name, at in pose.items()}
             return Goal(dict(self._sent))
         self.hold, self._is_held = None, False
@@ -141,21 +136,19 @@ class Follower:
 
 
 def normalize_joint_name(name: str) -> str:
-    """LeRobot's name of a joint: ``Rotation``, ``shoulder_pan.pos`` and ``main_shoulder_pan`` are the same."""
+    """Return LeRobot's name of a joint, e.g. of ``Rotation``, ``shoulder_pan.pos`` or ``main_shoulder_pan``."""
     name = name.removesuffix(".pos").removeprefix("main_")
     return WIRE_NAMES.get(name, name)
 
 
-# Seconds that are left between two turns, so that commands that come in a heap do not fill the bus.
-BREATH = 0.004
-# Seconds since the last reading of the servos after which a latch is not released.
-MAX_POSE_AGE = 0.5
+BREATH = 0.004  # minimum seconds between cycles, so that many commands at once do not fill the bus
+MAX_POSE_AGE = 0.5  # seconds since the last reading of the servos after which a latch is not released
 
 
 class ArmThread:
     """Thread in which an arm follows commands; a context manager; methods may be called from any thread.
 
-    `failure` is the error that ended it; `clamped` are joints whose target was clamped so far.
+    ``failure`` is the error that ended the thread; ``clamped`` are the joints whose target was clamped so far.
     """
 
     def __init__(self, arm: Arm, follower: Follower, rate: float):
@@ -177,19 +170,19 @@ class ArmThread:
         self._thread.join()
 
     def command(self, values: Mapping[str, float]) -> None:
-        """Take a command; the thread acts on it at once."""
+        """Take a command, which the thread executes at once."""
         with self._lock:
             self._follower.command(values, time.monotonic())
         self._wake.set()
 
     def stop(self, reason: str, is_latched: bool = False) -> None:
-        """Hold at once: until the next command, or (an emergency stop) until ``reset``."""
+        """Hold at once, until the next command, or (latched) until ``reset``."""
         with self._lock:
             self._follower.stop(reason, is_latched, time.monotonic())
         self._wake.set()
 
     def reset(self, number: int) -> str | None:
-        """Release the latch of this emergency stop, unless a later one followed; returns why the arm stays held."""
+        """Release the latch of this emergency stop, unless a later stop followed; return why the arm stays held."""
         with self._lock:
             latch, newest = self._follower.latch, self._newest
             if latch is None:
@@ -197,7 +190,7 @@ class ArmThread:
             if latch.is_final or self._over.is_set():
                 return f"{self.failure or latch.reason}"
             if newest is None or time.monotonic() - newest[1] > max(MAX_POSE_AGE, 3 * self._period):
-                return "the servos cannot be read; look at the arm's power and cables"
+                return "the servos cannot be read; check the arm's power and cables"
             if latch.number != number:
                 return latch.reason
             self._follower.reset()
@@ -205,7 +198,7 @@ class ArmThread:
 
     @property
     def pose(self) -> tuple[dict[str, float], float] | None:
-        """The joints' last positions and when they were read (monotonic); None before the first reading."""
+        """Last positions of the joints and their monotonic time; None before the first reading."""
         return self._newest
 
     @property
@@ -240,18 +233,18 @@ class ArmThread:
             with self._lock:
                 self._follower.stop("the program ends", is_latched=True, is_final=True)
             while not self._run_cycle():
-                pass  # One failed reading must not prevent the hold; a series of them raises.
+                pass  # A failed reading must not prevent the hold; several in a row raise.
         except RobotError as error:
             left = self._hold_responding_servos()
             self.failure = ArmLost(f"{error}; {left}", error.then)
         except Exception as error:
-            # A fault of ours must not leave an arm that follows an old target.
+            # After an internal error, the arm must not follow an old target.
             self.failure = ArmLost(f"{type(error).__name__}: {error}; {self._hold_responding_servos()}", "report it")
         finally:
             self._over.set()
 
     def _run_cycle(self) -> bool:
-        """Read the arm once and send one goal; False when it could not be read this time."""
+        """Read the arm once and send one goal; return False if the reading failed."""
         pose = self._arm.read_pose()
         if pose is None:
             return False

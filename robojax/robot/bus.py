@@ -12,15 +12,15 @@ from typing import Any
 
 from robojax.robot.errors import BusLost, RobotError
 
-MODEL_NUMBER = 777  # what an STS3215 answers in its register of this name
+MODEL_NUMBER = 777  # value of an STS3215's register Model_Number
 RESOLUTION = 4096  # steps of one turn
 
 
 @dataclass(frozen=True)
 class Register:
-    """Address and `length` in bytes (least significant first) of a servo's register.
+    """Address and ``length`` in bytes (little endian) of a servo's register.
 
-    `sign_bit` is the position of the sign (sign and magnitude); None for values without a sign.
+    ``sign_bit`` is the position of the sign (sign and magnitude); None for unsigned values.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Register:
     sign_bit: int | None = None
 
     def encode(self, value: int) -> bytes:
-        """Return the bytes of a value; raises ValueError if it does not fit."""
+        """Return the bytes of a value; raise ``ValueError`` if it does not fit."""
         magnitude, most = abs(value), (1 << (self.sign_bit or 8 * self.length)) - 1
         if magnitude > most or (value < 0 and self.sign_bit is None):
             low = 0 if self.sign_bit is None else -most
@@ -38,7 +38,7 @@ class Register:
         return (magnitude | sign).to_bytes(self.length, "little")
 
     def decode(self, data: bytes) -> int:
-        """Value of these bytes."""
+        """Return the value of these bytes."""
         raw = int.from_bytes(data, "little")
         if self.sign_bit is None:
             return raw
@@ -72,7 +72,7 @@ PRESENT_VOLTAGE = Register("Present_Voltage", 62, 1)  # tenths of a volt
 PRESENT_TEMPERATURE = Register("Present_Temperature", 63, 1)  # degrees Celsius
 MAX_ACCELERATION = Register("Maximum_Acceleration", 85, 1)
 
-# What a servo says of itself with every answer, one bit each.
+# Bits of the status in every answer of a servo.
 ALARMS = {
     1: "its voltage is out of range",
     2: "its position sensor fails",
@@ -83,7 +83,7 @@ ALARMS = {
 
 
 def describe_alarms(status: int) -> list[str]:
-    """Texts of the errors in a servo's status byte; empty when it has none."""
+    """Return the texts of the errors in a servo's status byte."""
     return [text for bit, text in ALARMS.items() if status & bit]
 
 
@@ -94,13 +94,13 @@ class Bus:
     """An open serial bus of servos. Calls block for milliseconds; one thread at a time may use it.
 
     Raises (every method):
-        BusLost: the port is gone, or a servo did not answer.
+        BusLost: the port is lost, or a servo did not answer.
     """
 
     def __init__(self, port: str, packet_timeout: float | None = None):
-        """Open the port; raises RobotError if it cannot be opened or the package is not installed.
+        """Open the port; raise ``RobotError`` if it cannot be opened or the package is not installed.
 
-        `packet_timeout` is in milliseconds; None for the time that real servos need.
+        ``packet_timeout`` is in milliseconds; None for the timeout of real servos.
         """
         try:
             import scservo_sdk
@@ -110,7 +110,7 @@ class Bus:
         except ImportError as error:
             raise RobotError(f"{error.name} is not installed, which talks to the servos", INSTALL) from error
         self.port = port
-        self._lost = (serial.SerialException, OSError, TypeError)  # TypeError: pyserial's, of a port that was closed
+        self._lost = (serial.SerialException, OSError, TypeError)  # pyserial raises TypeError for a closed port.
         self._ok = scservo_sdk.COMM_SUCCESS
         self._write = scservo_sdk.GroupSyncWrite
         self._packets = scservo_sdk.PacketHandler(0)
@@ -133,7 +133,7 @@ class Bus:
             self._handler.closePort()
 
     def ping(self, servo: int) -> int | None:
-        """Model number of a servo; None when none answers to this id."""
+        """Return the model number of a servo; None if no servo with this id answers."""
         model, result, _ = self._do(lambda: self._packets.read2ByteTxRx(self._handler, servo, MODEL.address))
         return model if result == self._ok else None
 
@@ -147,14 +147,14 @@ class Bus:
         return register.decode(bytes(data))
 
     def status(self, servo: int) -> list[str]:
-        """Read the errors that a servo reports; empty when it has none."""
+        """Return the texts of the errors that a servo reports."""
         _, result, status = self._do(lambda: self._packets.readTxRx(self._handler, servo, MODEL.address, MODEL.length))
         if result != self._ok:
-            raise self._build_bus_lost([servo], "asking how it is", result)
+            raise self._build_bus_lost([servo], "reading its status", result)
         return describe_alarms(status)
 
     def write(self, servo: int, register: Register, value: int) -> None:
-        """Write a register of a servo, which confirms it."""
+        """Write a register of a servo, which the servo confirms."""
         data = list(register.encode(value))
         result, _ = self._do(
             lambda: self._packets.writeTxRx(self._handler, servo, register.address, register.length, data)
@@ -166,20 +166,20 @@ class Bus:
         """Read the same register of several servos with one packet.
 
         Returns:
-            Id to value, and id to complaints of those that have some.
+            Id to value, and id to the texts of errors.
 
         Raises:
-            BusLost: any of them did not answer; a value is never made up for it.
+            BusLost: a servo did not answer.
         """
         values, alarms = {}, {}
         ask = partial(self._packets.syncReadTx, self._handler, register.address, register.length)
         result = self._do(lambda: ask(list(servos), len(servos)))
         if result != self._ok:
-            raise self._build_bus_lost([], f"asking for {register.name}", result)
+            raise self._build_bus_lost([], f"requesting {register.name}", result)
         for servo in servos:
             data, result, status = self._do(partial(self._packets.readRx, self._handler, servo, register.length))
             if result != self._ok or len(data) != register.length:
-                # The others answer after it, or did before it was noticed: no use in waiting for each of them.
+                # Do not wait for the other servos, because this reading has failed.
                 raise self._build_bus_lost([servo], f"reading {register.name}", result)
             values[servo] = register.decode(bytes(data))
             if texts := describe_alarms(status):
@@ -187,7 +187,7 @@ class Bus:
         return values, alarms
 
     def write_all(self, values: Mapping[int, int], register: Register) -> None:
-        """Write the same register of several servos with one packet, which they do not confirm."""
+        """Write the same register of several servos with one packet, without confirmation."""
         group = self._write(self._handler, self._packets, register.address, register.length)
         for servo, value in values.items():
             group.addParam(servo, list(register.encode(value)))
@@ -201,10 +201,10 @@ class Bus:
         except self._lost as error:
             raise BusLost(
                 f"the port {self.port} is gone: {_reason(error)}",
-                "look at the USB cable and the arm's power, then start again",
+                "check the USB cable and the arm's power, then start again",
             ) from error
         finally:
-            # The package leaves its flag set when a port breaks in the middle, and would refuse everything after.
+            # After an error, the package leaves this flag set and would refuse all further calls.
             self._handler.is_using = False
 
     def _build_bus_lost(self, servos: Sequence[int], doing: str, result: int) -> BusLost:
@@ -212,7 +212,7 @@ class Bus:
         why = self._packets.getTxRxResult(result).removeprefix("[TxRxResult] ").rstrip("!").lower()
         return BusLost(
             f"{who} on {self.port} did not answer ({doing}: {why})",
-            "look at the power supply and at the cable to that servo and the one before it",
+            "check the power supply and the cables to that servo and the previous servo",
             tuple(servos),
         )
 

@@ -14,8 +14,7 @@ from robojax.robot.errors import CameraLost, RobotError
 
 TURNS = {0: None, 90: "ROTATE_90_CLOCKWISE", 180: "ROTATE_180", -90: "ROTATE_90_COUNTERCLOCKWISE"}
 BACKENDS = {"ANY": 0, "V4L2": 200}
-# Seconds without a picture after which a camera counts as lost.
-FRAME_TIMEOUT = 2.0
+FRAME_TIMEOUT = 2.0  # seconds without a picture after which a camera counts as lost
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,12 @@ class CameraConfig:
     Attributes:
         type: "opencv" for a device or a video file, "simulated" for the scene of the simulated arm (with a real arm: a
             test picture).
-        index_or_path: number or path of the device, or the path of a video file, which is played in a loop; of a
-            simulated camera the scene's camera, by default the one of this camera's name.
-        width, height: of the pictures that are sent, before they are turned; the device is asked for them.
-        rotation: clockwise, one of 0, 90, 180, -90.
-        fourcc: the device's pixel format, e.g. "MJPG"; its own when None.
-        warmup_s: how long the first picture may take beyond what is usual.
+        index_or_path: number or path of the device, or path of a video file, which is played in a loop; for a simulated
+            camera the name of the scene's camera, by default this camera's name.
+        width, height: size of the pictures before rotation, which is requested from the device.
+        rotation: clockwise degrees: 0, 90, 180 or -90.
+        fourcc: the device's pixel format, e.g. "MJPG"; None for its default.
+        warmup_s: additional seconds for the first picture.
     """
 
     type: str = "opencv"
@@ -47,7 +46,7 @@ class CameraConfig:
     def __post_init__(self) -> None:
         wrong = []
         if self.type not in ("opencv", "simulated"):
-            wrong.append(f"type is {self.type!r}; there are opencv and simulated")
+            wrong.append(f"type is {self.type!r}; wanted opencv or simulated")
         if self.type == "opencv" and (
             isinstance(self.index_or_path, bool) or not isinstance(self.index_or_path, int | str)
         ):
@@ -57,13 +56,13 @@ class CameraConfig:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 10_000:
                 wrong.append(f"{name} is {value!r}, wanted a positive number")
         if self.color_mode == "bgr":
-            wrong.append("color_mode bgr: servers take RGB; leave it out")
+            wrong.append("color_mode bgr: servers need RGB; omit it")
         elif self.color_mode != "rgb":
-            wrong.append(f"color_mode is {self.color_mode!r}; there are rgb and bgr")
+            wrong.append(f"color_mode is {self.color_mode!r}; wanted rgb")
         if self.rotation not in TURNS:
-            wrong.append(f"rotation is {self.rotation!r}; there are 0, 90, 180 and -90")
+            wrong.append(f"rotation is {self.rotation!r}; wanted 0, 90, 180 or -90")
         if self.backend not in BACKENDS:
-            wrong.append(f"backend is {self.backend!r}; there are ANY and V4L2")
+            wrong.append(f"backend is {self.backend!r}; wanted ANY or V4L2")
         if self.fourcc is not None and len(self.fourcc) != 4:
             wrong.append(f"fourcc is {self.fourcc!r}, wanted four letters, e.g. MJPG")
         if wrong:
@@ -73,7 +72,7 @@ class CameraConfig:
 class Source(NamedTuple):
     """Source of a camera's pictures, for one thread.
 
-    `read` waits for the next picture, uint8 (h, w, 3) RGB; None when there is none this time.
+    ``read`` waits for the next picture, uint8 (h, w, 3) RGB; it returns None after a failed reading.
     """
 
     read: Callable[[], np.ndarray | None]
@@ -93,10 +92,10 @@ class Camera:
     def __init__(self, name: str, config: CameraConfig, open_simulated: OpenSource | None = None):
         """Open the camera and wait for its first picture.
 
-        `open_simulated` opens the source of a "simulated" camera; None for a test picture.
+        ``open_simulated`` opens the source of a "simulated" camera; None for a test picture.
 
         Raises:
-            RobotError: OpenCV is not installed, or the camera cannot be opened or gives no picture.
+            RobotError: OpenCV is not installed, the camera cannot be opened, or no picture arrived.
         """
         self.name, self.config, self.pictures = name, config, 0
         self._newest: tuple[np.ndarray, float] | None = None
@@ -110,24 +109,23 @@ class Camera:
             self.close()
             raise CameraLost(
                 f"camera {name!r} ({config.index_or_path or config.type}) gives no picture: "
-                f"{self._why or 'nothing came'}",
-                "another program may have it; try a smaller size, fourcc MJPG, or another port",
+                f"{self._why or 'nothing arrived'}",
+                "another program may use it; try a smaller size, fourcc MJPG, or another port",
             )
 
     def newest(self, now: float) -> np.ndarray:
-        """Return the newest picture: uint8 (h, w, 3), RGB; raises CameraLost if none arrived for a while."""
-        assert self._newest is not None, "the first one was waited for"
+        """Return the newest picture: uint8 (h, w, 3), RGB; raise ``CameraLost`` if it is too old."""
+        assert self._newest is not None, "the constructor waited for the first picture"
         picture, observed_at = self._newest
         if self._why is not None or now - observed_at > FRAME_TIMEOUT:
             raise CameraLost(
-                f"camera {self.name!r} gives no pictures any more: "
-                f"{self._why or f'none for {now - observed_at:.1f} s'}",
-                "look at its cable",
+                f"camera {self.name!r} gives no more pictures: {self._why or f'none for {now - observed_at:.1f} s'}",
+                "check its cable",
             )
         return picture
 
     def close(self) -> None:
-        """End the thread, which closes the device; a driver that does not return keeps its device."""
+        """End the thread, which closes the device unless its driver blocks."""
         self._end.set()
         self._thread.join(FRAME_TIMEOUT)
 
@@ -148,7 +146,7 @@ class Camera:
                 self.pictures += 1
                 self._first.set()
         except Exception as error:
-            # A driver may raise anything, and `newest` must report it.
+            # Drivers may raise any exception, which `newest` must report.
             self._why = f"{type(error).__name__}: {error}"
         finally:
             self._first.set()
@@ -168,7 +166,7 @@ def _open_device(name: str, config: CameraConfig) -> Source:
         capture.release()
         raise CameraLost(
             f"camera {name!r} ({device}) cannot be opened",
-            "lerobot-find-cameras opencv lists what there is; v4l2-ctl --list-devices, too",
+            "list the cameras with lerobot-find-cameras opencv, or v4l2-ctl --list-devices",
         )
     if not is_file:
         if config.fourcc is not None:
@@ -187,7 +185,7 @@ def _open_device(name: str, config: CameraConfig) -> Source:
     def read() -> np.ndarray | None:
         nonlocal due
         if is_file:
-            # A file has no clock of its own.
+            # Play a file at its rate.
             due = max(due + 1 / float(config.fps or 30), time.monotonic() - 1)
             time.sleep(max(0.0, due - time.monotonic()))
         is_good, picture = capture.read()

@@ -1,4 +1,4 @@
-"""Checks of a robot's port, servos, cameras and server, in which nothing moves. No check hides another one."""
+"""Checks of a robot's port, servos, cameras and server, without motion. A failed check does not stop the others."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -24,17 +24,16 @@ from robojax.robot.fit import (
 )
 from robojax.robot.runner import RobotRunner, build_check
 
-# Seconds in which a camera's pictures are counted, and the share of its rate that is enough.
-COUNTED, ENOUGH = 1.0, 0.8
-WARM = 10  # degrees Celsius below its limit
-READINGS = 20  # The median time of these readings of all servos gives the measured rate.
+COUNTED, ENOUGH = 1.0, 0.8  # seconds of counting a camera's pictures, and the required share of its rate
+WARM = 10  # degrees Celsius below the limit
+READINGS = 20  # readings of all servos, whose median time gives the measured rate
 COMPARED = ("joints", "units", "rate")
-UNREACHED = Finding("policy", "warn", "not checked: the server does not let this program ask", "repair the line above")
+UNREACHED = Finding("policy", "warn", "not checked: the server refuses requests", "repair the line above")
 Findings = Generator[Finding, None, Any]
 
 
 def check_robot(runner: RobotRunner, problems: Mapping[str, RobotError] | None = None) -> Iterator[Finding]:
-    """Run all checks of a robot; `problems` are unusable flags by part of the robot (``read_robot_config``)."""
+    """Run all checks of a robot; ``problems`` are invalid flags by part of the robot (``read_robot_config``)."""
     problems, config, simulation = problems or {}, runner.robot, runner.simulation
     calibration = readings = None
     for name, problem in problems.items():
@@ -66,13 +65,13 @@ def check_robot(runner: RobotRunner, problems: Mapping[str, RobotError] | None =
 
 
 def _run_check(name: str, check: Callable[[], Findings]) -> Findings:
-    """Run a check whose errors become its finding; returns what the check returns, or None."""
+    """Run a check and convert its errors to a finding; return the result of the check, or None."""
     try:
         return (yield from check())
     except RobotError as error:
         yield Finding(name, "fail", str(error), error.then)
     except (OSError, RuntimeError, ValueError) as error:
-        yield Finding(name, "fail", f"{type(error).__name__}: {error}", "report it, if it is not clear what to do")
+        yield Finding(name, "fail", f"{type(error).__name__}: {error}", "report it if the cause is unclear")
 
 
 def _check_calibration(config: RobotConfig) -> Generator[Finding, None, Calibration]:
@@ -87,7 +86,7 @@ def _check_calibration(config: RobotConfig) -> Generator[Finding, None, Calibrat
 
 
 def _check_port(config: RobotConfig, servos: Any, calibration: Calibration | None) -> Findings:
-    """Check the port and each servo; returns how often all servos can be read per second."""
+    """Check the port and each servo; return the rate at which all servos can be read, in Hz."""
     with open_bus(config, servos) as bus:
         yield Finding("port", "ok", config.port or "simulated")
         arm = Arm(bus, calibration or {}, config.use_degrees)
@@ -97,7 +96,7 @@ def _check_port(config: RobotConfig, servos: Any, calibration: Calibration | Non
             yield Finding("power", "fail", "no servo answers at all", fix)
         for name in JOINTS:
             if name in missing:
-                fix = "look at the cable to it and from the servo before it, and at its id"
+                fix = "check the cables to it and from the previous servo, and its id"
                 yield Finding(name, "fail", missing[name], fix)
             else:
                 yield from _run_check(name, partial(_check_servo, arm, name, calibration is not None))
@@ -120,11 +119,11 @@ def _check_servo(arm: Arm, name: str, is_calibrated: bool) -> Findings:
     text = f"{figures.volts:.1f} V, {figures.celsius} °C, torque {'on' if figures.is_held else 'off'}"
     wrong = arm.find_miscalibrated_servos([name]).get(name) if is_calibrated else None
     if alarms:
-        fix = "switch the arm's power off and on; let it cool"
+        fix = "switch the arm's power off and on; let the servo cool"
         yield Finding(name, "fail", f"{text}; {', '.join(alarms)}", fix)
     elif not figures.lowest <= figures.volts <= figures.highest:
         allowed = f"{figures.lowest:g} to {figures.highest:g} V"
-        fix = "use the power supply that the servos are made for"
+        fix = "use a power supply for these servos"
         yield Finding(name, "fail", f"{text}; it needs {allowed}", fix)
     elif wrong is not None:
         fix = "give the right --robot.id, or let lerobot-calibrate write the file to the servos"
@@ -156,7 +155,7 @@ def _check_camera(name: str, config: CameraConfig, open_simulated: OpenSource | 
 
 
 def _check_server(runner: RobotRunner) -> Generator[Finding, None, PolicyFit | None]:
-    """Check the server, the key and the policy; returns what the policy needs, or None."""
+    """Check the server, the key and the policy; return the policy's requirements, or None."""
     try:
         client = Client(runner.server, key=runner.key)
         client.request("GET", "/health")
@@ -173,7 +172,7 @@ def _check_server(runner: RobotRunner) -> Generator[Finding, None, PolicyFit | N
             yield UNREACHED
             return None
         if runner.policy is None and runner.session is None:
-            yield Finding("policy", "warn", "none given", "--policy.path=user/act_so101, or --session of one")
+            yield Finding("policy", "warn", "none given", "give --policy.path=user/act_so101, or --session")
             return None
         try:
             request, cameras = _build_policy_check(runner, client)
@@ -184,7 +183,7 @@ def _check_server(runner: RobotRunner) -> Generator[Finding, None, PolicyFit | N
     lacking = sorted(set(cameras) - set(runner.robot.cameras))
     if lacking:
         text = f"session {runner.session} has the cameras {', '.join(cameras)}; {', '.join(lacking)} not given"
-        yield Finding("policy", "fail", text, "name them so in --robot.cameras")
+        yield Finding("policy", "fail", text, "use these names in --robot.cameras")
     elif not fit.fits:
         yield Finding("policy", "fail", "; ".join(fit.misfits), suggest_cameras(fit))
     else:
@@ -198,6 +197,6 @@ def _build_policy_check(runner: RobotRunner, client: Client) -> tuple[dict[str, 
     if runner.policy is not None:
         return build_check(runner, runner.robot.cameras), ()
     status = client.session(runner.session_id).status()
-    # Of the joined session only its policy is compared: the cameras have the session's names.
+    # Only the policy of the joined session is checked, because the cameras have the session's names.
     request = {"policy_path": status.policy_path, "revision": status.stats.get("policy_commit")}
     return request, status.camera_names

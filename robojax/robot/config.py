@@ -1,4 +1,4 @@
-"""Config of a robot from LeRobot's flags, and the opening of its arm."""
+"""Config of a robot, read from LeRobot's flags, and the opening of its arm."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +14,9 @@ from robojax.robot.cameras import CameraConfig
 from robojax.robot.errors import RobotError
 from robojax.robot.simulated_bus import Servo, SimulatedBus
 
-DEFAULT_ID = "my_arm"  # Only of the simulated arm: a real arm needs the id of its calibration file.
+DEFAULT_ID = "my_arm"  # for simulated arms; a real arm needs the id of its calibration file
 TYPES = ("so101_follower", "so100_follower", "simulated")
-# In units of the arm (degrees, or percent of the range): what a quick motion needs, and less than a swing.
-MAX_RELATIVE_TARGET = 20.0
+MAX_RELATIVE_TARGET = 20.0  # degrees or percent of the range: enough for quick motions, but prevents a swing
 UNITS = (
     "give --robot.use_degrees=true or false, as your demonstrations were recorded: LeRobot's default was false up to "
     "0.4.3 and is true since. A joint beyond 100 or -100 in the dataset's meta/stats.json means degrees"
@@ -29,10 +28,10 @@ class RobotConfig:
     """Config of a robot, with LeRobot's fields.
 
     Attributes:
-        id: names its calibration file.
-        use_degrees: whether joints other than the gripper are in degrees, else in -100..100 of their range.
-        max_relative_target: the farthest a target may be from where the joint is; None for no limit.
-        disable_torque_on_disconnect: whether the arm is let go at the end. It falls then.
+        id: name of the calibration file.
+        use_degrees: whether joints except the gripper are in degrees, else in -100..100 of their range.
+        max_relative_target: largest distance of a target from the joint's position; None for no limit.
+        disable_torque_on_disconnect: whether to release the arm at the end, so that it falls.
     """
 
     type: str
@@ -51,22 +50,22 @@ class RobotConfig:
 
 
 def join_problems(problems: Mapping[str, RobotError]) -> RobotError:
-    """Join the problems of ``read_robot_config`` into one error that names all of them."""
+    """Join the problems of ``read_robot_config`` into one error."""
     errors = problems.values()
     return RobotError("\n".join(map(str, errors)), "\n".join(error.then for error in errors))
 
 
 def read_robot_config(**flags: str | None) -> tuple[RobotConfig, dict[str, RobotError]]:
-    """Read a robot's config from texts of the flags ``--robot.NAME`` by field; None for flags that are not given.
+    """Read a robot's config from the texts of the flags ``--robot.NAME`` by field; None for flags that are not given.
 
     Returns:
-        The config, with defaults for unusable flags; and the problems by part of the robot: type, port, id, units,
+        The config, with defaults for invalid flags; and the problems by part of the robot: type, port, id, units,
         cameras, max_relative_target, disable_torque_on_disconnect.
     """
     problems: dict[str, RobotError] = {}
     type_, port, robot_id = flags.get("type"), flags.get("port"), flags.get("id")
     if type_ not in TYPES:
-        problems["type"] = RobotError(f"--robot.type is {type_!r}", f"give one of {', '.join(TYPES)}")
+        problems["type"] = RobotError(f"--robot.type is {type_!r}", f"give {', '.join(TYPES[:-1])} or {TYPES[-1]}")
     is_real = type_ != "simulated"
     if is_real and not port:
         then = "e.g. --robot.port=/dev/ttyACM0; lerobot-find-port finds it"
@@ -92,12 +91,12 @@ def read_cameras(text: str) -> dict[str, CameraConfig]:
     if not isinstance(parsed, dict) or not all(
         isinstance(name, str) and isinstance(camera, dict) for name, camera in parsed.items()
     ):
-        raise RobotError("--robot.cameras is no map from name to camera", f"write it like {example}")
+        raise RobotError("--robot.cameras is not a map from name to camera", f"write it like {example}")
     known = {field.name for field in fields(CameraConfig)}
     cameras, wrong = {}, []
     for name, each in parsed.items():
         if strange := sorted(set(map(str, each)) - known):
-            wrong.append(f"camera {name!r}: {', '.join(strange)} is not known; there are {', '.join(sorted(known))}")
+            wrong.append(f"camera {name!r}: {', '.join(strange)} is unknown; known are {', '.join(sorted(known))}")
             continue
         try:
             cameras[name] = CameraConfig(**each)
@@ -109,7 +108,7 @@ def read_cameras(text: str) -> dict[str, CameraConfig]:
 
 
 def read_max_relative_target(text: str) -> float | dict[str, float] | None:
-    """Parse a number, a map from joint to number, or none; raises RobotError for anything else."""
+    """Parse a number, a map from joint to number, or none; raise ``RobotError`` for other texts."""
     parsed = _yaml("robot.max_relative_target", text, "--robot.max_relative_target=10")
     if parsed in (None, "none"):
         return None
@@ -121,7 +120,7 @@ def read_max_relative_target(text: str) -> float | dict[str, float] | None:
     if set(values) != set(JOINTS) or not good:
         raise RobotError(
             "--robot.max_relative_target is neither a positive number nor one for each joint",
-            f"the joints are {', '.join(JOINTS)}; none takes the limit off",
+            f"the joints are {', '.join(JOINTS)}; none removes the limit",
         )
     numbers = {name: float(value) for name, value in values.items()}
     return numbers if isinstance(parsed, dict) else next(iter(numbers.values()))
@@ -154,14 +153,12 @@ def _yaml(name: str, text: str, example: str) -> Any:
         raise RobotError(f"--{name} cannot be read: {first}", f"write it like {example}") from error
 
 
-# Calibrated range of the simulated arm: two thirds of a turn.
-LOW, HIGH = 700, 3395
-# Milliseconds. Simulated servos are a thread of this machine, which may be too busy to answer as fast as real servos.
-SIMULATED_PACKET_TIMEOUT = 1000.0
+LOW, HIGH = 700, 3395  # calibrated range of the simulated arm: two thirds of a turn
+SIMULATED_PACKET_TIMEOUT = 1000.0  # milliseconds; simulated servos may be slow on a busy machine
 
 
 def load_calibration(config: RobotConfig) -> Calibration:
-    """Load the robot's calibration; raises RobotError if it is missing or unusable."""
+    """Load the robot's calibration; raise ``RobotError`` if it is missing or invalid."""
     if config.is_simulated:
         return {name: JointCalibration(servo, 0, 0, LOW, HIGH) for name, servo in JOINTS.items()}
     return read_calibration(find_calibration(config.type, config.id, config.calibration_dir), JOINTS)
@@ -169,9 +166,9 @@ def load_calibration(config: RobotConfig) -> Calibration:
 
 @contextmanager
 def open_bus(config: RobotConfig, servos: Mapping[int, Servo] | None = None) -> Iterator[Bus]:
-    """Open the bus of the arm's servos, as a context manager; `servos` by id are simulated with physics.
+    """Open the bus of the arm's servos, as a context manager; ``servos`` (by id) are simulated with physics.
 
-    Raises RobotError if the port cannot be opened or a package is missing.
+    Raise ``RobotError`` if the port cannot be opened or a package is missing.
     """
     if not config.is_simulated or config.port:
         with Bus(config.port) as bus:

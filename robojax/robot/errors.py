@@ -5,7 +5,7 @@ class RobotError(Exception):
     """A part of the robot cannot be used.
 
     Attributes:
-        then: what to do about it.
+        then: advice for the user.
     """
 
     def __init__(self, text: str, then: str):
@@ -14,10 +14,10 @@ class RobotError(Exception):
 
 
 class BusLost(RobotError):
-    """The bus, or a servo on it, does not answer any more.
+    """The bus, or a servo on it, no longer answers.
 
     Attributes:
-        servos: ids of those that are silent; empty when it is the port itself.
+        servos: ids of the silent servos; empty if the port is lost.
     """
 
     def __init__(self, text: str, then: str, servos: tuple[int, ...] = ()):

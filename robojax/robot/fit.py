@@ -1,4 +1,4 @@
-"""Comparison of a policy with an arm: joints, units and rate. Nothing here touches the arm or the server."""
+"""Comparison of a policy with an arm: joints, units and rate, without access to the arm or the server."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,10 +7,9 @@ from typing import Any
 from robojax.robot.arm import GRIPPER, JOINTS, Calibration, Unit, from_steps
 from robojax.robot.arm_thread import normalize_joint_name
 
-# Largest value of a joint in -100..100 of its range; rounding takes recorded values a little beyond.
-PERCENT_LIMIT = 101.0
-SATURATED = 99.5  # a joint that stops here was cut at 100, which only a share of the range is
-RADIANS_LIMIT = 3.3  # no joint turns farther in radians
+PERCENT_LIMIT = 101.0  # largest recorded value of a joint in -100..100 of its range, with rounding
+SATURATED = 99.5  # largest value from which on a joint seems to be clipped at 100, which degrees are not
+RADIANS_LIMIT = 3.3  # largest value of a joint in radians
 RANGE_TOLERANCE = 1.1  # share of the calibrated range that the demonstrations may reach
 SLACK = 0.95  # share of a rate that counts as this rate
 STATISTICS = "look at min and max in the dataset's meta/stats.json: a joint beyond 100 or -100 means degrees"
@@ -22,7 +21,7 @@ class Finding:
 
     Attributes:
         level: ok, warn or fail.
-        fix: what to do; "" when nothing.
+        fix: advice; "" without one.
     """
 
     name: str
@@ -36,11 +35,11 @@ class PolicyFit:
     """Answer of POST /policies/check: what a policy needs, and whether the server would take it.
 
     Attributes:
-        joint_names: names of the actions in order, by the server or else by the checkpoint; None when neither has them.
+        joint_names: names of the actions in order, from the server or else the checkpoint; None if both lack them.
         is_named: whether the checkpoint names its joints.
-        action_range: lowest and highest values of the actions in training, in the order of the actions; None where the
-            checkpoint has no such statistics.
-        trained_rate: actions per second that the checkpoint says; None when it does not.
+        action_range: lowest and highest values of the actions in training, in the order of the actions; None if the
+            checkpoint lacks them.
+        trained_rate: actions per second in the checkpoint; None if it is missing.
         rate: actions per second of a session.
     """
 
@@ -78,9 +77,9 @@ def read_policy_fit(answer: Mapping[str, Any]) -> PolicyFit:
 
 
 def suggest_cameras(fit: PolicyFit) -> str:
-    """Return what to do about a policy that the server does not take."""
+    """Return advice for a policy that the server refuses."""
     return (
-        f"its cameras are {', '.join(fit.camera_names) or 'none'}: name them so in --robot.cameras, or give "
+        f"its cameras are {', '.join(fit.camera_names) or 'none'}: use these names in --robot.cameras, or give "
         "--rename POLICYS_NAME=YOURS"
         if any("camera" in text for text in fit.misfits)
         else "robojax check POLICY says what it needs"
@@ -88,10 +87,10 @@ def suggest_cameras(fit: PolicyFit) -> str:
 
 
 def compare_joints(fit: PolicyFit, given: Sequence[str] | None) -> Finding:
-    """Compare the policy's joints with the arm's; `given` are names by ``--policy.joint_names``."""
+    """Compare the policy's joints with the arm's; ``given`` are the names in ``--policy.joint_names``."""
     arm, names = ", ".join(JOINTS), fit.joint_names or given
     give = f"give their names in the order of the dataset's action: --policy.joint_names={','.join(JOINTS)}"
-    other = "use a policy that was trained on an arm like this one"
+    other = "use a policy that was trained on this type of arm"
     if not fit.controls_joints:
         return Finding("joints", "fail", "the policy's actions are not targets of joints", other)
     if fit.width != len(JOINTS):
@@ -107,7 +106,7 @@ def compare_joints(fit: PolicyFit, given: Sequence[str] | None) -> Finding:
 
 
 def compare_joint_names(names: Sequence[str]) -> str | None:
-    """Return how names of a policy's joints differ from the arm's; None when they are the same in any order."""
+    """Return how the names of a policy's joints differ from the arm's; None for the same names in any order."""
     found = [normalize_joint_name(name) for name in names]
     if sorted(found) == sorted(JOINTS):
         return None
@@ -115,7 +114,7 @@ def compare_joint_names(names: Sequence[str]) -> str | None:
 
 
 def compare_units(fit: PolicyFit, use_degrees: bool | None, calibration: Calibration | None) -> Finding:
-    """Compare the arm's unit (`use_degrees`, None if not given) with the values that the policy was trained on."""
+    """Compare the arm's unit (``use_degrees``, None if not given) with the values in the policy's training."""
     trained = _trained_ranges(fit)
     if trained is None:
         text = "the checkpoint has no ranges of its joints, so their unit cannot be compared"
@@ -143,7 +142,9 @@ def compare_units(fit: PolicyFit, use_degrees: bool | None, calibration: Calibra
         return Finding("units", "warn", text, f"{STATISTICS}; else give --robot.use_degrees=false")
     if use_degrees and (beyond := _find_beyond_range(trained, calibration)):
         text = f"degrees; in training {beyond} of this arm's calibration"
-        return Finding("units", "warn", text, "the demonstrations' arm was calibrated otherwise; use its calibration")
+        return Finding(
+            "units", "warn", text, "the demonstrations' arm had a different calibration; use that calibration"
+        )
     return Finding("units", "ok", f"{_describe(use_degrees)}; {reach}")
 
 
@@ -155,22 +156,22 @@ def compare_rates(
     cameras: Mapping[str, float],
     command_timeout: float,
 ) -> Finding:
-    """Compare the rate of the policy's actions with how often the arm is observed and how long it waits for a command.
+    """Compare the rate of the policy's actions with the rate of observations and the timeout of commands.
 
     Args:
         fps: observations per second, ``--fps``.
-        readings: measured readings of all servos per second; None when they could not be read.
+        readings: measured readings of all servos per second; None if they could not be read.
         cameras: camera name to its pictures per second.
         command_timeout: seconds without a command after which the arm is held.
     """
     rate = fit.rate
     measured = "" if readings is None else f", the servos can be read {readings:.0f} times"
     if rate is None:
-        return Finding("rate", "warn", "the policy's rate is not known: it does not fit", "see the lines above")
+        return Finding("rate", "warn", "the policy's rate is unknown, because it does not fit", "see the lines above")
     text = f"the policy acts {rate:g} times a second, the arm is observed {fps:g} times (--fps){measured}"
     slow = [f"{name} ({pictures:g})" for name, pictures in cameras.items() if pictures < SLACK * rate]
     if readings is not None and readings < SLACK * rate:
-        return Finding("rate", "fail", text, "look at the USB port and its latency timer, or use a slower policy")
+        return Finding("rate", "fail", text, "check the USB port and its latency timer, or use a slower policy")
     if fps < SLACK * rate:
         return Finding("rate", "fail", text, f"give --fps={rate:g}")
     if command_timeout < 2 / rate:
@@ -189,7 +190,7 @@ def compare_rates(
 
 
 def _trained_ranges(fit: PolicyFit) -> dict[str, tuple[float, float]] | None:
-    """Joint of the arm to its lowest and highest value in training; None where they are not known."""
+    """Return each joint's lowest and highest value in training; None if they are unknown."""
     if fit.action_range is None or fit.width != len(JOINTS):
         return None
     names = [normalize_joint_name(name) for name in fit.joint_names or JOINTS]
@@ -199,7 +200,7 @@ def _trained_ranges(fit: PolicyFit) -> dict[str, tuple[float, float]] | None:
 
 
 def _find_beyond_range(trained: Mapping[str, tuple[float, float]], calibration: Calibration | None) -> str:
-    """Text about the first joint that goes beyond its calibrated range, in degrees; "" when there is none."""
+    """Describe the first joint that exceeds its calibrated range, in degrees; "" without such a joint."""
     for name, ends in trained.items():
         if name == GRIPPER or calibration is None:
             continue

@@ -25,24 +25,23 @@ from robojax.client.stream import AsyncStream, encode_message
 from robojax.robot.arm_thread import ArmThread
 from robojax.robot.errors import RobotError
 
-# Seconds before each further attempt to reach a server that is gone.
+# Seconds before each further attempt to connect to a lost server.
 RETRY_WAITS = (0.2, 0.5, 1.0, 2.0)
-# Seconds in which the server learns of a local emergency stop by the program's own request; then the link reports it.
-STOP_REPORT_DELAY = 1.0
+STOP_REPORT_DELAY = 1.0  # seconds after a local emergency stop, after which the link reports it if the program did not
 LATCH_CHECK_INTERVAL = 0.05  # seconds
 ROBOT_TAKEN = 4409
-# Refusals that a person may end while the arm is held: an interrupted session is restarted, a latch is reset.
+# Statuses of temporary refusals: a person may restart an interrupted session, or reset a latch.
 FOR_NOW = (409, 429, 503)
 Pictures = Callable[[], Mapping[str, np.ndarray]]
 OnEvent = Callable[[str], None]
 
 
 class StreamLink:
-    """Connection over the stream of a direct session; it reconnects whenever it breaks.
+    """Connection over the stream of a direct session, which reconnects after failures.
 
-    The program and the server report their latches to each other. The program releases its latch only when the same
+    The program and the server report their latches to each other. The program releases its latch only if the same
     instance of the session first confirmed the emergency stop and then reports no latch, because a person reset it. A
-    stop that the server does not know, e.g. of a time without a link, becomes an emergency stop of the session.
+    stop that the server does not know, e.g. because the connection was lost, becomes an emergency stop of the session.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class StreamLink:
     async def run(self, linked: asyncio.Event) -> None:
         """Send observations and receive commands until cancelled; ``linked`` is set while connected.
 
-        Raises RobotError if another attempt to connect would not help.
+        Raise ``RobotError`` if reconnecting cannot help.
         """
         tries = 0
         while True:
@@ -74,12 +73,12 @@ class StreamLink:
                     )
             except (Refused, Unreachable, StreamClosed, Garbled) as error:
                 if isinstance(error, Refused) and error.status not in FOR_NOW:
-                    raise RobotError(f"the server refused: {error}", "robojax sessions shows what there is") from error
+                    raise RobotError(f"the server refused: {error}", "robojax sessions lists the sessions") from error
                 if isinstance(error, StreamClosed) and error.code == ROBOT_TAKEN:
-                    raise RobotError(str(error), "end the other one first") from error
+                    raise RobotError(str(error), "end the other client first") from error
                 if isinstance(error, Refused):
                     self._report_once(error.code, f"the server says: {error.text}")
-                    self._arm_thread.stop(f"the server lets it wait ({error.code})")
+                    self._arm_thread.stop(f"the server refuses for now ({error.code})")
                 else:
                     self._arm_thread.stop(f"the server is gone ({error})")
                 linked.clear()
@@ -87,7 +86,7 @@ class StreamLink:
                 tries += 1
 
     async def _report_latch(self, stream: AsyncStream, reported: int) -> int:
-        """Report the arm's latch when it changed; returns the number of the reported stop, 0 for none."""
+        """Report a changed latch of the arm; return the number of the reported stop, 0 for no stop."""
         latch = self._arm_thread.latch
         number = 0 if latch is None else latch.number
         if number != reported:
@@ -95,11 +94,11 @@ class StreamLink:
         return number
 
     async def _report_stops(self, stream: AsyncStream) -> None:
-        """Make an emergency stop of the session out of each local stop that the server does not know."""
+        """Request an emergency stop of the session for each local stop that the server does not know."""
         while True:
             latch = self._arm_thread.latch
             is_local = latch is not None and self._confirmed != (stream.welcome.instance, latch.number)
-            # With a lost arm the program ends and stops its session: there is nothing that a person could reset.
+            # With a lost arm, the program ends and stops its session, so no reset is possible.
             if latch is not None and is_local and not latch.is_final:
                 left = latch.since + STOP_REPORT_DELAY - time.monotonic()
                 if left <= 0:
@@ -116,7 +115,7 @@ class StreamLink:
             if latch is None:
                 self._arm_thread.stop(f"emergency stop: {reason}", is_latched=True)
                 latch = self._arm_thread.latch
-            assert latch is not None, "it was latched just now"
+            assert latch is not None, "it was latched above"
             self._confirmed = (instance, latch.number)
         elif latch is not None and self._confirmed == (instance, latch.number):
             self._confirmed = None
@@ -135,7 +134,7 @@ class StreamLink:
                 sent_at = observed_at
                 linked.set()
             else:
-                # Nothing new of the arm: nothing is made up, but the server hears that this program is there.
+                # Without a new reading of the arm, only show the server that this program is alive.
                 await stream.ping(number)
             due = max(due + self._period, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
@@ -169,7 +168,7 @@ class StreamLink:
 
 
 def release_latch(arm_thread: ArmThread, number: int, session_id: str, on_event: OnEvent) -> None:
-    """Release the arm's latch after the session's reset; an arm that cannot be released is stopped again."""
+    """Release the arm's latch after the session's reset; if that is impossible, latch the arm again."""
     if (problem := arm_thread.reset(number)) is None:
         on_event(f"the emergency stop was reset; robojax start {session_id} moves the arm again")
     else:
@@ -194,7 +193,7 @@ class RoomsLink:
         self._passed_stop = 0  # number of the newest stop that the rooms know
 
     async def run(self, linked: asyncio.Event) -> None:
-        """Do as ``StreamLink.run``; lost rooms are joined again."""
+        """Send and receive as ``StreamLink.run``; lost rooms are joined again."""
         from service.errors import ServiceError
 
         try:
@@ -209,7 +208,7 @@ class RoomsLink:
                     self._send(joined, linked), self._report_status(joined), self._sync_latch(joined)
                 )
         except ServiceError as error:
-            raise RobotError(f"the rooms cannot be used: {error}", "robojax sessions shows what there is") from error
+            raise RobotError(f"the rooms cannot be used: {error}", "robojax sessions lists the sessions") from error
 
     def _take_stop(self, stop: Any) -> None:
         self._arm_thread.stop(f"emergency stop: {stop.reason}", is_latched=True)
@@ -217,9 +216,9 @@ class RoomsLink:
             self._passed_stop = latch.number
 
     async def _sync_latch(self, robot: Any) -> None:
-        """Send local stops to the rooms, and release the arm's latch when ``robot`` has released its own.
+        """Send local stops to the rooms, and release the arm's latch after ``robot`` has released its latch.
 
-        It does so when the session's server, which it polls, confirmed the stop and then reports no latch.
+        ``robot`` polls the session's server, and releases its latch after a confirmed stop was reset there.
         """
         while True:
             latch = self._arm_thread.latch
@@ -245,7 +244,7 @@ class RoomsLink:
             await asyncio.sleep(due - time.monotonic())
 
     async def _report_status(self, robot: Any) -> None:
-        """Tell how the session is, which rooms do not say; and of commands that came in spite of a latched stop."""
+        """Report the session's status, which rooms do not send, and commands that arrive during a latched stop."""
         last, refused = None, 0
         while True:
             if robot.refused > refused:
@@ -264,7 +263,7 @@ class RoomsLink:
 
 
 def describe_status(status: SessionStatus) -> str:
-    """A session's status as one line."""
+    """Describe a session's status in one line."""
     why = status.error_message or status.stats.get("hold")
     return f"session {status.session_id}: {status.status}" + (f" ({why})" if why else "")
 

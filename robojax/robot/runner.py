@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -17,19 +17,18 @@ import numpy as np
 from robojax.client import AsyncClient, AsyncSession, ClientError, Refused
 from robojax.robot.arm import JOINTS
 from robojax.robot.arm_thread import ArmThread, Follower
-from robojax.robot.cameras import Camera, CameraConfig, Source
+from robojax.robot.cameras import Camera
 from robojax.robot.config import RobotConfig, load_calibration, open_arm
 from robojax.robot.errors import RobotError
 from robojax.robot.fit import compare_joint_names, compare_joints, compare_units, read_policy_fit, suggest_cameras
-from robojax.robot.links import OnEvent, Pictures, RoomsLink, StreamLink, describe_status, run_until_first_ends
-from robojax.robot.simulated_bus import Servo
+from robojax.robot.links import OnEvent, RoomsLink, StreamLink, describe_status, run_until_first_ends
 
 
 @asynccontextmanager
 async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
-    """Context with a queue of pressed keys; Ctrl-C keeps its meaning, and the terminal is restored on exit.
+    """Provide a queue of pressed keys; Ctrl-C keeps its meaning, and the terminal is restored on exit.
 
-    The queue stays empty without a terminal, and in a background job, which the system stops when it reads one.
+    The queue stays empty without a terminal, and in a background job, which the system stops when it reads a terminal.
     """
     pressed: asyncio.Queue[str] = asyncio.Queue()
     if not sys.stdin.isatty() or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
@@ -47,7 +46,7 @@ async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
         with contextlib.suppress(OSError):
             typed = os.read(terminal, 64)
         if not typed:
-            loop.remove_reader(terminal)  # it hung up, and would be readable for ever
+            loop.remove_reader(terminal)  # A closed terminal would stay readable forever.
         for key in typed.decode(errors="replace"):
             pressed.put_nowait(key)
 
@@ -61,32 +60,12 @@ async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
             termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-POLL_PERIOD = 0.1  # seconds between looks at the arm
-LEAVE = 3.0  # seconds that saying goodbye to the server may take
+POLL_PERIOD = 0.1  # seconds between checks of the arm
+LEAVE = 3.0  # seconds to stop or remove the session at the end
 EMERGENCY, QUIT = " ", "q"
 # SIGHUP: the terminal was closed, or the connection to it was lost.
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ON_THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
-
-
-class Simulation(Protocol):
-    """Simulated world in place of an arm and its surroundings.
-
-    The simulator is a package above this one, so the command passes it in.
-    """
-
-    @property
-    def servos(self) -> Mapping[int, Servo]:
-        """Servos of the arm by id."""
-        ...
-
-    def open_camera(self, name: str, config: CameraConfig) -> Source:
-        """Open the source of a simulated camera's pictures."""
-        ...
-
-    async def play(self, session: AsyncSession, arm_thread: ArmThread, on_event: OnEvent) -> None:
-        """Play episodes until cancelled."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -94,19 +73,18 @@ class RobotRunner:
     """Settings of a robot's run: robot, server, session, policy, rate.
 
     Attributes:
-        server: URL; None for this machine's.
-        session: id; the robot's when None.
-        policy: a folder on the server's machine or a repo id, for a session that is made now and removed at the end;
-            None for one that is there.
-        joint_names: names of the policy's joints in the order of its actions, where its checkpoint has none.
-        rename: cameras of the policy and the robot's names for them, where they differ; for a session that is made now.
-        transport: "direct", or the rooms' server; of a session that is there: where its rooms are. None: direct, or
-            the rooms of the server itself.
-        rate: observations (and looks at the arm) per second.
+        server: URL of the server; None for this machine's server.
+        session: id of the session; None for the robot's id.
+        policy: a folder on the server's machine or a repo id, for a new session that is removed at the end; None for
+            an existing session.
+        joint_names: names of the policy's joints in the order of its actions, if its checkpoint has none.
+        rename: for a new session, cameras of the policy to different names of the robot.
+        transport: "direct", or the URL of the rooms' server. None for direct, or the rooms of the server itself.
+        rate: observations (and readings of the arm) per second.
         command_timeout: seconds without a command after which the arm is held.
-        is_started: whether the session is started, or waits for somebody to do so.
-        is_compressed: whether pictures go as JPEG; None: unless the server is on this machine.
-        simulation: the world of a simulated arm; None for a real arm.
+        is_started: whether to start the session; else it waits for ``robojax start``.
+        is_compressed: whether pictures are sent as JPEG; None: unless the server is on this machine.
+        simulation: the ``ServoArm`` of a simulated arm; None for a real arm. Not imported here.
     """
 
     robot: RobotConfig
@@ -124,7 +102,7 @@ class RobotRunner:
     is_started: bool = True
     is_dry_run: bool = False
     is_compressed: bool | None = None
-    simulation: Simulation | None = None
+    simulation: Any = None
 
     @property
     def session_id(self) -> str:
@@ -140,11 +118,11 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
     """Run the robot until Ctrl-C, SIGTERM, SIGHUP or the key q; the arm is held at the end.
 
     Args:
-        on_event: takes what happens, a line each.
+        on_event: receives a line of text about each event.
 
     Raises:
-        RobotError: something of the robot cannot be used, or was lost. What is left of it is held.
-        ClientError: the server is not there, or refuses.
+        RobotError: a part of the robot cannot be used, or was lost. The remaining joints are held.
+        ClientError: the server does not respond, or refuses.
     """
     end_requested = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -189,15 +167,20 @@ async def _run_linked(
     end_requested: asyncio.Event,
     on_event: OnEvent,
 ) -> Exception | None:
-    """Run the arm until something ends it; return the reason, or None where a person ended it."""
+    """Run the arm until the end; return the error that ended it, or None if a person ended it."""
 
     def pictures() -> dict[str, np.ndarray]:
         now = time.monotonic()
         return {name: camera.newest(now) for name, camera in cameras.items()}
 
-    linked, simulation = asyncio.Event(), runner.simulation
-    status = await session.status()
-    link = _make_link(runner, client, session, status.rooms.joint_output != "", arm_thread, pictures, on_event)
+    linked, simulation, rate = asyncio.Event(), runner.simulation, runner.rate
+    if (await session.status()).rooms.joint_output:
+        transport = client.url if runner.transport in (None, "direct") else runner.transport
+        link = RoomsLink(session, transport, arm_thread, pictures, rate, on_event)
+    else:
+        is_near = urlsplit(client.url).hostname in ON_THIS_MACHINE
+        is_compressed = not is_near if runner.is_compressed is None else runner.is_compressed
+        link = StreamLink(session, arm_thread, pictures, rate, is_compressed, on_event)
     try:
         async with keys() as pressed:
             await run_until_first_ends(
@@ -218,28 +201,11 @@ async def _run_linked(
     return None
 
 
-def _make_link(
-    runner: RobotRunner,
-    client: AsyncClient,
-    session: AsyncSession,
-    has_rooms: bool,
-    arm_thread: ArmThread,
-    pictures: Pictures,
-    on_event: OnEvent,
-) -> RoomsLink | StreamLink:
-    if has_rooms:
-        transport = runner.transport if runner.transport not in (None, "direct") else client.url
-        return RoomsLink(session, str(transport), arm_thread, pictures, runner.rate, on_event)
-    is_near = urlsplit(client.url).hostname in ON_THIS_MACHINE
-    is_compressed = not is_near if runner.is_compressed is None else runner.is_compressed
-    return StreamLink(session, arm_thread, pictures, runner.rate, is_compressed, on_event)
-
-
 @asynccontextmanager
 async def _session(
     client: AsyncClient, runner: RobotRunner, cameras: tuple[str, ...], end_requested: asyncio.Event, on_event: OnEvent
 ) -> AsyncIterator[AsyncSession]:
-    """The session; one that is made here is removed at the end."""
+    """Provide the session; a new session is removed at the end."""
     session = client.session(runner.session_id)
     if runner.policy is None:
         status = await session.status()
@@ -249,7 +215,7 @@ async def _session(
                 "name them as the policy does in --robot.cameras",
             )
         if status.status == "interrupted":
-            on_event(f"session {session.id} was interrupted; it is loaded again")
+            on_event(f"session {session.id} was interrupted and is loaded again")
             await session.restart()
         status = await session.status()
         if unknown := compare_joint_names(tuple(status.stats.get("measured_joints") or JOINTS)):
@@ -289,7 +255,7 @@ async def _session(
 
 
 def build_check(runner: RobotRunner, cameras: Iterable[str]) -> dict[str, object]:
-    """Body of POST /policies/check for this policy, these cameras and the joint names that the user gave."""
+    """Return the body of POST /policies/check for this policy, cameras and given joint names."""
     more = {"rename": dict(runner.rename), "joint_names": list(runner.joint_names or ())}
     request = {"policy_path": runner.policy, "revision": runner.revision, "camera_names": list(cameras)}
     return request | {name: value for name, value in more.items() if value}
@@ -306,12 +272,12 @@ async def _run_unless_ended(
     work: Coroutine[Any, Any, Any],
     undo: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> Any:
-    """Return the result of the work; raises _Ended if a person ended the program first and the work was undone."""
+    """Return the result of the work; raise ``_Ended`` if a person ended the program first and the work was undone."""
     task, ended = asyncio.create_task(work), asyncio.create_task(end_requested.wait())
     try:
         await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
         if not task.done() and undo is not None:
-            # A refusal comes soon: a session of the same id that existed before is not removed.
+            # Wait for a quick refusal, so that an existing session with the same id is not removed.
             await asyncio.wait((task,), timeout=LEAVE)
         if not end_requested.is_set() or (task.done() and task.exception() is not None):
             return task.result()
@@ -332,7 +298,7 @@ async def _start_session(runner: RobotRunner, session: AsyncSession, linked: asy
         try:
             await session.start()
         except Refused as error:
-            # It runs already, because another client started it.
+            # Another client may have started it.
             if not (await session.status()).is_moving:
                 raise error
         on_event("started: space is the emergency stop, q or Ctrl-C holds the arm and leaves")
@@ -340,7 +306,7 @@ async def _start_session(runner: RobotRunner, session: AsyncSession, linked: asy
 
 
 async def _wait_for_failure(arm_thread: ArmThread, session_id: str, on_event: OnEvent) -> None:
-    """Report holds until the arm's thread ends, which only a failure does."""
+    """Report holds until the arm's thread ends because of a failure."""
     last: str | None = "?"
     clamped: frozenset[str] = frozenset()
     while not arm_thread.is_over:

@@ -1,4 +1,4 @@
-"""Simulated servos behind a pseudo-terminal with a real bus's bytes, for tests and for a robot without an arm."""
+"""Simulated servos behind a pseudo-terminal, with the protocol of real servos, for tests and robots without an arm."""
 
 import os
 import select
@@ -12,9 +12,9 @@ from robojax.robot.bus import RESOLUTION, Register
 
 PING, READ, WRITE, SYNC_READ, SYNC_WRITE = 0x01, 0x02, 0x03, 0x82, 0x83
 EVERYBODY = 0xFE
-SPEED = 3000.0  # steps a second without load: what an STS3215 does at 7.4 V is about this
-MAX_WRITTEN = 20_000  # goals that a servo remembers: an arm may run for days
-# Position limits of a servo and its homing offset, as a calibration leaves them.
+SPEED = 3000.0  # steps per second without load, about the speed of an STS3215 at 7.4 V
+MAX_WRITTEN = 20_000  # goals in a servo's history, because an arm may run for days
+# Initial values of a calibrated servo's registers.
 FIRST = {
     bus.FIRMWARE_MAJOR: 3,
     bus.FIRMWARE_MINOR: 10,
@@ -38,8 +38,8 @@ FIRST = {
 class Servo:
     """Simulated servo: its memory, and a shaft that moves to its goal while torque is on.
 
-    `speed` is in steps per second; None for a shaft that only ``set_position`` turns, e.g. a physics engine. `written`
-    are the newest goals that it received while torque was on, each with its time.
+    ``speed`` is in steps per second; None for a shaft that only ``set_position`` turns, e.g. with a physics engine.
+    ``written`` contains the newest goals while torque was on, each with its time.
     """
 
     def __init__(self, position: int = RESOLUTION // 2, speed: float | None = SPEED):
@@ -91,7 +91,7 @@ class Servo:
 
 
 class ServoLine:
-    """All servos of a bus: packets in, packets out; `silent` ids do not answer, `corrupted` ones wrongly."""
+    """All servos of a bus; ``silent`` servos do not answer, ``corrupted`` servos send wrong checksums."""
 
     def __init__(self, servos: Mapping[int, Servo]):
         self.servos = dict(servos)
@@ -100,7 +100,7 @@ class ServoLine:
         self._buffer = bytearray()
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Bytes that the servos answer to these bytes."""
+        """Return the answer of the servos to these bytes."""
         self._buffer += data
         answers = bytearray()
         while (packet := self._next()) is not None:
@@ -108,7 +108,7 @@ class ServoLine:
         return bytes(answers)
 
     def _next(self) -> bytes | None:
-        """The next packet that is whole and has the right checksum: id, length, instruction, parameters."""
+        """Return the next complete and valid packet: id, length, instruction, parameters."""
         while True:
             start = self._buffer.find(b"\xff\xff")
             if start < 0:
@@ -160,12 +160,12 @@ class ServoLine:
 
 
 def compute_checksum(body: bytes) -> int:
-    """Checksum, the last byte of a packet with this body."""
+    """Return the checksum, the last byte of a packet with this body."""
     return ~sum(body) & 0xFF
 
 
 class SimulatedBus:
-    """Simulated servos in a thread behind a pseudo-terminal; a context manager; `port` is for ``--robot.port``."""
+    """Simulated servos in a thread behind the pseudo-terminal ``port`` (for ``--robot.port``); a context manager."""
 
     def __init__(self, servos: Mapping[int, Servo]):
         self.line = ServoLine(servos)
@@ -185,10 +185,6 @@ class SimulatedBus:
         self._thread.join()
         for descriptor in (self._ours, self._theirs, self._ended, self._end):
             os.close(descriptor)
-
-    def servo(self, number: int) -> Servo:
-        """The simulated servo of this id."""
-        return self.line.servos[number]
 
     def _run(self) -> None:
         while True:

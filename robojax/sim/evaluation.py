@@ -28,7 +28,7 @@ GREEN, RED = (30, 120, 50), (150, 40, 30)
 
 @dataclass
 class Evaluation:
-    """Settings and `results` of an evaluation; `policy` is a folder or a Hub repo id."""
+    """Settings and ``results`` of an evaluation; ``policy`` is a folder or a Hub repo id."""
 
     policy: str
     revision: str | None
@@ -39,7 +39,7 @@ class Evaluation:
     results: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The report: settings, results, episodes, versions."""
+        """Return the report: settings, results, episodes, versions."""
         outcomes = self.score.outcomes
         return {
             "is_complete": len(outcomes) == len(self.seeds),
@@ -69,7 +69,7 @@ class Evaluation:
         }
 
     def save(self, folder: Path) -> Path:
-        """Write the report atomically; raises OSError if it cannot be written."""
+        """Write the report atomically; raise ``OSError`` if it cannot be written."""
         path = folder / REPORT
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")
@@ -78,7 +78,7 @@ class Evaluation:
 
 
 def summarize_score(score: Score) -> dict[str, Any]:
-    """Counts, success rate and its confidence interval."""
+    """Return counts, success rate and its confidence interval."""
     return {
         "episodes": score.done,
         "lifted": score.lifted,
@@ -89,7 +89,7 @@ def summarize_score(score: Score) -> dict[str, Any]:
 
 
 def hash_policy_files(policy: str) -> Mapping[str, str] | None:
-    """SHA-256 of the files in a policy's folder; None for a repository, whose commit identifies it."""
+    """Return the SHA-256 of the files in a policy's folder; None for a repository, which its commit identifies."""
     folder = Path(policy)
     if not folder.is_dir():
         return None
@@ -119,20 +119,20 @@ def evaluate(
     """Play one episode per seed, as fast as possible.
 
     Args:
-        delay: ticks between an observation and the first action of its chunk, as in a real loop. Meanwhile the arm
-            executes actions of the previous chunk, and the same number of actions of the new chunk is dropped.
+        delay: ticks between an observation and the first action of its chunk, as in a real loop. During the delay, the
+            arm executes actions of the previous chunk, and as many actions of the new chunk are dropped.
         films: folder for a video of each episode, which needs a picture per tick. None saves no videos.
 
     Raises:
-        ObservationError: the policy needs an input that this arm does not have.
+        ObservationError: the policy needs an input that this arm lacks.
         RuntimeError: this machine cannot render without a screen.
-        ValueError: a chunk has fewer actions than are executed of it.
+        ValueError: a chunk has too few actions for ``action_steps`` and ``delay``.
     """
     steps = policy.requirements.action_steps
     if steps + delay > policy.requirements.chunk:
         raise ValueError(
-            f"{steps} actions of each chunk after a delay of {delay} are more than the {policy.requirements.chunk} "
-            "there are; give a shorter delay"
+            f"{steps} actions of each chunk after a delay of {delay} exceed its {policy.requirements.chunk} actions; "
+            "give a shorter delay"
         )
     arm = Arm(task)
     try:

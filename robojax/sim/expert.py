@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from itertools import count, islice
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -31,35 +30,27 @@ from service.processes import exit_with_parent
 
 OPEN, CLOSED = 1.2, -0.1  # radians of the jaw
 HOVER, GRASP, LIFT = 0.07, 0.005, 0.09  # metres of the grip above the cube's centre
-TURN_WEIGHT = 0.15  # metres per radian: how much a tilted finger counts against a missed place
+TURN_WEIGHT = 0.15  # metres per radian: weight of the fingers' tilt relative to the position error
 DAMPING = 1e-4
 UP = np.array([0.0, 0.0, 1.0])
 ITERATIONS = 80
 LONGEST_STEP = 0.2  # radians per iteration
 
 
-@dataclass(frozen=True)
-class Leg:
-    """One part of the expert's path: a pose in radians and the ticks to get there."""
-
-    pose: np.ndarray
-    ticks: int
-
-
 class Kinematics:
-    """Inverse kinematics of the arm; works on a copy, so the simulated arm does not move."""
+    """Inverse kinematics of the arm, on a copy of its state, so that the simulated arm does not move."""
 
     def __init__(self, arm: Arm):
         self.model = arm.model
         self._data = mujoco.MjData(arm.model)
         self._addresses = arm.addresses
-        self._free = len(JOINTS) - 1  # all but the jaw
+        self._free = len(JOINTS) - 1  # all joints except the jaw
         self._columns = [self.model.joint(f"{scene.ARM}/{joint}").dofadr[0] for joint in JOINTS[: self._free]]
         self._grip = self.model.site(scene.GRIP).id
         self._hand = self.model.site_bodyid[self._grip]
 
     def solve(self, start: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Pose (radians) near `start` whose grip is at `position` (metres), fingers down."""
+        """Return a pose (radians) near ``start`` whose grip is at ``position`` (metres), with the fingers down."""
         model, data, pose = self.model, self._data, start.copy()
         moves, turns = np.zeros((3, model.nv)), np.zeros((3, model.nv))
         for _ in range(ITERATIONS):
@@ -78,8 +69,8 @@ class Kinematics:
         return pose
 
 
-def plan_legs(arm: Arm, kinematics: Kinematics) -> list[Leg]:
-    """Plan the path that lifts the target cube from where it lies: 90 ticks in all."""
+def plan_legs(arm: Arm, kinematics: Kinematics) -> list[tuple[np.ndarray, int]]:
+    """Plan the path that lifts the target cube: poses in radians, each with the ticks to reach it, 90 in all."""
     cube = arm.cube
     above = kinematics.solve(HOME, cube + HOVER * UP)
     at = kinematics.solve(above, cube + GRASP * UP)
@@ -87,34 +78,34 @@ def plan_legs(arm: Arm, kinematics: Kinematics) -> list[Leg]:
     above[-1] = at[-1] = OPEN
     closed = at.copy()
     closed[-1] = up[-1] = CLOSED
-    return [Leg(above, 25), Leg(at, 15), Leg(closed, 15), Leg(up, 25), Leg(up, 10)]
+    return [(above, 25), (at, 15), (closed, 15), (up, 25), (up, 10)]
 
 
-def interpolate_targets(legs: list[Leg]) -> Iterator[np.ndarray]:
-    """Targets (six wire values) of every tick, easing in and out of each leg."""
+def interpolate_targets(legs: list[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]:
+    """Yield the targets (six wire values) of every tick, easing in and out of each leg."""
     before = HOME
-    for leg in legs:
-        for tick in range(1, leg.ticks + 1):
-            share = tick / leg.ticks
+    for pose, ticks in legs:
+        for tick in range(1, ticks + 1):
+            share = tick / ticks
             eased = share * share * (3 - 2 * share)
-            yield to_wire(before + (leg.pose - before) * eased)
-        before = leg.pose
+            yield to_wire(before + (pose - before) * eased)
+        before = pose
 
 
 ROBOT = "so100_simulated"
-# Pushes of the expert's hand, which are not part of the recorded actions, so that the policy learns to return to the
-# path (DART, https://arxiv.org/abs/1703.09327). With later pushes one demonstration in six fails.
+# Random pushes of the arm, which are not part of the recorded actions, so that the policy learns to return to the path
+# (DART, https://arxiv.org/abs/1703.09327). With later pushes, a sixth of the demonstrations fails.
 PUSH, PUSH_MEMORY, PUSHED_TICKS = 0.04, 0.8, 30  # radians, per tick, ticks
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 _arms: dict[TaskName, tuple[Arm, Kinematics]] = {}
-# In a worker: whether the parent needs no more demonstrations.
+# In a worker: returns whether the parent needs no more demonstrations.
 _is_over: Callable[[], bool] = bool
 
 
 class Demonstration(NamedTuple):
-    """Recorded episode of the expert: its instruction, and arrays by feature in units of the wire.
+    """Recorded episode of the expert: its instruction, and arrays by feature in wire units.
 
     Frames are (t, h, w, 3) uint8, states and actions (t, 6) float32.
     """
@@ -124,8 +115,8 @@ class Demonstration(NamedTuple):
 
 
 def demonstrate(name: TaskName, seed: int) -> Demonstration | None:
-    """Play one episode with the expert; None when it failed or was interrupted."""
-    # An arm per process: compiling the scene and making a renderer take longer than an episode's physics.
+    """Play one episode with the expert; return None if it failed or was interrupted."""
+    # One arm per process, because compiling the scene takes longer than an episode.
     if name not in _arms:
         arm = Arm(TASKS[name])
         _arms[name] = (arm, Kinematics(arm))
@@ -173,7 +164,7 @@ def demonstrations(
         OSError: the disk does not take it.
         RuntimeError: nothing here can draw without a screen, or a worker died.
     """
-    # Here, because the workers import this module and need neither pyarrow nor PyAV.
+    # Imported here, because the workers import this module and need neither pyarrow nor PyAV.
     from jaxmodels.data import DatasetWriter
 
     with (
@@ -191,7 +182,7 @@ def demonstrations(
 
 
 def _play_in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, Demonstration | None], None, None]:
-    """Demonstrations of `seed` and all after it, played side by side; ends when its reader closes it."""
+    """Yield demonstrations from ``seed`` on, played in parallel, until the reader closes the generator."""
     # Spawned, because a forked child shares JAX's and OpenGL's threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     ahead: deque[tuple[int, Future[Demonstration | None]]] = deque()
@@ -199,7 +190,7 @@ def _play_in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[i
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(os.getpid(), over)) as pool:
         try:
             for number in count(seed):
-                with _defer_interrupts():  # submitting also starts the workers
+                with _defer_interrupts():  # Submitting also starts the workers.
                     ahead.append((number, pool.submit(demonstrate, name, number)))
                 if len(ahead) > workers:
                     first, playing = ahead.popleft()
@@ -207,19 +198,19 @@ def _play_in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[i
         finally:
             for _, playing in ahead:
                 playing.cancel()
-            # Workers stop early, because the pool waits for them: half a minute after a Ctrl-C. A worker that is
-            # killed while it hands over its pictures would leave the pool waiting.
+            # The pool waits for its workers, so they must stop early. Killing a worker while it transfers its pictures
+            # would block the pool.
             over.set()
 
 
 @contextmanager
 def _defer_interrupts() -> Iterator[None]:
-    """Context that keeps interrupts for its end: a worker that is interrupted at its start prints a traceback."""
+    """Defer interrupts to the end of the context, because a worker that is interrupted at its start prints an error."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     received: list[int] = []
-    # Blocked for the workers, which inherit it; kept for later here, where a signal may choose another thread.
+    # Workers inherit the blocked signals; this process still gets them in other threads, and keeps them for later.
     blocked = _block(signal.SIG_BLOCK, ENDING)
     before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in ENDING}
     try:
@@ -240,5 +231,5 @@ def _begin(parent: int, over: Event) -> None:
     global _is_over
     _is_over = over.is_set
     exit_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets go of its workers in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C and ends its workers.
     _block(signal.SIG_UNBLOCK, ENDING)

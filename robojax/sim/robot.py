@@ -27,7 +27,7 @@ from service.transport.client.robot import Robot
 
 
 class SimulatedRobot:
-    """Simulation on one thread, since an OpenGL context belongs to the thread that made it; `films` is a folder.
+    """Simulation on its own thread, to which its OpenGL context belongs; ``films`` is a folder for videos.
 
     Its camera has noise of one grey level, because the server holds an arm whose pictures are identical.
     """
@@ -40,15 +40,15 @@ class SimulatedRobot:
         self._noise = np.random.default_rng(0)
 
     async def reset(self, seed: int) -> str:
-        """Fold the arm and lay the cubes of `seed`; returns the instruction."""
+        """Fold the arm and lay the cubes of ``seed``; return the instruction."""
         return await self._run(self._reset, seed)
 
     async def tick(self, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Advance by one tick towards `target`; returns the pose and the camera's picture."""
+        """Advance by one tick towards ``target``; return the pose and the camera's picture."""
         return await self._run(self._tick, target)
 
     async def outcome(self, number: int, seed: int, ticks: int) -> Outcome:
-        """How the episode ended; saves its video when it is filmed."""
+        """Return the outcome of the episode; save its video if episodes are filmed."""
         return await self._run(self._outcome, number, seed, ticks)
 
     async def close(self) -> None:
@@ -83,9 +83,9 @@ class SimulatedRobot:
 
 
 PERIOD = 1 / RATE
-SETTLE = 12  # ticks after laying the cubes, so that no frame of the episode before is on its way any more
-COMMAND_TIMEOUT = 15.0  # seconds for the session to be startable, and for the first command to come
-STOP_POLL = 0.5  # seconds between two looks whether a person stopped the session, or let it go on
+SETTLE = 12  # ticks after laying the cubes, so that all frames of the previous episode have arrived
+COMMAND_TIMEOUT = 15.0  # seconds until the session can start, and until its first command
+STOP_POLL = 0.5  # seconds between checks whether a person stopped or continued the session
 
 
 class EpisodeFailed(Exception):
@@ -93,7 +93,7 @@ class EpisodeFailed(Exception):
 
 
 class EpisodeStopped(Exception):
-    """A person stopped the session and gave a `reason`; an emergency stop `is_latched` and needs a reset."""
+    """A person stopped the session for a ``reason``; an emergency stop ``is_latched`` until a reset."""
 
     def __init__(self, reason: str, is_latched: bool):
         super().__init__(reason)
@@ -104,12 +104,12 @@ class Player:
     """Plays episodes with a robot that has joined its rooms.
 
     Args:
-        instructs: whether the session's policy reads what it is to do.
+        instructs: whether the session's policy reads instructions.
     """
 
     def __init__(self, robot: SimulatedRobot, session: AsyncSession, *, instructs: bool = False):
         self._robot, self._session, self._instructs = robot, session, instructs
-        self._last_values: dict[str, float] = {}  # the server forwards only joints whose target changed
+        self._last_values: dict[str, float] = {}  # The server forwards only changed targets.
         self._commands = 0
 
     def on_command(self, values: Mapping[str, float], received_at: float) -> None:
@@ -121,11 +121,11 @@ class Player:
         """Play one episode.
 
         Args:
-            is_again: whether a person stopped this episode before, and then let it go on: the session may run already.
+            is_again: whether a person stopped and continued this episode before, so that the session may run already.
 
         Raises:
-            ClientError: the server refused the instruction or the start, or does not answer.
-            EpisodeFailed: the session sent no command, or an emergency stop without a request of a person.
+            ClientError: the server refused the instruction or the start, or does not respond.
+            EpisodeFailed: the session sent no command, or had an emergency stop that no person requested.
             EpisodeStopped: a person stopped the session.
         """
         instruction = await self._robot.reset(seed)
@@ -154,10 +154,10 @@ class Player:
         return await self._robot.outcome(number, seed, ticks)
 
     async def _move(self, robot: Robot, clock: "Clock", home: np.ndarray, watching: "asyncio.Task[None]") -> int:
-        """Obey commands for `HORIZON` ticks, or until `watching` raises; returns the number of ticks."""
+        """Obey commands for ``HORIZON`` ticks, or until ``watching`` raises; return the number of ticks."""
         before, ticks, timeout = self._commands, 0, COMMAND_TIMEOUT
         while ticks < HORIZON:
-            # Until the first command the arm waits, folded; then it follows the newest targets.
+            # The arm stays folded until the first command, and then follows the newest targets.
             moves = self._commands > before and len(self._last_values) == len(JOINTS)
             await self._show(robot, self._target() if moves else home)
             await clock.next()
@@ -170,8 +170,8 @@ class Player:
             if timeout < 0:
                 session, timeout = await self._session.status(), COMMAND_TIMEOUT
                 if session.stats.get("hold_code") == "compiling":
-                    continue  # for pictures of this size: a large policy on a slow machine
-                why = session.stats.get("hold") or session.error_message or "nothing said why"
+                    continue  # A large policy on a slow machine takes long to compile.
+                why = session.stats.get("hold") or session.error_message or "reason unknown"
                 raise EpisodeFailed(f"no command in {COMMAND_TIMEOUT:.0f} s; the session is {session.status}: {why}")
         return ticks
 
@@ -183,17 +183,17 @@ class Player:
     async def _raise_if_stopped(self, *, by_request: bool = True) -> None:
         """Raise EpisodeStopped if a person stopped the session, EpisodeFailed if it stopped by itself.
 
-        `by_request` counts stops without a latch; between two episodes the session is always stopped.
+        With ``by_request``, also a stop without a latch counts; between episodes the session is always stopped.
         """
         session = await self._session.status()
         latch, code = session.stats.get("emergency_stop"), session.stats.get("stop_code")
         if latch is not None and code != "asked":
             raise EpisodeFailed(f"emergency stop: {latch}")
         if latch is not None or (by_request and session.status == "stopped"):
-            raise EpisodeStopped(latch or "asked for", latch is not None)
+            raise EpisodeStopped(latch or "requested", latch is not None)
 
     async def wait_until_released(self, robot: Robot, stop: EpisodeStopped) -> None:
-        """Hold the arm and show the camera until a person resets the session, or starts it where no latch is."""
+        """Hold the arm and show the camera until a person resets the session, or starts it if it is not latched."""
         is_latched, clock = stop.is_latched, Clock()
         hold = self._target() if len(self._last_values) == len(JOINTS) else to_wire(HOME)
         while True:
@@ -214,7 +214,7 @@ class Player:
     async def _while_showing(
         self, call: Coroutine[Any, Any, None], robot: Robot, clock: "Clock", home: np.ndarray
     ) -> None:
-        """A call of the operator's while the pictures go on."""
+        """Wait for a call to the server while the robot continues to send pictures."""
         calling = asyncio.create_task(call)
         try:
             while not calling.done():
@@ -232,7 +232,7 @@ class Player:
 
 
 class Clock:
-    """Ticks at absolute deadlines, 40 ms apart; a missed one starts the count anew."""
+    """Ticks at absolute deadlines, 40 ms apart; a missed deadline restarts the sequence."""
 
     def __init__(self) -> None:
         self._due = time.monotonic() + PERIOD
@@ -246,7 +246,7 @@ class Clock:
 
 
 async def _play_to_the_end(player: Player, robot: Robot, number: int, seed: int) -> Outcome:
-    """Play one episode, again from its beginning whenever a person stopped it and let it go on."""
+    """Play one episode, and repeat it from its beginning whenever a person stopped and continued it."""
     is_again = False
     while True:
         try:
@@ -265,7 +265,7 @@ def print_event(event: str, **values: object) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Join the rooms and play until the episodes are over (0: until the process ends)."""
+    """Join the rooms and play all episodes (0: until the process ends)."""
     simulation = SimulatedRobot(TASKS[args.task], args.films)
     await simulation.reset(args.seed)
     try:
@@ -290,13 +290,13 @@ def main() -> int:
     parser.add_argument("--server", required=True, help="URL of the session API")
     parser.add_argument("--transport", required=True, help="URL of the transport server")
     parser.add_argument("--session", required=True, help="session id")
-    parser.add_argument("--task", choices=list(TASKS), default=PICK.name, help="what is to be done")
-    parser.add_argument("--instruct", action="store_true", help="say before each episode which cube is to be lifted")
-    parser.add_argument("--seed", type=int, default=5000, help="of the first episode")
-    parser.add_argument("--episodes", type=int, default=0, help="0 plays on until it is ended")
+    parser.add_argument("--task", choices=list(TASKS), default=PICK.name, help="task of the episodes")
+    parser.add_argument("--instruct", action="store_true", help="send the instruction before each episode")
+    parser.add_argument("--seed", type=int, default=5000, help="seed of the first episode")
+    parser.add_argument("--episodes", type=int, default=0, help="0 plays until the process ends")
     parser.add_argument("--films", type=Path, help="folder for a video of each episode")
     args = parser.parse_args()
-    # Asked to end, it leaves its rooms, as it does at Ctrl-C.
+    # SIGTERM leaves the rooms, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return asyncio.run(run(args))

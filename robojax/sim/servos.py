@@ -1,7 +1,7 @@
 """Simulated arm of `robojax robot`: MuJoCo turns the shafts of simulated servos and renders what the cameras see.
 
-The servos speak the protocol of real servos (``robojax.robot.simulated_bus``), so the robot's program uses the same
-code as for a real arm. After each episode the arm is folded and a new cube is laid, as in the demo.
+The servos use the protocol of real servos (``robojax.robot.simulated_bus``), so the robot's program is the same as for
+a real arm. After each episode the arm is folded and a new cube is laid, as in the demo.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -27,16 +27,16 @@ from robojax.robot.simulated_bus import Servo
 from robojax.sim.arm import HORIZON, JOINTS, RATE, Arm, open_renderer
 from robojax.sim.tasks import PICK, Outcome, Score
 
-FIRST_SEED = 5000  # of the first episode's cubes
+FIRST_SEED = 5000  # seed of the first episode's cubes
 PERIOD = 0.02  # seconds of one step of the scene
 EPISODE = HORIZON / RATE  # seconds in which the arm obeys commands
-SETTLE = 0.5  # seconds after a new cube is laid, so that the policy sees no picture of the cube before
-QUIET = 0.2  # seconds without a command after which a stopped session sends none any more
+SETTLE = 0.5  # seconds after a new cube is laid, so that all pictures of the previous cube have arrived
+QUIET = 0.2  # seconds without a command after which a stopped session has sent its last command
 POLL_PERIOD = 0.05  # seconds
 
 
 class ServoArm:
-    """Arm and cubes in real time behind `servos` by id and cameras; a context manager with a thread of physics."""
+    """Arm and cubes in real time behind simulated ``servos`` (by id) and cameras; runs physics in a thread."""
 
     def __init__(self, config: RobotConfig):
         calibration = load_calibration(config)
@@ -58,13 +58,13 @@ class ServoArm:
         self._thread.join()
 
     def open_camera(self, name: str, config: CameraConfig) -> Source:
-        """Open a camera of the scene, which renders in its reader's thread; raises RobotError for unknown cameras."""
+        """Open a camera of the scene, which renders in its reader's thread; raise ``RobotError`` if it is unknown."""
         camera, model = str(config.index_or_path or name), self._arm.model
         cameras = [model.camera(number).name for number in range(model.ncam)]
         if camera not in cameras:
             raise RobotError(
                 f"camera {name!r}: the simulated scene has no camera {camera!r}",
-                f"its cameras are {', '.join(cameras)}: name yours so, or give index_or_path: {cameras[0]}",
+                f"use the names {', '.join(cameras)}, or give e.g. index_or_path: {cameras[0]}",
             )
         data, due = mujoco.MjData(model), time.monotonic()
         renderers: list[mujoco.Renderer] = []
@@ -89,14 +89,14 @@ class ServoArm:
     def _run(self) -> None:
         due = time.monotonic()
         while not self._end.wait(max(0.0, due - time.monotonic())):
-            # On a machine that is too slow the scene takes longer, and leaves nothing out.
+            # On a slow machine the scene takes longer, but skips no step.
             due = max(due + PERIOD, time.monotonic() - PERIOD)
             with self._lock:
                 self._arm.step(self._update_targets(), PERIOD)
                 self._turn_shafts()
 
     def _update_targets(self) -> np.ndarray:
-        """Goals of the servos as values of the scene's joints; a servo without torque keeps its last target."""
+        """Return the goals of the servos as values of the scene's joints; without torque, a joint keeps its target."""
         for position, (name, joint) in enumerate(self._joints):
             servo = self.servos[joint.id]
             if servo[TORQUE_ENABLE]:
@@ -109,7 +109,7 @@ class ServoArm:
             self.servos[joint.id].set_position(to_steps(float(value), joint, _unit(name)))
 
     def _lay_cube(self) -> None:
-        """Fold the arm, as a person would do by hand, and lay the cubes of the next episode."""
+        """Fold the arm, as by hand, and lay the cubes of the next episode."""
         with self._lock:
             self._arm.reset(FIRST_SEED + self.score.done)
             self._targets = self._arm.joints
@@ -117,15 +117,13 @@ class ServoArm:
             for servo in self.servos.values():
                 servo[GOAL_POSITION] = servo[PRESENT_POSITION]
 
-    # Episodes.
-
     async def play(self, session: AsyncSession, arm_thread: ArmThread, on_event: Callable[[str], None]) -> None:
-        """Score the episode whenever the arm moved for long enough, and lay a new cube; until cancelled."""
+        """Score an episode whenever the arm has moved for its duration, and lay a new cube; until cancelled."""
         while True:
             await self._wait_moving(arm_thread)
             try:
                 status = await session.status()
-                if status.status == "running":  # else a person stopped it just now, and this cube stays
+                if status.status == "running":  # Otherwise a person stopped it just now, and this cube stays.
                     self._score(on_event)
                     await self._begin_episode(session, status.stats.get("stops"), arm_thread, on_event)
             except ClientError as error:
@@ -151,7 +149,7 @@ class ServoArm:
     async def _begin_episode(
         self, session: AsyncSession, stops: object, arm_thread: ArmThread, on_event: Callable[[str], None]
     ) -> None:
-        """Stop the session, stopped `stops` times before, and start it with a new cube unless a person stopped it."""
+        """Stop the session, and start it with a new cube unless ``stops``, its count before, shows a person's stop."""
         await session.stop()
         await _wait_held(arm_thread)
         self._lay_cube()
@@ -160,11 +158,11 @@ class ServoArm:
         if status.status == "stopped" and isinstance(stops, int) and status.stats.get("stops") == stops + 1:
             await session.start()
         else:
-            on_event(f"a new cube lies there; the session was stopped: robojax start {session.id} continues")
+            on_event(f"a new cube was laid; the session was stopped: robojax start {session.id} continues")
 
 
 async def _wait_held(arm_thread: ArmThread) -> None:
-    """Wait until no command comes any more, and hold the arm: an older command must not move the folded arm."""
+    """Wait for the last command, then hold the arm, so that no older command moves the folded arm."""
     commands, since = -1, time.monotonic()
     while time.monotonic() - since < QUIET:
         await asyncio.sleep(POLL_PERIOD)
@@ -172,7 +170,7 @@ async def _wait_held(arm_thread: ArmThread) -> None:
             commands, since = newest, time.monotonic()
     arm_thread.stop("a new cube is being laid")
     pose, readings = arm_thread.pose, 0
-    while readings < 2:  # when the second reading is there, the cycle of the first one has sent the hold
+    while readings < 2:  # At the second reading, the cycle of the first reading has sent the hold.
         await asyncio.sleep(POLL_PERIOD / 5)
         if arm_thread.pose is not pose:
             pose, readings = arm_thread.pose, readings + 1

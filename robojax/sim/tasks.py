@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-RADIUS, BEARING, YAW = (0.20, 0.28), 0.6, 0.25  # where cubes may lie: metres from the base, radians
+RADIUS, BEARING, YAW = (0.20, 0.28), 0.6, 0.25  # range of cubes' positions: metres from the base, radians
 
 
 class TaskName(StrEnum):
@@ -21,12 +21,7 @@ class TaskName(StrEnum):
 
 @dataclass(frozen=True)
 class Cube:
-    """A cube that an instruction may name.
-
-    Attributes:
-        name: its colour, as a person says it.
-        colour: the same as red, green and blue, 0..1.
-    """
+    """A cube; ``name`` is its colour as a word, ``colour`` as red, green and blue in 0..1."""
 
     name: str
     colour: tuple[float, float, float]
@@ -55,8 +50,8 @@ class Task:
     """Cubes on the table, one of which is the target in each episode.
 
     Attributes:
-        apart: metres between the centres of any two cubes, at least.
-        policy: folder beside this file with the policy that is shipped for it; None when there is none.
+        apart: minimum distance in metres between the centres of two cubes.
+        policy: folder next to this file with the included policy; None without a policy.
     """
 
     name: TaskName
@@ -70,11 +65,11 @@ class Task:
         return tuple(cube.instruction for cube in self.cubes)
 
     def choose_cube(self, seed: int) -> Cube:
-        """The cube of an episode: in turn, so that each is the target equally often over a run of seeds."""
+        """Return the target cube of an episode; consecutive seeds choose each cube equally often."""
         return self.cubes[seed % len(self.cubes)]
 
     def draw_positions(self, seed: int) -> tuple[CubePosition, ...]:
-        """Random positions of an episode's cubes, independent of which is the target."""
+        """Return random positions of an episode's cubes, independent of the target cube."""
         random = np.random.default_rng(seed)
         while True:
             drawn = tuple(
@@ -88,7 +83,7 @@ class Task:
 RED = Cube("red", (0.85, 0.08, 0.08))
 BLUE = Cube("blue", (0.08, 0.16, 0.85))
 PICK = Task(TaskName.PICK, (RED,), policy="policy")
-# The expert touches no other cube from 5 cm on; a policy is not as exact.
+# The expert needs only 5 cm between cubes, but policies are less exact.
 TWO_CUBES = Task(TaskName.TWO_CUBES, (RED, BLUE), apart=0.09)
 TASKS: Mapping[str, Task] = {task.name: task for task in (PICK, TWO_CUBES)}
 
@@ -98,11 +93,11 @@ class Outcome:
     """Outcome of one episode.
 
     Attributes:
-        number: counted from 1.
-        instruction: what was asked for.
-        lifted: the asked cube was up at the end, and no other ever was.
-        wrong: another cube that was up at any moment; None when there was none.
-        ticks: from the first command to the end.
+        number: number of the episode, from 1.
+        instruction: instruction of the episode.
+        lifted: whether the target cube was lifted at the end, and no other cube at any time.
+        wrong: name of another cube that was lifted at any time; None without such a cube.
+        ticks: ticks from the first command to the end.
     """
 
     number: int
@@ -144,7 +139,7 @@ class Score:
         return wilson(self.lifted, self.done)
 
     def by_instruction(self) -> dict[str, "Score"]:
-        """Scores by instruction, in the order in which they first came."""
+        """Return the scores by instruction, in the order of their first episodes."""
         scores: dict[str, Score] = {}
         for outcome in self.outcomes:
             scores.setdefault(outcome.instruction, Score()).outcomes.append(outcome)
@@ -156,14 +151,16 @@ class Score:
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a proportion (https://doi.org/10.1080/01621459.1927.10502953, without continuity
-    correction): unlike the usual one it stays inside 0..1 and is not empty when all or none succeeded."""
+    """Return Wilson's 95 % score interval of a proportion (https://doi.org/10.1080/01621459.1927.10502953).
+
+    Unlike the normal interval, it stays inside 0..1 and is not empty if all or none succeeded.
+    """
     if trials == 0:
         return 0.0, 1.0
     z = NormalDist().inv_cdf(0.975)
     share, spread = successes / trials, z * z / trials
     middle = share + spread / 2
     half = (spread * (share * (1 - share) + spread / 4)) ** 0.5
-    # Without this a bound of exactly 0 or 1 has a rounding error.
+    # Exact bounds of 0 and 1, without rounding errors.
     low, high = (middle - half) / (1 + spread), (middle + half) / (1 + spread)
     return (0.0 if successes == 0 else low), (1.0 if successes == trials else high)

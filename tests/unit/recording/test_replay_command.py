@@ -32,7 +32,7 @@ def test_the_table_has_every_joint_and_the_mean_of_all(run, record):
     assert found.exit_code == 0, found.output
     assert "Wrist_Roll" in found.output
     # Half of 200 units for five joints, of 100 for the jaw.
-    summary = "6 steps of 1 episodes at 20 Hz, asked 6 times; mean error 0.29 % of the range"
+    summary = "6 steps of 1 episodes at 20 Hz, 6 inferences; mean error 0.29 % of the range"
     assert summary in " ".join(found.output.split())
 
 

@@ -116,6 +116,6 @@ def test_a_secret_that_can_be_guessed_is_refused(hub, ensure):
 
 def test_a_job_of_the_hub_has_to_be_named_by_its_webhook(hub, ensure):
     assert ensure(url=None, job_id="687f") == ["created"]
-    with pytest.raises(HubTrouble, match="name it with webhook_id"):
+    with pytest.raises(HubTrouble, match="choose a webhook with webhook_id"):
         ensure(url=None, job_id="687f")
     assert ensure(url=None, job_id="687f", webhook_id=the_one(hub).id, secret=None) == ["updated"]

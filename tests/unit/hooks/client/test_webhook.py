@@ -33,7 +33,7 @@ JOB = {"dockerImage": "python:3.12", "command": ["true"], "secrets": {"HF_TOKEN"
         ({"job_id": " "}, "job_id is empty"),
         ({"url": "ftp://example.com"}, "wanted https://host/path"),
         ({"url": "https://[::1"}, "cannot be read"),
-        ({"url": "https://example.com/a b"}, "blanks"),
+        ({"url": "https://example.com/a b"}, "has spaces"),
         ({"url": "http://example.com/hook"}, "--allow-http example.com"),
         ({"url": "http://10.1.2.3/hook"}, "allow_http=['10.1.2.3']"),
         ({"url": "http://11.1.2.3/hook", "allow_http": ["10.0.0.0/8"]}, "is http"),
@@ -41,9 +41,9 @@ JOB = {"dockerImage": "python:3.12", "command": ["true"], "secrets": {"HF_TOKEN"
         ({"url": URL, "watched": []}, "watched is empty"),
         ({"url": URL, "watched": ["modle arm"]}, "'modle arm' cannot be read; wanted 'type:name'"),
         ({"url": URL, "domains": []}, "domains is empty"),
-        ({"url": URL, "domains": ["repos"]}, "'repos' is not known; known: repo"),
+        ({"url": URL, "domains": ["repos"]}, "'repos' is unknown; wanted: repo"),
         ({"url": URL, "secrets": {"HF_TOKEN": "hf_value"}}, "`secrets` can only be set together with `job_id`."),
-        ({"job_id": "687f", "secrets": {"HF_TOKEN": 5}}, "wanted a name and a text"),
+        ({"job_id": "687f", "secrets": {"HF_TOKEN": 5}}, "wanted texts as name and value"),
         *(
             ({"url": URL, "secret": secret}, "at least 16 visible ASCII characters")
             for secret in ("", "short", "with a blank in it all", "übermäßig-geheim-und-lang")

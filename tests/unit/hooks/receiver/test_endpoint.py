@@ -144,7 +144,7 @@ async def generator(payload: WebhookPayload):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (generator, "generator: .* would not run"),
+        (generator, "generator: .* would never run"),
         (lambda number: number, "handler .*parameter"),
         (lambda payload, port=1, *, other: None, "handler .*parameter"),
         *((value, "handler .*wanted a function") for value in (3, "text")),

@@ -331,10 +331,10 @@ def test_what_cannot_be_added_is_refused() -> None:
     for wrong in ({"path": ""}, {"path": "a b"}, {"path": "<id>"}, {"mode": "later"}):
         with pytest.raises(InvalidWebhook):
             receiver.add(lambda: None, **{"path": "x", **wrong})
-    with pytest.raises(InvalidWebhook, match="give it one"):
+    with pytest.raises(InvalidWebhook, match="give a path"):
         receiver.add(lambda: None)
     receiver.blueprint()
-    with pytest.raises(HooksError, match="before the server is made"):
+    with pytest.raises(HooksError, match="before the server is created"):
         receiver.add(echo, "late")
 
 

@@ -5,6 +5,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from tests.testing.target import TargetServer
 NOW = 1_700_000_000.7
 SECRET = "a-secret-of-some-length"
 PARCEL = DeliveryRequest("msg_1", b'{"hello": "robot"}')
-LOOPBACK = TargetRules.from_networks(["127.0.0.0/8"])
+LOOPBACK = TargetRules((ip_network("127.0.0.0/8"),))
 
 
 async def deliver(url: str, secret: str | None = None, **options: Any) -> Outcome:

@@ -93,7 +93,7 @@ async def test_session_events_go_to_every_webhook_of_that_domain(registry: Regis
     assert body["timestamp"].endswith("Z")
     assert body["data"] == plain | {"rate": None, "path": "/p", "list": [1, {"a": None}], "no?text": "?.bin"}
     assert (await until_finished(registry, webhook.id))["subject"] == "session:s1"
-    with pytest.raises(ValueError, match=r"wanted words with dots between, e\.g\. session\.started"):
+    with pytest.raises(ValueError, match=r"wanted words separated by dots, e\.g\. session\.started"):
         await registry.emit_session("Session Started!", {})
 
 
@@ -166,5 +166,5 @@ async def test_a_deleted_webhook_is_sent_nothing_more(registry: Registry, target
 
 
 async def test_events_are_refused_with_a_reason_while_it_does_not_run() -> None:
-    with pytest.raises(HooksError, match="does not run; it does while its server does"):
+    with pytest.raises(HooksError, match="does not run; start its server"):
         await Registry(settings()).emit_session("session.started", {})

@@ -115,7 +115,7 @@ async def test_a_program_that_is_not_there_is_a_failed_attempt(tmp_path: Path) -
     outcome = await run(Job("job", ("/no/such/program",), tmp_path))
     assert (outcome.exit_status, outcome.error) == (None, "the job does not start: No such file or directory")
     outcome = await JobDeliverer({}, None, 1).deliver(Destination("w", job="old"), PARCEL, 0.0)
-    assert outcome.error == "job 'old' is not in the operator's file any more"
+    assert outcome.error == "job 'old' is no longer in the operator's file"
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ async def test_two_processes_do_not_send_from_one_database(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("named", "reason"),
     [
-        ({"tokens": ()}, "no token is configured, and without one anybody could .* `openssl rand -hex 32`"),
+        ({"tokens": ()}, "no token is configured, so any client could .* `openssl rand -hex 32`"),
         ({"tokens": ("short",)}, "shorter than 16 characters"),
         ({"allowed_networks": ("10.0.0.1/8",)}, "allowed network '10.0.0.1/8'"),
         ({"suspend_after": 0}, "suspend_after: 0, wanted more than 0"),

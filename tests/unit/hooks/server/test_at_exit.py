@@ -85,7 +85,7 @@ def test_handlers_can_use_pools_at_the_end_of_a_script(script):
         assert end(process)[0] == 0
 
 
-WANTED_PORT = "wanted a number from 0 to 65535 (0: any free one)"
+WANTED_PORT = "wanted a number from 0 to 65535 (0: any free port)"
 
 
 @pytest.mark.parametrize(

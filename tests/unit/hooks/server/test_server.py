@@ -33,7 +33,7 @@ def test_registration_returns_the_function_and_sets_the_path(make, path):
 
 
 def test_pages_of_the_server_are_no_webhooks(make):
-    with pytest.raises(InvalidWebhook, match="give it another"):
+    with pytest.raises(InvalidWebhook, match="choose another path"):
         make().add_webhook("_events/mine")(lambda: None)
 
 
@@ -177,7 +177,7 @@ def test_the_next_free_port_is_taken_but_a_named_one_is_the_only_one(make):
         port = taken.getsockname()[1]
         with open_listener("127.0.0.1", (port, 0)) as other:
             assert other.getsockname()[1] != port
-        with pytest.raises(CannotListen, match=f"port {port}: Address already in use; end what listens"):
+        with pytest.raises(CannotListen, match=f"port {port}: Address already in use; end the program that listens"):
             make(port=port).launch(prevent_thread_lock=True)
 
 

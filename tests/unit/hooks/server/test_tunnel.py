@@ -48,7 +48,7 @@ def test_a_shared_server_has_the_programs_address_and_a_secret_of_its_own(instal
         told = capsys.readouterr().out
         assert f"  - POST {ADDRESS}/webhooks/x\n" in told
         assert (tmp_path / "arguments").read_text() == f"tunnel --no-autoupdate --url {server.local_url}"
-        secret = re.search(r"made for this run.*\n\s+(\S+)\n", told)
+        secret = re.search(r"generated for this run.*\n\s+(\S+)\n", told)
         assert secret is not None
         url = f"{server.local_url}/webhooks/x"
         assert ask(url, sample()).status_code == 401
@@ -68,8 +68,8 @@ def test_without_a_program_share_fails_and_says_what_to_install(make, monkeypatc
 @pytest.mark.parametrize(
     ("text", "within", "message"),
     [
-        ("#!/bin/sh\necho no such account; exit 3\n", 60, r"ended with 3; it said:\n +no such account"),
-        ("#!/bin/sh\nexec /bin/sleep 60\n", 0.5, "printed no address within 0.5 s; it said: nothing"),
+        ("#!/bin/sh\necho no such account; exit 3\n", 60, r"ended with 3; its output:\n +no such account"),
+        ("#!/bin/sh\nexec /bin/sleep 60\n", 0.5, "printed no address within 0.5 s; its output: nothing"),
     ],
 )
 async def test_a_program_without_an_address_is_an_error_with_its_words(install, text, within, message):

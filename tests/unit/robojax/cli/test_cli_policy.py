@@ -58,7 +58,7 @@ def test_check_refuses_a_policy_without_statistics(call, tmp_path):
     text = " ".join(done.stderr.replace("│", " ").split())
     assert done.returncode == 3
     assert "policy_postprocessor.json: feature 'action' (type ACTION, mode MEAN_STD) has no statistics" in text
-    assert "Do: docs/policies/checkpoints.md says what a policy's folder contains" in text
+    assert "Do: docs/policies/checkpoints.md describes the folder of a policy" in text
     assert "Traceback" not in text
 
 
@@ -67,7 +67,7 @@ def test_check_refuses_a_policy_without_statistics(call, tmp_path):
     [
         (("--rename", "top=cam"), 3, ("top=cam names no camera of the policy, which has front", "without --rename")),
         (("--rename", "cam=front"), 3, ("the policy's name comes first, as front=cam", "without --rename")),
-        (("--rename", "front"), 2, ("--rename front names no two cameras",)),
+        (("--rename", "front"), 2, ("--rename front does not name two cameras",)),
         (("--lerobot-version", "0.5"), 2, ("--lerobot-version", "'0.5' is not one of '0.4', '0.6'")),
     ],
 )

@@ -74,7 +74,7 @@ def test_keys_are_made_used_listed_and_revoked(call, serve, tmp_path):
     [
         (("new", "--role", "king", "--state", "s"), "wanted viewer, operator, admin"),
         (("new", "--role", "viewer", "--name", "a b", "--state", "s"), "letters, digits"),
-        (("new", "--role", "viewer", "--port", "0"), "keeps nothing"),
+        (("new", "--role", "viewer", "--port", "0"), "stores nothing"),
         (("new", "--role", "viewer", "--all", "--owner", "a", "--state", "s"), "exclude each other"),
         (("revoke", "nobody", "--state", "s"), "no key is called 'nobody'"),
         (("jwt", "--role", "viewer", "--name", "a", "--hours", "25", "--state", "s"), "at most 86400 s"),

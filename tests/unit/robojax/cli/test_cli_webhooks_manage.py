@@ -86,7 +86,7 @@ def test_a_webhook_is_made(call, hub, arguments, seen):
         (["--url", URL], "--watch"),
         (["--url", URL, "--watch", "bad-format"], "'bad-format' cannot be read"),
         (["--url", URL, "--watch", "model:a", "--secret-file", "nope"], "cannot be read"),
-        (["--url", URL, "--watch", "model:a", "--generate-secret"], "name the file"),
+        (["--url", URL, "--watch", "model:a", "--generate-secret"], "give a file"),
         (["--url", URL, "--watch", "model:a", "--endpoint", "huggingface.co"], "endpoint"),
         (["--url", HTTP, "--watch", "model:a"], "--allow-http robot.local"),
     ],

@@ -83,8 +83,8 @@ def test_a_script_is_sent_to_and_its_events_are_listed(script, robojax, call):
     ("arguments", "why"),
     [
         (("send", "ftp://x"), "not the URL of an endpoint"),
-        (("send", "http://127.0.0.1:1/x", "--secret-file", "app.py"), "not one line of visible ASCII"),
-        (("send", "http://127.0.0.1:1/x", "--scope", "repo.flight"), "no sample of 'repo.flight'"),
+        (("send", "http://127.0.0.1:1/x", "--secret-file", "app.py"), "must be a line of visible ASCII"),
+        (("send", "http://127.0.0.1:1/x", "--scope", "repo.flight"), "no sample of scope 'repo.flight'"),
         (("events", "list"), "there is no file 'webhooks.sqlite'"),
         (("events", "list", "--status", "odd"), "there is no status 'odd'"),
         (("events", "show", "1", "--database", "x"), "there is no file 'x'"),

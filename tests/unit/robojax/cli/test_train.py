@@ -40,10 +40,10 @@ def test_flags_of_train_are_parsed() -> None:
         ("--steps=many", "--steps is 'many'; wanted an integer"),
         ("--resume=perhaps", "wanted true or false"),
         ("--image_size=0", "wanted pixels"),
-        ("--mesh=model:2", "wanted how many devices"),
+        ("--mesh=model:2", "wanted numbers of devices"),
         ("--wandb.enable=true", "--tensorboard=true"),
         ("--eval_freq=100", "robojax eval"),
-        ("act", "'act' is no flag"),
+        ("act", "'act' is not a flag"),
         ("--steps", "--steps is ''; wanted an integer"),
     ],
 )
@@ -72,13 +72,13 @@ def test_fields_of_a_policy_are_read_as_their_types_want() -> None:
     ("arguments", "complaint"),
     [
         ([], "--policy.type"),
-        (["--policy.bins=4", "--policy.kl_weight=1"], "wanted one of --policy.type"),
+        (["--policy.bins=4", "--policy.kl_weight=1"], "wanted either --policy.type"),
         (["--policy.type=actt", "--dataset.repo_id=a/b"], "--policy.type is 'actt'; wanted act"),
         (["--policy.type=act"], "wanted --dataset.root"),
-        (["--policy.type=act", "--policy.path=x", "--dataset.repo_id=a/b"], "one of --policy.type"),
+        (["--policy.type=act", "--policy.path=x", "--dataset.repo_id=a/b"], "wanted either --policy.type"),
         (["--policy.type=act", "--dataset.root=/nowhere/at/all"], "there is no such folder"),
-        (["--policy.type=act", "--dataset.repo_id=a/b", "--resume"], "--resume wants --output_dir"),
-        (["--policy.type=act", "--dataset.repo_id=a/b", "--mesh=data:1", "--fsdp"], "one of --mesh and --fsdp"),
+        (["--policy.type=act", "--dataset.repo_id=a/b", "--resume"], "--resume needs --output_dir"),
+        (["--policy.type=act", "--dataset.repo_id=a/b", "--mesh=data:1", "--fsdp"], "--mesh and --fsdp exclude"),
     ],
 )
 def test_flags_that_do_not_go_together_are_a_usage_error(arguments: list[str], complaint: str) -> None:

@@ -16,26 +16,26 @@ ALL = tuple(JOINTS.values())
 
 def test_a_limp_arm_is_set_up_as_lerobot_does_and_held_where_it_lies(arm: Arm, servos: SimulatedBus) -> None:
     for servo in ALL:
-        servos.servo(servo).set_position(1000 + servo)
-        servos.servo(servo)[bus.GOAL_POSITION] = 3000  # of another day
+        servos.line.servos[servo].set_position(1000 + servo)
+        servos.line.servos[servo][bus.GOAL_POSITION] = 3000  # of another day
     arm.enable_torque()
     for servo in ALL:
-        memory = servos.servo(servo)
+        memory = servos.line.servos[servo]
         assert (memory[bus.P_COEFFICIENT], memory[bus.RETURN_DELAY]) == (16, 0)
         assert memory[bus.TORQUE_ENABLE] == 1
         assert memory[bus.GOAL_POSITION] == 1000 + servo
         assert all(goal == 1000 + servo for _, goal in memory.written)
-    assert servos.servo(6)[bus.MAX_TORQUE] == 500
+    assert servos.line.servos[6][bus.MAX_TORQUE] == 500
     arm.disable_torque()
     assert arm.held == []
 
 
 def test_an_arm_that_is_held_already_is_not_let_go(arm: Arm, servos: SimulatedBus) -> None:
-    servos.servo(2)[bus.TORQUE_ENABLE] = 1
+    servos.line.servos[2][bus.TORQUE_ENABLE] = 1
     arm.enable_torque()
     # Its torque was never off, so nothing was set up there, and its goal is what it was.
-    assert servos.servo(2)[bus.P_COEFFICIENT] == 32
-    assert servos.servo(2).written == []
+    assert servos.line.servos[2][bus.P_COEFFICIENT] == 32
+    assert servos.line.servos[2].written == []
     assert arm.held == list(JOINTS)
 
 
@@ -43,10 +43,10 @@ def test_the_pose_and_targets_are_in_the_units_of_the_policy(arm: Arm, servos: S
     arm.enable_torque()
     arm.move({"shoulder_pan": 100.0, "gripper": 0.0})
     arm.read_pose()  # Servos do not confirm a target, but answer the next request after it.
-    assert [servos.servo(servo)[bus.GOAL_POSITION] for servo in (1, 6, 3)] == [3395, 700, 2048]
+    assert [servos.line.servos[servo][bus.GOAL_POSITION] for servo in (1, 6, 3)] == [3395, 700, 2048]
     arm.move({"wrist_roll": -100.0})
     arm.read_pose()
-    servos.servo(5).set_position(700)
+    servos.line.servos[5].set_position(700)
     assert (arm.read_pose() or {})["wrist_roll"] == pytest.approx(-100.0, abs=0.5)
 
 
@@ -55,12 +55,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_held(arm: Arm, servos: 
     if what == "missing":
         servos.line.silent.add(3)
     elif what == "model":
-        servos.servo(3)[bus.MODEL] = 2825
+        servos.line.servos[3][bus.MODEL] = 2825
     else:
-        servos.servo(3)[bus.HOMING_OFFSET] = 5
+        servos.line.servos[3][bus.HOMING_OFFSET] = 5
     with pytest.raises(RobotError, match="elbow_flex"):
         arm.enable_torque()
-    assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in ALL)
+    assert all(servos.line.servos[servo][bus.TORQUE_ENABLE] == 0 for servo in ALL)
 
 
 def test_three_lost_readings_are_a_lost_servo(arm: Arm, servos: SimulatedBus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,28 +81,28 @@ def test_three_lost_readings_are_a_lost_servo(arm: Arm, servos: SimulatedBus, mo
 def test_servo_without_a_position_gets_no_goal(arm: Arm, servos: SimulatedBus, how: str) -> None:
     arm.enable_torque()
     if how == "position":
-        servos.servo(2).set_position(30_000)
+        servos.line.servos[2].set_position(30_000)
     else:
-        servos.servo(2).status = 2
+        servos.line.servos[2].status = 2
     assert (arm.read_pose(), arm.read_pose()) == (None, None)
-    with pytest.raises(BusLost, match="shoulder_lift: servo 2 does not know where it is"):
+    with pytest.raises(BusLost, match="shoulder_lift: servo 2 does not know its position"):
         arm.read_pose()
-    before = servos.servo(2).written[:]
+    before = servos.line.servos[2].written[:]
     held = arm.hold_responding_servos()
     assert set(JOINTS) - set(held) == {"shoulder_lift"}
-    assert servos.servo(2).written == before
+    assert servos.line.servos[2].written == before
 
 
 def test_a_servo_that_is_on_in_another_mode_is_refused(arm: Arm, servos: SimulatedBus) -> None:
-    servos.servo(1)[bus.TORQUE_ENABLE] = 1
-    servos.servo(1)[bus.OPERATING_MODE] = 1
+    servos.line.servos[1][bus.TORQUE_ENABLE] = 1
+    servos.line.servos[1][bus.OPERATING_MODE] = 1
     with pytest.raises(RobotError, match="not in position mode"):
         arm.enable_torque()
 
 
 def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:
     arm.enable_torque()
-    shoulder, body = servos.servo(1), ArmThread(arm, Follower(JOINTS, command_timeout=5.0), rate=50.0)
+    shoulder, body = servos.line.servos[1], ArmThread(arm, Follower(JOINTS, command_timeout=5.0), rate=50.0)
     read = arm.read_pose
     unread: list[bool] = []
 

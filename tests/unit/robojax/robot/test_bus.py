@@ -24,13 +24,13 @@ def test_registers_are_written_and_read_with_their_sign(bus: Bus, servos: Simula
     bus.write(3, registers.HOMING_OFFSET, -77)
     assert bus.read(3, registers.HOMING_OFFSET) == -77
     # Sign and magnitude, as Feetech's table says: bit 11 and 77.
-    assert servos.servo(3).read(31, 2, 0.0) == (77 | 1 << 11).to_bytes(2, "little")
+    assert servos.line.servos[3].read(31, 2, 0.0) == (77 | 1 << 11).to_bytes(2, "little")
 
 
 def test_all_servos_are_read_and_told_with_one_packet(bus: Bus, servos: SimulatedBus) -> None:
     bus.write_all({servo: 1000 + servo for servo in ALL}, registers.GOAL_POSITION)
     assert [bus.read(servo, registers.GOAL_POSITION) for servo in ALL] == [1001, 1002, 1003, 1004, 1005, 1006]
-    servos.servo(2).status = 4 | 32
+    servos.line.servos[2].status = 4 | 32
     values, complaints = bus.read_all(list(ALL), registers.PRESENT_POSITION)
     assert values == dict.fromkeys(ALL, 2048)
     assert complaints == {2: ["it is too hot", "it is overloaded"]}

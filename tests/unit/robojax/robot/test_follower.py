@@ -17,7 +17,7 @@ def each() -> Follower:
 
 def test_the_first_command_is_followed_under_any_names_of_the_joints(each: Follower) -> None:
     assert each.compute_goal(POSE, 0.9).targets is None
-    assert each.hold == "no command has come yet"
+    assert each.hold == "no command has arrived yet"
     each.command({"Rotation": 12.0, "gripper": 50.0, "wrist_flex.pos": 9.0}, 1.0)
     assert each.compute_goal(POSE, 1.1).targets == {"shoulder_pan": 12.0, "gripper": 50.0, "wrist_flex": 9.0}
     assert each.hold is None
@@ -56,7 +56,7 @@ def test_an_emergency_stop_is_followed_by_nothing_any_more(each: Follower) -> No
     assert each.compute_goal(POSE, 1.1).targets == POSE
     each.command({"Rotation": 90.0}, 1.2)
     assert each.compute_goal(POSE, 1.2).targets is None
-    assert (each.hold, each.is_latched, each.commands) == ("emergency stop", True, 1)
+    assert (each.hold, each.latch is not None, each.commands) == ("emergency stop", True, 1)
 
 
 def test_a_reset_releases_the_latch_and_forgets_older_targets(each: Follower) -> None:

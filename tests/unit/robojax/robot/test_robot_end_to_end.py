@@ -62,7 +62,7 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
 ) -> None:
     monkeypatch.setattr(runner, "LEAVE", 30.0)  # a busy machine's server takes longer to let a session go
     told: list[str] = []
-    shoulder = servos.servo(1)
+    shoulder = servos.line.servos[1]
 
     async def moves() -> None:
         """The policy moves every joint up, a little at each action."""
@@ -78,7 +78,7 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
         await until(is_silent, f"standing; {told}")
         with servos.lock:
             now = time.monotonic()
-            for servo in (servos.servo(number) for number in JOINTS.values()):
+            for servo in (servos.line.servos[number] for number in JOINTS.values()):
                 written, goal = servo.written[-1]
                 assert now - written > PATIENCE
                 assert abs(goal - servo[bus.PRESENT_POSITION]) <= 4
@@ -140,7 +140,7 @@ async def test_policy_without_joint_names_needs_the_flag(config: RobotConfig, se
         found = await asyncio.to_thread(lambda: list(check_robot(program)))
         assert [(each.level, each.fix) for each in found if each.name == "joints"] == [("fail", error.value.then)]
         assert load.loads == []
-        assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
+        assert all(servos.line.servos[servo][bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
 
         names = tuple(reversed(JOINTS))
         robot = asyncio.create_task(run(replace(program, joint_names=names), told.append))
@@ -190,7 +190,7 @@ class Rig:
 
     @property
     def goals(self) -> int:
-        return len(self.servos.servo(1).written)
+        return len(self.servos.line.servos[1].written)
 
     async def until_latched(self, is_latched: bool) -> None:
         async def agree() -> bool:
@@ -288,7 +288,7 @@ async def test_robot_ended_before_its_server_answers_is_limp(config: RobotConfig
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.wait_for(robot, 60)
     assert told == ["ended; the arm got no command"]
-    assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
+    assert all(servos.line.servos[servo][bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
 
 
 async def test_policy_in_another_unit_is_refused_before_a_servo_is_touched(
@@ -309,7 +309,7 @@ async def test_policy_in_another_unit_is_refused_before_a_servo_is_touched(
     flag = "--robot.use_degrees=true"
     assert flag in f"{refused.value} {refused.value.then}"
     assert (found["units"].level, flag in found["units"].found + found["units"].fix) == ("fail", True)
-    assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
+    assert all(servos.line.servos[servo][bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
 
 
 @pytest.mark.usefixtures("even_cameras")
@@ -318,11 +318,11 @@ def test_check_names_all_faults_and_moves_nothing(config: RobotConfig, servos: S
         program = RobotRunner(config, "http://127.0.0.1:9")
         return {each.name: (each.level, each.found) for each in check_robot(program)}
 
-    before = {servo: bytes(servos.servo(servo).memory) for servo in JOINTS.values()}
-    servos.servo(2)[bus.PRESENT_VOLTAGE] = 30
-    servos.servo(4)[bus.HOMING_OFFSET] = 9
-    servos.servo(5).status = 4
-    servos.servo(6)[bus.PRESENT_TEMPERATURE] = 65
+    before = {servo: bytes(servos.line.servos[servo].memory) for servo in JOINTS.values()}
+    servos.line.servos[2][bus.PRESENT_VOLTAGE] = 30
+    servos.line.servos[4][bus.HOMING_OFFSET] = 9
+    servos.line.servos[5].status = 4
+    servos.line.servos[6][bus.PRESENT_TEMPERATURE] = 65
     found = look()
     wanted = {
         "ok": ("calibration", "port", "shoulder_pan", "elbow_flex", "readings", "camera front"),
@@ -334,7 +334,7 @@ def test_check_names_all_faults_and_moves_nothing(config: RobotConfig, servos: S
     }
     assert "3.0 V" in found["shoulder_lift"][1]
     assert "it is too hot" in found["wrist_roll"][1]
-    assert before[1] == bytes(servos.servo(1).memory)
+    assert before[1] == bytes(servos.line.servos[1].memory)
 
     # Missing servos and a missing calibration hide no findings about the others.
     servos.line.silent |= {3, 4}
@@ -344,7 +344,7 @@ def test_check_names_all_faults_and_moves_nothing(config: RobotConfig, servos: S
     assert (found["calibration"][0], found["port"][0], found["shoulder_pan"][0]) == ("fail", "ok", "ok")
     assert "3.0 V" in found["shoulder_lift"][1]
     assert "camera front" in found
-    assert all(servos.servo(servo).written == [] for servo in JOINTS.values())
+    assert all(servos.line.servos[servo].written == [] for servo in JOINTS.values())
 
 
 # Runs the second program as a background job of a terminal, as a shell does with "&".

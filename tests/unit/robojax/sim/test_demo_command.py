@@ -48,7 +48,7 @@ def test_too_few_cubes_are_a_failure(
     monkeypatch.setattr("robojax.cli.sim._run_demo", watched)
     ended = CliRunner().invoke(app, ["--headless", *arguments])
     assert ended.exit_code == (0 if wanted is None else 1)
-    assert ended.stderr == ("" if wanted is None else f"fewer than the {wanted} cubes wanted\n")
+    assert ended.stderr == ("" if wanted is None else f"fewer than the {wanted} required cubes\n")
 
 
 def test_stopped_demo_waits_for_a_person_and_repeats_the_episode(pauses: Pauses) -> None:
@@ -74,7 +74,7 @@ def test_stopped_demo_waits_for_a_person_and_repeats_the_episode(pauses: Pauses)
                     assert advice == f"{repair} --server {url}"
                     assert client.session("demo-arm").status().status == "stopped"
                     subprocess.run([*ROBOJAX, *shlex.split(advice)], check=True, timeout=60)
-                    read_until("goes on: episode 1 is played again")
+                    read_until("continued: episode 1 starts again")
             began = time.monotonic()
             read_until(r"cube +1 \(seed 5000\): (lifted|missed)")
             text = "".join(printed) + running.stdout.read()

@@ -62,7 +62,7 @@ def test_cubes_are_counted_filmed_and_reported(refused: Callable[..., Result], t
     arguments = ("--episodes", "2", "--seed", "5000", "--require", "3", "--output", str(tmp_path / "run"))
     ended = run_robojax("eval", *arguments)
     assert ended.returncode == 1, ended.stderr
-    assert "at least 3 were wanted" in ended.stderr
+    assert "at least 3 were required" in ended.stderr
     told = " ".join(ended.stdout.split())
     assert "pick up the red cube 2 2 0 0 100.0 % 34.2-100.0 %" in told, ended.stdout
     found = json.loads((tmp_path / "run" / "eval.json").read_text())
@@ -73,7 +73,7 @@ def test_cubes_are_counted_filmed_and_reported(refused: Callable[..., Result], t
         assert (tmp_path / "run" / episode["film"]).stat().st_size > 1000
     again = refused("--output", str(tmp_path / "run"))
     assert again.exit_code == 2
-    assert "it is not written over" in again.stderr
+    assert "it is not overwritten" in again.stderr
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_what_cannot_be_evaluated_is_said_with_what_to_do(refused: Callable[...,
     assert (missing.exit_code, "the folder is empty" in missing.stderr) == (3, True)
     assert "Traceback" not in missing.stderr
     untrained = refused("--task", "two-cubes")
-    assert (untrained.exit_code, "none is shipped for the task two-cubes" in untrained.stderr) == (3, True)
+    assert (untrained.exit_code, "robojax has none for the task two-cubes" in untrained.stderr) == (3, True)
     assert "robojax record-demo data/two-cubes --task two-cubes" in untrained.stderr
     assert refused("--whole-stack", "--delay", "1").exit_code == 2
 

@@ -39,7 +39,7 @@ def test_the_shipped_policy_lifts_cubes_it_never_saw(shipped: jaxmodels.Policy, 
 
 
 def test_a_delay_that_leaves_no_action_of_a_chunk_is_refused(shipped: jaxmodels.Policy):
-    with pytest.raises(ValueError, match="more than the 20 there are; give a shorter delay"):
+    with pytest.raises(ValueError, match="exceed its 20 actions; give a shorter delay"):
         next(evaluate(shipped, [0], delay=16))
 
 
