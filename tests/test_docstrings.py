@@ -56,7 +56,11 @@ def documented() -> Iterator[tuple[str, ast.AST, str, set[str]]]:
             functions = [node] if isinstance(node, Function) else []
             fields: set[str] = set()
             if isinstance(node, ast.ClassDef):
-                functions = [one for one in node.body if isinstance(one, Function) and one.name == "__init__"]
+                bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+                family = [node, *(one for one in tree.body if isinstance(one, ast.ClassDef) and one.name in bases)]
+                functions = [
+                    one for each in family for one in each.body if isinstance(one, Function) and one.name == "__init__"
+                ]
                 fields = {
                     one.target.id
                     for one in node.body
