@@ -124,6 +124,23 @@ class Route:
         return re.sub(r"{(\w+)}", r"<\1:str>", self.path)
 
 
+class Routes(list[Route]):
+    """Routes of one tag, in the order of the documents."""
+
+    def __init__(self, tag: str):
+        super().__init__()
+        self._tag = tag
+
+    def add(self, method: str, path: str, **options: Any) -> Callable[[Handler], Handler]:
+        """Return a decorator that adds a handler; ``options`` are fields of `Route`."""
+
+        def decorate(handler: Handler) -> Handler:
+            self.append(Route(method, path, handler, self._tag, **options))
+            return handler
+
+        return decorate
+
+
 @dataclass
 class Context:
     """Objects that all requests share: the app's ``ctx``.

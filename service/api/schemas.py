@@ -230,3 +230,8 @@ class FastApiSchema(GenerateJsonSchema):
         if found.get("default", 0) is None:
             del found["default"]
         return found
+
+
+def list_schema(model: type[BaseModel]) -> dict[str, object]:
+    """Return the JSON schema of a list of a model of the documents."""
+    return {"type": "array", "items": {"$ref": f"#/components/schemas/{model.__name__}"}}
