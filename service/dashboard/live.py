@@ -18,6 +18,7 @@ from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.auth.caller import Caller
 from service.dashboard.live_view import LiveView, PictureEncoder, PictureSettings
+from service.http.limits import Bucket
 from service.logging import sanitize_text
 from service.sessions.store import AnySession, Sessions
 from service.stage import Stage
@@ -312,28 +313,22 @@ class Viewer:
 
     async def read(self) -> None:
         """Handle the page's messages until its socket ends, or an invalid message or too many (BadMessage)."""
-        budget, at = float(self._live.settings.messages_per_second), time.monotonic()
+        limit = self._live.settings.messages_per_second
+        bucket = Bucket(limit, limit)
         while True:
             raw = await self._socket.recv()
             if raw is None:
                 continue
-            now = time.monotonic()
-            budget = min(
-                budget + (now - at) * self._live.settings.messages_per_second, self._live.settings.messages_per_second
-            )
-            at = now
-            message = parse_message(raw)
+            message, is_within_limit = parse_message(raw), bucket.take()
             if isinstance(message, StopAll):
-                # However much it says, and however slow it is.
-                await self._stop(message)
-            elif budget < 1:
-                raise BadMessage(f"more than {self._live.settings.messages_per_second} messages a second")
+                await self._stop(message)  # A stop is never refused.
+            elif not is_within_limit:
+                raise BadMessage(f"more than {limit} messages a second")
             elif isinstance(message, ViewSession):
                 self._session_id, self._wants_pictures = message.session, message.pictures
             elif self._acknowledged < message.number <= self.sent:
                 self._acknowledged = message.number
                 self._has_acknowledged.set()
-            budget -= 1
 
     async def _stop(self, message: StopAll) -> None:
         answer = {"stop": {"number": message.number, **await self._live.stop_all(message.reason, self.caller)}}

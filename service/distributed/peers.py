@@ -165,7 +165,7 @@ NO_DATABASE = "the database of all servers' sessions does not answer"
 
 
 class PeerSessions:
-    """Publishes this server's sessions to its peers and finds the sessions of peers: a `SharedSessions`.
+    """Publishes this server's sessions to its peers and finds the sessions of peers.
 
     Args:
         name: unique name of this server, the same after a restart.
@@ -213,7 +213,7 @@ class PeerSessions:
             )
         await self._retry(self._beat)
         await asyncio.gather(*self._hand_overs)
-        self._sessions.share_with(self)
+        self._sessions.share(self.publish, lambda: self.trouble)
         self._task = asyncio.create_task(self._run(), name="front")
 
     async def _retry(self, ask: Callable[[], Awaitable[Result]]) -> Result:
@@ -272,7 +272,7 @@ class PeerSessions:
             await self._try_beat()
 
     async def publish(self, timeout: float | None = None) -> None:
-        """See `SharedSessions.publish`: after this the other servers know of all changes, if the database answers."""
+        """Publish all changes within ``timeout`` seconds; without an answer of the database, set ``trouble``."""
         if self.trouble is not None:
             return
         try:

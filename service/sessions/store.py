@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 from uuid import uuid4
@@ -20,7 +20,7 @@ from service.errors import (
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadPolicy
 from service.sessions.interrupted import InterruptedSession
-from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, SharedSessions, reused_rooms
+from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, reused_rooms
 from service.sessions.records import Latch, Orphan, SessionRecord, SessionRecords
 from service.sessions.request import CheckRequest, NewSession, SessionSettings, describe_shared_room
 from service.sessions.session import PublishEvent, Session
@@ -300,9 +300,11 @@ class Sessions:
 
     # Sessions that move between servers which share a database.
 
-    def share_with(self, shared: SharedSessions) -> None:
-        """Publish changes to other servers from now on, before they are acknowledged."""
-        self._journal.shared = shared
+    def share(
+        self, publish: Callable[[float | None], Awaitable[None]], read_trouble: Callable[[], str | None]
+    ) -> None:
+        """Publish changes to other servers from now on, before they are acknowledged; see `SessionJournal`."""
+        self._journal.publish, self._journal.read_trouble = publish, read_trouble
 
     def list_ended(self) -> Mapping[str, Latch | None]:
         """Return the ended sessions that are not published yet, with the emergency stop of their id."""
