@@ -300,9 +300,7 @@ class Sessions:
 
     # Sessions that move between servers which share a database.
 
-    def share(
-        self, publish: Callable[[float | None], Awaitable[None]], read_trouble: Callable[[], str | None]
-    ) -> None:
+    def share(self, publish: Callable[[float | None], Awaitable[None]], read_trouble: Callable[[], str | None]) -> None:
         """Publish changes to other servers from now on, before they are acknowledged; see `SessionJournal`."""
         self._journal.publish, self._journal.read_trouble = publish, read_trouble
 
