@@ -16,8 +16,9 @@ from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import OnCommand, Robot, connect_robot
 from service.transport.client.rooms_link import RoomsTransport
 from service.transport.link import Link, LinkEvent, Rooms, Transport
-from service.transport.server.app import TransportSettings, serve_transport
+from service.transport.server.app import TransportSettings
 from tests.faults.proxy import FaultProxy, fault_proxy
+from tests.testing.rooms_server import serve_transport
 from tests.testing.waiting import until
 
 PATIENCE = 30.0

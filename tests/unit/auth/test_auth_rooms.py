@@ -17,8 +17,8 @@ from service.transport.client.room_keys import RoomKeys, auth_headers
 from service.transport.client.rooms_link import RoomsTransport
 from service.transport.link import Rooms
 from service.transport.server import websocket
-from service.transport.server.app import serve_transport
 from tests.testing.rig import POSE
+from tests.testing.rooms_server import serve_transport
 from tests.testing.waiting import until
 
 
