@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from service.errors import RobotTaken, TransportError
 from service.transport.address import Address, Destinations, Kind
 from service.transport.client.camera_rooms import CameraReceiver
-from service.transport.client.connection import JoinRefused, RoomConnection, RoomListener, TransportTimeouts
+from service.transport.client.connection import JoinRefused, RoomConnection, RoomListener
 from service.transport.client.joint_rooms import JointInputListener, JointOutputListener
-from service.transport.client.rest import RoomsApi, http_session
+from service.transport.client.rest import RoomsApi, TransportTimeouts, http_session
 from service.transport.client.room_keys import CLAIM_HEADER, RoomKeys
 from service.transport.link import CreatedRooms, Inbox, JointValue, Rooms
 from service.transport.protocol import JointUpdate, Role, rooms_of
@@ -38,7 +38,7 @@ class RoomsTransport:
         destinations: Destinations | None = None,
         keys: RoomKeys | None = None,
     ):
-        self._timeouts = timeouts or TransportTimeouts()
+        self._timeouts = timeouts
         self._ice_servers = tuple(ice_servers)
         self._destinations = destinations
         self._keys = keys
@@ -53,7 +53,7 @@ class RoomsTransport:
             headers[CLAIM_HEADER] = claim
         connector = None if self._destinations is None else await self._destinations.create_connector(url)
         async with http_session(connector, headers) as session:
-            yield RoomsApi(session, address, self._timeouts.request)
+            yield RoomsApi(session, address, self._timeouts)
 
     @asynccontextmanager
     async def connect(
@@ -76,7 +76,7 @@ class RoomsTransport:
         """
         rooms = rooms_of(session_id, cameras, workspace_id)
         async with self._open_api(url, session_id) as api:
-            link = RoomsLink(rooms, session_id, api, inbox, self._timeouts, self._ice_servers, created_rooms)
+            link = RoomsLink(rooms, session_id, api, inbox, self._ice_servers, created_rooms)
             try:
                 await link.open()
                 async with run_beside(*link.tasks()):
@@ -111,19 +111,16 @@ class RoomsLink:
         session_id: str,
         api: RoomsApi,
         inbox: Inbox,
-        timeouts: TransportTimeouts,
         ice_servers: Sequence[str],
         created_rooms: CreatedRooms | None = None,
     ):
         self.rooms = rooms
         self._api = api
-        self._timeouts = timeouts
         self._rooms_to_remove: dict[str, Kind] = {}
         self._created_rooms = created_rooms
         self._input_listener = JointInputListener(rooms, api, inbox)
         self._receivers = {
-            room: CameraReceiver(camera, room, api, inbox, timeouts, ice_servers)
-            for camera, room in rooms.cameras.items()
+            room: CameraReceiver(camera, room, api, inbox, ice_servers) for camera, room in rooms.cameras.items()
         }
 
         def connection(kind: Kind, room: str, name: str, role: Role, listener: RoomListener) -> RoomConnection:
@@ -135,7 +132,6 @@ class RoomsLink:
                 id_prefix=f"{session_id}-{name}",
                 role=role,
                 listener=listener,
-                timeouts=timeouts,
                 create_room=lambda: self._ensure_room(kind, room),
             )
 
@@ -222,7 +218,7 @@ class RoomsLink:
             if self._created_rooms is None or room in self._created_rooms
         ]
         try:
-            async with asyncio.timeout(self._timeouts.leave):
+            async with asyncio.timeout(self._api.timeouts.leave):
                 deletions = (self._api.delete_room(kind, self.rooms.workspace_id, room) for room, kind in created)
                 gone = await asyncio.gather(*deletions, return_exceptions=True)
         except TimeoutError:
