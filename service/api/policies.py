@@ -17,7 +17,7 @@ from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, Pol
 from service.auth.caller import Role, caller_of
 from service.engines.model_server import ForwardRequest
 from service.errors import Forbidden, InvalidRequest, PolicyError, ServiceError, UnknownDeployment
-from service.http.array_formats import ARRAY_FORMATS, choose_answer_format, find_body_format
+from service.http.array_formats import ARRAY_FORMATS, ARRAY_FORMS
 from service.http.bodies import (
     choose_form,
     discard_body,
@@ -277,8 +277,8 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
     with ExitStack() as slot:
         try:
             served = models.get(name)
-            form = find_body_format(request.headers.get("content-type"))
-            answer_form = choose_answer_format(request.headers.get("accept"), form)
+            form = find_form(request.headers.get("content-type"), ARRAY_FORMS)
+            answer_form = choose_form(request.headers.get("accept"), form, ARRAY_FORMS)
             slot.enter_context(models.reserve_slot())
             if form.is_small:
                 body = await read_streamed_body(request, settings.limits.max_body, "max_body; an npz may have more")
@@ -300,7 +300,6 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
 
 
 JSON, MSGPACK = "application/json", "application/msgpack"
-_KNOWN_FORMS = f"{JSON}, {MSGPACK}"
 _FORMS = {JSON: JSON, MSGPACK: MSGPACK, "application/x-msgpack": MSGPACK, "application/vnd.msgpack": MSGPACK}
 
 
@@ -371,8 +370,8 @@ async def act(request: Request, session_id: str) -> HTTPResponse:
     clients = request.app.ctx.stream_clients
     try:
         session = get_visible_session(request, session_id)
-        form = find_form(request.headers.get("content-type"), _FORMS, _KNOWN_FORMS)
-        answer_type = choose_form(request.headers.get("accept"), form, _FORMS, _KNOWN_FORMS)
+        form = find_form(request.headers.get("content-type"), _FORMS)
+        answer_type = choose_form(request.headers.get("accept"), form, _FORMS)
         inference = clients.get_inference(session, caller_of(request))
         inference.check_available()
         max_bytes, setting = clients.settings.socket.bytes, "of one act"

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.lib import format as npy
 
 from service.errors import InvalidRequest, TooLarge
-from service.http.bodies import choose_form, find_form
 from service.http.strict_json import decode_text, has_many_values, loads, loads_slowly
 
 _NUMPY_DTYPES = (
@@ -337,23 +336,5 @@ ARRAY_FORMATS = (
     ArrayFormat("application/json", (), decode_json, encode_json, max_numbers=1 << 18, is_small=True),
     ArrayFormat("application/x-npz", ("application/npz",), decode_npz, encode_npz),
 )
-_BY_TYPE = {kind: form for form in ARRAY_FORMATS for kind in (form.content_type, *form.aliases)}
-_KNOWN = ", ".join(form.content_type for form in ARRAY_FORMATS)
-
-
-def find_body_format(content_type: str | None) -> ArrayFormat:
-    """Return the format that a Content-Type header names.
-
-    Raises:
-        UnknownForm: the header is missing, or names another format.
-    """
-    return find_form(content_type, _BY_TYPE, _KNOWN)
-
-
-def choose_answer_format(accept: str | None, default: ArrayFormat) -> ArrayFormat:
-    """Return the format that an Accept header prefers; ``default`` if it allows every format.
-
-    Raises:
-        NotAcceptable: the header allows other formats only.
-    """
-    return choose_form(accept, default, _BY_TYPE, _KNOWN)
+# By media type, for `service.http.bodies.find_form` and `choose_form`.
+ARRAY_FORMS = {kind: form for form in ARRAY_FORMATS for kind in (form.content_type, *form.aliases)}
