@@ -72,9 +72,10 @@ def build_blueprint(prefix: str, routes: Sequence[Route], origins: Origins) -> B
     methods: dict[str, list[str]] = {}
     for route in routes:
         answered = [route.method, "HEAD"] if route.method == "GET" else [route.method]
+        path = prefix + re.sub(r"{(\w+)}", r"<\1:str>", route.path)
         blueprint.add_route(
             route.handler,
-            prefix + route.sanic_path,
+            path,
             methods=answered,
             name=route.name,
             unquote=True,
@@ -85,7 +86,7 @@ def build_blueprint(prefix: str, routes: Sequence[Route], origins: Origins) -> B
             ctx_is_stop=route.is_stop,
             ctx_is_own=route.is_own,
         )
-        methods.setdefault(prefix + route.sanic_path, []).extend(answered)
+        methods.setdefault(path, []).extend(answered)
     origins.install_cors(blueprint, {path: [*allowed, "OPTIONS"] for path, allowed in methods.items()})
     return blueprint
 

@@ -1,7 +1,5 @@
 """Route description, shared app context, and the sessions that a caller may see."""
 
-import inspect
-import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -97,31 +95,6 @@ class Route:
     def name(self) -> str:
         """Name of the handler function."""
         return getattr(self.handler, "__name__", type(self.handler).__name__)
-
-    @property
-    def operation_id(self) -> str:
-        """Operation id as FastAPI makes it of function name, path and method."""
-        return re.sub(r"\W", "_", f"{self.name}{self.path}") + f"_{self.method.lower()}"
-
-    @property
-    def summary(self) -> str:
-        """Function name as a title."""
-        return self.name.replace("_", " ").title()
-
-    @property
-    def description(self) -> str:
-        """Docstring of the handler."""
-        return inspect.getdoc(self.handler) or ""
-
-    @property
-    def path_parameters(self) -> list[str]:
-        """Names of the path's variable parts."""
-        return re.findall(r"{(\w+)}", self.path)
-
-    @property
-    def sanic_path(self) -> str:
-        """Path as Sanic writes it."""
-        return re.sub(r"{(\w+)}", r"<\1:str>", self.path)
 
 
 class Routes(list[Route]):

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -31,12 +32,12 @@ from service.api.schemas import (
     Quarantined,
     Recording,
     RecordRequest,
-    SessionStatusResponse,
     ValidationError,
 )
 from service.auth.caller import Role, caller_of
 from service.dashboard.live import CONTENT_SECURITY_POLICY, StaticFile, read_static_files
 from service.http.origins import Origins
+from service.sessions.base_session import SessionStatusResponse
 
 PAGE = "page.html"
 FILES = read_static_files()
@@ -187,19 +188,21 @@ def full_document(routes: Iterable[Route], limits: Mapping[str, Mapping[str, Any
 def _specified(route: Route) -> Json:
     operation: Json = {
         "tags": [route.tag],
-        "summary": route.summary,
-        "description": route.description,
-        "operationId": route.operation_id,
+        "summary": route.name.replace("_", " ").title(),
+        "description": inspect.getdoc(route.handler) or "",
+        # As FastAPI makes it.
+        "operationId": re.sub(r"\W", "_", f"{route.name}{route.path}") + f"_{route.method.lower()}",
     }
-    if route.path_parameters:
-        operation["parameters"] = [_parameter(name) for name in route.path_parameters]
+    path_parameters = re.findall(r"{(\w+)}", route.path)
+    if path_parameters:
+        operation["parameters"] = [_parameter(name) for name in path_parameters]
     if route.specified_body:
         operation["requestBody"] = {"content": _content(_reference(route.specified_body)), "required": True}
     answer = _reference(route.answer) if isinstance(route.answer, type) else route.answer
     operation["responses"] = {
         "200": {"description": "Successful Response", "content": _content(answer, route.content_type)}
     }
-    if route.path_parameters or route.specified_body:
+    if path_parameters or route.specified_body:
         operation["responses"]["422"] = {
             "description": "Validation Error",
             "content": _content(_reference(HTTPValidationError)),

@@ -48,19 +48,6 @@ class CreateSessionResponse(BaseModel):
     joint_output_room_id: str
 
 
-class SessionStatusResponse(BaseModel):
-    session_id: str
-    status: str
-    policy_path: str
-    policy_type: str
-    camera_names: list[str]
-    workspace_id: str
-    rooms: dict[str, Any]
-    stats: dict[str, Any]
-    inference_stats: dict[str, Any] | None = None
-    error_message: str | None = None
-
-
 class AdoptRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

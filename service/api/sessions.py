@@ -1,7 +1,6 @@
 """Session routes: create, control, adjust, record."""
 
 import logging
-from collections.abc import Mapping
 
 from sanic import HTTPResponse
 
@@ -14,13 +13,12 @@ from service.api.schemas import (
     NewSessionRequest,
     Recording,
     RecordRequest,
-    SessionStatusResponse,
     list_schema,
 )
 from service.auth.caller import ANYBODY, Caller, Role, caller_of
 from service.errors import InvalidRequest, ServiceError, SessionExists, UnknownSession
 from service.http.bodies import REASON, json_response, read_body, read_empty_body, read_reason, to_invalid_body
-from service.sessions.base_session import describe_overlap
+from service.sessions.base_session import SessionStatusResponse, describe_overlap
 from service.sessions.request import NewSession
 
 _SESSION_LIST = {
@@ -228,7 +226,6 @@ async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
     except InvalidRequest as error:
         raise to_invalid_body(error, body) from error
     warnings = adjusted.status().stats["warnings"]
-    assert isinstance(warnings, Mapping)
     return json_response(
         {
             "message": f"Session {session.id} adjusted",

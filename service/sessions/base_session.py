@@ -5,7 +5,9 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
 
 from service.control.aggregation import EnsembleAggregation
 from service.control.robot_io import RobotIO
@@ -20,20 +22,18 @@ from service.transport.link import Rooms
 _CODE = re.compile(r"([a-z]+(?:_[a-z]+)+): ")
 
 
-@dataclass(frozen=True)
-class SessionStatus:
-    """The fields of SessionStatusResponse, JSON-ready."""
-
+# A docstring would change the specified document.
+class SessionStatusResponse(BaseModel):
     session_id: str
     status: str
     policy_path: str
     policy_type: str
     camera_names: list[str]
     workspace_id: str
-    rooms: dict[str, object]
-    stats: dict[str, object]
-    inference_stats: dict[str, object] | None
-    error_message: str | None
+    rooms: dict[str, Any]
+    stats: dict[str, Any]
+    inference_stats: dict[str, Any] | None = None
+    error_message: str | None = None
 
 
 def _stop_stats(session: "BaseSession", robot_io: RobotIO | None, now: float) -> dict[str, object]:
@@ -228,7 +228,7 @@ class BaseSession(ABC):
         """Whether an emergency stop waits for its reset."""
         return self._current_lifecycle().latch is not None
 
-    def status(self) -> SessionStatus:
+    def status(self) -> SessionStatusResponse:
         """Return the status that the API answers with."""
         stage = str(self.stage)
         new, rooms, robot_io, now = self.new, self.rooms, self.robot_io, time.monotonic()
@@ -244,7 +244,7 @@ class BaseSession(ABC):
         for get_stats in self.stats_sources:
             stats |= get_stats()
         workspace = rooms.workspace_id if rooms else new.workspace_id or ""
-        return SessionStatus(
+        return SessionStatusResponse.model_construct(  # without validation, because this runs between ticks
             session_id=new.session_id,
             status=stage,
             policy_path=new.policy_path,
