@@ -9,11 +9,11 @@ from uuid import uuid4
 
 from service.errors import NotKept, ServiceError
 from service.sessions.interrupted import InterruptedSession
-from service.sessions.records import CLOSE_TIMEOUT, WRITE_TIMEOUT, Latch, Orphan, SessionRecord, SessionRecords
+from service.sessions.records import CLOSE_TIMEOUT, WRITE_TIMEOUT, Latch, SessionRecord, SessionRecords
 from service.sessions.request import NewSession
 from service.sessions.session import Session
 from service.stage import Stage
-from service.transport.link import Transport
+from service.transport.link import Orphan, Transport
 
 
 class RecordWriter:
@@ -260,13 +260,7 @@ class OrphanCleaner:
         where = f"rooms {', '.join(orphan.rooms)} in workspace {orphan.workspace_id}"
         try:
             async with self._slots, asyncio.timeout(REMOVAL_TIMEOUT):
-                left = await self._transport.remove_empty_rooms(
-                    orphan.url,
-                    workspace_id=orphan.workspace_id,
-                    rooms=orphan.rooms,
-                    cameras=orphan.cameras,
-                    claim=orphan.claim,
-                )
+                left = await self._transport.remove_empty_rooms(orphan)
         except (ServiceError, TimeoutError) as error:
             left, trouble = orphan.rooms, str(error) or "no answer in time"
         else:

@@ -29,7 +29,7 @@ from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Lifecycle, Move, Stage
 from service.threads import call_in_thread
-from service.transport.link import CreatedRooms, Link, Transport
+from service.transport.link import CreatedRooms, Link, LinkRequest, Transport
 from service.transport.protocol import rooms_of
 
 EVENTS = {
@@ -348,14 +348,10 @@ class Session(BaseSession):
                 self._event_source = robot_io
                 del loaded  # frees the weights when another policy takes over
                 self.progress.report("joining rooms")
-                async with self._transport.connect(
-                    new.transport_server_url,
-                    session_id=self.id,
-                    cameras=new.camera_names,
-                    workspace_id=new.workspace_id,
-                    inbox=robot_io,
-                    created_rooms=self._made,
-                ) as link:
+                request = LinkRequest(
+                    new.transport_server_url, self.id, new.camera_names, new.workspace_id, robot_io, self._made
+                )
+                async with self._transport.connect(request) as link:
                     self.rooms = link.rooms
                     self.robot_io = robot_io
                     await self._control_robot(robot_io, link)

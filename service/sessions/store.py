@@ -21,11 +21,11 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadPolicy
 from service.sessions.interrupted import InterruptedSession
 from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, reused_rooms
-from service.sessions.records import Latch, Orphan, SessionRecord, SessionRecords
+from service.sessions.records import Latch, SessionRecord, SessionRecords
 from service.sessions.request import CheckRequest, NewSession, SessionSettings, describe_shared_room
 from service.sessions.session import PublishEvent, Session
 from service.stage import MOVING, Stage
-from service.transport.link import Transport
+from service.transport.link import Orphan, Transport
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from service.loop_watchdog import LoopWatchdog
 from service.sessions.request import DIRECT
 from service.settings import Settings
 from service.streaming.direct_transport import DirectTransport, TransportByUrl
+from service.transport.link import LinkRequest
 from tests.testing.doubles import MemoryTransport, ScriptedLoader
 from tests.testing.pauses import Pauses
 from tests.testing.rig import body, started
@@ -174,7 +175,7 @@ async def test_every_session_waits_for_the_import_of_rooms() -> None:
     inbox = SimpleNamespace(on_event=lambda event: None)
 
     async def connect() -> None:
-        async with transport.connect(DIRECT, session_id="arm", cameras=(), workspace_id=None, inbox=inbox):
+        async with transport.connect(LinkRequest(DIRECT, "arm", (), None, inbox)):
             pass
 
     first, cancelled = asyncio.create_task(connect()), asyncio.create_task(connect())
