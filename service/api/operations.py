@@ -18,6 +18,7 @@ from service.auth.caller import STRANGER, Role, caller_of
 from service.auth.tokens import LIFETIME
 from service.errors import InvalidRequest, MoveRefused, UnknownSession
 from service.http.bodies import REASON, json_response, read_body, read_empty_body, read_reason
+from service.sessions.base_session import describe_progress
 from service.stage import Stage
 from service.transport.address import Kind
 
@@ -192,12 +193,7 @@ async def readiness(request: Request) -> HTTPResponse:
     if failed and all(failed):
         waiting_for.append(f"no device works: {failed[0]}")
     loading = [
-        {
-            "progress": session.progress.stage,
-            "progress_s": round(session.progress.elapsed(), 1),
-            "progress_left_s": None if (left := session.progress.estimate_remaining()) is None else round(left, 1),
-            "progress_percent": session.progress.percent(),
-        }
+        describe_progress(session.progress)
         for session in context.sessions.list()
         if session.stage is Stage.INITIALIZING
     ]

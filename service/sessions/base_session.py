@@ -52,7 +52,8 @@ def _stop_stats(session: "BaseSession", robot_io: RobotIO | None, now: float) ->
     }
 
 
-def _progress_stats(progress: Progress) -> dict[str, object]:
+def describe_progress(progress: Progress) -> dict[str, object]:
+    """Return the step of a session's preparation, with seconds and percent until it is ready; JSON-ready."""
     if progress.stage == "ready":
         return {"progress": "ready"}
     left = progress.estimate_remaining()
@@ -233,7 +234,7 @@ class BaseSession(ABC):
         stage = str(self.stage)
         new, rooms, robot_io, now = self.new, self.rooms, self.robot_io, time.monotonic()
         stats: dict[str, object] = {
-            **_progress_stats(self.progress),
+            **describe_progress(self.progress),
             "age_s": round(now - self.created_at, 1),
             "language_instruction": new.language_instruction,
             **_policy_stats(self),
