@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 
 
 def _create_destinations(app: App) -> Destinations:
-    """Create the rules of `transport_hosts`; raises SettingsError if one of them cannot be used."""
+    """Create the rules of `transport_hosts`; raises SettingsError if an entry cannot be used."""
     rules = AddressRules(describe_danger, unwrap_ipv4, resolve_host, _create_resolver)
     try:
         return Destinations(app.ctx.settings.transport.transport_hosts, rules, lambda: app.config.get("OWN_PORT"))
@@ -199,8 +199,8 @@ def create_engine_source(app: App, load: LoadPolicy | None, launched: Launched |
     return source
 
 
-# Routes that are not of the table, and the role that each wants. Deliveries and the management of webhooks have their
-# own secrets and tokens.
+# Routes outside of the route table, with the required role. Deliveries and the management of webhooks have their own
+# secrets and tokens.
 UNLISTED_ROUTES = (
     ("POST", "/webhooks/_events", Role.OPERATOR),
     ("POST", "/webhooks/", None),
@@ -232,13 +232,13 @@ def create_app(
     settings = settings or Settings()
     rooms = TransportSettings(origins=settings.server.origins)
     context = _create_context(settings, rooms, read_requirements or make_requirements_reader(settings.policies))
-    # Sanic keeps every app in a registry by name and refuses a second one of the same name.
+    # Sanic registers apps by name, and refuses a second app with the same name.
     name = f"robojax-{secrets.token_hex(4)}"
     app: App = Sanic(name, config=build_config(settings.limits), ctx=context, configure_logging=False)
     install_middleware(app)
     context.guard.install(app)
     install_path_check(app)
-    # After the guard and before the doors: whatever session is not here is sent on.
+    # After the guard and before the routes: requests about sessions of other servers are redirected.
     shared = SharedDatabase(app)
     source = create_engine_source(app, load, launched)
     install_errors(app)
@@ -251,7 +251,7 @@ def create_app(
         add_transport(app, context.room_table, rooms)
     webhooks = Webhooks(settings.updates, settings.webhooks, settings.policies, settings.server.origins)
     if webhooks.registry is not None:
-        # Before the sessions: it starts first and stops last, so that it hears of all they do.
+        # Before the sessions: it starts first and stops last, so that it receives all their events.
         app.blueprint(webhooks.registry.blueprint())
     destinations = None if transport else _create_destinations(app)
     by_url = TransportByUrl(
@@ -268,7 +268,7 @@ def create_app(
         webhooks=webhooks,
         check_request=RequestRules(context.source_rules, destinations).check,
     )
-    # After the sessions: what is delivered again at the start may be about them.
+    # After the sessions, because deliveries that are repeated at the start may concern them.
     for blueprint in webhooks.build_blueprints():
         app.blueprint(blueprint)
     # Registered last and so run first, because Sanic runs stop listeners in reverse.

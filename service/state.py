@@ -36,10 +36,10 @@ def lock_state_folder(folder: Path) -> Iterator[None]:
         held = lock.acquire()
     except Timeout:
         raise StateTaken(
-            f"{name}: another server works on it; end that one, or give this one a folder of its own"
+            f"{name}: another server uses it; end that server, or give this server another folder"
         ) from None
     except OSError as error:
-        why = f"its server.lock cannot be made ({error.strerror}); name another one with --state"
+        why = f"its server.lock cannot be made ({error.strerror}); name another folder with --state"
         raise StateTaken(f"{name}: {why}") from error
     with held:
         yield

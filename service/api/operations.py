@@ -98,7 +98,7 @@ async def get_recent_logs(request: Request) -> HTTPResponse:
     """The newest lines of the log, oldest first, without secrets and folders of the machine."""
     level = str(request.get_args(keep_blank_values=True).get("level", "debug"))
     if level not in LEVELS:
-        raise InvalidRequest(f"level should be one of {', '.join(LEVELS)}", ("query", "level"))
+        raise InvalidRequest(f"level should be {', '.join(LEVELS[:-1])} or {LEVELS[-1]}", ("query", "level"))
     logs, severity = request.app.ctx.logs, logging.getLevelNamesMapping()[level.upper()]
 
     def build(limit: int, before: str | None) -> tuple[Rows, str | None]:

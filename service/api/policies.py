@@ -92,7 +92,7 @@ async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
     body = read_body(request, PolicyRequest) if request.body else PolicyRequest()
     request.app.ctx.source_rules.check_revision(body.revision)
     if body.force and caller_of(request).role < Role.ADMIN:
-        raise Forbidden("force takes a commit out of the quarantine, which wants the role admin; leave it out")
+        raise Forbidden("force releases a commit from the quarantine, which needs the role admin; leave it out")
     record = await request.app.ctx.updates.deploy(session_id, body.revision, force=body.force)
     return json_response(record.as_json())
 
@@ -117,7 +117,7 @@ async def list_quarantine(request: Request) -> HTTPResponse:
 async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse:
     """Let a commit out of the quarantine."""
     if not await request.app.ctx.updates.quarantine.release(commit):
-        raise UnknownDeployment(f"commit {commit[:80]!r} is not in quarantine; GET /quarantine lists those that are")
+        raise UnknownDeployment(f"commit {commit[:80]!r} is not in quarantine; GET /quarantine lists all")
     return json_response({"message": f"Commit {commit} released"})
 
 

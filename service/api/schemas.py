@@ -65,7 +65,7 @@ class HTTPValidationError(BaseModel):
 
 
 class NewSessionRequest(_model_of(one.name for one in fields(SessionRequest))):
-    """What POST /sessions takes: CreateSessionRequest, more optional fields, and the limits of each field.
+    """Body of POST /sessions: CreateSessionRequest, more optional fields, and the limits of each field.
 
     Other fields are refused: a misspelt ``dry_run`` or ``max_relative_target`` would protect nothing.
     """
@@ -74,7 +74,7 @@ class NewSessionRequest(_model_of(one.name for one in fields(SessionRequest))):
 
 
 class AdjustRequest(_model_of(ADJUSTABLE)):
-    """What PATCH /sessions/{session_id} takes: at least one of these."""
+    """Body of PATCH /sessions/{session_id}: at least one field."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
@@ -89,7 +89,7 @@ class AdjustRequest(_model_of(ADJUSTABLE)):
 
 
 class PolicyRequest(BaseModel):
-    """What POST /sessions/{session_id}/policy takes."""
+    """Body of POST /sessions/{session_id}/policy."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -107,7 +107,7 @@ class PolicyCheckRequest(
         transport_server_url="http://localhost",
     )
 ):
-    """What POST /policies/check takes: the fields of POST /sessions, of which only the policy is required.
+    """Body of POST /policies/check: the fields of POST /sessions, of which only the policy is required.
 
     Cameras, policy type and instruction are not compared with the policy when they are left out.
     """
@@ -123,7 +123,7 @@ class PolicyCheckRequest(
 
 
 class PolicyCheck(BaseModel):
-    """What a policy needs, and whether a session of it would fit; nothing was loaded."""
+    """Requirements of a policy, and whether a session fits them; nothing was loaded."""
 
     fits: bool
     misfits: list[str] = Field(description="Everything that POST /sessions would refuse, one text each.")
@@ -138,7 +138,7 @@ class PolicyCheck(BaseModel):
 
 
 class RecordRequest(BaseModel):
-    """What POST /sessions/{session_id}/record takes."""
+    """Body of POST /sessions/{session_id}/record."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -170,7 +170,7 @@ class DeploymentStage(BaseModel):
 
 
 class Deployment(BaseModel):
-    """One policy update: what set it off, which commit, what was done when, what became of it."""
+    """One policy update: its trigger, commit, stages with times, and result."""
 
     id: str
     at: float = Field(description="Seconds since 1970.")

@@ -73,10 +73,10 @@ class Tokens:
         import jwt
 
         if len(token) > MAX_TOKEN or not token.isascii():
-            raise BadToken("it is no token")
+            raise BadToken("it is not a token")
         try:
             if "crit" in jwt.get_unverified_header(token):
-                raise BadToken("it asks for extensions that are not known (crit)")
+                raise BadToken("it requires unknown extensions (crit)")
             # Times are looked at below: PyJWT takes any number for exp, and reads a clock of its own.
             claims = jwt.decode(
                 token,
@@ -116,7 +116,7 @@ def _caller(claims: dict[str, Any]) -> Caller:
     try:
         role = Role.parse(claims["role"])
     except (KeyError, ValueError, AttributeError):
-        raise BadToken(f"role is not one of {', '.join(map(str, Role))}") from None
+        raise BadToken(f"role should be {', '.join(map(str, Role))}") from None
     return Caller(name, role, owner)
 
 

@@ -338,7 +338,7 @@ class Viewer:
     # What it gets.
 
     async def write(self) -> None:
-        """Send the page what happens, at most once per period, and only as long as it keeps up."""
+        """Send updates to the page, at most once per period, and only while the page confirms them."""
         settings = self._live.settings
         try:
             while True:

@@ -406,7 +406,7 @@ class PeerSessions:
             latch = await self._database.run(QUERY_TIMEOUT, session_table.claim, self.name, self._process, new)
         except DatabaseUnavailable as error:
             raise NotKept(
-                f"{NO_DATABASE}, so another one may have a session of this id; try again when it does"
+                f"{NO_DATABASE}, so another server may have a session of this id; try again when it does"
             ) from error
         self._sessions.sync_latch(new.session_id, latch)
 

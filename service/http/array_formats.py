@@ -60,7 +60,7 @@ class Allowance:
             raise array_error(name, "is there twice; wanted each array once")
         self._names.add(name)
         if len(self._names) > self._limits.arrays:
-            raise TooLarge(f"more than {self._limits.arrays} arrays; send those that the model takes")
+            raise TooLarge(f"more than {self._limits.arrays} arrays; send only the inputs of the model")
         if len(shape) > MAX_RANK or any(size < 1 for size in shape):
             raise array_error(
                 name, f"has shape {list(shape)[:MAX_RANK]}; wanted up to {MAX_RANK} axes, none of them empty"
@@ -272,7 +272,7 @@ def _check_directory(body: bytes, limits: ArrayLimits) -> None:
     if signature != b"PK\x05\x06" or comment or is_large:
         raise InvalidRequest("the body is no npz (no zip, or one with extras); write it with numpy.savez", ("body",))
     if count > limits.arrays or size > limits.arrays * _DIRECTORY_PER_ARRAY:
-        raise TooLarge(f"more than {limits.arrays} arrays in the npz; send those that the model takes")
+        raise TooLarge(f"more than {limits.arrays} arrays in the npz; send only the inputs of the model")
     # zipfile would shift all members by the difference.
     if offset + size != len(body) - _END.size:
         raise InvalidRequest("the npz is damaged or incomplete; write it with numpy.savez", ("body",))
@@ -292,7 +292,7 @@ def _read_npz_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance
     with archive.open(member) as file:
         found = npy.read_array(file, allow_pickle=False, max_header_size=_HEADER)
         if file.read(1):  # zipfile compares the checksum at the end of the member
-            raise array_error(name, "goes on after its end")
+            raise array_error(name, "has data after its end")
     return name, _check_finite(name, np.ascontiguousarray(found, dtype).reshape(shape))
 
 

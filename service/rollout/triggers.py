@@ -174,7 +174,7 @@ class Retries:
         self._failed: dict[Hashable, tuple[int, float]] = {}
 
     def record_failure(self, key: Hashable, now: float) -> None:
-        """Wait, twice as long as the last time."""
+        """Start a wait that is twice as long as the wait before."""
         count = self._failed.get(key, (0, 0.0))[0]
         self._failed[key] = (count + 1, now + min(self.first * 2.0 ** min(count, 60), self.longest))
 

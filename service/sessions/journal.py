@@ -264,7 +264,7 @@ class OrphanCleaner:
         except (ServiceError, TimeoutError) as error:
             left, trouble = orphan.rooms, str(error) or "no answer in time"
         else:
-            trouble = f"somebody is in {', '.join(left)}"
+            trouble = f"there are participants in {', '.join(left)}"
         if not left:
             logger.info("%s are gone", where)
             self._records.remove_orphan(orphan)

@@ -74,7 +74,7 @@ def _validate_text(value: str) -> str:
 def _validate_instruction(value: str) -> str:
     if CONTROL_CHARACTERS.search(value):
         raise PydanticCustomError(
-            "string_control_character", "String should have no control characters besides newline and tab"
+            "string_control_character", "String should have no control characters except newline and tab"
         )
     return value
 

@@ -138,9 +138,9 @@ def test_a_blocked_loop_is_told_from_a_paused_process(runs, computes, counts, th
     assert watched.counts == counts
     assert watched.dog.blocked.seconds + watched.dog.paused.seconds == pytest.approx(3.0, abs=0.06)
     if runs:
-        assert [record.getMessage()[:43] for record in caplog.records] == [
-            "the event loop is blocked since 0.30 s, in ",
-            "the event loop was blocked for 3.00 s; this",
+        assert [record.getMessage()[:47] for record in caplog.records] == [
+            "the event loop has been blocked for 0.30 s, in ",
+            "the event loop was blocked for 3.00 s; this pro",
         ]
         assert "check (service/loop_watchdog.py:" in caplog.text
 
