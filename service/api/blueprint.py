@@ -14,7 +14,7 @@ from service.api.context import App, Request, Route
 from service.errors import InvalidRequest
 from service.http.bodies import request_id
 from service.http.config import LimitSettings
-from service.http.limits import ConnectionLimits, Connections
+from service.http.limits import Connections
 from service.http.origins import Origins, add_security_headers
 from service.http.protocol import TOO_MANY_BODY, DeadlineProtocol
 from service.logging import bind_log_context, sanitize_text
@@ -54,7 +54,7 @@ def build_config(limits: LimitSettings) -> Config:
         REQUEST_TIMEOUT=limits.request_deadline,  # Sanic restarts it with every byte; see service.http.protocol
         REQUEST_DEADLINE=limits.request_deadline,
         CONNECTIONS=Connections(
-            ConnectionLimits(limits.max_connections, limits.max_all_connections, limits.limit_local, SPARE_CONNECTIONS)
+            limits.max_connections, limits.max_all_connections, limits.limit_local, SPARE_CONNECTIONS
         ),
         KEEP_ALIVE_TIMEOUT=15,
         GRACEFUL_SHUTDOWN_TIMEOUT=3,
