@@ -78,16 +78,8 @@ async def create_session(request: Request) -> HTTPResponse:
         if error.status != 422:
             raise
         raise to_invalid_body(error, body) from error
-    rooms = session.rooms
-    assert rooms is not None, "a session that is ready has rooms"
-    return json_response(
-        {
-            "workspace_id": rooms.workspace_id,
-            "camera_room_ids": dict(rooms.cameras),
-            "joint_input_room_id": rooms.joint_input,
-            "joint_output_room_id": rooms.joint_output,
-        }
-    )
+    assert session.rooms is not None, "a session that is ready has rooms"
+    return json_response(session.describe_rooms())
 
 
 @SESSION_ROUTES.add("GET", "/sessions/{session_id}", answer=SessionStatusResponse, errors=(404,), role=Role.VIEWER)

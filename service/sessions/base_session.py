@@ -232,7 +232,7 @@ class BaseSession(ABC):
     def status(self) -> SessionStatusResponse:
         """Return the status that the API answers with."""
         stage = str(self.stage)
-        new, rooms, robot_io, now = self.new, self.rooms, self.robot_io, time.monotonic()
+        new, robot_io, now = self.new, self.robot_io, time.monotonic()
         stats: dict[str, object] = {
             **describe_progress(self.progress),
             "age_s": round(now - self.created_at, 1),
@@ -244,24 +244,29 @@ class BaseSession(ABC):
         }
         for get_stats in self.stats_sources:
             stats |= get_stats()
-        workspace = rooms.workspace_id if rooms else new.workspace_id or ""
+        described = self.describe_rooms()
         return SessionStatusResponse.model_construct(  # without validation, because this runs between ticks
             session_id=new.session_id,
             status=stage,
             policy_path=new.policy_path,
             policy_type=new.policy_type,
             camera_names=list(new.camera_names),
-            workspace_id=workspace,
-            rooms={
-                "workspace_id": workspace,
-                "camera_room_ids": dict(rooms.cameras) if rooms else {},
-                "joint_input_room_id": rooms.joint_input if rooms else None,
-                "joint_output_room_id": rooms.joint_output if rooms else None,
-            },
+            workspace_id=described["workspace_id"],
+            rooms=described,
             stats=stats,
             inference_stats=_inference_stats(robot_io, self) if robot_io else None,
             error_message=self.reason,
         )
+
+    def describe_rooms(self) -> dict[str, Any]:
+        """Return workspace and ids of its rooms; JSON-ready."""
+        rooms = self.rooms
+        return {
+            "workspace_id": rooms.workspace_id if rooms else self.new.workspace_id or "",
+            "camera_room_ids": dict(rooms.cameras) if rooms else {},
+            "joint_input_room_id": rooms.joint_input if rooms else None,
+            "joint_output_room_id": rooms.joint_output if rooms else None,
+        }
 
     def queue(self) -> dict[str, object]:
         """Return the queue of actions: due times from now, rates, ages of the input; JSON-ready."""
