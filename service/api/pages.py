@@ -21,7 +21,6 @@ from service.api.schemas import (
     CreateSessionRequest,
     CreateSessionResponse,
     Deployment,
-    DeploymentStage,
     ErrorResponse,
     FastApiSchema,
     HTTPValidationError,
@@ -29,7 +28,6 @@ from service.api.schemas import (
     PolicyCheck,
     PolicyCheckRequest,
     PolicyRequest,
-    Quarantined,
     Recording,
     RecordRequest,
     ValidationError,
@@ -37,6 +35,7 @@ from service.api.schemas import (
 from service.auth.caller import Role, caller_of
 from service.dashboard.live import CONTENT_SECURITY_POLICY, StaticFile, read_static_files
 from service.http.origins import Origins
+from service.rollout.records import DeploymentStage, Quarantined
 from service.sessions.base_session import SessionStatusResponse
 
 PAGE = "page.html"

@@ -13,7 +13,7 @@ from jaxmodels.errors import JaxModelsError
 from jaxmodels.types import rename_cameras
 from service.api.context import Query, Request, Routes, get_visible_session, list_visible_sessions
 from service.api.lists import Rows, answer_page, page_query, take_page
-from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, Quarantined, list_schema
+from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, list_schema
 from service.auth.caller import Role, caller_of
 from service.engines.model_server import ForwardRequest
 from service.errors import Forbidden, InvalidRequest, PolicyError, ServiceError, UnknownDeployment
@@ -30,7 +30,7 @@ from service.http.bodies import (
     show_to_sender,
     to_invalid_body,
 )
-from service.rollout.records import Record
+from service.rollout.records import Quarantined, Record
 from service.sessions.compatibility import configure_control, find_mismatches, make_limits
 from service.sessions.policy_slots import RenameRefused
 from service.sessions.request import NewSession, SessionSettings
@@ -110,7 +110,7 @@ async def rollback_session_policy(request: Request, session_id: str) -> HTTPResp
 @DEPLOYMENT_ROUTES.add("GET", "/quarantine", answer=list_schema(Quarantined), role=Role.OPERATOR)
 async def list_quarantine(request: Request) -> HTTPResponse:
     """Commits that were refused or rolled back. The server does not deploy them again by itself."""
-    return json_response([one.as_json() for one in request.app.ctx.updates.quarantine.list()])
+    return json_response([vars(one) for one in request.app.ctx.updates.quarantine.list()])
 
 
 @DEPLOYMENT_ROUTES.add("DELETE", "/quarantine/{commit}", errors=(404,))

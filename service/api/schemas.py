@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
+from service.rollout.records import DeploymentStage
 from service.sessions.request import (
     ADJUSTABLE,
     CameraNames,
@@ -161,14 +162,6 @@ class Recording(BaseModel):
     dataset: str = Field(description="The LeRobotDataset made of it: none, waiting, making, ready or failed.")
 
 
-class DeploymentStage(BaseModel):
-    """One step of a policy update."""
-
-    name: str
-    at: float = Field(description="Seconds since 1970.")
-    seconds: float | None = Field(default=None, description="Duration in seconds; null while it runs.")
-
-
 class Deployment(BaseModel):
     """One policy update: its trigger, commit, stages with times, and result."""
 
@@ -188,17 +181,6 @@ class Deployment(BaseModel):
     reason: str | None = Field(description="Stable code of why it was refused or taken back.")
     text: str
     figures: dict[str, Any] = Field(description="What became of it in each session, and what was measured there.")
-
-
-class Quarantined(BaseModel):
-    """A commit that is not deployed by itself any more."""
-
-    repo: str
-    sha: str
-    at: float = Field(description="Seconds since 1970.")
-    reason: str = Field(description="Stable code.")
-    text: str
-    deployment: str | None = Field(description="The update in which it was refused or taken back.")
 
 
 class ErrorResponse(BaseModel):
