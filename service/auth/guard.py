@@ -1,4 +1,4 @@
-"""Admits or refuses every request; slows guessing."""
+"""Guard of all routes: admits or refuses every request, and slows down guessing."""
 
 import logging
 import time
@@ -34,7 +34,7 @@ class Admissions:
     """Authenticates requests: by keys of a file, tokens signed with a secret, tickets, and this process's own key.
 
     Args:
-        keys, secret: their files, which need not be there yet.
+        keys, secret: their files, which may be missing.
         requires_key: whether a key is required even if none exists.
     """
 
@@ -170,7 +170,7 @@ def _read_credential(request: "Request[Any, Any]") -> str | None:
     """
     given = request.headers.getall("x-api-key", [])
     logins = [value.partition(" ") for value in request.headers.getall("authorization", [])]
-    # `Api-Key` is what openpi's client says.
+    # openpi's client sends `Api-Key`.
     bearers = [rest.strip() for kind, _, rest in logins if kind.lower() in ("bearer", "api-key")]
     if len(given) + len(bearers) > 1:
         raise Unauthorized("more than one key was sent; send one, in one header")
@@ -187,7 +187,7 @@ def _read_ticket(request: "Request[Any, Any]") -> str | None:
     return given[0] if len(given) == 1 else None
 
 
-# Method ("*": any), what a route's path begins with, and the least role; None: it has a proof of its own or needs none.
+# Method ("*": any), beginning of a route's path, and lowest role; None: another proof, or none, is required.
 Rule = tuple[str, str, Role | None]
 SAFE_METHODS = ("GET", "HEAD")
 # Failed attempts of one address, per second and at once. Successful requests are never limited, so that other clients

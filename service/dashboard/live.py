@@ -60,7 +60,7 @@ def summarize_session(session: AnySession) -> dict[str, Any]:
 
 
 def describe_session(session: AnySession) -> dict[str, Any]:
-    """Describe one session: its status as the API tells it, its joints, and histograms of times."""
+    """Describe one session: its status as in the API, its joints, and histograms of times."""
     robot_io = session.robot_io
     detail: dict[str, Any] = {"status": vars(session.status()), "joints": [], "edges_ms": HISTOGRAM_EDGES, "spread": {}}
     if robot_io is not None:
@@ -82,7 +82,7 @@ def _finite_or_none(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-MAX_MESSAGE = 4096  # characters of what a page may say
+MAX_MESSAGE = 4096  # characters of a page's message
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class Viewer:
         self._sent_pictures: dict[str, float] = {}
         self._summaries: list[dict[str, Any]] | None = None
 
-    # What it says.
+    # Messages of the page.
 
     async def read(self) -> None:
         """Handle the page's messages until its socket ends, or an invalid message or too many (BadMessage)."""
@@ -335,7 +335,7 @@ class Viewer:
         with contextlib.suppress(WebsocketClosed, RequestCancelled):
             await self._socket.send(pack_message(answer))
 
-    # What it gets.
+    # Messages to the page.
 
     async def write(self) -> None:
         """Send updates to the page, at most once per period, and only while the page confirms them."""

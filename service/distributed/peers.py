@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 # Sent with every response, so that a server that reuses the address of a stopped server is not mistaken for it.
 FRONT_NAME_HEADER = "x-robojax-front-name"
-# The server that forwarded a stop: it is not forwarded again.
+# Name of the server that forwarded a stop, which is not forwarded again.
 FORWARDED_HEADER = "x-robojax-front"
 # Seconds in which a server has to answer a probe, and a stop.
 PROBE_TIMEOUT = 2.0
@@ -264,7 +264,7 @@ class PeerSessions:
         """Other servers without a heartbeat, whose robots may still move."""
         return [front for front in self._last_answer.silent if front.name != self.name]
 
-    # What it publishes.
+    # Publishing.
 
     async def _run(self) -> None:
         while True:
@@ -390,7 +390,7 @@ class PeerSessions:
             rooms=sorted(held_rooms(session)),
         )
 
-    # What it looks up and changes.
+    # Lookups and changes of other servers' sessions.
 
     async def claim(self, new: NewSession) -> None:
         """Claim an id before a session of it is made, and take over an emergency stop latched on it elsewhere.
@@ -453,7 +453,7 @@ class PeerSessions:
         return found_session
 
     async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> AnySession:
-        """Take over a session whose server died; it is interrupted here, and moves nothing before it is restarted.
+        """Take over a session whose server died; it is interrupted here, and moves nothing before a restart.
 
         Args:
             force: a person has checked that the server's machine is off, which this server cannot find out.

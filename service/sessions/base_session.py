@@ -41,7 +41,7 @@ def _stop_stats(session: "BaseSession", robot_io: RobotIO | None, now: float) ->
     found = _CODE.match(latch or "")
     return {
         "emergency_stop": latch,
-        # What stopped by itself has its code first; a person's words have none.
+        # The reason of an automatic stop begins with a code; a person's reason has none.
         "stop_code": None if latch is None else found[1] if found else "asked",
         "robot_latched": robot_io.robot_latch if robot_io else None,
         "dry_run": session.new.dry_run,
@@ -94,7 +94,7 @@ def _control_stats(robot_io: RobotIO, session: "BaseSession", now: float) -> dic
     buffer, controller = robot_io.buffer, robot_io.controller
     hold = controller.hold
     return {
-        # The reference's names first.
+        # Names of the reference server.
         "inference_count": robot_io.runner.seconds["total"].count,
         "images_received": {camera: rate.count for camera, rate in buffer.frames.items()},
         "joints_received": buffer.joint_updates.count,
@@ -102,12 +102,12 @@ def _control_stats(robot_io: RobotIO, session: "BaseSession", now: float) -> dic
         "errors": robot_io.runner.errors + controller.rejected,
         "actions_in_queue": controller.queue.left,
         "policy_type": session.new.policy_type,
-        # Why it does not move.
+        # Reasons for not moving.
         "hold": hold.text if hold else None,
         "hold_code": hold.code if hold else None,
         "hold_s": round(now - hold.since, 2) if hold else None,
         "holds": controller.holds.by_reason(),
-        # What came in.
+        # Inputs.
         "camera_fps": {camera: rate.per_second(now) for camera, rate in buffer.frames.items()},
         "joints_per_second": buffer.joint_updates.per_second(now),
         "inputs_dropped": buffer.dropped.by_reason(),
@@ -115,7 +115,7 @@ def _control_stats(robot_io: RobotIO, session: "BaseSession", now: float) -> dic
         # Limits change commands, never measured values.
         "joints_clamped": controller.guard.joints.total,
         "safety": controller.guard.stats(),
-        # What went out.
+        # Outputs.
         "rate": controller.config.rate,
         "action_rate": controller.config.action_rate,
         "reads_language": robot_io.runner.loaded.requirements.language,
@@ -136,7 +136,7 @@ def _control_stats(robot_io: RobotIO, session: "BaseSession", now: float) -> dic
 
 
 def describe_overlap(robot_io: RobotIO) -> dict[str, object]:
-    """Return how a session joins chunks and when it asks for them, as it is in force; JSON-ready."""
+    """Return how a session joins chunks and when it requests them; JSON-ready."""
     config = robot_io.controller.config
     overlap = config.overlap
     return {
@@ -216,7 +216,7 @@ class BaseSession(ABC):
 
     @property
     def reason(self) -> str | None:
-        """Why it is in this stage: what ended it, or the text of an error, a timeout or an emergency stop."""
+        """Reason of this stage: text of an error, a timeout or an emergency stop."""
         return self._current_lifecycle().latch or self._current_lifecycle().reason
 
     @property

@@ -131,11 +131,11 @@ class Session(BaseSession):
             raise self._error
 
     def start(self) -> None:
-        """Let it move the robot."""
+        """Start to move the robot."""
         self._start_moving(Move.START)
 
     def restart(self) -> None:
-        """Stop and start in one: plans, holds and failures of before are forgotten."""
+        """Stop and start in one step, without earlier plans, holds and failures."""
         self._start_moving(Move.RESTART)
 
     def stop(self) -> None:
@@ -255,7 +255,7 @@ class Session(BaseSession):
         return self._lifecycle
 
     def _apply_event(self, event: ControlEvent) -> None:
-        """Make the move of an event, for which the robot was stopped already if it had to be."""
+        """Make the move of an event; the robot was stopped before, if the event requires it."""
         move, reason = event
         if not self._lifecycle.is_allowed(move):
             return
@@ -283,7 +283,7 @@ class Session(BaseSession):
             raise MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy; {then}")
         return self.robot_io
 
-    # Its life.
+    # From the load of the policy to the end.
 
     async def _run(self) -> None:
         # The session outlives the request that made it.

@@ -83,7 +83,7 @@ class Sessions:
         return InterruptedSession(record, self.engine, self._load, self._journal.describe_latch(record.new), failure)
 
     async def create(self, new: NewSession) -> Session:
-        """Make a session and wait until it is ready; it replaces a failed or interrupted session of its owner.
+        """Create a session and wait until it is ready; it replaces a failed or interrupted session of its owner.
 
         Cancellation only ends the waiting.
 
@@ -360,7 +360,7 @@ class Sessions:
         await self._journal.try_flush(STOP_PUBLISH_TIMEOUT)
         return [session.id for session in stopped if session.stage is not Stage.DELETED]
 
-    # Writing down.
+    # Records and events.
 
     def _on_session_event(self, event: str, payload: dict[str, object]) -> None:
         """Publish an event of a session, and write its record soon."""
@@ -374,7 +374,7 @@ class Sessions:
         await self._journal.try_flush(publish_timeout)
         return session
 
-    # The end.
+    # Closing.
 
     async def _run_shielded(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
