@@ -41,7 +41,7 @@ from service.inference.config import PolicySettings
 from service.inference.progress import LoadDurations
 from service.sessions.store import AnySession, NewSession, Sessions, SessionSettings
 from service.stats import Recent
-from service.transport.link import CreatedRooms, Inbox, JointValue, LinkUp, Rooms
+from service.transport.link import Inbox, JointValue, LinkRequest, LinkUp, Orphan, Rooms
 from service.transport.protocol import JointUpdate, build_message, rooms_of
 
 SAMPLES = 1_000_000
@@ -80,29 +80,18 @@ class SocketTransport:
         self._port = port
 
     @asynccontextmanager
-    async def connect(
-        self,
-        url: str,
-        *,
-        session_id: str,
-        cameras: Sequence[str],
-        workspace_id: str | None,
-        inbox: Inbox,
-        created_rooms: CreatedRooms | None = None,
-    ) -> AsyncIterator[SocketLink]:
+    async def connect(self, request: LinkRequest) -> AsyncIterator[SocketLink]:
         _, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        link = SocketLink(rooms_of(session_id, cameras, workspace_id), writer, inbox)
+        link = SocketLink(rooms_of(request.session_id, request.cameras, request.workspace_id), writer, request.inbox)
         for room in (link.rooms.joint_input, link.rooms.joint_output):
-            inbox.on_event(LinkUp(room))
+            request.inbox.on_event(LinkUp(room))
         self.links.append(link)
         try:
             yield link
         finally:
             writer.close()
 
-    async def remove_empty_rooms(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
-    ) -> Sequence[str]:
+    async def remove_empty_rooms(self, orphan: Orphan) -> Sequence[str]:
         return ()
 
 

@@ -27,7 +27,7 @@ from service.stats import Recent
 from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.client.rooms_link import RoomsTransport
-from service.transport.link import JointValue, LinkEvent
+from service.transport.link import JointValue, LinkEvent, LinkRequest
 from service.transport.protocol import rooms_of
 
 SAMPLES = 20_000
@@ -129,13 +129,10 @@ async def bare(options: argparse.Namespace) -> None:
     links: list[Any] = []
     async with AsyncExitStack() as stack:
         for number in range(options.count):
-            opened = RoomsTransport(timeouts=PATIENT).connect(
-                options.url,
-                session_id=f"{options.prefix}{number}",
-                cameras=options.cameras,
-                workspace_id=options.workspace,
-                inbox=Nobody(),
+            request = LinkRequest(
+                options.url, f"{options.prefix}{number}", options.cameras, options.workspace, Nobody()
             )
+            opened = RoomsTransport(timeouts=PATIENT).connect(request)
             links.append(await stack.enter_async_context(opened))
         for link, phase in zip(links, phases, strict=True):
             values = itertools.cycle(plan)

@@ -5,13 +5,14 @@ import json
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from sanic import Sanic
 
@@ -36,13 +37,16 @@ from service.auth.caller import Role
 from service.auth.guard import create_guard
 from service.control.limits import read_limits
 from service.dashboard.live import Live
-from service.engine_source import EngineSource, create_engine_source
+from service.distributed.cluster import ClusterEngine
 from service.engines.launch import Launched
+from service.engines.local_engines import LocalEngines
 from service.engines.model_host import LoadModel
 from service.engines.model_server import ModelServer
 from service.http.bodies import install_errors
 from service.http.limits import CreateLimiter, Rates
 from service.http.origins import Origins, is_loopback
+from service.inference.config import PolicySettings
+from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadPolicy
 from service.inference.policy_sources import (
     PolicyReader,
@@ -63,7 +67,7 @@ from service.sessions.room_authority import RoomAuthority
 from service.sessions.store import Sessions, SessionSettings
 from service.setting_types import SettingsError
 from service.settings import Settings
-from service.shared_sessions import SharedDatabase
+from service.shared_sessions import SharedDatabase, front_name
 from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
 from service.streaming.direct_transport import TransportByUrl
@@ -79,7 +83,7 @@ if TYPE_CHECKING:
 
 
 def _create_destinations(app: App) -> Destinations:
-    """Create the rules of `transport_hosts`; raises SettingsError if one of them cannot be used."""
+    """Create the rules of `transport_hosts`; raises SettingsError if an entry cannot be used."""
     rules = AddressRules(describe_danger, unwrap_ipv4, resolve_host, _create_resolver)
     try:
         return Destinations(app.ctx.settings.transport.transport_hosts, rules, lambda: app.config.get("OWN_PORT"))
@@ -146,8 +150,57 @@ def read_versions() -> dict[str, str]:
     return found
 
 
-# Routes that are not of the table, and the role that each wants. Deliveries and the management of webhooks have their
-# own secrets and tokens.
+class InProcessEngine:
+    """Engine source that runs policies in this process: for programs that bring their own loader of policies."""
+
+    def __init__(self, policies: PolicySettings, load: LoadPolicy):
+        self._policies, self.load = policies, load
+
+    @asynccontextmanager
+    async def open(self, durations: LoadDurations) -> AsyncIterator[Engine]:
+        """Open the engine; it is closed when the context ends."""
+        policies = self._policies
+        yield Engine(
+            stuck_after=policies.stuck_after,
+            durations=durations,
+            batch_sizes=policies.engine_batch_sizes,
+            devices=policies.devices,
+            max_load=policies.engine_load,
+            load_timeout=policies.load_timeout,
+        )
+
+
+EngineSource: TypeAlias = InProcessEngine | LocalEngines | ClusterEngine
+
+
+def create_engine_source(app: App, load: LoadPolicy | None, launched: Launched | None) -> EngineSource:
+    """Create the engine source that the settings ask for.
+
+    Args:
+        load: loads policies into this process; None for engines in other processes.
+        launched: process of the first engine, if it was started before.
+
+    Raises:
+        SettingsError: the settings ask for a cluster, and Ray is not installed.
+    """
+    settings = app.ctx.settings
+    if settings.cluster.engine == "local":
+        if load is not None:
+            return InProcessEngine(settings.policies, load)
+        local = LocalEngines(settings.policies, settings.cluster.engine_patience, launched)
+        app.ctx.engines = local.engines
+        return local
+    if find_spec("ray") is None:
+        raise SettingsError(
+            f"engine: {settings.cluster.engine} needs Ray (it is not installed); pip install -e '.[ray]'"
+        )
+    source = ClusterEngine(settings.policies, settings.cluster, lambda: front_name(app))
+    app.ctx.engines = source.cluster.engines
+    return source
+
+
+# Routes outside of the route table, with the required role. Deliveries and the management of webhooks have their own
+# secrets and tokens.
 UNLISTED_ROUTES = (
     ("POST", "/webhooks/_events", Role.OPERATOR),
     ("POST", "/webhooks/", None),
@@ -179,13 +232,13 @@ def create_app(
     settings = settings or Settings()
     rooms = TransportSettings(origins=settings.server.origins)
     context = _create_context(settings, rooms, read_requirements or make_requirements_reader(settings.policies))
-    # Sanic keeps every app in a registry by name and refuses a second one of the same name.
+    # Sanic registers apps by name, and refuses a second app with the same name.
     name = f"robojax-{secrets.token_hex(4)}"
     app: App = Sanic(name, config=build_config(settings.limits), ctx=context, configure_logging=False)
     install_middleware(app)
     context.guard.install(app)
     install_path_check(app)
-    # After the guard and before the doors: whatever session is not here is sent on.
+    # After the guard and before the routes: requests about sessions of other servers are redirected.
     shared = SharedDatabase(app)
     source = create_engine_source(app, load, launched)
     install_errors(app)
@@ -198,7 +251,7 @@ def create_app(
         add_transport(app, context.room_table, rooms)
     webhooks = Webhooks(settings.updates, settings.webhooks, settings.policies, settings.server.origins)
     if webhooks.registry is not None:
-        # Before the sessions: it starts first and stops last, so that it hears of all they do.
+        # Before the sessions: it starts first and stops last, so that it receives all their events.
         app.blueprint(webhooks.registry.blueprint())
     destinations = None if transport else _create_destinations(app)
     by_url = TransportByUrl(
@@ -215,7 +268,7 @@ def create_app(
         webhooks=webhooks,
         check_request=RequestRules(context.source_rules, destinations).check,
     )
-    # After the sessions: what is delivered again at the start may be about them.
+    # After the sessions, because deliveries that are repeated at the start may concern them.
     for blueprint in webhooks.build_blueprints():
         app.blueprint(blueprint)
     # Registered last and so run first, because Sanic runs stop listeners in reverse.

@@ -56,7 +56,7 @@ class Finding:
 
 
 def diagnose(settings: Settings) -> list[Finding]:
-    """Run all checks of this machine, in the order in which one would repair what they find."""
+    """Run all checks of this machine, in the order in which problems should be solved."""
     server, state = settings.server, settings.webhooks.state
     return [
         _python(),
@@ -149,7 +149,7 @@ def _port(server: ServerSettings) -> Finding:
     except CannotListen as error:
         if (running := _describe_running_server(server)) is not None:
             return Finding("port", "ok", running)
-        fix = "end the program that listens there, or take another port: robojax serve --port 0"
+        fix = "end the program that listens there, or use another port: robojax serve --port 0"
         return Finding("port", "fail", str(error), fix)
     else:
         return Finding("port", "ok", f"{server.host}:{server.port} is free")
@@ -212,7 +212,7 @@ def _recording(recording: RecordingSettings, state: str | None) -> Finding:
 def _robot_packages() -> Finding:
     name, fix = "robot packages (for robojax robot)", "only robojax robot needs them: pip install -e '.[robot]'"
     missing = [module for module in _ROBOT_MODULES if find_spec(module) is None]
-    # In a process of its own: a library that a package needs may be missing, too.
+    # In a separate process, because a library that a package needs may be missing, too.
     error = None if missing else _run(f"import {', '.join(_ROBOT_MODULES)}", {})[0]
     if missing:
         return Finding(name, "warn", f"missing: {', '.join(missing)}", fix)
@@ -256,7 +256,7 @@ def _hub_cache(policies: PolicySettings) -> Finding:
 
 
 def _folder(name: str, folder: Path, fix: str, level: Level) -> Finding:
-    # The nearest folder that exists says whether this one could be made, without making it.
+    # The nearest existing folder shows whether this folder can be created, without creating it.
     folder = folder.expanduser()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:

@@ -29,10 +29,10 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError, status=422, code="invalid"):
-    """The request parsed, but a value cannot be used.
+    """The request was parsed, but a value cannot be used.
 
     Attributes:
-        loc: where it stands, as in a ValidationError, e.g. ``("body", "camera_names", 0)``.
+        loc: place of the value, as in a ValidationError, e.g. ``("body", "camera_names", 0)``.
     """
 
     def __init__(self, message: str, loc: tuple[str | int, ...] = ("body",)):
@@ -86,7 +86,7 @@ class TooManyRequests(ServiceError, status=429, code="too_many_requests"):
 
 
 class Overloaded(ServiceError, status=409, code="overloaded"):
-    """The devices have no time for another robot at the requested rate; the message has the figures."""
+    """The devices have no time for another robot at the requested rate; the message has the measured times."""
 
 
 class TooManySessions(ServiceError, status=429, code="too_many_sessions"):
@@ -94,7 +94,7 @@ class TooManySessions(ServiceError, status=429, code="too_many_sessions"):
 
 
 class PolicyError(ServiceError, status=422, code="policy"):
-    """The policy cannot be loaded, or does not fit what the session asks for."""
+    """The policy cannot be loaded, or does not fit the session's request."""
 
 
 class PolicyFailed(ServiceError, status=500, code="policy_failed"):
@@ -110,7 +110,7 @@ class UpdateFailed(ServiceError, status=409, code="update_failed"):
 
 
 class SourceFailed(ServiceError, status=502, code="source"):
-    """The place that policies come from refused, vanished, or gave something broken."""
+    """The source of policies refused, cannot be reached, or returned broken files."""
 
 
 class UnknownModel(ServiceError, status=404, code="unknown_model"):
@@ -150,7 +150,7 @@ class UnknownRecording(ServiceError, status=404, code="unknown_recording"):
 
 
 class RecordingRefused(ServiceError, status=409, code="recording_refused"):
-    """A recording cannot be begun or removed now; the message says why."""
+    """A recording cannot be started or removed now; the message says why."""
 
 
 class SessionLoading(ServiceError, status=503, code="loading"):
@@ -182,4 +182,4 @@ class TooLarge(ServiceError, status=413, code="too_large"):
 
 
 class TransportError(ServiceError, status=502, code="transport"):
-    """The transport server refused, vanished or broke the protocol of the wire."""
+    """The transport server refused, cannot be reached, or broke the protocol."""

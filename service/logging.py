@@ -67,14 +67,14 @@ _FOLDERS = re.compile(r"(?<![\w:/.>}-])/(?:[\w.@+-]+/)+([\w.@+-]*)")
 
 
 def redact_secrets(text: str) -> str:
-    """Replace what looks like a secret in a text by ``***``."""
+    """Replace likely secrets in a text by ``***``."""
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
 
 
 def redact(text: str) -> str:
-    """Remove what looks like a secret, and folders of this machine, from a text."""
+    """Remove likely secrets, and folders of this machine, from a text."""
     return _FOLDERS.sub(r".../\1", redact_secrets(text))
 
 
@@ -142,7 +142,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class RotatingLogFile(RotatingFileHandler):
-    """Log file that is set aside when it is full; a disk that refuses writes is reported once."""
+    """Log file that is rotated when it is full; a disk that refuses writes is reported once."""
 
     def __init__(self, path: Path, size: int, files: int):
         """Open the file; ``size`` is in bytes, for each of ``files`` files.
@@ -159,14 +159,14 @@ class RotatingLogFile(RotatingFileHandler):
         was_failing, self._is_failing = self._is_failing, False
         super().emit(record)
         if self._is_failing and not was_failing:
-            sys.stderr.write("robojax: the log file cannot be written; what is logged from now on is lost there\n")
+            sys.stderr.write("robojax: the log file cannot be written; later lines are missing in it\n")
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Note that the disk refused a record; ``emit`` calls it."""
         self._is_failing = True
 
     def close(self) -> None:
-        """Close the file; what is still in memory is lost when the disk refuses it."""
+        """Close the file; buffered lines are lost if the disk refuses them."""
         with suppress(OSError):
             super().close()
 
@@ -189,7 +189,7 @@ class BackgroundHandler(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue one record; its text is made now, as what it refers to may change later."""
+        """Queue one record; its text is formatted now, because its arguments may change later."""
         copied = copy.copy(record)
         try:
             copied.msg, copied.args = _truncate(record.getMessage()), None
@@ -204,7 +204,7 @@ class BackgroundHandler(logging.Handler):
             self.dropped += 1
 
     def close(self) -> None:
-        """Write what is queued, for a second at most, and close the other handlers."""
+        """Write the queued records, for a second at most, and close the other handlers."""
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=FLUSH_TIMEOUT)
@@ -230,7 +230,7 @@ class BackgroundHandler(logging.Handler):
 def configure_logging(level: str, form: str, file: RotatingLogFile | None = None) -> BackgroundHandler:
     """Log to standard error, and to a file if there is one, from ``level`` on; ``form`` is ``text`` or ``json``.
 
-    For a process's main function only; closing what it gives writes what waits.
+    For a process's main function only; closing the returned handler writes the waiting lines.
     """
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if file is not None:
@@ -246,7 +246,7 @@ def configure_logging(level: str, form: str, file: RotatingLogFile | None = None
 
 @contextmanager
 def capture_logs(logs: RecentLogs) -> Iterator[None]:
-    """Send everything that is logged to ``logs``, too, until the context ends."""
+    """Send all records to ``logs``, too, until the context ends."""
     root = logging.getLogger()
     root.addHandler(logs)
     try:

@@ -97,7 +97,7 @@ class LoopWatchdog:
             logger.warning("the event loop was blocked for %.2f s; this process computed for %.2f s", blocked, busy)
         if gap - blocked > BLOCKED_AFTER:
             self.paused.add(gap - blocked)
-            logger.warning("this process stood still for %.2f s; that is no blocked event loop", gap - blocked)
+            logger.warning("this process was paused for %.2f s; its event loop was not blocked", gap - blocked)
 
     # On the watchdog's thread.
 
@@ -116,7 +116,7 @@ class LoopWatchdog:
         if late > BLOCKED_AFTER and self._missed != before:
             self._missed = before
             where = _format_stack(sys._current_frames().get(self._thread))
-            logger.warning("the event loop is blocked since %.2f s, in %s", late, where)
+            logger.warning("the event loop has been blocked for %.2f s, in %s", late, where)
 
 
 def _format_stack(frame: FrameType | None) -> str:

@@ -1,6 +1,6 @@
-"""Child processes that end with their parent, and what a process does at its start.
+"""Child processes that end with their parent, and the start of a process.
 
-psutil looks at processes and ends them, but has nothing that a killed parent leaves behind.
+psutil cannot end the children of a killed parent.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Child:
             )
 
     def read_stderr_tail(self) -> str:
-        """Return the end of what it wrote to its standard error."""
+        """Return the end of its standard error."""
         with open(self._errors, errors="replace") as file:
             return file.read()[-STDERR_TAIL_BYTES:].strip()
 
@@ -92,11 +92,11 @@ async def child(name: str, module: str, *arguments: str) -> AsyncIterator[Child]
 
 
 def exit_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
-    """Have this process get a signal when the thread of `parent` that started it is gone; on Linux only."""
+    """Request a signal for this process when the thread of `parent` that started it has ended; on Linux only."""
     # The child calls this itself, because Python code between fork and exec is unsafe with several threads.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG, by its number: `service.inference.sandbox` copies this
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # it has ended before
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Reloading file: read again when it has changed, without a restart."""
+"""File that is read again when it has changed, without a restart."""
 
 import os
 import stat
@@ -40,10 +40,10 @@ class ReloadingFile(Generic[Content]):
         self._error: FileUnusable | None = None
 
     def read(self) -> Content | None:
-        """Return the parsed content as it is now; None when there is no such file.
+        """Return the present content; None if the file does not exist.
 
         Raises:
-            FileUnusable: it cannot be read, others may read or change it, or it makes no sense.
+            FileUnusable: it cannot be read, others may read or change it, or its content is invalid.
         """
         try:
             status = os.stat(self.path)

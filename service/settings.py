@@ -32,7 +32,7 @@ CLIENT_VARIABLES = frozenset({f"{PREFIX}KEY", f"{PREFIX}SERVER"})
 class Settings(BaseModel):
     """All settings by group, in the order of the help: ``settings.control.rate``.
 
-    Outside a setting has one name without its group: ``--frame-age-limit``, ``ROBOJAX_FRAME_AGE_LIMIT``,
+    For users, a setting has one name without its group: ``--frame-age-limit``, ``ROBOJAX_FRAME_AGE_LIMIT``,
     ``frame_age_limit`` in the file.
     """
 
@@ -54,7 +54,7 @@ class Settings(BaseModel):
 
     @classmethod
     def from_values(cls, **values: object) -> Self:
-        """Make settings of these values by name, and of the defaults: no flag, environment or file is read.
+        """Create settings from these values by name and the defaults, without flags, environment and files.
 
         Raises:
             ValidationError: a value cannot be used.
@@ -72,7 +72,7 @@ class Settings(BaseModel):
         return {name: value for name, value in values.items() if Mark.PRIVATE not in FIELDS[name].metadata}
 
     def with_state(self) -> Self:
-        """Return the same settings with the state folder of this port where none is named."""
+        """Return these settings, with the state folder of this port if none is named."""
         if self.webhooks.state is not None:
             return self
         webhooks = self.webhooks.model_copy(update={"state": default_state(self.server.port)})
@@ -91,14 +91,14 @@ _GROUP_OF = {name: attribute for attribute, group in GROUPS.items() for name in 
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = None) -> Settings:
-    """Settings from everywhere.
+    """Load the settings from all sources.
 
     Args:
-        flags: setting name to what a command line said; None is "not said".
+        flags: setting name to its value on the command line; None if it is not given.
         file: a TOML file; ``ROBOJAX_CONFIG`` names one too, else ``robojax.toml`` here is read if there is one.
 
     Raises:
-        SettingsError: something cannot be read or used; lists everything that is wrong.
+        SettingsError: a source or a value cannot be used; the text lists all problems.
     """
     path = _find_file(file)
     sources: list[tuple[str, Mapping[str, Any]]] = [
@@ -129,16 +129,16 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
 
 
 def unknown_variables() -> list[str]:
-    """Environment variables that look like settings and are none.
+    """Return environment variables that look like settings, but are not.
 
-    They are no errors: container platforms put variables of this form there by themselves.
+    They are not errors, because container platforms set such variables themselves.
     """
     known = {f"{PREFIX}{name.upper()}" for name in FIELDS} | {FILE_VARIABLE} | CLIENT_VARIABLES
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
 
 
 def _read_environment() -> Mapping[str, str]:
-    """Return what the environment says, by setting; variables may be in small letters."""
+    """Return the environment's values by setting; variables may be in small letters."""
     lowered = {name.lower(): value for name, value in os.environ.items()}
     variables = {name: f"{PREFIX}{name}".lower() for name in FIELDS}
     return {name: lowered[variable] for name, variable in variables.items() if variable in lowered}
@@ -168,7 +168,7 @@ def _explain_unknown(name: str, origin: str) -> str:
 
 
 def _explain(error: ValidationError, origin: Mapping[str, str]) -> list[str]:
-    """Return a line for each thing that is wrong."""
+    """Return a line for each problem."""
     lines = []
     for entry in error.errors(include_url=False):
         if entry["type"] == "conflict":

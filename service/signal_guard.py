@@ -110,7 +110,7 @@ def watch_server(server: int) -> None:
         if limit is not None and time.monotonic() >= caught_at + (ACKNOWLEDGE_TIMEOUT if is_asked_again else limit):
             why = "its event loop is blocked" if limit == REACTION_TIMEOUT else "its end takes too long"
             if is_asked_again:
-                why += ", and it was asked again"
+                why += ", and it was signalled again"
             _kill_server(server, process, why, time.monotonic() - caught_at, written)
             return
 
@@ -118,8 +118,8 @@ def watch_server(server: int) -> None:
 def _kill_server(server: int, process: int | None, why: str, after: float, written: bytes) -> None:
     lines = written[written.find(_CAUGHT) :].replace(_ACKNOWLEDGED, b"").decode("utf-8", "replace").splitlines()
     said = (
-        f"robojax: {why}, so process {server} is killed {after:.1f} s after it was asked to end; its connections "
-        "break, and robots hold by themselves. Its main thread when it was asked:\n"
+        f"robojax: {why}, so process {server} is killed {after:.1f} s after the signal to end; its connections "
+        "break, and robots hold by themselves. Its main thread at the signal:\n"
         + "".join(f"{line}\n" for line in lines[1 : _STACK_LINES + 1])
     )
     poll = select.poll()

@@ -66,9 +66,9 @@ TRANSITIONS: dict[tuple[Stage, Move], Stage] = {
     (stage, move): following or stage for move, following, stages in _MOVES for stage in stages
 }
 
-# Moves that set the arm going: they need a loaded policy and living rooms, and no emergency stop.
+# Moves that start the arm: they need a loaded policy and joined rooms, and no emergency stop.
 STARTING_MOVES = frozenset({Move.START, Move.RESTART})
-# Stages in which a robot moves, or would at once if what it lacks came back.
+# Stages in which a robot moves, or moves again as soon as its input or link is back.
 MOVING = frozenset({Stage.RUNNING, Stage.DEGRADED, Stage.RECONNECTING})
 
 
@@ -76,10 +76,10 @@ class Lifecycle:
     """Stage, reason and latch of one session, changed by moves of the table.
 
     Attributes:
-        stage: where it stands.
-        reason: why, when it is not by request: the text of an error, a timeout or an emergency stop.
+        stage: the present stage.
+        reason: text of an error, a timeout or an emergency stop; None after a request.
         latch: the reason of an emergency stop that has not been reset, or None.
-        is_loaded: whether policy and rooms are there to be started.
+        is_loaded: whether the policy is loaded and the rooms are joined.
     """
 
     def __init__(self, session_id: str, latch: str | None = None):
@@ -140,7 +140,7 @@ class Lifecycle:
         return f"{name} is {self.stage} and cannot {move}; allowed now: {allowed}{self._next_step(move)}"
 
     def _next_step(self, move: Move) -> str:
-        """Say what helps after this refusal, as the end of its sentence; empty when the allowed moves say enough."""
+        """Return the next step after this refusal, as the end of its sentence; empty if the moves are enough."""
         path = f"/sessions/{self._session_id}"
         if self.stage is Stage.INITIALIZING:
             return f"; wait until GET {path} says that it is ready"

@@ -28,7 +28,7 @@ def lock_state_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a state folder, which only one server may use.
 
     Raises:
-        StateTaken: another server uses it, or it cannot be made.
+        StateTaken: another server uses it, or it cannot be created.
     """
     lock = FileLock(folder / "server.lock", mode=0o600, blocking=False, thread_local=False, fallback_to_soft=False)
     name = f"state folder {str(folder)!r}"
@@ -36,10 +36,10 @@ def lock_state_folder(folder: Path) -> Iterator[None]:
         held = lock.acquire()
     except Timeout:
         raise StateTaken(
-            f"{name}: another server works on it; end that one, or give this one a folder of its own"
+            f"{name}: another server uses it; end that server, or give this server another folder"
         ) from None
     except OSError as error:
-        why = f"its server.lock cannot be made ({error.strerror}); name another one with --state"
+        why = f"its server.lock cannot be made ({error.strerror}); name another folder with --state"
         raise StateTaken(f"{name}: {why}") from error
     with held:
         yield
@@ -55,14 +55,14 @@ def read_secrets(name: str, path: str | None) -> tuple[str, ...]:
     """Read the lines of a secret file, without empty ones and comments; none when there is no path.
 
     Raises:
-        SettingsError: it cannot be read, or has nothing in it.
+        SettingsError: the file cannot be read, or is empty.
     """
     if path is None:
         return ()
     try:
         lines = read_regular_file(Path(path).expanduser()).decode().splitlines()
     except (FileUnusable, OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or ("it is no text" if isinstance(error, ValueError) else f"it {error}")
+        why = getattr(error, "strerror", None) or ("it is not text" if isinstance(error, ValueError) else f"it {error}")
         raise SettingsError(f"{name} {path!r}: {why}; wanted a file with one secret per line") from error
     values = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not values:
@@ -71,7 +71,7 @@ def read_secrets(name: str, path: str | None) -> tuple[str, ...]:
 
 
 def load_registry_token(folder: Path) -> tuple[str, Path]:
-    """Return the token that this server made for its registry, and its private file; made the first time.
+    """Return the token of this server's registry and its private file, which the first call creates.
 
     Raises:
         SettingsError: the file cannot be written.

@@ -5,7 +5,6 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from sanic import Blueprint, HTTPResponse
 from sanic.config import Config
@@ -15,8 +14,8 @@ from service.api.context import App, Request, Route
 from service.errors import InvalidRequest
 from service.http.bodies import request_id
 from service.http.config import LimitSettings
-from service.http.limits import ConnectionLimits, Connections
-from service.http.origins import Origins, add_security_headers, answer_preflight
+from service.http.limits import Connections
+from service.http.origins import Origins, add_security_headers
 from service.http.protocol import TOO_MANY_BODY, DeadlineProtocol
 from service.logging import bind_log_context, sanitize_text
 
@@ -55,7 +54,7 @@ def build_config(limits: LimitSettings) -> Config:
         REQUEST_TIMEOUT=limits.request_deadline,  # Sanic restarts it with every byte; see service.http.protocol
         REQUEST_DEADLINE=limits.request_deadline,
         CONNECTIONS=Connections(
-            ConnectionLimits(limits.max_connections, limits.max_all_connections, limits.limit_local, SPARE_CONNECTIONS)
+            limits.max_connections, limits.max_all_connections, limits.limit_local, SPARE_CONNECTIONS
         ),
         KEEP_ALIVE_TIMEOUT=15,
         GRACEFUL_SHUTDOWN_TIMEOUT=3,
@@ -73,9 +72,10 @@ def build_blueprint(prefix: str, routes: Sequence[Route], origins: Origins) -> B
     methods: dict[str, list[str]] = {}
     for route in routes:
         answered = [route.method, "HEAD"] if route.method == "GET" else [route.method]
+        path = prefix + re.sub(r"{(\w+)}", r"<\1:str>", route.path)
         blueprint.add_route(
             route.handler,
-            prefix + route.sanic_path,
+            path,
             methods=answered,
             name=route.name,
             unquote=True,
@@ -86,22 +86,8 @@ def build_blueprint(prefix: str, routes: Sequence[Route], origins: Origins) -> B
             ctx_is_stop=route.is_stop,
             ctx_is_own=route.is_own,
         )
-        methods.setdefault(route.sanic_path, []).extend(answered)
-    for number, (path, allowed) in enumerate(methods.items()):
-        # The default value binds the methods of this path; a closure would see the last path's methods.
-        async def options(request: Request, allowed: Any = (*allowed, "OPTIONS"), **parts: str) -> HTTPResponse:
-            return answer_preflight(request, allowed)
-
-        blueprint.add_route(
-            options, prefix + path, methods=["OPTIONS"], name=f"options{number}", error_format="json", ctx_role=None
-        )
-
-    origins.install(blueprint)
-
-    @blueprint.on_response
-    async def permit(request: Request, response: HTTPResponse) -> None:
-        origins.add_cors_headers(request, response)
-
+        methods.setdefault(path, []).extend(answered)
+    origins.install_cors(blueprint, {path: [*allowed, "OPTIONS"] for path, allowed in methods.items()})
     return blueprint
 
 

@@ -1,7 +1,5 @@
 """Route description, shared app context, and the sessions that a caller may see."""
 
-import inspect
-import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -98,30 +96,22 @@ class Route:
         """Name of the handler function."""
         return getattr(self.handler, "__name__", type(self.handler).__name__)
 
-    @property
-    def operation_id(self) -> str:
-        """Operation id as FastAPI makes it of function name, path and method."""
-        return re.sub(r"\W", "_", f"{self.name}{self.path}") + f"_{self.method.lower()}"
 
-    @property
-    def summary(self) -> str:
-        """Function name as a title."""
-        return self.name.replace("_", " ").title()
+class Routes(list[Route]):
+    """Routes of one tag, in the order of the documents."""
 
-    @property
-    def description(self) -> str:
-        """Docstring of the handler."""
-        return inspect.getdoc(self.handler) or ""
+    def __init__(self, tag: str):
+        super().__init__()
+        self._tag = tag
 
-    @property
-    def path_parameters(self) -> list[str]:
-        """Names of the path's variable parts."""
-        return re.findall(r"{(\w+)}", self.path)
+    def add(self, method: str, path: str, **options: Any) -> Callable[[Handler], Handler]:
+        """Return a decorator that adds a handler; ``options`` are fields of `Route`."""
 
-    @property
-    def sanic_path(self) -> str:
-        """Path as Sanic writes it."""
-        return re.sub(r"{(\w+)}", r"<\1:str>", self.path)
+        def decorate(handler: Handler) -> Handler:
+            self.append(Route(method, path, handler, self._tag, **options))
+            return handler
+
+        return decorate
 
 
 @dataclass

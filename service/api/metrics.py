@@ -55,8 +55,8 @@ _MODEL_COUNTERS: Sequence[tuple[str, str, Callable[[ServedModel], float]]] = (
 )
 
 
-class Metrics:
-    """Registry of the metrics of one app."""
+class Metrics(Collector):
+    """Registry of the metrics of one app, which collects the present values for each request."""
 
     def __init__(
         self,
@@ -70,11 +70,8 @@ class Metrics:
         self._thread = ThreadPoolExecutor(1, "figures")
         self._is_free = asyncio.Semaphore(1)
         self._next: asyncio.Task[bytes] | None = None
-        self._registry.register(_Collector(lambda: _collect_sessions(sessions())))
-        self._registry.register(_Collector(lambda: _collect_models(models())))
-        self._registry.register(_Collector(lambda: _collect_devices(engine())))
-        if watchdog is not None:
-            self._registry.register(_Collector(lambda: _collect_stalls(watchdog)))
+        self._sessions, self._models, self._engine, self._watchdog = sessions, models, engine, watchdog
+        self._registry.register(self)
         labels = ("method", "route", "status")
         self._requests = Counter("robojax_requests", "HTTP requests answered", labels, registry=self._registry)
         self._seconds = Histogram(
@@ -87,6 +84,14 @@ class Metrics:
             buckets=_PREPARING,
             registry=self._registry,
         )
+
+    def collect(self) -> Iterable[Metric]:
+        """Collect the present values."""
+        yield from _collect_sessions(self._sessions())
+        yield from _collect_models(self._models())
+        yield from _collect_devices(self._engine())
+        if self._watchdog is not None:
+            yield from _collect_stalls(self._watchdog)
 
     def count_answer(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count one answer."""
@@ -131,17 +136,6 @@ class Metrics:
 def _filter_sessions(text: bytes, own: Collection[bytes]) -> bytes:
     found = ((line, _SESSION.search(line)) for line in text.splitlines(keepends=True))
     return b"".join(line for line, session in found if session is None or session[1] in own)
-
-
-class _Collector(Collector):
-    """Collector that calls a function for each request of the metrics."""
-
-    def __init__(self, read: Callable[[], Iterable[Metric]]):
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        """Collect the present values."""
-        return self._read()
 
 
 def _collect_sessions(sessions: Sequence[AnySession]) -> Iterable[Metric]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sanic import HTTPResponse
 
-from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions, session_response
+from service.api.context import Query, Request, Routes, get_visible_session, list_visible_sessions, session_response
 from service.api.lists import Rows, answer_page, page_query, take_page
 from service.api.metrics import CONTENT_TYPE
 from service.api.schemas import AdoptRequest
@@ -18,14 +18,23 @@ from service.auth.caller import STRANGER, Role, caller_of
 from service.auth.tokens import LIFETIME
 from service.errors import InvalidRequest, MoveRefused, UnknownSession
 from service.http.bodies import REASON, json_response, read_body, read_empty_body, read_reason
+from service.sessions.base_session import describe_progress
 from service.stage import Stage
 from service.transport.address import Kind
 
 log = logging.getLogger(__name__)
 
 LEVELS = ("debug", "info", "warning", "error")
+HEALTH_ROUTES = Routes("Health")
+CLUSTER_ROUTES = Routes("Cluster")
+DEBUG_ROUTES = Routes("Debug")
+METRICS_ROUTES = Routes("Debug")
+TICKET_ROUTES = Routes("Access")
 
 
+@DEBUG_ROUTES.add(
+    "POST", "/debug/emergency_stop", optional_body=REASON, is_stop=True, is_streamed=True, role=Role.VIEWER
+)
 async def emergency_stop(request: Request) -> HTTPResponse:
     """Stop every robot now and latch it: each session needs a reset and a start before it moves again.
 
@@ -49,31 +58,7 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     return json_response({**about, "stopped": seen, **elsewhere, **sessions.get_warning()})
 
 
-async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:
-    """Reset the latch of an emergency stop; nothing moves."""
-    sessions = request.app.ctx.sessions
-    try:
-        session = get_visible_session(request, session_id)
-        read_empty_body(request)
-        session = await sessions.reset(session.id)
-    except UnknownSession:
-        # The id of a deleted session keeps its latch, which stops the next session with this id.
-        caller, front = caller_of(request), request.app.ctx.peer_sessions
-        is_reset = await sessions.clear_latch(session_id, caller.sees)
-        if front is not None:
-            is_reset = await front.forget_latch(session_id, caller) or is_reset
-        if not is_reset:
-            raise
-        about = {"message": f"Session {session_id} reset", "session_id": session_id, "status": str(Stage.DELETED)}
-        return json_response({**about, **sessions.get_warning()})
-    return session_response(request, f"Session {session.id} reset", session)
-
-
-async def get_session_queue_info(request: Request, session_id: str) -> HTTPResponse:
-    """Queued actions of a session with their due times, rates, and the ages of its inputs."""
-    return json_response(dict(get_visible_session(request, session_id).queue()))
-
-
+@DEBUG_ROUTES.add("GET", "/debug/system")
 async def get_system_info(request: Request) -> HTTPResponse:
     """The process and the machine."""
     import psutil
@@ -101,11 +86,19 @@ async def get_system_info(request: Request) -> HTTPResponse:
     )
 
 
+@DEBUG_ROUTES.add(
+    "GET",
+    "/debug/logs",
+    query=(
+        *page_query("number"),
+        Query("level", {"type": "string", "enum": list(LEVELS), "default": "debug"}, "The least severe to show."),
+    ),
+)
 async def get_recent_logs(request: Request) -> HTTPResponse:
     """The newest lines of the log, oldest first, without secrets and folders of the machine."""
     level = str(request.get_args(keep_blank_values=True).get("level", "debug"))
     if level not in LEVELS:
-        raise InvalidRequest(f"level should be one of {', '.join(LEVELS)}", ("query", "level"))
+        raise InvalidRequest(f"level should be {', '.join(LEVELS[:-1])} or {LEVELS[-1]}", ("query", "level"))
     logs, severity = request.app.ctx.logs, logging.getLevelNamesMapping()[level.upper()]
 
     def build(limit: int, before: str | None) -> tuple[Rows, str | None]:
@@ -118,45 +111,40 @@ async def get_recent_logs(request: Request) -> HTTPResponse:
     return await answer_page(request, request.app.ctx.list_worker, build, "logs")
 
 
-DEBUG_ROUTES = (
-    Route(
-        "POST",
-        "/debug/emergency_stop",
-        emergency_stop,
-        "Debug",
-        optional_body=REASON,
-        is_stop=True,
-        is_streamed=True,
-        role=Role.VIEWER,
-    ),
-    Route("GET", "/debug/system", get_system_info, "Debug"),
-    Route(
-        "GET",
-        "/debug/logs",
-        get_recent_logs,
-        "Debug",
-        query=(
-            *page_query("number"),
-            Query("level", {"type": "string", "enum": list(LEVELS), "default": "debug"}, "The least severe to show."),
-        ),
-    ),
-    Route(
-        "POST",
-        "/debug/sessions/{session_id}/reset",
-        debug_reset_session,
-        "Debug",
-        errors=(404, 409),
-        role=Role.OPERATOR,
-    ),
-    Route("GET", "/debug/sessions/{session_id}/queue", get_session_queue_info, "Debug", errors=(404,)),
-)
+@DEBUG_ROUTES.add("POST", "/debug/sessions/{session_id}/reset", errors=(404, 409), role=Role.OPERATOR)
+async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:
+    """Reset the latch of an emergency stop; nothing moves."""
+    sessions = request.app.ctx.sessions
+    try:
+        session = get_visible_session(request, session_id)
+        read_empty_body(request)
+        session = await sessions.reset(session.id)
+    except UnknownSession:
+        # The id of a deleted session keeps its latch, which stops the next session with this id.
+        caller, front = caller_of(request), request.app.ctx.peer_sessions
+        is_reset = await sessions.clear_latch(session_id, caller.sees)
+        if front is not None:
+            is_reset = await front.forget_latch(session_id, caller) or is_reset
+        if not is_reset:
+            raise
+        about = {"message": f"Session {session_id} reset", "session_id": session_id, "status": str(Stage.DELETED)}
+        return json_response({**about, **sessions.get_warning()})
+    return session_response(request, f"Session {session.id} reset", session)
 
 
+@DEBUG_ROUTES.add("GET", "/debug/sessions/{session_id}/queue", errors=(404,))
+async def get_session_queue_info(request: Request, session_id: str) -> HTTPResponse:
+    """Queued actions of a session with their due times, rates, and the ages of its inputs."""
+    return json_response(dict(get_visible_session(request, session_id).queue()))
+
+
+@HEALTH_ROUTES.add("GET", "/", is_specified=True, role=None)
 async def root(request: Request) -> HTTPResponse:
     """Whether the server answers."""
     return json_response({"message": "robojax inference server is running", "status": "healthy"})
 
 
+@HEALTH_ROUTES.add("GET", "/health", is_specified=True, role=None)
 async def health_check(request: Request) -> HTTPResponse:
     """What runs here: sessions, device, versions, seconds since the start."""
     context = request.app.ctx
@@ -187,6 +175,7 @@ async def health_check(request: Request) -> HTTPResponse:
     )
 
 
+@HEALTH_ROUTES.add("GET", "/ready", errors=(503,), role=None)
 async def readiness(request: Request) -> HTTPResponse:
     """Whether a new session can be created now (200), or why not (503).
 
@@ -204,12 +193,7 @@ async def readiness(request: Request) -> HTTPResponse:
     if failed and all(failed):
         waiting_for.append(f"no device works: {failed[0]}")
     loading = [
-        {
-            "progress": session.progress.stage,
-            "progress_s": round(session.progress.elapsed(), 1),
-            "progress_left_s": None if (left := session.progress.estimate_remaining()) is None else round(left, 1),
-            "progress_percent": session.progress.percent(),
-        }
+        describe_progress(session.progress)
         for session in context.sessions.list()
         if session.stage is Stage.INITIALIZING
     ]
@@ -219,13 +203,7 @@ async def readiness(request: Request) -> HTTPResponse:
     return json_response({"detail": "; ".join(waiting_for), "code": "not_ready"} | found, 503, {"retry-after": "1"})
 
 
-HEALTH_ROUTES = (
-    Route("GET", "/", root, "Health", is_specified=True, role=None),
-    Route("GET", "/health", health_check, "Health", is_specified=True, role=None),
-    Route("GET", "/ready", readiness, "Health", errors=(503,), role=None),
-)
-
-
+@CLUSTER_ROUTES.add("GET", "/cluster", role=Role.VIEWER)
 async def cluster(request: Request) -> HTTPResponse:
     """Engines with their load, other servers, and what is wrong; null where there are none."""
     context = request.app.ctx
@@ -237,6 +215,14 @@ async def cluster(request: Request) -> HTTPResponse:
     )
 
 
+@CLUSTER_ROUTES.add(
+    "POST",
+    "/sessions/{session_id}/adopt",
+    optional_body=AdoptRequest.model_json_schema(),
+    is_own=True,
+    errors=(404, 409, 503),
+    role=Role.OPERATOR,
+)
 async def adopt_session(request: Request, session_id: str) -> HTTPResponse:
     """Take over a session of a front that died. It is `interrupted` here until it is restarted, and moves nothing.
 
@@ -254,21 +240,14 @@ async def adopt_session(request: Request, session_id: str) -> HTTPResponse:
     )
 
 
-CLUSTER_ROUTES = (
-    Route("GET", "/cluster", cluster, "Cluster", role=Role.VIEWER),
-    Route(
-        "POST",
-        "/sessions/{session_id}/adopt",
-        adopt_session,
-        "Cluster",
-        optional_body=AdoptRequest.model_json_schema(),
-        is_own=True,
-        errors=(404, 409, 503),
-        role=Role.OPERATOR,
-    ),
-)
+_TICKET = {
+    "type": "object",
+    "properties": {"ticket": {"type": "string"}, "expires_in": {"type": "integer", "description": "seconds"}},
+    "required": ["ticket", "expires_in"],
+}
 
 
+@TICKET_ROUTES.add("POST", "/tickets", answer=_TICKET, role=Role.VIEWER)
 async def make_ticket(request: Request) -> HTTPResponse:
     """A ticket admits one GET or WebSocket request with `?ticket=...` within 30 s, as the caller who received it.
 
@@ -279,20 +258,8 @@ async def make_ticket(request: Request) -> HTTPResponse:
     return json_response({"ticket": ticket, "expires_in": int(LIFETIME)})
 
 
-_TICKET = {
-    "type": "object",
-    "properties": {"ticket": {"type": "string"}, "expires_in": {"type": "integer", "description": "seconds"}},
-    "required": ["ticket", "expires_in"],
-}
-TICKET_ROUTES = (Route("POST", "/tickets", make_ticket, "Access", _TICKET, role=Role.VIEWER),)
-
-
+@METRICS_ROUTES.add("GET", "/metrics", answer={"type": "string"}, content_type="text/plain", role=Role.VIEWER)
 async def get_metrics(request: Request) -> HTTPResponse:
     """Figures in Prometheus's text format: requests, and counters and latencies of the caller's sessions."""
     own = None if caller_of(request).sees_all else {session.id for session in list_visible_sessions(request)}
     return HTTPResponse(await request.app.ctx.metrics.text(own), content_type=CONTENT_TYPE)
-
-
-METRICS_ROUTES = (
-    Route("GET", "/metrics", get_metrics, "Debug", {"type": "string"}, content_type="text/plain", role=Role.VIEWER),
-)

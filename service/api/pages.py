@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -15,12 +16,11 @@ from sanic.helpers import STATUS_CODES
 from sanic.response import redirect
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
-from service.api.context import Request, Route
+from service.api.context import Request, Route, Routes
 from service.api.schemas import (
     CreateSessionRequest,
     CreateSessionResponse,
     Deployment,
-    DeploymentStage,
     ErrorResponse,
     FastApiSchema,
     HTTPValidationError,
@@ -28,20 +28,26 @@ from service.api.schemas import (
     PolicyCheck,
     PolicyCheckRequest,
     PolicyRequest,
-    Quarantined,
     Recording,
     RecordRequest,
-    SessionStatusResponse,
     ValidationError,
 )
 from service.auth.caller import Role, caller_of
 from service.dashboard.live import CONTENT_SECURITY_POLICY, StaticFile, read_static_files
 from service.http.origins import Origins
+from service.rollout.records import DeploymentStage, Quarantined
+from service.sessions.base_session import SessionStatusResponse
 
 PAGE = "page.html"
 FILES = read_static_files()
 
 
+# The page is served without a key, and asks for the key of its socket.
+DASHBOARD_ROUTES = Routes("Documents")
+DOCUMENT_ROUTES = Routes("Documents")
+
+
+@DASHBOARD_ROUTES.add("GET", "/ui", answer={"type": "string"}, content_type="text/html", role=None)
 async def get_page(request: Request) -> HTTPResponse:
     """The page that shows what happens and stops it."""
     if request.path.endswith("/"):
@@ -49,6 +55,9 @@ async def get_page(request: Request) -> HTTPResponse:
     return _answer(FILES[PAGE])
 
 
+@DASHBOARD_ROUTES.add(
+    "GET", "/ui/{name}", answer={"type": "string"}, content_type="text/plain", errors=(404,), role=None
+)
 async def get_page_file(request: Request, name: str) -> HTTPResponse:
     """A file of the page."""
     if name not in FILES or name == PAGE:
@@ -76,22 +85,6 @@ def build_live_blueprint(origins: Origins) -> Blueprint:
     blueprint.add_websocket_route(live, "/ui/live", name="live", error_format="json", ctx_role=Role.VIEWER)
     origins.install(blueprint)
     return blueprint
-
-
-# The page is served without a key and asks for the key of its socket.
-DASHBOARD_ROUTES = (
-    Route("GET", "/ui", get_page, "Documents", {"type": "string"}, content_type="text/html", role=None),
-    Route(
-        "GET",
-        "/ui/{name}",
-        get_page_file,
-        "Documents",
-        {"type": "string"},
-        content_type="text/plain",
-        errors=(404,),
-        role=None,
-    ),
-)
 
 
 Json = dict[str, Any]
@@ -194,19 +187,21 @@ def full_document(routes: Iterable[Route], limits: Mapping[str, Mapping[str, Any
 def _specified(route: Route) -> Json:
     operation: Json = {
         "tags": [route.tag],
-        "summary": route.summary,
-        "description": route.description,
-        "operationId": route.operation_id,
+        "summary": route.name.replace("_", " ").title(),
+        "description": inspect.getdoc(route.handler) or "",
+        # As FastAPI makes it.
+        "operationId": re.sub(r"\W", "_", f"{route.name}{route.path}") + f"_{route.method.lower()}",
     }
-    if route.path_parameters:
-        operation["parameters"] = [_parameter(name) for name in route.path_parameters]
+    path_parameters = re.findall(r"{(\w+)}", route.path)
+    if path_parameters:
+        operation["parameters"] = [_parameter(name) for name in path_parameters]
     if route.specified_body:
         operation["requestBody"] = {"content": _content(_reference(route.specified_body)), "required": True}
     answer = _reference(route.answer) if isinstance(route.answer, type) else route.answer
     operation["responses"] = {
         "200": {"description": "Successful Response", "content": _content(answer, route.content_type)}
     }
-    if route.path_parameters or route.specified_body:
+    if path_parameters or route.specified_body:
         operation["responses"]["422"] = {
             "description": "Validation Error",
             "content": _content(_reference(HTTPValidationError)),
@@ -303,16 +298,19 @@ def build_docs_page() -> tuple[bytes, str]:
     return text.encode(), policy
 
 
+@DOCUMENT_ROUTES.add("GET", "/openapi.json", answer={"type": "object"}, role=None)
 async def get_openapi(request: Request) -> HTTPResponse:
     """The specification's document."""
     return _document(request, "openapi.json")
 
 
+@DOCUMENT_ROUTES.add("GET", "/openapi-full.json", answer={"type": "object"}, role=None)
 async def get_full_openapi(request: Request) -> HTTPResponse:
     """This document: every route and every answer."""
     return _document(request, "openapi-full.json")
 
 
+@DOCUMENT_ROUTES.add("GET", "/docs", answer={"type": "string"}, content_type="text/html", role=None)
 async def get_docs(request: Request) -> HTTPResponse:
     """The full document to read in a browser."""
     text, policy = request.app.ctx.page
@@ -325,10 +323,3 @@ def _document(request: Request, name: str) -> HTTPResponse:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-DOCUMENT_ROUTES = (
-    Route("GET", "/openapi.json", get_openapi, "Documents", {"type": "object"}, role=None),
-    Route("GET", "/openapi-full.json", get_full_openapi, "Documents", {"type": "object"}, role=None),
-    Route("GET", "/docs", get_docs, "Documents", {"type": "string"}, content_type="text/html", role=None),
-)

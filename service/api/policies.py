@@ -6,19 +6,18 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from pydantic import BaseModel
 from sanic import HTTPResponse
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from jaxmodels.types import rename_cameras
-from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions
+from service.api.context import Query, Request, Routes, get_visible_session, list_visible_sessions
 from service.api.lists import Rows, answer_page, page_query, take_page
-from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, Quarantined
+from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, list_schema
 from service.auth.caller import Role, caller_of
 from service.engines.model_server import ForwardRequest
 from service.errors import Forbidden, InvalidRequest, PolicyError, ServiceError, UnknownDeployment
-from service.http.array_formats import ARRAY_FORMATS, choose_answer_format, find_body_format
+from service.http.array_formats import ARRAY_FORMATS, ARRAY_FORMS
 from service.http.bodies import (
     choose_form,
     discard_body,
@@ -31,14 +30,26 @@ from service.http.bodies import (
     show_to_sender,
     to_invalid_body,
 )
-from service.rollout.records import Record
+from service.rollout.records import Quarantined, Record
 from service.sessions.compatibility import configure_control, find_mismatches, make_limits
 from service.sessions.policy_slots import RenameRefused
 from service.sessions.request import NewSession, SessionSettings
 from service.setting_types import NAME
 from service.streaming import codec, direct_inference
 
+DEPLOYMENT_ROUTES = Routes("Policies")
+CHECK_ROUTES = Routes("Policies")
+MODEL_ROUTES = Routes("Models")
+ACT_ROUTES = Routes("Control")
 
+
+@DEPLOYMENT_ROUTES.add(
+    "GET",
+    "/deployments",
+    answer=list_schema(Deployment),
+    query=(*page_query("id"), Query("session_id", {"type": "string"}, "Only deployments of this session.")),
+    role=Role.VIEWER,
+)
 async def list_deployments(request: Request) -> HTTPResponse:
     """Policy updates, newest first, each with its trigger, commit, stages with times, and result."""
     session_id = request.get_args(keep_blank_values=True).get("session_id")
@@ -51,6 +62,7 @@ async def list_deployments(request: Request) -> HTTPResponse:
     return await answer_page(request, request.app.ctx.list_worker, build)
 
 
+@DEPLOYMENT_ROUTES.add("GET", "/deployments/{deployment_id}", answer=Deployment, errors=(404,), role=Role.VIEWER)
 async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
     """One policy update."""
     update = _make_filter(request)(request.app.ctx.updates.get(deployment_id))
@@ -59,6 +71,15 @@ async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
     return json_response(update)
 
 
+@DEPLOYMENT_ROUTES.add(
+    "POST",
+    "/sessions/{session_id}/policy",
+    answer=Deployment,
+    optional_body={"$ref": f"#/components/schemas/{PolicyRequest.__name__}"},
+    errors=(404, 409, 502),
+    is_patient=True,
+    role=Role.OPERATOR,
+)
 async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
     """Deploy a revision of its policy to a session. The server fetches it by commit, verifies, compiles and tests it in
     parallel to the running policy, which it replaces at a chunk boundary without a missed tick.
@@ -71,11 +92,14 @@ async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
     body = read_body(request, PolicyRequest) if request.body else PolicyRequest()
     request.app.ctx.source_rules.check_revision(body.revision)
     if body.force and caller_of(request).role < Role.ADMIN:
-        raise Forbidden("force takes a commit out of the quarantine, which wants the role admin; leave it out")
+        raise Forbidden("force releases a commit from the quarantine, which needs the role admin; leave it out")
     record = await request.app.ctx.updates.deploy(session_id, body.revision, force=body.force)
     return json_response(record.as_json())
 
 
+@DEPLOYMENT_ROUTES.add(
+    "POST", "/sessions/{session_id}/rollback", answer=Deployment, errors=(404, 409), is_patient=True, role=Role.OPERATOR
+)
 async def rollback_session_policy(request: Request, session_id: str) -> HTTPResponse:
     """Restore the policy that the session ran before the last update; it is still in memory."""
     get_visible_session(request, session_id)
@@ -83,15 +107,17 @@ async def rollback_session_policy(request: Request, session_id: str) -> HTTPResp
     return json_response((await request.app.ctx.updates.rollback(session_id)).as_json())
 
 
+@DEPLOYMENT_ROUTES.add("GET", "/quarantine", answer=list_schema(Quarantined), role=Role.OPERATOR)
 async def list_quarantine(request: Request) -> HTTPResponse:
     """Commits that were refused or rolled back. The server does not deploy them again by itself."""
-    return json_response([one.as_json() for one in request.app.ctx.updates.quarantine.list()])
+    return json_response([vars(one) for one in request.app.ctx.updates.quarantine.list()])
 
 
+@DEPLOYMENT_ROUTES.add("DELETE", "/quarantine/{commit}", errors=(404,))
 async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse:
     """Let a commit out of the quarantine."""
     if not await request.app.ctx.updates.quarantine.release(commit):
-        raise UnknownDeployment(f"commit {commit[:80]!r} is not in quarantine; GET /quarantine lists those that are")
+        raise UnknownDeployment(f"commit {commit[:80]!r} is not in quarantine; GET /quarantine lists all")
     return json_response({"message": f"Commit {commit} released"})
 
 
@@ -111,52 +137,15 @@ def _make_filter(request: Request) -> Callable[[Record], Mapping[str, Any] | Non
     return select
 
 
-def _list_of(model: type[BaseModel]) -> dict[str, object]:
-    return {"type": "array", "items": {"$ref": f"#/components/schemas/{model.__name__}"}}
-
-
-DEPLOYMENT_ROUTES = (
-    Route(
-        "GET",
-        "/deployments",
-        list_deployments,
-        "Policies",
-        _list_of(Deployment),
-        query=(
-            *page_query("id"),
-            Query("session_id", {"type": "string"}, "Only deployments of this session."),
-        ),
-        role=Role.VIEWER,
-    ),
-    Route(
-        "GET", "/deployments/{deployment_id}", get_deployment, "Policies", Deployment, errors=(404,), role=Role.VIEWER
-    ),
-    Route(
-        "POST",
-        "/sessions/{session_id}/policy",
-        set_session_policy,
-        "Policies",
-        Deployment,
-        optional_body={"$ref": f"#/components/schemas/{PolicyRequest.__name__}"},
-        errors=(404, 409, 502),
-        is_patient=True,
-        role=Role.OPERATOR,
-    ),
-    Route(
-        "POST",
-        "/sessions/{session_id}/rollback",
-        rollback_session_policy,
-        "Policies",
-        Deployment,
-        errors=(404, 409),
-        is_patient=True,
-        role=Role.OPERATOR,
-    ),
-    Route("GET", "/quarantine", list_quarantine, "Policies", _list_of(Quarantined), role=Role.OPERATOR),
-    Route("DELETE", "/quarantine/{commit}", release_from_quarantine, "Policies", errors=(404,)),
+@CHECK_ROUTES.add(
+    "POST",
+    "/policies/check",
+    answer=PolicyCheck,
+    body=PolicyCheckRequest,
+    errors=(502,),
+    is_patient=True,
+    role=Role.OPERATOR,
 )
-
-
 async def check_policy(request: Request) -> HTTPResponse:
     """Requirements of a policy, and the fields of a request that do not fit it, from its small files.
 
@@ -209,66 +198,6 @@ def _check_request(
     return found.model_dump(mode="json")
 
 
-CHECK_ROUTES = (
-    Route(
-        "POST",
-        "/policies/check",
-        check_policy,
-        "Policies",
-        PolicyCheck,
-        body=PolicyCheckRequest,
-        errors=(502,),
-        is_patient=True,
-        role=Role.OPERATOR,
-    ),
-)
-
-
-async def list_models(request: Request) -> HTTPResponse:
-    """All models with their inputs, outputs and statistics."""
-    return json_response([served.describe() for served in request.app.ctx.models.list()])
-
-
-async def get_model(request: Request, name: str) -> HTTPResponse:
-    """One model."""
-    return json_response(request.app.ctx.models.get(name).describe())
-
-
-async def run_model(request: Request, name: str) -> HTTPResponse | None:
-    """One forward pass over the arrays of the body; the response has the content type of Accept, else of the body.
-
-    Content types: `application/x-npz` (numpy.savez; arrays by name) and `application/json`
-    (`{"inputs": {name: {"dtype", "shape", "data"}}}` with nested lists as data; a plain number or list is accepted
-    too). A JSON answer has `outputs` in the same form and `timings_ms`. An npz has the outputs alone. The header
-    Server-Timing has the timings in both forms. New shapes are compiled first, which the timings show separately.
-    Models run in a process with a lower priority than the engines of robots.
-    """
-    models, settings = request.app.ctx.models, request.app.ctx.settings
-    with ExitStack() as slot:
-        try:
-            served = models.get(name)
-            form = find_body_format(request.headers.get("content-type"))
-            answer_form = choose_answer_format(request.headers.get("accept"), form)
-            slot.enter_context(models.reserve_slot())
-            if form.is_small:
-                body = await read_streamed_body(request, settings.limits.max_body, "max_body; an npz may have more")
-            else:
-                body = await read_streamed_body(request, settings.models.max_forward_bytes, "max_forward_bytes")
-        except ServiceError:
-            slot.close()
-            await discard_body(request, 2 * settings.models.max_forward_bytes)
-            raise
-        result = await models.forward(served, ForwardRequest(body, form, answer_form), slot)
-        timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in result.timings.items())
-        return await send_response(
-            request,
-            result.pieces,
-            answer_form.content_type,
-            {"server-timing": timing},
-            timeout=settings.limits.answer_deadline,
-        )
-
-
 _SHAPE = {"type": "array", "items": {"type": "integer", "minimum": 1}, "maxItems": 8}
 _ARRAY = {
     "type": "object",
@@ -310,57 +239,68 @@ _MODEL = {
     "required": ["name", "class", "kind", "config", "inputs", "outputs", "stats"],
 }
 _JSON = ARRAY_FORMATS[0].content_type
-MODEL_ROUTES = (
-    Route("GET", "/models", list_models, "Models", {"type": "array", "items": _MODEL}, role=Role.VIEWER),
-    Route("GET", "/models/{name}", get_model, "Models", _MODEL, errors=(404,), role=Role.VIEWER),
-    Route(
-        "POST",
-        "/models/{name}/forward",
-        run_model,
-        "Models",
-        _OUTPUTS,
-        forms={form.content_type: _INPUTS if form.content_type == _JSON else _BINARY for form in ARRAY_FORMATS},
-        answer_forms={form.content_type: _BINARY for form in ARRAY_FORMATS if form.content_type != _JSON},
-        errors=(404, 406, 415),
-        is_patient=True,
-        is_streamed=True,
-        role=Role.OPERATOR,
-    ),
+
+
+@MODEL_ROUTES.add("GET", "/models", answer={"type": "array", "items": _MODEL}, role=Role.VIEWER)
+async def list_models(request: Request) -> HTTPResponse:
+    """All models with their inputs, outputs and statistics."""
+    return json_response([served.describe() for served in request.app.ctx.models.list()])
+
+
+@MODEL_ROUTES.add("GET", "/models/{name}", answer=_MODEL, errors=(404,), role=Role.VIEWER)
+async def get_model(request: Request, name: str) -> HTTPResponse:
+    """One model."""
+    return json_response(request.app.ctx.models.get(name).describe())
+
+
+@MODEL_ROUTES.add(
+    "POST",
+    "/models/{name}/forward",
+    answer=_OUTPUTS,
+    forms={form.content_type: _INPUTS if form.content_type == _JSON else _BINARY for form in ARRAY_FORMATS},
+    answer_forms={form.content_type: _BINARY for form in ARRAY_FORMATS if form.content_type != _JSON},
+    errors=(404, 406, 415),
+    is_patient=True,
+    is_streamed=True,
+    role=Role.OPERATOR,
 )
+async def run_model(request: Request, name: str) -> HTTPResponse | None:
+    """One forward pass over the arrays of the body; the response has the content type of Accept, else of the body.
+
+    Content types: `application/x-npz` (numpy.savez; arrays by name) and `application/json`
+    (`{"inputs": {name: {"dtype", "shape", "data"}}}` with nested lists as data; a plain number or list is accepted
+    too). A JSON answer has `outputs` in the same form and `timings_ms`. An npz has the outputs alone. The header
+    Server-Timing has the timings in both forms. New shapes are compiled first, which the timings show separately.
+    Models run in a process with a lower priority than the engines of robots.
+    """
+    models, settings = request.app.ctx.models, request.app.ctx.settings
+    with ExitStack() as slot:
+        try:
+            served = models.get(name)
+            form = find_form(request.headers.get("content-type"), ARRAY_FORMS)
+            answer_form = choose_form(request.headers.get("accept"), form, ARRAY_FORMS)
+            slot.enter_context(models.reserve_slot())
+            if form.is_small:
+                body = await read_streamed_body(request, settings.limits.max_body, "max_body; an npz may have more")
+            else:
+                body = await read_streamed_body(request, settings.models.max_forward_bytes, "max_forward_bytes")
+        except ServiceError:
+            slot.close()
+            await discard_body(request, 2 * settings.models.max_forward_bytes)
+            raise
+        result = await models.forward(served, ForwardRequest(body, form, answer_form), slot)
+        timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in result.timings.items())
+        return await send_response(
+            request,
+            result.pieces,
+            answer_form.content_type,
+            {"server-timing": timing},
+            timeout=settings.limits.answer_deadline,
+        )
 
 
 JSON, MSGPACK = "application/json", "application/msgpack"
-_KNOWN_FORMS = f"{JSON}, {MSGPACK}"
 _FORMS = {JSON: JSON, MSGPACK: MSGPACK, "application/x-msgpack": MSGPACK, "application/vnd.msgpack": MSGPACK}
-
-
-async def act(request: Request, session_id: str) -> HTTPResponse:
-    """Actions of the policy for an observation, in a session that was created with `transport_server_url` direct.
-
-    Nothing is sent to a robot, because the client runs its own control loop. The chunk has passed the checks of all
-    sessions. docs/robots/direct.md describes an observation as JSON and as msgpack.
-    """
-    clients = request.app.ctx.stream_clients
-    try:
-        session = get_visible_session(request, session_id)
-        form = find_form(request.headers.get("content-type"), _FORMS, _KNOWN_FORMS)
-        answer_type = choose_form(request.headers.get("accept"), form, _FORMS, _KNOWN_FORMS)
-        inference = clients.get_inference(session, caller_of(request))
-        inference.check_available()
-        max_bytes, setting = clients.settings.socket.bytes, "of one act"
-        if form == JSON:
-            max_bytes, setting = codec.MAX_JSON, "msgpack may have more"
-        body = b"".join(await read_streamed_body(request, max_bytes, setting))
-    except ServiceError:
-        await discard_body(request, 2 * clients.settings.socket.bytes)
-        raise
-    message = await codec.read_json(body) if form == JSON else codec.unpack(body)
-    if not isinstance(message, Mapping):
-        raise InvalidRequest("wanted a map with images and state", ("body",))
-    answer = await direct_inference.answer_act(inference, message)
-    if answer_type == JSON:
-        return HTTPResponse(codec.pack_json(answer), content_type=JSON)
-    return HTTPResponse(codec.pack(answer), content_type=MSGPACK)
 
 
 _NUMBERS = {"type": "array", "items": {"type": "number"}}
@@ -408,18 +348,43 @@ _ACT_ANSWER = {
     },
     "required": ["joint_names", "action_rate", "action_steps"],
 }
-ACT_ROUTES = (
-    Route(
-        "POST",
-        "/sessions/{session_id}/act",
-        act,
-        "Control",
-        _ACT_ANSWER,
-        forms={JSON: _OBSERVATION, MSGPACK: _BINARY},
-        answer_forms={MSGPACK: _BINARY},
-        errors=(404, 406, 409, 415, 429, 500, 503),
-        is_patient=True,
-        is_streamed=True,
-        role=Role.OPERATOR,
-    ),
+
+
+@ACT_ROUTES.add(
+    "POST",
+    "/sessions/{session_id}/act",
+    answer=_ACT_ANSWER,
+    forms={JSON: _OBSERVATION, MSGPACK: _BINARY},
+    answer_forms={MSGPACK: _BINARY},
+    errors=(404, 406, 409, 415, 429, 500, 503),
+    is_patient=True,
+    is_streamed=True,
+    role=Role.OPERATOR,
 )
+async def act(request: Request, session_id: str) -> HTTPResponse:
+    """Actions of the policy for an observation, in a session that was created with `transport_server_url` direct.
+
+    Nothing is sent to a robot, because the client runs its own control loop. The chunk has passed the checks of all
+    sessions. docs/robots/direct.md describes an observation as JSON and as msgpack.
+    """
+    clients = request.app.ctx.stream_clients
+    try:
+        session = get_visible_session(request, session_id)
+        form = find_form(request.headers.get("content-type"), _FORMS)
+        answer_type = choose_form(request.headers.get("accept"), form, _FORMS)
+        inference = clients.get_inference(session, caller_of(request))
+        inference.check_available()
+        max_bytes, setting = clients.settings.socket.bytes, "of one act"
+        if form == JSON:
+            max_bytes, setting = codec.MAX_JSON, "msgpack may have more"
+        body = b"".join(await read_streamed_body(request, max_bytes, setting))
+    except ServiceError:
+        await discard_body(request, 2 * clients.settings.socket.bytes)
+        raise
+    message = await codec.read_json(body) if form == JSON else codec.unpack(body)
+    if not isinstance(message, Mapping):
+        raise InvalidRequest("wanted a map with images and state", ("body",))
+    answer = await direct_inference.answer_act(inference, message)
+    if answer_type == JSON:
+        return HTTPResponse(codec.pack_json(answer), content_type=JSON)
+    return HTTPResponse(codec.pack(answer), content_type=MSGPACK)

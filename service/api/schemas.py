@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
+from service.rollout.records import DeploymentStage
 from service.sessions.request import (
     ADJUSTABLE,
     CameraNames,
@@ -48,19 +49,6 @@ class CreateSessionResponse(BaseModel):
     joint_output_room_id: str
 
 
-class SessionStatusResponse(BaseModel):
-    session_id: str
-    status: str
-    policy_path: str
-    policy_type: str
-    camera_names: list[str]
-    workspace_id: str
-    rooms: dict[str, Any]
-    stats: dict[str, Any]
-    inference_stats: dict[str, Any] | None = None
-    error_message: str | None = None
-
-
 class AdoptRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -78,7 +66,7 @@ class HTTPValidationError(BaseModel):
 
 
 class NewSessionRequest(_model_of(one.name for one in fields(SessionRequest))):
-    """What POST /sessions takes: CreateSessionRequest, more optional fields, and the limits of each field.
+    """Body of POST /sessions: CreateSessionRequest, more optional fields, and the limits of each field.
 
     Other fields are refused: a misspelt ``dry_run`` or ``max_relative_target`` would protect nothing.
     """
@@ -87,7 +75,7 @@ class NewSessionRequest(_model_of(one.name for one in fields(SessionRequest))):
 
 
 class AdjustRequest(_model_of(ADJUSTABLE)):
-    """What PATCH /sessions/{session_id} takes: at least one of these."""
+    """Body of PATCH /sessions/{session_id}: at least one field."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
@@ -102,7 +90,7 @@ class AdjustRequest(_model_of(ADJUSTABLE)):
 
 
 class PolicyRequest(BaseModel):
-    """What POST /sessions/{session_id}/policy takes."""
+    """Body of POST /sessions/{session_id}/policy."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -120,7 +108,7 @@ class PolicyCheckRequest(
         transport_server_url="http://localhost",
     )
 ):
-    """What POST /policies/check takes: the fields of POST /sessions, of which only the policy is required.
+    """Body of POST /policies/check: the fields of POST /sessions, of which only the policy is required.
 
     Cameras, policy type and instruction are not compared with the policy when they are left out.
     """
@@ -136,7 +124,7 @@ class PolicyCheckRequest(
 
 
 class PolicyCheck(BaseModel):
-    """What a policy needs, and whether a session of it would fit; nothing was loaded."""
+    """Requirements of a policy, and whether a session fits them; nothing was loaded."""
 
     fits: bool
     misfits: list[str] = Field(description="Everything that POST /sessions would refuse, one text each.")
@@ -151,7 +139,7 @@ class PolicyCheck(BaseModel):
 
 
 class RecordRequest(BaseModel):
-    """What POST /sessions/{session_id}/record takes."""
+    """Body of POST /sessions/{session_id}/record."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -174,16 +162,8 @@ class Recording(BaseModel):
     dataset: str = Field(description="The LeRobotDataset made of it: none, waiting, making, ready or failed.")
 
 
-class DeploymentStage(BaseModel):
-    """One step of a policy update."""
-
-    name: str
-    at: float = Field(description="Seconds since 1970.")
-    seconds: float | None = Field(default=None, description="Duration in seconds; null while it runs.")
-
-
 class Deployment(BaseModel):
-    """One policy update: what set it off, which commit, what was done when, what became of it."""
+    """One policy update: its trigger, commit, stages with times, and result."""
 
     id: str
     at: float = Field(description="Seconds since 1970.")
@@ -203,17 +183,6 @@ class Deployment(BaseModel):
     figures: dict[str, Any] = Field(description="What became of it in each session, and what was measured there.")
 
 
-class Quarantined(BaseModel):
-    """A commit that is not deployed by itself any more."""
-
-    repo: str
-    sha: str
-    at: float = Field(description="Seconds since 1970.")
-    reason: str = Field(description="Stable code.")
-    text: str
-    deployment: str | None = Field(description="The update in which it was refused or taken back.")
-
-
 class ErrorResponse(BaseModel):
     """Every answer that is neither 200 nor 422."""
 
@@ -230,3 +199,8 @@ class FastApiSchema(GenerateJsonSchema):
         if found.get("default", 0) is None:
             del found["default"]
         return found
+
+
+def list_schema(model: type[BaseModel]) -> dict[str, object]:
+    """Return the JSON schema of a list of a model of the documents."""
+    return {"type": "array", "items": {"$ref": f"#/components/schemas/{model.__name__}"}}

@@ -1,11 +1,10 @@
 """Session routes: create, control, adjust, record."""
 
 import logging
-from collections.abc import Mapping
 
 from sanic import HTTPResponse
 
-from service.api.context import Request, Route, get_visible_session, list_visible_sessions, session_response
+from service.api.context import Request, Routes, get_visible_session, list_visible_sessions, session_response
 from service.api.lists import Rows, answer_page, page_query, take_page
 from service.api.schemas import (
     AdjustRequest,
@@ -14,15 +13,26 @@ from service.api.schemas import (
     NewSessionRequest,
     Recording,
     RecordRequest,
-    SessionStatusResponse,
+    list_schema,
 )
 from service.auth.caller import ANYBODY, Caller, Role, caller_of
 from service.errors import InvalidRequest, ServiceError, SessionExists, UnknownSession
 from service.http.bodies import REASON, json_response, read_body, read_empty_body, read_reason, to_invalid_body
-from service.sessions.base_session import describe_overlap
+from service.sessions.base_session import SessionStatusResponse, describe_overlap
 from service.sessions.request import NewSession
 
+_SESSION_LIST = {
+    "items": {"$ref": "#/components/schemas/SessionStatusResponse"},
+    "type": "array",
+    "title": "Response List Sessions Sessions Get",
+}
+SESSION_ROUTES = Routes("Sessions")
+CONTROL_ROUTES = Routes("Control")
+RECORDING_ROUTES = Routes("Recordings")
+ADJUST_ROUTES = Routes("Control")
 
+
+@SESSION_ROUTES.add("GET", "/sessions", answer=_SESSION_LIST, is_specified=True, role=Role.VIEWER)
 async def list_sessions(request: Request) -> HTTPResponse:
     """All sessions, oldest first; those that failed stay listed for a while.
 
@@ -39,6 +49,17 @@ async def list_sessions(request: Request) -> HTTPResponse:
         return json_response(listed, headers={"x-robojax-incomplete": str(error)})
 
 
+@SESSION_ROUTES.add(
+    "POST",
+    "/sessions",
+    answer=CreateSessionResponse,
+    is_specified=True,
+    body=NewSessionRequest,
+    specified_body=CreateSessionRequest,
+    errors=(409, 429, 500, 502, 503),
+    is_patient=True,
+    role=Role.OPERATOR,
+)
 async def create_session(request: Request) -> HTTPResponse:
     """Make a session: its rooms, and its policy loaded, compiled and warm. The answer comes when it is ready or failed.
 
@@ -57,23 +78,17 @@ async def create_session(request: Request) -> HTTPResponse:
         if error.status != 422:
             raise
         raise to_invalid_body(error, body) from error
-    rooms = session.rooms
-    assert rooms is not None, "a session that is ready has rooms"
-    return json_response(
-        {
-            "workspace_id": rooms.workspace_id,
-            "camera_room_ids": dict(rooms.cameras),
-            "joint_input_room_id": rooms.joint_input,
-            "joint_output_room_id": rooms.joint_output,
-        }
-    )
+    assert session.rooms is not None, "a session that is ready has rooms"
+    return json_response(session.describe_rooms())
 
 
+@SESSION_ROUTES.add("GET", "/sessions/{session_id}", answer=SessionStatusResponse, errors=(404,), role=Role.VIEWER)
 async def get_session_status(request: Request, session_id: str) -> HTTPResponse:
     """One session."""
     return json_response(vars(get_visible_session(request, session_id).status()))
 
 
+@SESSION_ROUTES.add("DELETE", "/sessions/{session_id}", is_specified=True, errors=(404, 409), role=Role.OPERATOR)
 async def delete_session(request: Request, session_id: str) -> HTTPResponse:
     """Stop the robot, leave the rooms, remove those that the session made."""
     sessions = request.app.ctx.sessions
@@ -91,50 +106,10 @@ def _check_id(request: Request, caller: Caller, session_id: str) -> None:
         raise SessionExists(f"the session id {session_id!r} is taken; choose another")
 
 
-SESSION_LIST = {
-    "items": {"$ref": "#/components/schemas/SessionStatusResponse"},
-    "type": "array",
-    "title": "Response List Sessions Sessions Get",
-}
-SESSION_ROUTES = (
-    Route("GET", "/sessions", list_sessions, "Sessions", SESSION_LIST, is_specified=True, role=Role.VIEWER),
-    Route(
-        "POST",
-        "/sessions",
-        create_session,
-        "Sessions",
-        CreateSessionResponse,
-        is_specified=True,
-        body=NewSessionRequest,
-        specified_body=CreateSessionRequest,
-        errors=(409, 429, 500, 502, 503),
-        is_patient=True,
-        role=Role.OPERATOR,
-    ),
-    Route(
-        "GET",
-        "/sessions/{session_id}",
-        get_session_status,
-        "Sessions",
-        SessionStatusResponse,
-        errors=(404,),
-        role=Role.VIEWER,
-    ),
-    Route(
-        "DELETE",
-        "/sessions/{session_id}",
-        delete_session,
-        "Sessions",
-        is_specified=True,
-        errors=(404, 409),
-        role=Role.OPERATOR,
-    ),
-)
-
-
 log = logging.getLogger(__name__)
 
 
+@CONTROL_ROUTES.add("POST", "/sessions/{session_id}/start", is_specified=True, errors=(404, 409), role=Role.OPERATOR)
 async def start_inference(request: Request, session_id: str) -> HTTPResponse:
     """Let the policy move the robot, as soon as every camera and every joint is fresh."""
     session = get_visible_session(request, session_id)
@@ -143,12 +118,23 @@ async def start_inference(request: Request, session_id: str) -> HTTPResponse:
     return session_response(request, f"Inference started for session {session_id}", session)
 
 
+@CONTROL_ROUTES.add(
+    "POST", "/sessions/{session_id}/stop", is_specified=True, errors=(404, 409), is_stop=True, role=Role.OPERATOR
+)
 async def stop_inference(request: Request, session_id: str) -> HTTPResponse:
     """Hold the robot where it is."""
     session = await request.app.ctx.sessions.stop(get_visible_session(request, session_id).id)
     return session_response(request, f"Inference stopped for session {session_id}", session)
 
 
+@CONTROL_ROUTES.add(
+    "POST",
+    "/sessions/{session_id}/restart",
+    is_specified=True,
+    errors=(404, 409, 429, 500, 502),
+    is_patient=True,
+    role=Role.OPERATOR,
+)
 async def restart_inference(request: Request, session_id: str) -> HTTPResponse:
     """Stop and start in one: plans and failures of before are forgotten.
 
@@ -161,6 +147,15 @@ async def restart_inference(request: Request, session_id: str) -> HTTPResponse:
     return session_response(request, f"Inference restarted for session {session_id}", session)
 
 
+@CONTROL_ROUTES.add(
+    "POST",
+    "/sessions/{session_id}/emergency_stop",
+    optional_body=REASON,
+    errors=(404,),
+    is_stop=True,
+    is_streamed=True,
+    role=Role.VIEWER,
+)
 async def emergency_stop_session(request: Request, session_id: str) -> HTTPResponse:
     """Stop this robot now and latch it: it needs a reset and a start before it moves again.
 
@@ -175,44 +170,9 @@ async def emergency_stop_session(request: Request, session_id: str) -> HTTPRespo
     )
 
 
-CONTROL_ROUTES = (
-    *(
-        Route(
-            "POST",
-            f"/sessions/{{session_id}}/{move}",
-            handler,
-            "Control",
-            is_specified=True,
-            errors=(404, 409),
-            is_stop=move == "stop",
-            role=Role.OPERATOR,
-        )
-        for move, handler in (("start", start_inference), ("stop", stop_inference))
-    ),
-    Route(
-        "POST",
-        "/sessions/{session_id}/restart",
-        restart_inference,
-        "Control",
-        is_specified=True,
-        errors=(404, 409, 429, 500, 502),
-        is_patient=True,
-        role=Role.OPERATOR,
-    ),
-    Route(
-        "POST",
-        "/sessions/{session_id}/emergency_stop",
-        emergency_stop_session,
-        "Control",
-        optional_body=REASON,
-        errors=(404,),
-        is_stop=True,
-        is_streamed=True,
-        role=Role.VIEWER,
-    ),
+@RECORDING_ROUTES.add(
+    "POST", "/sessions/{session_id}/record", body=RecordRequest, errors=(404, 409), role=Role.OPERATOR
 )
-
-
 async def record_session(request: Request, session_id: str) -> HTTPResponse:
     """Record every tick of a session from now on (from its next start if it does not move), or stop recording.
 
@@ -223,6 +183,7 @@ async def record_session(request: Request, session_id: str) -> HTTPResponse:
     return json_response({"session_id": session_id, "recording": dict(figures)})
 
 
+@RECORDING_ROUTES.add("GET", "/recordings", answer=list_schema(Recording), query=page_query("name"), role=Role.VIEWER)
 async def list_recordings(request: Request) -> HTTPResponse:
     """Recordings of the caller's sessions, newest first."""
     recordings = request.app.ctx.recordings
@@ -235,36 +196,14 @@ async def list_recordings(request: Request) -> HTTPResponse:
     return await answer_page(request, recordings.list_worker, build)
 
 
+@RECORDING_ROUTES.add("DELETE", "/recordings/{name}", errors=(404, 409), role=Role.OPERATOR)
 async def delete_recording(request: Request, name: str) -> HTTPResponse:
     """Remove a recording and its dataset. The server never removes a recording by itself."""
     await request.app.ctx.recordings.remove(name, caller_of(request).sees)
     return json_response({"message": f"Recording {name} deleted"})
 
 
-RECORDING_LIST = {"type": "array", "items": {"$ref": f"#/components/schemas/{Recording.__name__}"}}
-RECORDING_ROUTES = (
-    Route(
-        "POST",
-        "/sessions/{session_id}/record",
-        record_session,
-        "Recordings",
-        body=RecordRequest,
-        errors=(404, 409),
-        role=Role.OPERATOR,
-    ),
-    Route(
-        "GET",
-        "/recordings",
-        list_recordings,
-        "Recordings",
-        RECORDING_LIST,
-        query=page_query("name"),
-        role=Role.VIEWER,
-    ),
-    Route("DELETE", "/recordings/{name}", delete_recording, "Recordings", errors=(404, 409), role=Role.OPERATOR),
-)
-
-
+@ADJUST_ROUTES.add("PATCH", "/sessions/{session_id}", body=AdjustRequest, errors=(404, 409), role=Role.OPERATOR)
 async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
     """Change the instruction, the overlap of chunks or the times of inferences from the next chunk on, without a missed
     tick.
@@ -279,7 +218,6 @@ async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
     except InvalidRequest as error:
         raise to_invalid_body(error, body) from error
     warnings = adjusted.status().stats["warnings"]
-    assert isinstance(warnings, Mapping)
     return json_response(
         {
             "message": f"Session {session.id} adjusted",
@@ -291,16 +229,3 @@ async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
             **sessions.get_warning(),
         }
     )
-
-
-ADJUST_ROUTES = (
-    Route(
-        "PATCH",
-        "/sessions/{session_id}",
-        adjust_session,
-        "Control",
-        body=AdjustRequest,
-        errors=(404, 409),
-        role=Role.OPERATOR,
-    ),
-)

@@ -28,20 +28,15 @@ def build_streams_blueprint(origins: Origins) -> Blueprint:
 
     async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
         settings = request.app.ctx.stream_clients.settings
-
-        async def serve(socket: StreamSocket, inference: DirectInference) -> None:
-            client = Stream(
-                socket,
-                inference,
-                caller_of(request),
-                silence_timeout=settings.silence,
-                max_bytes=settings.socket.bytes,
-                is_still_authorized=request.ctx.is_still_authorized,
-                stop=_bind_stop(request),
-            )
-            await client.serve()
-
-        await _serve_client(request, websocket, serve)
+        create = partial(
+            Stream,
+            caller=caller_of(request),
+            silence_timeout=settings.silence,
+            max_bytes=settings.socket.bytes,
+            is_still_authorized=request.ctx.is_still_authorized,
+            stop=_bind_stop(request),
+        )
+        await _serve_client(request, websocket, create)
 
     async def openpi(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
         await _serve_openpi(request, websocket)
@@ -116,16 +111,15 @@ def _bind_stop(request: Request) -> Callable[[str], Awaitable[list[str]]]:
 
 
 async def _serve_openpi(request: Request, websocket: WebsocketImplProtocol) -> None:
-    async def serve(socket: StreamSocket, inference: DirectInference) -> None:
-        await OpenpiProtocol(socket, inference, request.ctx.is_still_authorized, _bind_stop(request)).serve()
-
-    await _serve_client(request, websocket, serve)
+    is_still_authorized, stop = request.ctx.is_still_authorized, _bind_stop(request)
+    create = partial(OpenpiProtocol, is_still_authorized=is_still_authorized, stop=stop)
+    await _serve_client(request, websocket, create)
 
 
 async def _serve_client(
     request: Request,
     websocket: WebsocketImplProtocol,
-    serve: Callable[[StreamSocket, DirectInference], Awaitable[None]],
+    create: Callable[[StreamSocket, DirectInference], Stream | OpenpiProtocol],
 ) -> None:
     """Take the connection over from Sanic and serve it, unless the caller has too many sockets."""
     clients, leave = request.app.ctx.stream_clients, None
@@ -135,7 +129,7 @@ async def _serve_client(
         return
     try:
         leave = clients.count_socket(caller_of(request))
-        await serve(socket, clients.create_inference(request.ctx.session))
+        await create(socket, clients.create_inference(request.ctx.session)).serve()
         socket.close()
         await socket.wait_lost()
     except TooManyRequests as error:

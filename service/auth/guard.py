@@ -1,4 +1,4 @@
-"""Admits or refuses every request; slows guessing."""
+"""Guard of all routes: admits or refuses every request, and slows down guessing."""
 
 import logging
 import time
@@ -34,7 +34,7 @@ class Admissions:
     """Authenticates requests: by keys of a file, tokens signed with a secret, tickets, and this process's own key.
 
     Args:
-        keys, secret: their files, which need not be there yet.
+        keys, secret: their files, which may be missing.
         requires_key: whether a key is required even if none exists.
     """
 
@@ -84,10 +84,10 @@ class Admissions:
         if sent is None:
             ticket = _read_ticket(request)
             if ticket is None:
-                raise Unauthorized(f"a key is wanted here: {HOW_TO_AUTHENTICATE}")
+                raise Unauthorized(f"this request needs a key: {HOW_TO_AUTHENTICATE}")
             admission = self._tickets.redeem(ticket, time.monotonic())
             if admission is None:
-                unusable = "the ticket was used, is older than 30 s, or was never given"
+                unusable = "the ticket was used, is older than 30 s, or was never issued"
                 raise Unauthorized(f"{unusable}; POST /tickets gives one")
             return admission
         if sent.startswith(PREFIX):
@@ -133,11 +133,11 @@ class Admissions:
             if tokens is None and is_stop and self._secret is not None:
                 tokens = self._secret.last_tokens()
             if tokens is None:
-                raise BadToken("this server takes no tokens; use a key")
+                raise BadToken("this server accepts no tokens; use a key")
             bearer = tokens.verify(sent, None if is_stop else time.time())
         except BadToken as error:
             kind = KeyExpired if isinstance(error, TokenExpired) else Unauthorized
-            raise kind(f"the token does not count: {error}") from None
+            raise kind(f"the token is not accepted: {error}") from None
         return Admission(bearer.caller, lambda: self._current_tokens() == tokens and time.time() < bearer.expires_at)
 
     def _current_keys(self) -> tuple[Key, ...]:
@@ -170,7 +170,7 @@ def _read_credential(request: "Request[Any, Any]") -> str | None:
     """
     given = request.headers.getall("x-api-key", [])
     logins = [value.partition(" ") for value in request.headers.getall("authorization", [])]
-    # `Api-Key` is what openpi's client says.
+    # openpi's client sends `Api-Key`.
     bearers = [rest.strip() for kind, _, rest in logins if kind.lower() in ("bearer", "api-key")]
     if len(given) + len(bearers) > 1:
         raise Unauthorized("more than one key was sent; send one, in one header")
@@ -187,7 +187,7 @@ def _read_ticket(request: "Request[Any, Any]") -> str | None:
     return given[0] if len(given) == 1 else None
 
 
-# Method ("*": any), what a route's path begins with, and the least role; None: it has a proof of its own or needs none.
+# Method ("*": any), beginning of a route's path, and lowest role; None: another proof, or none, is required.
 Rule = tuple[str, str, Role | None]
 SAFE_METHODS = ("GET", "HEAD")
 # Failed attempts of one address, per second and at once. Successful requests are never limited, so that other clients
@@ -234,11 +234,11 @@ class Guard:
             return self.authorize(request)
 
     def authorize(self, request: "Request[Any, Any]") -> HTTPResponse | None:
-        """Return the answer that refuses a request; None when it is let in, and its caller is then known."""
+        """Return the answer that refuses a request; None if it is admitted, which sets its caller."""
         _set_admission(request, Admission(STRANGER, lambda: False))
         route = request.route
         if route is None:
-            return None  # there is nothing to be let into
+            return None  # no route answers the request
         try:
             if not self.requires_key:
                 self._check_host(request, route)
@@ -269,7 +269,7 @@ class Guard:
         _set_admission(request, admission)
         if role is not None and admission.caller.role < role:
             raise Forbidden(
-                f"this wants the role {role}, and key {admission.caller.name!r} is "
+                f"this request needs the role {role}, and key {admission.caller.name!r} is "
                 f"{_with_article(admission.caller.role)}; "
                 f"`robojax token new --role {role}` on the server's machine makes one"
             )
@@ -301,7 +301,7 @@ class Guard:
         host = request.headers.get("host")
         if self._is_local and hasattr(route.ctx, "role") and not self._origins.allows_host(host):
             raise HostRefused(
-                "this server is only for its own machine, and is asked for by a name that may be anybody's; use "
+                "this server is only for its own machine, and the request's Host header has another name; use "
                 "http://127.0.0.1 or localhost, or add the page's origin to the setting origins"
             )
 

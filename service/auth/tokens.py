@@ -22,7 +22,7 @@ FORBIDDEN_MODE = 0o027
 
 
 class BadToken(Exception):
-    """The token is not accepted; the text says why, without any of it."""
+    """The token is not accepted; the text says why, without any part of the token."""
 
 
 class TokenExpired(BadToken):
@@ -48,7 +48,7 @@ class Tokens:
         """Sign a token.
 
         Raises:
-            BadToken: it would not be let in: it lives too long, or the name cannot be used.
+            BadToken: the token would not be accepted: it lives too long, or the name cannot be used.
         """
         import jwt
 
@@ -73,10 +73,10 @@ class Tokens:
         import jwt
 
         if len(token) > MAX_TOKEN or not token.isascii():
-            raise BadToken("it is no token")
+            raise BadToken("it is not a token")
         try:
             if "crit" in jwt.get_unverified_header(token):
-                raise BadToken("it asks for extensions that are not known (crit)")
+                raise BadToken("it requires unknown extensions (crit)")
             # Times are looked at below: PyJWT takes any number for exp, and reads a clock of its own.
             claims = jwt.decode(
                 token,
@@ -116,12 +116,12 @@ def _caller(claims: dict[str, Any]) -> Caller:
     try:
         role = Role.parse(claims["role"])
     except (KeyError, ValueError, AttributeError):
-        raise BadToken(f"role is not one of {', '.join(map(str, Role))}") from None
+        raise BadToken(f"role should be {', '.join(map(str, Role))}") from None
     return Caller(name, role, owner)
 
 
 class SecretFile:
-    """File of the tokens' secret; another secret counts at once, and ends all tokens of the one before."""
+    """File of the tokens' secret; a new secret is used at once, and ends all earlier tokens."""
 
     def __init__(self, path: Path, max_lifetime: float = 86400.0):
         self.path = path
@@ -129,7 +129,7 @@ class SecretFile:
         self._file = ReloadingFile(path, self._parse, FORBIDDEN_MODE)
 
     def tokens(self) -> Tokens | None:
-        """Return what signs and verifies tokens; None when there is no file.
+        """Return the signer and verifier of tokens; None if there is no file.
 
         Raises:
             FileUnusable: it cannot be read, others may read it, or its secret is too short.
@@ -144,7 +144,7 @@ class SecretFile:
         return self._file.last
 
     def create(self) -> Tokens:
-        """Return what signs and verifies tokens, with a new secret when there was none.
+        """Return the signer and verifier of tokens, with a new secret if there was none.
 
         Raises:
             FileUnusable: as ``tokens``, or it cannot be written.
@@ -196,5 +196,5 @@ class Tickets:
 
 
 def _digest(text: str) -> bytes:
-    # Looked up by its hash: how long the look-up takes tells nothing of tickets that are there.
+    # Looked up by its hash, so that the time of the lookup reveals nothing about other tickets.
     return hashlib.sha256(text.encode(errors="replace")).digest()

@@ -18,6 +18,7 @@ from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.auth.caller import Caller
 from service.dashboard.live_view import LiveView, PictureEncoder, PictureSettings
+from service.http.limits import Bucket
 from service.logging import sanitize_text
 from service.sessions.store import AnySession, Sessions
 from service.stage import Stage
@@ -59,7 +60,7 @@ def summarize_session(session: AnySession) -> dict[str, Any]:
 
 
 def describe_session(session: AnySession) -> dict[str, Any]:
-    """Describe one session: its status as the API tells it, its joints, and histograms of times."""
+    """Describe one session: its status as in the API, its joints, and histograms of times."""
     robot_io = session.robot_io
     detail: dict[str, Any] = {"status": vars(session.status()), "joints": [], "edges_ms": HISTOGRAM_EDGES, "spread": {}}
     if robot_io is not None:
@@ -81,7 +82,7 @@ def _finite_or_none(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-MAX_MESSAGE = 4096  # characters of what a page may say
+MAX_MESSAGE = 4096  # characters of a page's message
 
 
 @dataclass(frozen=True)
@@ -308,42 +309,36 @@ class Viewer:
         self._sent_pictures: dict[str, float] = {}
         self._summaries: list[dict[str, Any]] | None = None
 
-    # What it says.
+    # Messages of the page.
 
     async def read(self) -> None:
         """Handle the page's messages until its socket ends, or an invalid message or too many (BadMessage)."""
-        budget, at = float(self._live.settings.messages_per_second), time.monotonic()
+        limit = self._live.settings.messages_per_second
+        bucket = Bucket(limit, limit)
         while True:
             raw = await self._socket.recv()
             if raw is None:
                 continue
-            now = time.monotonic()
-            budget = min(
-                budget + (now - at) * self._live.settings.messages_per_second, self._live.settings.messages_per_second
-            )
-            at = now
-            message = parse_message(raw)
+            message, is_within_limit = parse_message(raw), bucket.take()
             if isinstance(message, StopAll):
-                # However much it says, and however slow it is.
-                await self._stop(message)
-            elif budget < 1:
-                raise BadMessage(f"more than {self._live.settings.messages_per_second} messages a second")
+                await self._stop(message)  # A stop is never refused.
+            elif not is_within_limit:
+                raise BadMessage(f"more than {limit} messages a second")
             elif isinstance(message, ViewSession):
                 self._session_id, self._wants_pictures = message.session, message.pictures
             elif self._acknowledged < message.number <= self.sent:
                 self._acknowledged = message.number
                 self._has_acknowledged.set()
-            budget -= 1
 
     async def _stop(self, message: StopAll) -> None:
         answer = {"stop": {"number": message.number, **await self._live.stop_all(message.reason, self.caller)}}
         with contextlib.suppress(WebsocketClosed, RequestCancelled):
             await self._socket.send(pack_message(answer))
 
-    # What it gets.
+    # Messages to the page.
 
     async def write(self) -> None:
-        """Send the page what happens, at most once per period, and only as long as it keeps up."""
+        """Send updates to the page, at most once per period, and only while the page confirms them."""
         settings = self._live.settings
         try:
             while True:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 # Sent with every response, so that a server that reuses the address of a stopped server is not mistaken for it.
 FRONT_NAME_HEADER = "x-robojax-front-name"
-# The server that forwarded a stop: it is not forwarded again.
+# Name of the server that forwarded a stop, which is not forwarded again.
 FORWARDED_HEADER = "x-robojax-front"
 # Seconds in which a server has to answer a probe, and a stop.
 PROBE_TIMEOUT = 2.0
@@ -165,7 +165,7 @@ NO_DATABASE = "the database of all servers' sessions does not answer"
 
 
 class PeerSessions:
-    """Publishes this server's sessions to its peers and finds the sessions of peers: a `SharedSessions`.
+    """Publishes this server's sessions to its peers and finds the sessions of peers.
 
     Args:
         name: unique name of this server, the same after a restart.
@@ -213,7 +213,7 @@ class PeerSessions:
             )
         await self._retry(self._beat)
         await asyncio.gather(*self._hand_overs)
-        self._sessions.share_with(self)
+        self._sessions.share(self.publish, lambda: self.trouble)
         self._task = asyncio.create_task(self._run(), name="front")
 
     async def _retry(self, ask: Callable[[], Awaitable[Result]]) -> Result:
@@ -264,7 +264,7 @@ class PeerSessions:
         """Other servers without a heartbeat, whose robots may still move."""
         return [front for front in self._last_answer.silent if front.name != self.name]
 
-    # What it publishes.
+    # Publishing.
 
     async def _run(self) -> None:
         while True:
@@ -272,7 +272,7 @@ class PeerSessions:
             await self._try_beat()
 
     async def publish(self, timeout: float | None = None) -> None:
-        """See `SharedSessions.publish`: after this the other servers know of all changes, if the database answers."""
+        """Publish all changes within ``timeout`` seconds; without an answer of the database, set ``trouble``."""
         if self.trouble is not None:
             return
         try:
@@ -390,7 +390,7 @@ class PeerSessions:
             rooms=sorted(held_rooms(session)),
         )
 
-    # What it looks up and changes.
+    # Lookups and changes of other servers' sessions.
 
     async def claim(self, new: NewSession) -> None:
         """Claim an id before a session of it is made, and take over an emergency stop latched on it elsewhere.
@@ -406,7 +406,7 @@ class PeerSessions:
             latch = await self._database.run(QUERY_TIMEOUT, session_table.claim, self.name, self._process, new)
         except DatabaseUnavailable as error:
             raise NotKept(
-                f"{NO_DATABASE}, so another one may have a session of this id; try again when it does"
+                f"{NO_DATABASE}, so another server may have a session of this id; try again when it does"
             ) from error
         self._sessions.sync_latch(new.session_id, latch)
 
@@ -453,7 +453,7 @@ class PeerSessions:
         return found_session
 
     async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> AnySession:
-        """Take over a session whose server died; it is interrupted here, and moves nothing before it is restarted.
+        """Take over a session whose server died; it is interrupted here, and moves nothing before a restart.
 
         Args:
             force: a person has checked that the server's machine is off, which this server cannot find out.

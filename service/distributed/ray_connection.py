@@ -22,8 +22,8 @@ CONNECT_TIMEOUT = 2.0
 # engines may still answer.
 RECONNECT_VARIABLE, NO_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s", 10**6
 REFUSED_HINT = (
-    ", though something listens there: is it Ray, of this version, and are its token and certificates those that "
-    "this process has (RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH, RAY_USE_TLS)? `ray health-check` says more"
+    ", though something listens there: is it Ray, of this version, and does this process have its token and "
+    "certificates (RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH, RAY_USE_TLS)? `ray health-check` says more"
 )
 
 

@@ -14,7 +14,7 @@ import jaxmodels
 from jaxmodels.errors import JaxModelsError
 from service.engines.messages import ForwardOutcome, ModelFacts
 from service.errors import InvalidRequest, ModelError, ModelFailed, ServiceError, TooLarge
-from service.http.array_formats import ArrayFormat, ArrayLimits, find_body_format
+from service.http.array_formats import ARRAY_FORMS, ArrayFormat, ArrayLimits
 from service.inference.config import ModelSettings
 from service.inference.sandbox import CheckpointSandbox
 from service.processes import pause_garbage_collection
@@ -108,7 +108,7 @@ class ModelHost:
             ModelFailed: the model raised.
         """
         body, self._body = self._body, []
-        form, answer_form = find_body_format(content_type), find_body_format(answer_type)
+        form, answer_form = ARRAY_FORMS[content_type], ARRAY_FORMS[answer_type]
         run = partial(self._run, self._models[name], body, form, answer_form, {"queue": queue, "read": transfer})
         try:
             return await self._worker.submit(run)

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.lib import format as npy
 
 from service.errors import InvalidRequest, TooLarge
-from service.http.bodies import choose_form, find_form
 from service.http.strict_json import decode_text, has_many_values, loads, loads_slowly
 
 _NUMPY_DTYPES = (
@@ -61,7 +60,7 @@ class Allowance:
             raise array_error(name, "is there twice; wanted each array once")
         self._names.add(name)
         if len(self._names) > self._limits.arrays:
-            raise TooLarge(f"more than {self._limits.arrays} arrays; send those that the model takes")
+            raise TooLarge(f"more than {self._limits.arrays} arrays; send only the inputs of the model")
         if len(shape) > MAX_RANK or any(size < 1 for size in shape):
             raise array_error(
                 name, f"has shape {list(shape)[:MAX_RANK]}; wanted up to {MAX_RANK} axes, none of them empty"
@@ -273,7 +272,7 @@ def _check_directory(body: bytes, limits: ArrayLimits) -> None:
     if signature != b"PK\x05\x06" or comment or is_large:
         raise InvalidRequest("the body is no npz (no zip, or one with extras); write it with numpy.savez", ("body",))
     if count > limits.arrays or size > limits.arrays * _DIRECTORY_PER_ARRAY:
-        raise TooLarge(f"more than {limits.arrays} arrays in the npz; send those that the model takes")
+        raise TooLarge(f"more than {limits.arrays} arrays in the npz; send only the inputs of the model")
     # zipfile would shift all members by the difference.
     if offset + size != len(body) - _END.size:
         raise InvalidRequest("the npz is damaged or incomplete; write it with numpy.savez", ("body",))
@@ -293,7 +292,7 @@ def _read_npz_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance
     with archive.open(member) as file:
         found = npy.read_array(file, allow_pickle=False, max_header_size=_HEADER)
         if file.read(1):  # zipfile compares the checksum at the end of the member
-            raise array_error(name, "goes on after its end")
+            raise array_error(name, "has data after its end")
     return name, _check_finite(name, np.ascontiguousarray(found, dtype).reshape(shape))
 
 
@@ -337,23 +336,5 @@ ARRAY_FORMATS = (
     ArrayFormat("application/json", (), decode_json, encode_json, max_numbers=1 << 18, is_small=True),
     ArrayFormat("application/x-npz", ("application/npz",), decode_npz, encode_npz),
 )
-_BY_TYPE = {kind: form for form in ARRAY_FORMATS for kind in (form.content_type, *form.aliases)}
-_KNOWN = ", ".join(form.content_type for form in ARRAY_FORMATS)
-
-
-def find_body_format(content_type: str | None) -> ArrayFormat:
-    """Return the format that a Content-Type header names.
-
-    Raises:
-        UnknownForm: the header is missing, or names another format.
-    """
-    return find_form(content_type, _BY_TYPE, _KNOWN)
-
-
-def choose_answer_format(accept: str | None, default: ArrayFormat) -> ArrayFormat:
-    """Return the format that an Accept header prefers; ``default`` if it allows every format.
-
-    Raises:
-        NotAcceptable: the header allows other formats only.
-    """
-    return choose_form(accept, default, _BY_TYPE, _KNOWN)
+# By media type, for `service.http.bodies.find_form` and `choose_form`.
+ARRAY_FORMS = {kind: form for form in ARRAY_FORMATS for kind in (form.content_type, *form.aliases)}

@@ -376,24 +376,25 @@ def parse_reason(body: bytes) -> str:
     return sanitize_text(reason)
 
 
-def find_form(content_type: str | None, forms: Mapping[str, Form], known: str) -> Form:
+def find_form(content_type: str | None, forms: Mapping[str, Form]) -> Form:
     """Return the format of a body that a Content-Type header names.
 
     Args:
-        forms: formats by media type.
-        known: media types for the error.
+        forms: formats by media type; aliases follow the name that errors list.
 
     Raises:
         UnknownForm: the header is missing, or names another format.
     """
     form = forms.get(_media_type(content_type or ""))
     if form is None:
-        raise UnknownForm(f"Content-Type should be one of {known}")
+        raise UnknownForm(f"Content-Type should be one of {_list_names(forms)}")
     return form
 
 
-def choose_form(accept: str | None, usual: Form, forms: Mapping[str, Form], known: str) -> Form:
+def choose_form(accept: str | None, usual: Form, forms: Mapping[str, Form]) -> Form:
     """Return the format of a response that an Accept header prefers; ``usual`` if it allows every format.
+
+    Sanic's parser accepts media types with ``q=0``, and refuses malformed headers with another status.
 
     Raises:
         NotAcceptable: the header allows other formats only.
@@ -404,7 +405,14 @@ def choose_form(accept: str | None, usual: Form, forms: Mapping[str, Form], know
             return usual
         if quality > 0 and kind in forms:
             return forms[kind]
-    raise NotAcceptable(f"Accept should allow one of {known}")
+    raise NotAcceptable(f"Accept should allow one of {_list_names(forms)}")
+
+
+def _list_names(forms: Mapping[str, Any]) -> str:
+    names: dict[Any, str] = {}
+    for name, form in forms.items():
+        names.setdefault(form, name)
+    return ", ".join(names.values())
 
 
 def _media_type(header: str) -> str:

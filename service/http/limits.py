@@ -4,42 +4,32 @@ import ipaddress
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 from service.errors import TooManyRequests
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """Limits on connections that are open at the same time.
+class Connections:
+    """Counts of open connections by address, and their limits.
 
-    Attributes:
+    Args:
         per_address: connections of one address, or of one IPv6 /64 network.
         total: connections of all addresses.
         is_local_limited: whether ``per_address`` applies to this machine, e.g. behind a local proxy.
         spare: additional connections that accept emergency stops only.
     """
 
-    per_address: int = 64
-    total: int = 4096
-    is_local_limited: bool = False
-    spare: int = 0
-
-
-class Connections:
-    """Counts of open connections by address."""
-
-    def __init__(self, limits: ConnectionLimits | None = None):
-        self.limits = limits or ConnectionLimits()
+    def __init__(self, per_address: int = 64, total: int = 4096, is_local_limited: bool = False, spare: int = 0):
+        self._per_address, self._total = per_address, total
+        self._is_local_limited, self._most_spare = is_local_limited, spare
         self._open: Counter[str] = Counter()
         self._spare: deque[Callable[[], None]] = deque()
 
     def enter(self, address: str) -> bool:
         """Count a connection from this address, and return True; return False if there are too many already."""
         who = source_key(address)
-        is_limited = self.limits.is_local_limited or not is_local(address)
-        if self._open.total() >= self.limits.total or (is_limited and self._open[who] >= self.limits.per_address):
+        is_limited = self._is_local_limited or not is_local(address)
+        if self._open.total() >= self._total or (is_limited and self._open[who] >= self._per_address):
             return False
         self._open[who] += 1
         return True
@@ -53,9 +43,9 @@ class Connections:
 
     def enter_spare(self, end: Callable[[], None]) -> bool:
         """Count a connection above the limit, for an emergency stop only; ``end`` closes it for a newer one."""
-        if not self.limits.spare:
+        if not self._most_spare:
             return False
-        if len(self._spare) >= self.limits.spare:
+        if len(self._spare) >= self._most_spare:
             self._spare.popleft()()
         self._spare.append(end)
         return True

@@ -3,7 +3,7 @@
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -62,6 +62,29 @@ class Origins:
         async def refuse(request: Request[Any, Any]) -> HTTPResponse | None:
             return self.refuse_request(request)
 
+    def install_cors(self, blueprint: Blueprint, methods: Mapping[str, Sequence[str]]) -> None:
+        """Install these rules, and let allowed pages of other origins call.
+
+        Args:
+            methods: methods that OPTIONS names, by path.
+        """
+        self.install(blueprint)
+
+        @blueprint.on_response
+        async def allow(request: Request[Any, Any], response: HTTPResponse | None) -> None:
+            self._add_cors_headers(request, response)
+
+        for number, (path, allowed) in enumerate(methods.items()):
+            # The default value binds the methods of this path; a closure would see the last path's methods.
+            async def options(
+                request: Request[Any, Any], allowed: Sequence[str] = allowed, **parts: str
+            ) -> HTTPResponse:
+                return _answer_preflight(request, allowed)
+
+            blueprint.add_route(
+                options, path, methods=["OPTIONS"], name=f"options{number}", error_format="json", ctx_role=None
+            )
+
     def refuse_request(self, request: Request[Any, Any]) -> HTTPResponse | None:
         """Return a 403 response for a page that may not call, else None."""
         if self.allows(request.headers.get("origin"), request.headers.get("host")):
@@ -69,7 +92,7 @@ class Origins:
         text = '{"detail":"This origin may not call; add it to the setting origins","code":"origin_refused"}'
         return HTTPResponse(text, status=403, content_type="application/json")
 
-    def add_cors_headers(self, request: Request[Any, Any], response: HTTPResponse | None) -> None:
+    def _add_cors_headers(self, request: Request[Any, Any], response: HTTPResponse | None) -> None:
         """Let an allowed page of another origin read the response, without the browser's cookies and logins."""
         origin = request.headers.get("origin")
         if response is None or origin is None or not self.allows(origin, request.headers.get("host")):
@@ -95,7 +118,7 @@ _HEADERS = (
 )
 
 
-def answer_preflight(request: Request[Any, Any], methods: Sequence[str]) -> HTTPResponse:
+def _answer_preflight(request: Request[Any, Any], methods: Sequence[str]) -> HTTPResponse:
     """Answer OPTIONS for a path with these methods."""
     allowed = ", ".join(methods)
     headers = {"allow": allowed}

@@ -240,7 +240,7 @@ class RolloutState:
             return None
         if target in self._unknown:
             self._unknown.discard(target)
-            logger.info("the head of %s is known again", what)
+            logger.info("the head of %s can be read again", what)
         return head
 
     def check_quarantine(self, repo: str, sha: str) -> None:
@@ -276,7 +276,7 @@ class RefMoved:
         for one in ahead:
             self.state.declined[one.session_id] = head
         if ahead and len(ahead) == len(outdated):
-            text = f"{head[:12]} is older than what runs; ask for it if it is meant"
+            text = f"{head[:12]} is older than the running commit; deploy it by a request if it is intended"
             raise DeploymentEnded("rejected", "older", text)
         return [DeployTarget(one.session_id, one.mode == "stage") for one in outdated if one not in ahead]
 
@@ -318,7 +318,7 @@ class DeployRequest:
         """Do nothing: the caller requested this commit."""
 
     def should_deploy(self, session: str, sha: str) -> bool:
-        """Return True: the request is valid until another one replaces it."""
+        """Return True: the request is valid until another request replaces it."""
         return True
 
 

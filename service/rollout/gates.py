@@ -212,7 +212,7 @@ class Probation:
         self._was_latched &= session.is_latched
         self._had_failed &= session.stage is Stage.ERROR
         if session.policies.running is not self.policy:
-            return "taken_back", "another policy was asked for on its probation"
+            return "taken_back", "another policy was requested during its probation"
         if session.is_latched and not self._was_latched:
             return "emergency_stop", f"an emergency stop came on its probation: {session.reason}"
         if session.stage is Stage.ERROR and not self._had_failed:

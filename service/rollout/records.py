@@ -8,8 +8,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import BaseModel, Field
 
 from hooks.database import Database
 from hooks.errors import StoreError
@@ -26,13 +28,12 @@ CREATE TABLE IF NOT EXISTS quarantine (
 UNPROVEN_STAGES = ("swapping", "probation")
 
 
-@dataclass
-class Stage:
-    """One step of a deployment."""
+class DeploymentStage(BaseModel):
+    """One step of a policy update."""
 
     name: str  # ``resolving``, ``downloading``, ``verifying``, ``loading``, ..., ``swapping``, ``probation``
-    at: float  # seconds since 1970 when it began
-    seconds: float | None = None  # how long it took; None while it lasts
+    at: float = Field(description="Seconds since 1970.")
+    seconds: float | None = Field(default=None, description="Duration in seconds; null while it runs.")
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Record:
     webhook_id: str | None = None  # webhook of the newest delivery that caused it
     delivery_ids: list[str] = field(default_factory=list)  # ids of the newest deliveries that caused it
     sessions: list[str] = field(default_factory=list)  # ids in the order of the deployment
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[DeploymentStage] = field(default_factory=list)
     # ``swapped``, ``staged``, ``rejected``, ``rolled_back``, ``superseded``, ``failed``, ``noop`` or ``alert``; None
     # while it is running.
     result: str | None = None
@@ -62,7 +63,7 @@ class Record:
         if self.stages and self.stages[-1].name == stage and self.stages[-1].seconds is None:
             return
         self._end_stage()
-        self.stages.append(Stage(stage, time.time()))
+        self.stages.append(DeploymentStage(name=stage, at=time.time()))
 
     def end(self, result: str, reason: str | None = None, text: str = "") -> None:
         """End it with this result."""
@@ -93,7 +94,10 @@ class Record:
 def _load_records(connection: sqlite3.Connection, max_records: int) -> Sequence[Record]:
     newest = connection.execute("SELECT record FROM deployments ORDER BY at DESC LIMIT ?", (max_records,)).fetchall()
     documents = [json.loads(row["record"]) for row in reversed(newest)]
-    records = [Record(**document | {"stages": [Stage(**one) for one in document["stages"]]}) for document in documents]
+    records = [
+        Record(**document | {"stages": [DeploymentStage(**one) for one in document["stages"]]})
+        for document in documents
+    ]
     for record in records:
         if record.result is None:
             last = record.stages[-1].name if record.stages else None
@@ -103,7 +107,7 @@ def _load_records(connection: sqlite3.Connection, max_records: int) -> Sequence[
             if record.sha is not None and last in UNPROVEN_STAGES:
                 # The commit may have killed the process, or was being rolled back.
                 text = f"the server was killed while {', '.join(record.sessions)} tried it"
-                commit = Quarantined(record.repo, record.sha, time.time(), record.reason, text, record.id)
+                commit = _quarantine_now(record.repo, record.sha, record.reason, text, record.id)
                 _add(connection, commit, "IGNORE")
     return records
 
@@ -115,19 +119,19 @@ def _save(connection: sqlite3.Connection, id: str, at: float, record: str, max_r
     )
 
 
-@dataclass(frozen=True)
-class Quarantined:
-    """A commit in quarantine."""
+class Quarantined(BaseModel):
+    """A commit that is not deployed by itself any more."""
 
     repo: str
     sha: str
-    at: float  # seconds since 1970
-    reason: str  # a stable code, e.g. ``not_finite``
+    at: float = Field(description="Seconds since 1970.")
+    reason: str = Field(description="Stable code.")
     text: str
-    deployment: str | None  # id of the record that it failed in
+    deployment: str | None = Field(description="The update in which it was refused or taken back.")
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+def _quarantine_now(repo: str, sha: str, reason: str, text: str, deployment: str | None) -> Quarantined:
+    return Quarantined(repo=repo, sha=sha, at=time.time(), reason=reason, text=text, deployment=deployment)
 
 
 class Quarantine:
@@ -147,7 +151,7 @@ class Quarantine:
 
     async def add(self, repo: str, sha: str, reason: str, text: str, deployment: str | None) -> None:
         """Put a commit into quarantine; it is on the disk when this returns."""
-        one = self._commits[repo, sha] = Quarantined(repo, sha, time.time(), reason, text, deployment)
+        one = self._commits[repo, sha] = _quarantine_now(repo, sha, reason, text, deployment)
         await self._database.run(_add, one)
 
     async def release(self, sha: str, repo: str | None = None) -> int:

@@ -86,7 +86,7 @@ class Rollout:
     async def prepare(
         self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Callable[[str], None]
     ) -> Verdict:
-        """Load, compile and check a policy beside the running one; with no reason against it, it is staged."""
+        """Load, compile and check a policy in parallel to the running policy; a policy that passes is staged."""
         return self._excuse_lost_devices(await self._prepare(session_id, repo, sha, folder, on_progress))
 
     def _excuse_lost_devices(self, verdict: Verdict) -> Verdict:
@@ -104,7 +104,7 @@ class Rollout:
         try:
             session = self._sessions.get_live(session_id)
             if _repo_of(session) != repo:
-                return Verdict("gone", f"session {session_id!r} was made anew, with another policy")
+                return Verdict("gone", f"session {session_id!r} was recreated with another policy")
             on_progress("loading")
             loaded = await session.policies.stage(sha, str(folder), on_progress)
         except IncompatiblePolicy as error:
@@ -280,7 +280,7 @@ def _grey_observation(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, n
 
 
 async def _wait_for_next_chunk(robot_io: RobotIO, chunks: int) -> None:
-    """Wait for the new policy's first chunk, if the robot runs: the cost of the swap is known then."""
+    """Wait for the new policy's first chunk if the robot runs, because its delay is part of the cost of the swap."""
     end = time.monotonic() + 2.0
     # The controller has no events.
     while robot_io.controller.is_running and robot_io.controller.chunks <= chunks and time.monotonic() < end:  # noqa: ASYNC110

@@ -262,9 +262,9 @@ class FolderSource:
         """Create the source; nothing is read yet.
 
         Args:
-            cache: where copies are kept, the newest so many of each folder.
+            cache: folder of the copies; the newest ``max_copies`` of each folder are kept.
             seconds: for reading or copying a folder.
-            largest: bytes of all files of a policy; twice as many have to be free on the cache's disk.
+            largest: limit for the bytes of a policy; the cache's disk needs twice as many free bytes.
             roots: folders that files have to be in, wherever links lead to; anywhere when None.
         """
         self.max_copies = max_copies

@@ -112,17 +112,25 @@ class _Waiting:
     last: float
 
 
-class Debounce:
+class TriggerQueue:
     """Holds triggers until nothing further came for ``quiet`` seconds, but no longer than ``longest``."""
 
-    def __init__(self, quiet: float, longest: float):
+    def __init__(self, quiet: float, longest: float, now: Callable[[], float]):
         self.quiet = quiet
         self.longest = longest
+        self._now = now
         self._waiting: dict[Target, _Waiting] = {}
+        self._has_incoming = asyncio.Event()
 
-    def add(self, trigger: Trigger, now: float) -> None:
+    @property
+    def is_empty(self) -> bool:
+        """Whether no trigger is held."""
+        return not self._waiting
+
+    def put(self, trigger: Trigger) -> None:
         """Hold a trigger; a delivery that came before (the same id) does not make the wait longer."""
-        held = self._waiting.get(trigger.target)
+        self._has_incoming.set()
+        now, held = self._now(), self._waiting.get(trigger.target)
         if held is None:
             self._waiting[trigger.target] = _Waiting(trigger, now, now)
             return
@@ -132,8 +140,9 @@ class Debounce:
         if is_news and trigger.kind == "webhook":
             held.last = now
 
-    def due(self, now: float) -> list[Trigger]:
+    def take_due(self) -> list[Trigger]:
         """Remove and return the triggers that are due."""
+        now = self._now()
         ripe = [target for target in self._waiting if self._due_at(target) <= now]
         return [self._waiting.pop(target).trigger for target in ripe]
 
@@ -145,30 +154,11 @@ class Debounce:
         held = self._waiting[target]
         return min(held.last + self.quiet, held.first + self.longest)
 
-
-class TriggerQueue:
-    """Debounced queue of triggers."""
-
-    def __init__(self, quiet: float, longest: float, now: Callable[[], float]):
-        self._debounce = Debounce(quiet, longest)
-        self._now = now
-        self._has_incoming = asyncio.Event()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no trigger is held."""
-        return self._debounce.next_at() is None
-
-    def put(self, trigger: Trigger) -> None:
-        """Add a trigger without waiting."""
-        self._debounce.add(trigger, self._now())
-        self._has_incoming.set()
-
     async def wait_for_due(self) -> Sequence[Trigger]:
         """Wait for triggers that are due, and return them."""
-        while not (ripe := self._debounce.due(self._now())):
+        while not (ripe := self.take_due()):
             self._has_incoming.clear()
-            at = self._debounce.next_at()
+            at = self.next_at()
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if at is None else max(0.0, at - self._now())):
                     await self._has_incoming.wait()
@@ -184,7 +174,7 @@ class Retries:
         self._failed: dict[Hashable, tuple[int, float]] = {}
 
     def record_failure(self, key: Hashable, now: float) -> None:
-        """Wait, twice as long as the last time."""
+        """Start a wait that is twice as long as the wait before."""
         count = self._failed.get(key, (0, 0.0))[0]
         self._failed[key] = (count + 1, now + min(self.first * 2.0 ** min(count, 60), self.longest))
 

@@ -201,8 +201,8 @@ class Webhooks:
                 return policy
             if one := deployments.quarantine.get(os.path.expanduser(path), commit):
                 raise PolicyError(
-                    f"{commit} is in quarantine ({one.reason}: {one.text}); push another one, make the session with "
-                    f"the revision of a good one, or DELETE /quarantine/{commit} first"
+                    f"{commit} is in quarantine ({one.reason}: {one.text}); push another commit, create the session "
+                    f"with the revision of a good commit, or DELETE /quarantine/{commit} first"
                 )
             return policy
 

@@ -1,1 +1,1 @@
-"""Sessions: which exist, what each does, and what survives the process."""
+"""Sessions: their list, their life, and their records on disk."""

@@ -5,7 +5,9 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
 
 from service.control.aggregation import EnsembleAggregation
 from service.control.robot_io import RobotIO
@@ -20,20 +22,18 @@ from service.transport.link import Rooms
 _CODE = re.compile(r"([a-z]+(?:_[a-z]+)+): ")
 
 
-@dataclass(frozen=True)
-class SessionStatus:
-    """The fields of SessionStatusResponse, JSON-ready."""
-
+# A docstring would change the specified document.
+class SessionStatusResponse(BaseModel):
     session_id: str
     status: str
     policy_path: str
     policy_type: str
     camera_names: list[str]
     workspace_id: str
-    rooms: dict[str, object]
-    stats: dict[str, object]
-    inference_stats: dict[str, object] | None
-    error_message: str | None
+    rooms: dict[str, Any]
+    stats: dict[str, Any]
+    inference_stats: dict[str, Any] | None = None
+    error_message: str | None = None
 
 
 def _stop_stats(session: "BaseSession", robot_io: RobotIO | None, now: float) -> dict[str, object]:
@@ -41,7 +41,7 @@ def _stop_stats(session: "BaseSession", robot_io: RobotIO | None, now: float) ->
     found = _CODE.match(latch or "")
     return {
         "emergency_stop": latch,
-        # What stopped by itself has its code first; a person's words have none.
+        # The reason of an automatic stop begins with a code; a person's reason has none.
         "stop_code": None if latch is None else found[1] if found else "asked",
         "robot_latched": robot_io.robot_latch if robot_io else None,
         "dry_run": session.new.dry_run,
@@ -52,7 +52,8 @@ def _stop_stats(session: "BaseSession", robot_io: RobotIO | None, now: float) ->
     }
 
 
-def _progress_stats(progress: Progress) -> dict[str, object]:
+def describe_progress(progress: Progress) -> dict[str, object]:
+    """Return the step of a session's preparation, with seconds and percent until it is ready; JSON-ready."""
     if progress.stage == "ready":
         return {"progress": "ready"}
     left = progress.estimate_remaining()
@@ -93,7 +94,7 @@ def _control_stats(robot_io: RobotIO, session: "BaseSession", now: float) -> dic
     buffer, controller = robot_io.buffer, robot_io.controller
     hold = controller.hold
     return {
-        # The reference's names first.
+        # Names of the reference server.
         "inference_count": robot_io.runner.seconds["total"].count,
         "images_received": {camera: rate.count for camera, rate in buffer.frames.items()},
         "joints_received": buffer.joint_updates.count,
@@ -101,12 +102,12 @@ def _control_stats(robot_io: RobotIO, session: "BaseSession", now: float) -> dic
         "errors": robot_io.runner.errors + controller.rejected,
         "actions_in_queue": controller.queue.left,
         "policy_type": session.new.policy_type,
-        # Why it does not move.
+        # Reasons for not moving.
         "hold": hold.text if hold else None,
         "hold_code": hold.code if hold else None,
         "hold_s": round(now - hold.since, 2) if hold else None,
         "holds": controller.holds.by_reason(),
-        # What came in.
+        # Inputs.
         "camera_fps": {camera: rate.per_second(now) for camera, rate in buffer.frames.items()},
         "joints_per_second": buffer.joint_updates.per_second(now),
         "inputs_dropped": buffer.dropped.by_reason(),
@@ -114,7 +115,7 @@ def _control_stats(robot_io: RobotIO, session: "BaseSession", now: float) -> dic
         # Limits change commands, never measured values.
         "joints_clamped": controller.guard.joints.total,
         "safety": controller.guard.stats(),
-        # What went out.
+        # Outputs.
         "rate": controller.config.rate,
         "action_rate": controller.config.action_rate,
         "reads_language": robot_io.runner.loaded.requirements.language,
@@ -135,7 +136,7 @@ def _control_stats(robot_io: RobotIO, session: "BaseSession", now: float) -> dic
 
 
 def describe_overlap(robot_io: RobotIO) -> dict[str, object]:
-    """Return how a session joins chunks and when it asks for them, as it is in force; JSON-ready."""
+    """Return how a session joins chunks and when it requests them; JSON-ready."""
     config = robot_io.controller.config
     overlap = config.overlap
     return {
@@ -215,7 +216,7 @@ class BaseSession(ABC):
 
     @property
     def reason(self) -> str | None:
-        """Why it is in this stage: what ended it, or the text of an error, a timeout or an emergency stop."""
+        """Reason of this stage: text of an error, a timeout or an emergency stop."""
         return self._current_lifecycle().latch or self._current_lifecycle().reason
 
     @property
@@ -228,12 +229,12 @@ class BaseSession(ABC):
         """Whether an emergency stop waits for its reset."""
         return self._current_lifecycle().latch is not None
 
-    def status(self) -> SessionStatus:
+    def status(self) -> SessionStatusResponse:
         """Return the status that the API answers with."""
         stage = str(self.stage)
-        new, rooms, robot_io, now = self.new, self.rooms, self.robot_io, time.monotonic()
+        new, robot_io, now = self.new, self.robot_io, time.monotonic()
         stats: dict[str, object] = {
-            **_progress_stats(self.progress),
+            **describe_progress(self.progress),
             "age_s": round(now - self.created_at, 1),
             "language_instruction": new.language_instruction,
             **_policy_stats(self),
@@ -243,24 +244,29 @@ class BaseSession(ABC):
         }
         for get_stats in self.stats_sources:
             stats |= get_stats()
-        workspace = rooms.workspace_id if rooms else new.workspace_id or ""
-        return SessionStatus(
+        described = self.describe_rooms()
+        return SessionStatusResponse.model_construct(  # without validation, because this runs between ticks
             session_id=new.session_id,
             status=stage,
             policy_path=new.policy_path,
             policy_type=new.policy_type,
             camera_names=list(new.camera_names),
-            workspace_id=workspace,
-            rooms={
-                "workspace_id": workspace,
-                "camera_room_ids": dict(rooms.cameras) if rooms else {},
-                "joint_input_room_id": rooms.joint_input if rooms else None,
-                "joint_output_room_id": rooms.joint_output if rooms else None,
-            },
+            workspace_id=described["workspace_id"],
+            rooms=described,
             stats=stats,
             inference_stats=_inference_stats(robot_io, self) if robot_io else None,
             error_message=self.reason,
         )
+
+    def describe_rooms(self) -> dict[str, Any]:
+        """Return workspace and ids of its rooms; JSON-ready."""
+        rooms = self.rooms
+        return {
+            "workspace_id": rooms.workspace_id if rooms else self.new.workspace_id or "",
+            "camera_room_ids": dict(rooms.cameras) if rooms else {},
+            "joint_input_room_id": rooms.joint_input if rooms else None,
+            "joint_output_room_id": rooms.joint_output if rooms else None,
+        }
 
     def queue(self) -> dict[str, object]:
         """Return the queue of actions: due times from now, rates, ages of the input; JSON-ready."""

@@ -177,8 +177,8 @@ def reserve_rate(
         steps = math.ceil(config.action_rate / admission.per_second - 1e-9) if admission.per_second > 0 else math.inf
         if not degrade:
             raise Overloaded(
-                f"the engine has no time for this session: {admission.text}; send degrade: true to be asked for less "
-                "often, or delete another session"
+                f"the engine has no time for this session: {admission.text}; send degrade: true to run fewer "
+                "inferences, or delete another session"
             )
         if steps > config.chunk:
             raise Overloaded(

@@ -2,19 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
 from uuid import uuid4
 
 from service.errors import NotKept, ServiceError
 from service.sessions.interrupted import InterruptedSession
-from service.sessions.records import CLOSE_TIMEOUT, WRITE_TIMEOUT, Latch, Orphan, SessionRecord, SessionRecords
+from service.sessions.records import CLOSE_TIMEOUT, WRITE_TIMEOUT, Latch, SessionRecord, SessionRecords
 from service.sessions.request import NewSession
 from service.sessions.session import Session
 from service.stage import Stage
-from service.transport.link import Transport
+from service.transport.link import Orphan, Transport
 
 
 class RecordWriter:
@@ -100,27 +99,20 @@ def make_orphan(record: SessionRecord) -> Orphan | None:
 logger = logging.getLogger(__name__)
 
 
-class SharedSessions(Protocol):
-    """Shared database of sessions (`service.distributed.peers`); ``trouble`` is why it is unavailable, or None."""
-
-    trouble: str | None
-
-    async def publish(self, timeout: float | None = None) -> None:
-        """Publish all changes, or fail without an error, at the latest after ``timeout`` seconds."""
-        ...
-
-
 class SessionJournal:
     """Journal of all sessions; only `try_flush` waits, for the disk and the shared database.
 
     Attributes:
-        shared: receives changes before they are acknowledged; None without other servers.
+        publish: publishes all changes to the other servers within this number of seconds, or fails without an error;
+            None without other servers.
+        read_trouble: returns why changes cannot be published, or None.
         is_closing: whether the server ends, so that waits for the disk are short.
     """
 
     def __init__(self, records: SessionRecords):
         self._records = records
-        self.shared: SharedSessions | None = None
+        self.publish: Callable[[float | None], Awaitable[None]] | None = None
+        self.read_trouble: Callable[[], str | None] = lambda: None
         self._writers: dict[str, RecordWriter] = {}
         self.is_closing = False
 
@@ -211,8 +203,8 @@ class SessionJournal:
         """Return the warning that answers carry while something is not written down; empty when all is."""
         if self._records.trouble is not None:
             return {"warning": f"not written down, so it is lost if the server is killed: {self._records.trouble}"}
-        if self.shared is not None and self.shared.trouble is not None:
-            return {"warning": f"kept by this server, but other servers do not know of it yet: {self.shared.trouble}"}
+        if (trouble := self.read_trouble()) is not None:
+            return {"warning": f"kept by this server, but other servers do not know of it yet: {trouble}"}
         return {}
 
     async def try_flush(self, publish_timeout: float | None = None) -> None:
@@ -223,8 +215,8 @@ class SessionJournal:
         """
         with suppress(NotKept):  # The records log it.
             await self._records.flush(CLOSE_TIMEOUT if self.is_closing else WRITE_TIMEOUT)
-        if self.shared is not None and not self.is_closing:
-            await self.shared.publish(publish_timeout)
+        if self.publish is not None and not self.is_closing:
+            await self.publish(publish_timeout)
 
     def mark_shut_down(self) -> None:
         """Mark all sessions as ended in order."""
@@ -268,17 +260,11 @@ class OrphanCleaner:
         where = f"rooms {', '.join(orphan.rooms)} in workspace {orphan.workspace_id}"
         try:
             async with self._slots, asyncio.timeout(REMOVAL_TIMEOUT):
-                left = await self._transport.remove_empty_rooms(
-                    orphan.url,
-                    workspace_id=orphan.workspace_id,
-                    rooms=orphan.rooms,
-                    cameras=orphan.cameras,
-                    claim=orphan.claim,
-                )
+                left = await self._transport.remove_empty_rooms(orphan)
         except (ServiceError, TimeoutError) as error:
             left, trouble = orphan.rooms, str(error) or "no answer in time"
         else:
-            trouble = f"somebody is in {', '.join(left)}"
+            trouble = f"there are participants in {', '.join(left)}"
         if not left:
             logger.info("%s are gone", where)
             self._records.remove_orphan(orphan)

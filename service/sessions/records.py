@@ -13,6 +13,7 @@ from service.errors import NotKept
 from service.sessions.base_session import new_claim
 from service.sessions.request import NewSession
 from service.stage import Stage
+from service.transport.link import Orphan
 
 # Ids that are remembered, at most.
 MAX_LATCHES = 10_000
@@ -110,26 +111,6 @@ WRITE_TIMEOUT = 2.0
 CLOSE_TIMEOUT = 0.5
 # Seconds until what could not be written is tried again by itself.
 RETRY_DELAY = 1.0
-
-
-@dataclass(frozen=True)
-class Orphan:
-    """Rooms of a deleted session, until they are removed.
-
-    Attributes:
-        rooms: ids of all its rooms.
-        cameras: ids of its video rooms.
-        tries: number of failed removals.
-        claim: see `SessionRecord`.
-    """
-
-    id: str
-    url: str
-    workspace_id: str
-    rooms: tuple[str, ...]
-    cameras: tuple[str, ...]
-    tries: int = 0
-    claim: str | None = field(default=None, repr=False)
 
 
 class Database(Protocol):

@@ -1,4 +1,4 @@
-"""What a new session asks for: each field of `POST /sessions`, declared once, and whether that is allowed."""
+"""Request of a new session: each field of `POST /sessions`, declared once, and the checks of a request."""
 
 import asyncio
 import math
@@ -24,13 +24,13 @@ from service.transport.protocol import rooms_of
 
 # Seconds; no chunk covers more.
 MAX_ASK_AHEAD = 10
-# In place of a transport server's URL: no rooms, the robot's client comes to a door of this server.
+# Replaces a transport server's URL: there are no rooms, and the robot's client connects to this server.
 DIRECT = "direct"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SCHEMES = ("http", "https", "ws", "wss")
 
 
-# What is checked of a body beyond its types. The value that was sent is added to the message later.
+# Checks of a body beyond its types. The sent value is added to the message later.
 
 
 def _validate_name(value: str) -> str:
@@ -74,7 +74,7 @@ def _validate_text(value: str) -> str:
 def _validate_instruction(value: str) -> str:
     if CONTROL_CHARACTERS.search(value):
         raise PydanticCustomError(
-            "string_control_character", "String should have no control characters besides newline and tab"
+            "string_control_character", "String should have no control characters except newline and tab"
         )
     return value
 
@@ -243,7 +243,7 @@ ADJUSTABLE = ("overlap", "temporal_ensemble_coeff", "ask_ahead", "action_steps",
 
 @dataclass(frozen=True)
 class NewSession(SessionRequest):
-    """A requested session; ``owner`` is the name of its maker's key, or None without keys."""
+    """A requested session; ``owner`` is the owner of the caller's key, or None without keys."""
 
     owner: str | None = None
 
@@ -295,7 +295,7 @@ class SessionSettings:
     samples: int = 2048
 
     def check(self, new: NewSession) -> None:
-        """Refuse what can be refused without loading anything.
+        """Check a request without loading anything.
 
         Raises:
             InvalidRequest: with the place in the request's body.

@@ -122,10 +122,10 @@ class SessionCommander:
     def _refusal_while_still(self) -> tuple[str, str]:
         session = self._session
         if session.latch is not None:
-            return "latched", "a command that is no hold came while an emergency stop is latched"
+            return "latched", "a command other than a hold came while an emergency stop is latched"
         if session.new.dry_run:
             return "dry_run", "a command came in a dry run"
-        return "stopped", f"a command that is no hold came while it is {session.stage}"
+        return "stopped", f"a command other than a hold came while it is {session.stage}"
 
     def _is_hold(self, joints: Sequence[Json]) -> bool:
         """Return whether this is a pose that was measured just now: the arm stays where it is."""

@@ -29,7 +29,7 @@ from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Lifecycle, Move, Stage
 from service.threads import call_in_thread
-from service.transport.link import CreatedRooms, Link, Transport
+from service.transport.link import CreatedRooms, Link, LinkRequest, Transport
 from service.transport.protocol import rooms_of
 
 EVENTS = {
@@ -131,11 +131,11 @@ class Session(BaseSession):
             raise self._error
 
     def start(self) -> None:
-        """Let it move the robot."""
+        """Start to move the robot."""
         self._start_moving(Move.START)
 
     def restart(self) -> None:
-        """Stop and start in one: plans, holds and failures of before are forgotten."""
+        """Stop and start in one step, without earlier plans, holds and failures."""
         self._start_moving(Move.RESTART)
 
     def stop(self) -> None:
@@ -255,7 +255,7 @@ class Session(BaseSession):
         return self._lifecycle
 
     def _apply_event(self, event: ControlEvent) -> None:
-        """Make the move of an event, for which the robot was stopped already if it had to be."""
+        """Make the move of an event; the robot was stopped before, if the event requires it."""
         move, reason = event
         if not self._lifecycle.is_allowed(move):
             return
@@ -283,7 +283,7 @@ class Session(BaseSession):
             raise MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy; {then}")
         return self.robot_io
 
-    # Its life.
+    # From the load of the policy to the end.
 
     async def _run(self) -> None:
         # The session outlives the request that made it.
@@ -348,14 +348,10 @@ class Session(BaseSession):
                 self._event_source = robot_io
                 del loaded  # frees the weights when another policy takes over
                 self.progress.report("joining rooms")
-                async with self._transport.connect(
-                    new.transport_server_url,
-                    session_id=self.id,
-                    cameras=new.camera_names,
-                    workspace_id=new.workspace_id,
-                    inbox=robot_io,
-                    created_rooms=self._made,
-                ) as link:
+                request = LinkRequest(
+                    new.transport_server_url, self.id, new.camera_names, new.workspace_id, robot_io, self._made
+                )
+                async with self._transport.connect(request) as link:
                     self.rooms = link.rooms
                     self.robot_io = robot_io
                     await self._control_robot(robot_io, link)

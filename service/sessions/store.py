@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 from uuid import uuid4
@@ -20,12 +20,12 @@ from service.errors import (
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadPolicy
 from service.sessions.interrupted import InterruptedSession
-from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, SharedSessions, reused_rooms
-from service.sessions.records import Latch, Orphan, SessionRecord, SessionRecords
+from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, reused_rooms
+from service.sessions.records import Latch, SessionRecord, SessionRecords
 from service.sessions.request import CheckRequest, NewSession, SessionSettings, describe_shared_room
 from service.sessions.session import PublishEvent, Session
 from service.stage import MOVING, Stage
-from service.transport.link import Transport
+from service.transport.link import Orphan, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Sessions:
         return InterruptedSession(record, self.engine, self._load, self._journal.describe_latch(record.new), failure)
 
     async def create(self, new: NewSession) -> Session:
-        """Make a session and wait until it is ready; it replaces a failed or interrupted session of its owner.
+        """Create a session and wait until it is ready; it replaces a failed or interrupted session of its owner.
 
         Cancellation only ends the waiting.
 
@@ -300,9 +300,9 @@ class Sessions:
 
     # Sessions that move between servers which share a database.
 
-    def share_with(self, shared: SharedSessions) -> None:
-        """Publish changes to other servers from now on, before they are acknowledged."""
-        self._journal.shared = shared
+    def share(self, publish: Callable[[float | None], Awaitable[None]], read_trouble: Callable[[], str | None]) -> None:
+        """Publish changes to other servers from now on, before they are acknowledged; see `SessionJournal`."""
+        self._journal.publish, self._journal.read_trouble = publish, read_trouble
 
     def list_ended(self) -> Mapping[str, Latch | None]:
         """Return the ended sessions that are not published yet, with the emergency stop of their id."""
@@ -360,7 +360,7 @@ class Sessions:
         await self._journal.try_flush(STOP_PUBLISH_TIMEOUT)
         return [session.id for session in stopped if session.stage is not Stage.DELETED]
 
-    # Writing down.
+    # Records and events.
 
     def _on_session_event(self, event: str, payload: dict[str, object]) -> None:
         """Publish an event of a session, and write its record soon."""
@@ -374,7 +374,7 @@ class Sessions:
         await self._journal.try_flush(publish_timeout)
         return session
 
-    # The end.
+    # Closing.
 
     async def _run_shielded(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -94,39 +94,33 @@ class _MsgpackReader:
         self._values_left -= 1
         if self._values_left < 0:
             raise TooLarge("the msgpack has too many values; send arrays as arrays")
-        at = self._position
-        if at >= self._end:
-            raise _malformed_error()
-        first = self._body[at]
+        first = self._take(1)[0]
         if first < 0x80:
-            self._position = at + 1
             return first
         if first >= 0xE0:
-            self._position = at + 1
             return first - 0x100
-        kind = _KINDS.get(first, ("", None, 0))[0]
-        if kind == "text":
-            return self._read_text(self._read_size("text"))
-        if kind == "data":
-            return self._read_data()
-        if kind == "map" or kind == "list":
-            if depth >= _MAX_DEPTH:
-                raise _malformed_error()
-            if kind == "map":
-                return self._read_map(key, depth)
-            count = self._read_size("list")
-            return [self.read_value(key, depth + 1) for _ in range(min(count, self._values_left + 1))]
-        self._position = at + 1
         if first in _CONSTANTS:
             return _CONSTANTS[first]
-        number = _NUMBERS.get(first)
-        if number is None:
+        if first in _NUMBERS:
+            return self._unpack(_NUMBERS[first])
+        if first not in _KINDS:
             raise _malformed_error()
-        return number.unpack(self._take(number.size))[0]
+        kind, packed, size = _KINDS[first]
+        if packed is not None:
+            size = self._unpack(packed)
+        if kind == "data":
+            return self._take(size)
+        if kind == "text":
+            return self._read_text(size)
+        if depth >= _MAX_DEPTH:
+            raise _malformed_error()
+        # The limit keeps a large declared size from creating a large range.
+        items = range(min(size, self._values_left + 1))
+        return self._read_map(key, depth, items) if kind == "map" else [self.read_value(key, depth + 1) for _ in items]
 
-    def _read_map(self, key: object, depth: int) -> Any:
+    def _read_map(self, key: object, depth: int, items: range) -> Any:
         found: dict[Any, Any] = {}
-        for _ in range(min(self._read_size("map"), self._values_left + 1)):
+        for _ in items:
             name = self.read_value(depth=_MAX_DEPTH)
             if isinstance(name, memoryview) and len(name) <= 64:
                 name = bytes(name)
@@ -134,12 +128,6 @@ class _MsgpackReader:
                 raise _malformed_error()
             found[name] = self.read_value(name, depth + 1)
         return _convert_map(key, found)
-
-    def _read_data(self) -> memoryview:
-        length = self._read_size("data")
-        if length > self._end - self._position:
-            raise InvalidRequest("the msgpack is cut off", ("body",))
-        return self._take(length)
 
     def _read_text(self, length: int) -> str:
         if length > _MAX_TEXT:
@@ -149,16 +137,8 @@ class _MsgpackReader:
         except UnicodeDecodeError:
             raise _malformed_error() from None
 
-    def _read_size(self, expected: str) -> int:
-        """Read the length of a value of the expected kind."""
-        at = self._position
-        if at >= self._end:
-            raise _malformed_error()
-        kind, packed, known = _KINDS.get(self._body[at], ("", None, 0))
-        if kind != expected:
-            raise _malformed_error()
-        self._position = at + 1
-        return known if packed is None else packed.unpack(self._take(packed.size))[0]
+    def _unpack(self, packed: struct.Struct) -> Any:
+        return packed.unpack(self._take(packed.size))[0]
 
     def _take(self, length: int) -> memoryview:
         start, end = self._position, self._position + length

@@ -6,17 +6,18 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from service.sessions.request import DIRECT
 from service.threads import call_in_thread
 from service.transport.link import (
-    CreatedRooms,
     Inbox,
     JointValue,
     Link,
     LinkDown,
+    LinkRequest,
     LinkUp,
+    Orphan,
     RobotLatch,
     RobotLeft,
     Rooms,
@@ -107,19 +108,11 @@ class DirectTransport:
         self.links: dict[str, DirectLink] = {}
 
     @asynccontextmanager
-    async def connect(
-        self,
-        url: str,
-        *,
-        session_id: str,
-        cameras: Sequence[str],
-        workspace_id: str | None,
-        inbox: Inbox,
-        created_rooms: CreatedRooms | None = None,
-    ) -> AsyncIterator[DirectLink]:
+    async def connect(self, request: LinkRequest) -> AsyncIterator[DirectLink]:
         """Open a link that is down until a client connects."""
-        link = self.links[session_id] = DirectLink(Rooms(workspace_id or ""), inbox)
-        inbox.on_event(LinkDown(STREAM_ROOM, "no client is connected to the session's stream"))
+        session_id = request.session_id
+        link = self.links[session_id] = DirectLink(Rooms(request.workspace_id or ""), request.inbox)
+        request.inbox.on_event(LinkDown(STREAM_ROOM, "no client is connected to the session's stream"))
         try:
             yield link
         finally:
@@ -128,9 +121,7 @@ class DirectTransport:
             for watcher in tuple(link.listeners):
                 watcher.on_session_event("session.deleted", {"session_id": session_id})
 
-    async def remove_empty_rooms(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
-    ) -> Sequence[str]:
+    async def remove_empty_rooms(self, orphan: Orphan) -> Sequence[str]:
         """Do nothing, because there are no rooms."""
         return ()
 
@@ -171,14 +162,14 @@ class TransportByUrl:
         return self._rooms
 
     @asynccontextmanager
-    async def connect(self, url: str, **options: Any) -> AsyncIterator[Link]:
+    async def connect(self, request: LinkRequest) -> AsyncIterator[Link]:
         """Connect with the transport that the URL asks for."""
-        async with (await self._choose(url)).connect(url, **options) as link:
+        async with (await self._choose(request.url)).connect(request) as link:
             yield link
 
-    async def remove_empty_rooms(self, url: str, **options: Any) -> Sequence[str]:
+    async def remove_empty_rooms(self, orphan: Orphan) -> Sequence[str]:
         """Remove rooms with the transport that the URL asks for."""
-        return await (await self._choose(url)).remove_empty_rooms(url, **options)
+        return await (await self._choose(orphan.url)).remove_empty_rooms(orphan)
 
     async def _choose(self, url: str) -> Transport:
         # Direct sessions wait, too, because an import on another thread delays ticks.

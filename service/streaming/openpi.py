@@ -229,7 +229,7 @@ class OpenpiProtocol:
                 if self._previous_seconds is not None:
                     with suppress(UnknownSession):
                         await self._stop("the key of the openpi client is no longer accepted")
-                self._socket.close(1008, "the key does not count any more")
+                self._socket.close(1008, "the key is no longer accepted")
                 raise SocketClosed
 
     def _close_with_error(self, text: str) -> None:

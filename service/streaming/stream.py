@@ -285,7 +285,7 @@ class Stream:
                 key_checked_at = time.monotonic()
                 if not self._is_still_authorized():
                     await self._stop_unauthorized()
-                    self._socket.close(1008, "the key does not count any more")
+                    self._socket.close(1008, "the key is no longer accepted")
                     return
             try:
                 link = self._join()

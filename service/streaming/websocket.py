@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 from sanic.server.websockets.impl import WebsocketImplProtocol
+from websockets.exceptions import ProtocolError
+from websockets.frames import Close, Frame, Opcode
 
 from service.http.fair_queue import MESSAGE, FairQueue
 from service.http.limits import source_key
@@ -24,7 +26,6 @@ from service.http.protocol import DeadlineProtocol
 TEXT, BINARY, CLOSE, PING, PONG = 0x1, 0x2, 0x8, 0x9, 0xA
 _CONTROL_BIT = 0x8
 _TWO, _EIGHT = struct.Struct(">H"), struct.Struct(">Q")
-_HEAD_2, _HEAD_4, _HEAD_10 = struct.Struct(">BB"), struct.Struct(">BBH"), struct.Struct(">BBQ")
 
 
 class BadFrame(Exception):
@@ -88,13 +89,10 @@ def parse_close(data: bytes) -> bytes:
     Raises:
         BadFrame: the code may not be sent, or the reason is not UTF-8.
     """
-    if not data:
-        return b""
-    code = int.from_bytes(data[:2], "big") if len(data) > 1 else 0
-    if not (1000 <= code <= 1003 or 1007 <= code <= 1014 or 3000 <= code <= 4999):
-        raise BadFrame(1002, "a close without a code that may be sent")
     try:
-        data[2:].decode()
+        Close.parse(data)
+    except ProtocolError:
+        raise BadFrame(1002, "a close without a code that may be sent") from None
     except UnicodeDecodeError:
         raise BadFrame(1007, "text is not UTF-8") from None
     return data[:2]
@@ -109,16 +107,6 @@ def unmask(data: np.ndarray, mask: bytes) -> None:
     rest = data[even:]
     if len(rest):
         np.bitwise_xor(rest, np.frombuffer((mask * 2)[: len(rest)], np.uint8), out=rest)
-
-
-def build_header(opcode: int, length: int) -> bytes:
-    """Build the header of a whole frame of a server, without a mask."""
-    first = 0x80 | opcode
-    if length < 126:
-        return _HEAD_2.pack(first, length)
-    if length < 1 << 16:
-        return _HEAD_4.pack(first, 126, length)
-    return _HEAD_10.pack(first, 127, length)
 
 
 _SCRATCH_BYTES = 2048  # Size of the buffer for headers and short messages.
@@ -571,8 +559,7 @@ class StreamSocket(asyncio.BufferedProtocol):
     def _write(self, opcode: int, pieces: Sequence[bytes | memoryview]) -> None:
         if self._transport is None or self._transport.is_closing() or self._is_closing:
             return
-        length = sum(len(piece) for piece in pieces)
-        self._transport.write(b"".join((build_header(opcode, length), *pieces)))
+        self._transport.write(Frame(Opcode(opcode), b"".join(pieces)).serialize(mask=False))
 
     def _wake_receiver(self) -> None:
         if self._waiter is not None and not self._waiter.done():

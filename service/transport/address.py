@@ -241,7 +241,7 @@ class Destinations:
                 raise _host_error(f"is {reason}; sessions are never sent there")
             if not (
                 (inner.is_loopback and (is_localhost(host) or host == str(inner)))
-                or (port == self._own_port() and _is_own_address(inner))
+                or (port == self._own_port() and is_own_address(inner))
                 or any(
                     entry.matches_name(host, port) or entry.matches_address(inner, port)
                     for entry in self._allowed_hosts
@@ -269,7 +269,7 @@ def is_localhost(host: str) -> bool:
     return host == "localhost" or host.endswith(".localhost")
 
 
-def _is_own_address(address: IpAddress) -> bool:
+def is_own_address(address: IpAddress) -> bool:
     """Whether this machine has the address: the system would send from it to itself. Nothing is sent."""
     if address.is_loopback:
         return True

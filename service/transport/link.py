@@ -133,20 +133,51 @@ class CreatedRooms(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LinkRequest:
+    """What a session connects to.
+
+    Attributes:
+        url: the transport server, or ``direct``.
+        cameras: names of the cameras.
+        workspace_id: workspace of the rooms; None for a new one.
+        inbox: receives the data of the link.
+        created_rooms: rooms of the session that this server created before; None without a record.
+    """
+
+    url: str
+    session_id: str
+    cameras: Sequence[str]
+    workspace_id: str | None
+    inbox: Inbox
+    created_rooms: CreatedRooms | None = None
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """Rooms of a deleted session, until they are removed.
+
+    Attributes:
+        rooms: ids of all its rooms.
+        cameras: ids of its video rooms.
+        tries: number of failed removals.
+        claim: secret by which the transport server recognizes the session, or None.
+    """
+
+    id: str
+    url: str
+    workspace_id: str
+    rooms: tuple[str, ...]
+    cameras: tuple[str, ...]
+    tries: int = 0
+    claim: str | None = field(default=None, repr=False)
+
+
 class Transport(Protocol):
     """Creates links of sessions."""
 
-    def connect(
-        self,
-        url: str,
-        *,
-        session_id: str,
-        cameras: Sequence[str],
-        workspace_id: str | None,
-        inbox: Inbox,
-        created_rooms: CreatedRooms | None = None,
-    ) -> AbstractAsyncContextManager[Link]:
-        """Create and join the rooms, deliver to ``inbox`` until the context ends, then leave.
+    def connect(self, request: LinkRequest) -> AbstractAsyncContextManager[Link]:
+        """Create and join the rooms, deliver to the inbox until the context ends, then leave.
 
         Existing rooms are joined and kept at the end, except ``created_rooms``.
 
@@ -155,8 +186,6 @@ class Transport(Protocol):
         """
         ...
 
-    async def remove_empty_rooms(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
-    ) -> Sequence[str]:
-        """Remove empty rooms (``cameras`` are video rooms) of a session's ``claim``; returns the occupied rooms."""
+    async def remove_empty_rooms(self, orphan: Orphan) -> Sequence[str]:
+        """Remove the empty rooms of a deleted session; returns the occupied rooms."""
         ...

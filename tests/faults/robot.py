@@ -115,7 +115,7 @@ async def witness(
     """Somebody else in the room of the commands, who hears them when the robot is dead."""
     heard = JointRoomListener(lambda: None, lambda stop: None, on_command)
     async with http_session() as session:
-        api = RoomsApi(session, Address.parse(url), QUICK.request)
+        api = RoomsApi(session, Address.parse(url), QUICK)
         connection = RoomConnection(
             api,
             Kind.ROBOTICS,
@@ -124,7 +124,6 @@ async def witness(
             id_prefix="witness",
             role=Role.CONSUMER,
             listener=heard,
-            timeouts=QUICK,
         )
         heard.connection = connection
         await connection.open()

@@ -108,7 +108,7 @@ async def test_blocked_loop_is_logged_while_the_robot_holds(place: Place, moving
     assert held_at is not None
     assert follower.hold == "no command for 500 ms"
     assert held_at - began <= PATIENCE + 0.2 + arm.meter.worst(began)
-    assert " in block (faults/scripted_server.py:" in await _until_logged(place, said, "loop is blocked since")
+    assert " in block (faults/scripted_server.py:" in await _until_logged(place, said, "loop has been blocked for")
     await _until_logged(place, said, "loop was blocked for")
     # The first look after the block may be answered before the first tick after it.
     await arm.until(lambda session: is_moving(session) and "paused" in session["stats"]["holds"])
@@ -152,7 +152,7 @@ async def test_f24_robot_of_a_paused_process_replans(place: Place, moving: tuple
     resumed = time.monotonic()
     place.server.send(signal.SIGCONT)
     assert arm.first_observation(await arm.moves(20)) > resumed - 0.1
-    await _until_logged(place, said, "this process stood still for")
+    await _until_logged(place, said, "this process was paused for")
     after = await _figures(place.server.url)
     assert after["process_paused_total"] == before["process_paused_total"] + 1
     assert after["process_paused_seconds_total"] - before["process_paused_seconds_total"] >= 0.8 * PAUSE
@@ -251,7 +251,7 @@ def test_sigterm_ends_a_server_blocked_in_python(tmp_path: Path) -> None:
             running.send(signal.SIGTERM)
             time.sleep(0.1)
         assert running.ended(30) == -signal.SIGKILL
-        assert "its event loop is blocked, and it was asked again" in running.words()
+        assert "its event loop is blocked, and it was signalled again" in running.words()
         assert "in block" in running.words()
 
 

@@ -37,7 +37,8 @@ from service.dashboard import live
 from service.http import array_formats
 from service.http import bodies as body
 from service.http import bodies as reason
-from service.http.array_formats import ARRAY_FORMATS, ArrayLimits, choose_answer_format
+from service.http.array_formats import ARRAY_FORMATS, ARRAY_FORMS, ArrayLimits
+from service.http.bodies import choose_form
 from service.http.origins import Origins
 from service.sessions import request as session_request
 from service.streaming import codec, observation
@@ -338,7 +339,7 @@ def head_readers() -> Iterator[Reader]:
         yield Reader(f"a content type {what}", parse_content_header, repeated(what, "a/b;"), HEAD)
         yield Reader(
             f"an Accept {what}",
-            lambda accept: choose_answer_format(accept, ARRAY_FORMATS[0]),
+            lambda accept: choose_form(accept, ARRAY_FORMATS[0], ARRAY_FORMS),
             repeated(what + ","),
             HEAD,
         )

@@ -543,6 +543,7 @@ class Signals:
         self.rejoined: list[str] = []
         self.participant_id, self.workspace, self.kind = "server", "w", None
         self.presence = SimpleNamespace(producer="p", consumers=frozenset())
+        self.timeouts = QUICK
 
     async def post_signal(self, workspace: str, room: str, sender: str, message: Any) -> None:
         self.sent.append(message)
@@ -561,7 +562,7 @@ class Signals:
 async def receiver():
     signals = Signals()
     inbox = SimpleNamespace(on_frame=lambda *each: None, on_joints=lambda *each: None, on_event=lambda event: None)
-    made = CameraReceiver("front", "room", signals, inbox, QUICK, ())  # type: ignore[arg-type]
+    made = CameraReceiver("front", "room", signals, inbox, ())  # type: ignore[arg-type]
     made.signals = signals  # type: ignore[attr-defined]
     task = asyncio.create_task(made.run(signals))  # type: ignore[arg-type]
     yield made
@@ -628,7 +629,7 @@ async def test_a_camera_is_sent_to_a_bounded_number_of_viewers(monkeypatch):
 
     monkeypatch.setattr(Peer, "create_offer", offer)
     signals = Signals()
-    sender = CameraSender(Camera(25), "room", signals, QUICK, (), lambda stop: None)  # type: ignore[arg-type]
+    sender = CameraSender(Camera(25), "room", signals, (), lambda stop: None)  # type: ignore[arg-type]
     task = asyncio.create_task(sender.run(signals))  # type: ignore[arg-type]
     for number in range(50):
         sender.on_message(ParticipantJoined("room", f"viewer-{number}", Role.CONSUMER), 0.0)

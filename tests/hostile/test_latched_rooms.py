@@ -15,9 +15,9 @@ import pytest
 from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, JointValue, Rooms
-from service.transport.server.app import serve_transport
 from tests.testing import rig
 from tests.testing.rig import expect_ok, expect_refusal
+from tests.testing.rooms_server import serve_transport
 from tests.testing.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}

@@ -13,7 +13,7 @@ from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError, ObservationError
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, PROMPT_CUT, TASK
 from service.errors import TransportError
-from service.transport.link import CreatedRooms, EmergencyStop, Inbox, JointValue, LinkDown, LinkUp, Rooms
+from service.transport.link import EmergencyStop, Inbox, JointValue, LinkDown, LinkRequest, LinkUp, Orphan, Rooms
 from service.transport.protocol import rooms_of
 
 
@@ -113,22 +113,14 @@ class MemoryTransport:
         return self.links[-1]
 
     @asynccontextmanager
-    async def connect(
-        self,
-        url: str,
-        *,
-        session_id: str,
-        cameras: Sequence[str],
-        workspace_id: str | None,
-        inbox: Inbox,
-        created_rooms: CreatedRooms | None = None,
-    ) -> AsyncIterator[MemoryLink]:
-        rooms = rooms_of(session_id, cameras, workspace_id)
+    async def connect(self, request: LinkRequest) -> AsyncIterator[MemoryLink]:
+        rooms = rooms_of(request.session_id, request.cameras, request.workspace_id)
+        created_rooms = request.created_rooms
         if self.gate is not None:
             await self.gate.wait()
         if self.refuse is not None:
             raise self.refuse
-        link = MemoryLink(rooms, cameras, inbox, self._clock)
+        link = MemoryLink(rooms, request.cameras, request.inbox, self._clock)
         ours: dict[str, str] = {}
         for room in link._named(None):
             name = f"{rooms.workspace_id}/{room}"
@@ -149,13 +141,11 @@ class MemoryTransport:
                 await self.leaving.wait()
             self.existing -= {name for name, room in ours.items() if created_rooms is None or room in created_rooms}
 
-    async def remove_empty_rooms(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
-    ) -> Sequence[str]:
+    async def remove_empty_rooms(self, orphan: Orphan) -> Sequence[str]:
         if self.refuse is not None:
             raise self.refuse
-        left = [room for room in rooms if f"{workspace_id}/{room}" in self.occupied]
-        self.existing -= {f"{workspace_id}/{room}" for room in rooms if room not in left}
+        left = [room for room in orphan.rooms if f"{orphan.workspace_id}/{room}" in self.occupied]
+        self.existing -= {f"{orphan.workspace_id}/{room}" for room in orphan.rooms if room not in left}
         return left
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from service.errors import TransportError
 from service.http.limits import Bucket
-from service.transport.client.connection import RoomConnection, RoomListener, TransportTimeouts
+from service.transport.client.connection import RoomConnection, RoomListener
 from service.transport.client.joint_rooms import SessionRoomListener
 from service.transport.client.rest import Presence, RoomsApi
 from service.transport.link import Inbox
@@ -48,13 +48,12 @@ class CameraReceiver(SessionRoomListener):
         room: str,
         api: RoomsApi,
         inbox: Inbox,
-        timeouts: TransportTimeouts,
         ice_servers: Sequence[str],
     ):
         super().__init__(room, inbox)
         self.camera = camera
         self._api = api
-        self._timeouts = timeouts
+        self._timeouts = api.timeouts
         self._ice_servers = ice_servers
         self._signals: asyncio.Queue[ConsumerSignal] = asyncio.Queue(MAX_SIGNALS)
         self._candidates = EarlyCandidates()
@@ -67,7 +66,7 @@ class CameraReceiver(SessionRoomListener):
         self._counts: dict[str, int] = {"offers": 0, "refused_offers": 0, "asked_again": 0, "signals_dropped": 0}
         self._counts |= dict.fromkeys(self._decoder.get_counts(), 0)
         self._fault: str | None = None
-        self._rejoin_wait = timeouts.ask_first
+        self._rejoin_wait = api.timeouts.ask_first
         self._rejoin_at = 0.0
         self._last_error: str | None = None
 
@@ -224,14 +223,13 @@ class CameraSender(RoomListener):
         camera: Camera,
         room: str,
         api: RoomsApi,
-        timeouts: TransportTimeouts,
         ice_servers: Sequence[str],
         on_stop: Callable[[StopMessage], None],
     ):
         self.camera = camera
         self.room = room
         self._api = api
-        self._timeouts = timeouts
+        self._timeouts = api.timeouts
         self._ice_servers = ice_servers
         self._on_stop = on_stop
         self._signals: asyncio.Queue[ProducerSignal] = asyncio.Queue(MAX_SIGNALS)

@@ -8,13 +8,12 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
 
 import aiohttp
 
 from service.errors import TransportError
 from service.transport.address import Kind
-from service.transport.client.rest import Presence, RoomsApi, to_transport_error
+from service.transport.client.rest import Presence, RoomsApi, TransportTimeouts, to_transport_error
 from service.transport.protocol import (
     MAX_FRAME_BYTES,
     Error,
@@ -30,37 +29,6 @@ from service.transport.protocol import (
     create_participant_id,
     parse_message,
 )
-
-
-@dataclass(frozen=True)
-class TransportTimeouts:
-    """Timeouts and intervals of a link, in seconds.
-
-    Attributes:
-        join: from opening a socket to ``joined``.
-        heartbeat: between heartbeats, and between checks of a room's participants.
-        missed: number of unanswered heartbeats after which the link is lost.
-        retry_first, retry_longest: wait before joining again, doubled each time, with full jitter.
-        leave: for the closing handshake, and again for removing the rooms.
-        greet: from a producer's join to its offers to earlier consumers.
-        connect, silence: without a connected peer, and without a picture from it, before a new offer is requested.
-        ask_first, ask_longest: between such requests, doubled each time until a picture arrives.
-    """
-
-    join: float = 5.0
-    request: float = 5.0
-    heartbeat: float = 5.0
-    missed: int = 2
-    retry_first: float = 0.25
-    retry_longest: float = 10.0
-    leave: float = 1.0
-    greet: float = 0.1
-    answer: float = 10.0
-    connect: float = 15.0
-    silence: float = 10.0
-    ask_first: float = 5.0
-    ask_longest: float = 60.0
-
 
 # Bytes that may wait in this process and in the kernel. Further commands (350 bytes for six joints) are refused.
 MAX_SEND_BUFFER = 4096
@@ -105,7 +73,6 @@ class Membership:
         room: str,
         participant_id: str,
         role: Role,
-        timeouts: TransportTimeouts,
     ) -> "Membership":
         """Open a room's WebSocket and join.
 
@@ -113,7 +80,7 @@ class Membership:
             JoinRefused: the server answered with an error.
             TransportError: the server cannot be reached, does not answer in time, or closed the socket.
         """
-        url = api.address.socket_url(kind, workspace, room)
+        url, timeouts = api.address.socket_url(kind, workspace, room), api.timeouts
         what = f"joining {url} as {role}"
         opened: aiohttp.ClientWebSocketResponse | None = None
         try:
@@ -365,7 +332,6 @@ class RoomConnection:
         id_prefix: str,
         role: Role,
         listener: RoomListener,
-        timeouts: TransportTimeouts,
         create_room: Callable[[], Awaitable[None]] | None = None,
     ):
         self.kind = kind
@@ -376,7 +342,6 @@ class RoomConnection:
         self._id_prefix = id_prefix
         self._role = role
         self._listener = listener
-        self._timeouts = timeouts
         self._create_room = create_room
         self._membership: Membership | None = None
         self._totals: dict[str, int] = dict.fromkeys(("sent", "refused", "expired", "received", "malformed"), 0)
@@ -415,7 +380,7 @@ class RoomConnection:
                 )
                 attempt = 0 if self._membership.rtt is not None else attempt
                 await self._drop_membership(reason)
-            await asyncio.sleep(retry_delay(attempt, self._timeouts))
+            await asyncio.sleep(retry_delay(attempt, self._api.timeouts))
             attempt += 1
             try:
                 await self.open()
@@ -455,7 +420,7 @@ class RoomConnection:
     async def _join_once(self) -> Membership:
         room = self._api, self.kind, self.workspace, self.room
         participant_id = create_participant_id(self._id_prefix, self._role)
-        return await Membership.join(*room, participant_id, self._role, self._timeouts)
+        return await Membership.join(*room, participant_id, self._role)
 
     async def _drop_membership(self, reason: str) -> None:
         lost = self._membership

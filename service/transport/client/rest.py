@@ -99,13 +99,43 @@ def to_transport_error(error: Exception, what: str, base: str) -> TransportError
     return TransportError(f"{what}: {type(error).__name__} {error}".rstrip() + f"; check that {base} is healthy")
 
 
-class RoomsApi:
-    """REST calls of one transport server; every failure is a ``TransportError``."""
+@dataclass(frozen=True)
+class TransportTimeouts:
+    """Timeouts and intervals of a link, in seconds.
 
-    def __init__(self, session: aiohttp.ClientSession, address: Address, timeout: float = 5.0):
+    Attributes:
+        join: from opening a socket to ``joined``.
+        heartbeat: between heartbeats, and between checks of a room's participants.
+        missed: number of unanswered heartbeats after which the link is lost.
+        retry_first, retry_longest: wait before joining again, doubled each time, with full jitter.
+        leave: for the closing handshake, and again for removing the rooms.
+        greet: from a producer's join to its offers to earlier consumers.
+        connect, silence: without a connected peer, and without a picture from it, before a new offer is requested.
+        ask_first, ask_longest: between such requests, doubled each time until a picture arrives.
+    """
+
+    join: float = 5.0
+    request: float = 5.0
+    heartbeat: float = 5.0
+    missed: int = 2
+    retry_first: float = 0.25
+    retry_longest: float = 10.0
+    leave: float = 1.0
+    greet: float = 0.1
+    answer: float = 10.0
+    connect: float = 15.0
+    silence: float = 10.0
+    ask_first: float = 5.0
+    ask_longest: float = 60.0
+
+
+class RoomsApi:
+    """REST calls of one transport server, and the timeouts of links to it; every failure is a ``TransportError``."""
+
+    def __init__(self, session: aiohttp.ClientSession, address: Address, timeouts: TransportTimeouts | None = None):
         self.session = session
         self.address = address
-        self.timeout = timeout
+        self.timeouts = timeouts or TransportTimeouts()
 
     async def create_room(self, kind: Kind, workspace: str, room: str) -> None:
         """Create a room. The server replaces an existing room with this id, so check its presence first."""
@@ -153,7 +183,7 @@ class RoomsApi:
         """
         what = f"{method} {url}"
         try:
-            async with asyncio.timeout(self.timeout), self.session.request(method, url, json=body) as response:
+            async with asyncio.timeout(self.timeouts.request), self.session.request(method, url, json=body) as response:
                 text = bytearray()
                 async for piece in response.content.iter_chunked(1 << 16):
                     text += piece

@@ -14,8 +14,8 @@ import numpy as np
 from service.errors import TransportError
 from service.transport.address import Address, Kind
 from service.transport.client.camera_rooms import CameraSender
-from service.transport.client.connection import RoomConnection, RoomListener, TransportTimeouts
-from service.transport.client.rest import RedirectRefused, RoomsApi, http_session
+from service.transport.client.connection import RoomConnection, RoomListener
+from service.transport.client.rest import RedirectRefused, RoomsApi, TransportTimeouts, http_session
 from service.transport.client.room_keys import auth_headers
 from service.transport.client.rooms_link import run_beside
 from service.transport.link import EmergencyStop, Rooms
@@ -69,12 +69,11 @@ async def connect_robot(
         InvalidRequest: the URL or the key is invalid.
         TransportError: the server cannot be reached, or a room is unknown or has another robot.
     """
-    pace = pace or TransportTimeouts()
     address = Address.parse(url)
     async with http_session(headers=auth_headers(key)) as session:
-        api = RoomsApi(session, address, pace.request)
+        api = RoomsApi(session, address, pace)
         latch = SessionLatch(api, Address.parse(sessions or url), session_of(rooms.joint_output))
-        robot = Robot(api, rooms, name, rate, pace, ice_servers, on_command, latch)
+        robot = Robot(api, rooms, name, rate, ice_servers, on_command, latch)
         robot.on_emergency_stop = on_emergency_stop
         try:
             await robot.open()
@@ -100,7 +99,6 @@ class Robot:
         rooms: Rooms,
         name: str,
         rate: float,
-        timeouts: TransportTimeouts,
         ice_servers: Sequence[str],
         on_command: OnCommand,
         session_latch: "SessionLatch",
@@ -110,7 +108,7 @@ class Robot:
         self.commands = self.refused = 0
         self.latch: str | None = None
         self._session_latch = session_latch
-        self._leave_timeout = timeouts.leave
+        self._leave_timeout = api.timeouts.leave
         self._latched_at = 0.0
         self._is_confirmed = False  # Whether the session's server reported this latch.
         self._is_refusing = False
@@ -120,7 +118,7 @@ class Robot:
         self._pose: dict[str, float] = {}
         self._cameras = {camera: Camera(rate) for camera in rooms.cameras}
         self._senders = {
-            camera: CameraSender(self._cameras[camera], room, api, timeouts, ice_servers, self._on_stop)
+            camera: CameraSender(self._cameras[camera], room, api, ice_servers, self._on_stop)
             for camera, room in rooms.cameras.items()
         }
         self._input_listener = JointRoomListener(self._report_pose, self._on_stop)
@@ -135,7 +133,6 @@ class Robot:
                 id_prefix=f"{name}-{suffix}",
                 role=role,
                 listener=listener,
-                timeouts=timeouts,
             )
 
         self._input = room(Kind.ROBOTICS, rooms.joint_input, "joint-input", Role.PRODUCER, self._input_listener)

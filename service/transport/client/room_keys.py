@@ -1,7 +1,6 @@
 """API keys for transport servers: this process's own key, and a file with keys for other servers."""
 
 import ipaddress
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
@@ -9,7 +8,7 @@ from urllib.parse import SplitResult, urlsplit
 from service.auth.keys import OwnKey
 from service.errors import InvalidRequest, TransportError
 from service.reloading_file import FileUnusable, ReloadingFile
-from service.transport.address import Address
+from service.transport.address import Address, is_own_address
 
 FORBIDDEN_MODE = 0o027
 # Header with a session's secret, which limits commands of its robot to the session; other servers ignore it.
@@ -98,15 +97,8 @@ def _is_of_this_machine(named: str, version: int) -> bool:
         address = ipaddress.ip_address(named)
     except ValueError:
         return False
-    if address.version != version or address.is_unspecified or address.is_multicast:
-        return False
-    family = socket.AF_INET if version == 4 else socket.AF_INET6
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((named, 0))  # It succeeds only for an address of this machine.
-        except OSError:
-            return False
-    return True
+    is_single = address.version == version and not address.is_unspecified and not address.is_multicast
+    return is_single and is_own_address(address)
 
 
 def _origin(parts: SplitResult) -> str:

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from service.errors import RobotTaken, TransportError
 from service.transport.address import Address, Destinations, Kind
 from service.transport.client.camera_rooms import CameraReceiver
-from service.transport.client.connection import JoinRefused, RoomConnection, RoomListener, TransportTimeouts
+from service.transport.client.connection import JoinRefused, RoomConnection, RoomListener
 from service.transport.client.joint_rooms import JointInputListener, JointOutputListener
-from service.transport.client.rest import RoomsApi, http_session
+from service.transport.client.rest import RoomsApi, TransportTimeouts, http_session
 from service.transport.client.room_keys import CLAIM_HEADER, RoomKeys
-from service.transport.link import CreatedRooms, Inbox, JointValue, Rooms
+from service.transport.link import JointValue, LinkRequest, Orphan
 from service.transport.protocol import JointUpdate, Role, rooms_of
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class RoomsTransport:
         destinations: Destinations | None = None,
         keys: RoomKeys | None = None,
     ):
-        self._timeouts = timeouts or TransportTimeouts()
+        self._timeouts = timeouts
         self._ice_servers = tuple(ice_servers)
         self._destinations = destinations
         self._keys = keys
@@ -53,20 +53,11 @@ class RoomsTransport:
             headers[CLAIM_HEADER] = claim
         connector = None if self._destinations is None else await self._destinations.create_connector(url)
         async with http_session(connector, headers) as session:
-            yield RoomsApi(session, address, self._timeouts.request)
+            yield RoomsApi(session, address, self._timeouts)
 
     @asynccontextmanager
-    async def connect(
-        self,
-        url: str,
-        *,
-        session_id: str,
-        cameras: Sequence[str],
-        workspace_id: str | None,
-        inbox: Inbox,
-        created_rooms: CreatedRooms | None = None,
-    ) -> AsyncIterator["RoomsLink"]:
-        """Create and join the rooms, deliver to ``inbox`` until the context ends, then leave.
+    async def connect(self, request: LinkRequest) -> AsyncIterator["RoomsLink"]:
+        """Create and join the rooms, deliver to the inbox until the context ends, then leave.
 
         At the end, only rooms of this link and ``created_rooms`` (rooms from before a restart) are removed.
 
@@ -74,9 +65,8 @@ class RoomsTransport:
             InvalidRequest: the URL or a name is invalid, or the URL is not allowed.
             TransportError: the server cannot be reached, refused, or is not a RobotHub server.
         """
-        rooms = rooms_of(session_id, cameras, workspace_id)
-        async with self._open_api(url, session_id) as api:
-            link = RoomsLink(rooms, session_id, api, inbox, self._timeouts, self._ice_servers, created_rooms)
+        async with self._open_api(request.url, request.session_id) as api:
+            link = RoomsLink(request, api, self._ice_servers)
             try:
                 await link.open()
                 async with run_beside(*link.tasks()):
@@ -84,46 +74,34 @@ class RoomsTransport:
             finally:
                 await link.close()
 
-    async def remove_empty_rooms(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
-    ) -> Sequence[str]:
+    async def remove_empty_rooms(self, orphan: Orphan) -> Sequence[str]:
         """Remove empty rooms; returns the occupied rooms. Raises as ``connect``."""
         left = []
-        async with self._open_api(url, None, claim) as api:
-            for room in rooms:
-                kind = Kind.VIDEO if room in cameras else Kind.ROBOTICS
-                presence = await api.get_presence(kind, workspace_id, room)
+        async with self._open_api(orphan.url, None, orphan.claim) as api:
+            for room in orphan.rooms:
+                kind = Kind.VIDEO if room in orphan.cameras else Kind.ROBOTICS
+                presence = await api.get_presence(kind, orphan.workspace_id, room)
                 if presence is None:
                     continue
                 if presence.producer is not None or presence.consumers:
                     left.append(room)
                 else:
-                    await api.delete_room(kind, workspace_id, room)
+                    await api.delete_room(kind, orphan.workspace_id, room)
         return left
 
 
 class RoomsLink:
     """The ``Link`` of one session over its rooms."""
 
-    def __init__(
-        self,
-        rooms: Rooms,
-        session_id: str,
-        api: RoomsApi,
-        inbox: Inbox,
-        timeouts: TransportTimeouts,
-        ice_servers: Sequence[str],
-        created_rooms: CreatedRooms | None = None,
-    ):
-        self.rooms = rooms
+    def __init__(self, request: LinkRequest, api: RoomsApi, ice_servers: Sequence[str]):
+        rooms = self.rooms = rooms_of(request.session_id, request.cameras, request.workspace_id)
+        inbox = request.inbox
         self._api = api
-        self._timeouts = timeouts
         self._rooms_to_remove: dict[str, Kind] = {}
-        self._created_rooms = created_rooms
+        self._created_rooms = request.created_rooms
         self._input_listener = JointInputListener(rooms, api, inbox)
         self._receivers = {
-            room: CameraReceiver(camera, room, api, inbox, timeouts, ice_servers)
-            for camera, room in rooms.cameras.items()
+            room: CameraReceiver(camera, room, api, inbox, ice_servers) for camera, room in rooms.cameras.items()
         }
 
         def connection(kind: Kind, room: str, name: str, role: Role, listener: RoomListener) -> RoomConnection:
@@ -132,10 +110,9 @@ class RoomsLink:
                 kind,
                 rooms.workspace_id,
                 room,
-                id_prefix=f"{session_id}-{name}",
+                id_prefix=f"{request.session_id}-{name}",
                 role=role,
                 listener=listener,
-                timeouts=timeouts,
                 create_room=lambda: self._ensure_room(kind, room),
             )
 
@@ -222,7 +199,7 @@ class RoomsLink:
             if self._created_rooms is None or room in self._created_rooms
         ]
         try:
-            async with asyncio.timeout(self._timeouts.leave):
+            async with asyncio.timeout(self._api.timeouts.leave):
                 deletions = (self._api.delete_room(kind, self.rooms.workspace_id, room) for room, kind in created)
                 gone = await asyncio.gather(*deletions, return_exceptions=True)
         except TimeoutError:

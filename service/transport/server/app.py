@@ -4,8 +4,7 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from urllib.parse import unquote
@@ -20,8 +19,8 @@ from service.auth.guard import Guard
 from service.auth.tokens import LIFETIME
 from service.http.bodies import json_response
 from service.http.limits import Connections
-from service.http.origins import Origins, add_security_headers, answer_preflight
-from service.http.server import listen, run, serve_app
+from service.http.origins import Origins, add_security_headers
+from service.http.server import run
 from service.transport.address import Kind
 from service.transport.protocol import MAX_FRAME_BYTES
 from service.transport.server.rest import ROOM, RoomEndpoints, create_route_handler
@@ -84,16 +83,11 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings) -> 
                 ctx_is_room=True,
             )
             methods.setdefault(path, []).append(method)
-        for number, (path, allowed) in enumerate(methods.items()):
-            answered = _create_preflight(sorted(allowed))
-            blueprint.add_route(
-                answered, path, methods=["OPTIONS"], name=f"preflight{number}", error_format="json", ctx_role=None
-            )
         socket_route = blueprint.websocket(
             f"{ROOM}/ws", name="socket", error_format="json", ctx_role=KeyRole.VIEWER, ctx_is_room=True
         )
         socket_route(_create_socket_handler(kind, table, settings, queue))
-        _check_origins(blueprint, origins)
+        origins.install_cors(blueprint, {path: sorted(allowed) for path, allowed in methods.items()})
         app.blueprint(blueprint)
 
 
@@ -122,15 +116,6 @@ def create_transport_app(settings: TransportSettings | None = None, guard: Guard
     return app
 
 
-@asynccontextmanager
-async def serve_transport(
-    settings: TransportSettings | None = None, host: str = "127.0.0.1", port: int = 0, guard: Guard | None = None
-) -> AsyncIterator[str]:
-    """Serve a transport server on the running event loop; yields its URL. Port 0 lets the system choose."""
-    async with serve_app(create_transport_app(settings, guard), listen(host, port)) as url:
-        yield url
-
-
 def run_transport(
     listener: socket.socket,
     settings: TransportSettings | None = None,
@@ -139,24 +124,6 @@ def run_transport(
 ) -> None:
     """Serve until SIGTERM or SIGINT, for ``robojax transport``; ``started`` gets the URL."""
     run(create_transport_app(settings, guard), listener, started)
-
-
-def _create_preflight(methods: Sequence[str]):
-    async def options(request: Request, **parts: str) -> HTTPResponse:
-        return answer_preflight(request, methods)
-
-    return options
-
-
-def _check_origins(blueprint: Blueprint, origins: Origins) -> None:
-    # Functions, because Sanic's blueprints ignore bound methods as middleware.
-    @blueprint.on_request
-    async def refuse(request: Request) -> HTTPResponse | None:
-        return origins.refuse_request(request)
-
-    @blueprint.on_response
-    async def allow(request: Request, response: HTTPResponse | None) -> None:
-        origins.add_cors_headers(request, response)
 
 
 def _start_cleanup(app: Sanic, cleanup: Cleanup) -> None:

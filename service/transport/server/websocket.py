@@ -426,7 +426,7 @@ async def _close_when_unauthorized(
         # The stop is latched, because the robot must not move by itself if the file of keys is restored.
         stop = protocol.EmergencyStop("its key is no longer accepted")
         perform_effects(receive_message(table, outbox, stop, time.monotonic()))
-    socket.fail_connection(1008, "the key does not count any more")
+    socket.fail_connection(1008, "the key is no longer accepted")
 
 
 def _disable_nagle(socket: WebsocketImplProtocol) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.api.schemas import Deployment, Quarantined
+from service.api.schemas import Deployment
 from service.errors import TransportError
 from service.rollout import webhooks
 from service.rollout.gates import ProbationSettings
+from service.rollout.records import Quarantined
 from tests.testing.doubles import ScriptedPolicy
 from tests.testing.rig import Server, expect_ok, expect_refusal, show, started
 from tests.testing.stub_hub import StubHub

@@ -15,9 +15,10 @@ import pytest
 from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import OnCommand, Robot, connect_robot
 from service.transport.client.rooms_link import RoomsTransport
-from service.transport.link import Link, LinkEvent, Rooms, Transport
-from service.transport.server.app import TransportSettings, serve_transport
+from service.transport.link import Link, LinkEvent, LinkRequest, Rooms, Transport
+from service.transport.server.app import TransportSettings
 from tests.faults.proxy import FaultProxy, fault_proxy
+from tests.testing.rooms_server import serve_transport
 from tests.testing.waiting import until
 
 PATIENCE = 30.0
@@ -221,9 +222,7 @@ def connect(server: Server, seen: Any, quick: TransportTimeouts) -> Callable[...
     def link(*cameras: str, url: str = "", inbox: Any = seen, pace: TransportTimeouts = quick,
              workspace_id: str | None = "w", session_id: str = "s") -> AbstractAsyncContextManager[Link]:  # fmt: skip
         transport: Transport = RoomsTransport(timeouts=pace)
-        return transport.connect(
-            url or server.url, session_id=session_id, cameras=cameras, workspace_id=workspace_id, inbox=inbox
-        )
+        return transport.connect(LinkRequest(url or server.url, session_id, cameras, workspace_id, inbox))
 
     return link
 

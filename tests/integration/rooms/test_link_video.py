@@ -53,10 +53,10 @@ async def filming(robot, colour, camera="front", rate=30, **size):
 @contextlib.asynccontextmanager
 async def watching(url, inbox, pace):
     async with http_session() as session:
-        api = RoomsApi(session, Address.parse(url))
-        receiver = CameraReceiver("front", "s-front", api, inbox, pace, ())
+        api = RoomsApi(session, Address.parse(url), pace)
+        receiver = CameraReceiver("front", "s-front", api, inbox, ())
         connection = RoomConnection(
-            api, Kind.VIDEO, "w", "s-front", id_prefix="viewer", role=Role.CONSUMER, listener=receiver, timeouts=pace
+            api, Kind.VIDEO, "w", "s-front", id_prefix="viewer", role=Role.CONSUMER, listener=receiver
         )
         await connection.open()
         try:

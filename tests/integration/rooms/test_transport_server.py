@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 from robojax.cli.serve import transport
 from service.transport.address import Kind
-from service.transport.server.app import TransportSettings, add_transport, serve_transport
+from service.transport.server.app import TransportSettings, add_transport
 from service.transport.server.rooms import RoomLimits
 from service.transport.server.websocket import OutboxLimits
+from tests.testing.rooms_server import serve_transport
 
 TEXT, CONTINUED, BINARY, CLOSE, PING = 1, 0, 2, 8, 9
 

@@ -15,10 +15,10 @@ from service.transport.address import Address
 from service.transport.client.robot import connect_robot
 from service.transport.client.room_keys import RoomKeys, auth_headers
 from service.transport.client.rooms_link import RoomsTransport
-from service.transport.link import Rooms
+from service.transport.link import LinkRequest, Rooms
 from service.transport.server import websocket
-from service.transport.server.app import serve_transport
 from tests.testing.rig import POSE
+from tests.testing.rooms_server import serve_transport
 from tests.testing.waiting import until
 
 
@@ -177,7 +177,7 @@ async def test_the_rooms_server_alone_has_keys_too(tmp_path):
 
         def connected(keys=None):
             transport = RoomsTransport(keys=keys)
-            return transport.connect(url, session_id="s", cameras=(), workspace_id="w", inbox=Deaf())
+            return transport.connect(LinkRequest(url, "s", (), "w", Deaf()))
 
         with pytest.raises(TransportError, match="transport_key_file"):
             async with connected():

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -111,7 +111,7 @@ async def test_a_shadow_computes_on_what_the_first_one_saw_and_moves_nothing(rig
     assert "device" not in rig.policies["shadow"].threads
     assert rig.policies["policy"].threads == {"device"}
     assert max(one.values["Rotation"] for one in rig.link.sent) < 1 + 20 * 0.15, "only the first policy moved it"
-    assert asdict(rig.session.status())["policy_path"] == "policy"
+    assert rig.session.status().policy_path == "policy"
 
 
 @pytest.mark.parametrize(("steps", "shadow_steps"), [(1, 1), (3, 1), (3, 2)])

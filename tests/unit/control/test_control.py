@@ -24,7 +24,7 @@ from service.control.robot_io import RobotIO
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
 from service.stage import Move
-from service.transport.link import LinkDown, LinkEvent, LinkUp, RobotLeft
+from service.transport.link import LinkDown, LinkEvent, LinkRequest, LinkUp, RobotLeft
 from tests.testing.doubles import MemoryTransport, ScriptedPolicy
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
@@ -570,9 +570,7 @@ class Loop:
 
     async def run(self, until: Callable[[], Awaitable[None]]) -> None:
         transport = MemoryTransport()
-        async with transport.connect(
-            "memory://", session_id="s", cameras=("front",), workspace_id=None, inbox=self.io
-        ) as link:
+        async with transport.connect(LinkRequest("memory://", "s", ("front",), None, self.io)) as link:
             task = asyncio.create_task(self.io.run(link))
             await until()
             task.cancel()

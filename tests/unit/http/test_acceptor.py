@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from service.http import server
-from service.http.limits import ConnectionLimits, Connections
+from service.http.limits import Connections
 from service.http.server import CONNECTIONS_PER_TURN, Acceptor, listen
 
 pytestmark = pytest.mark.timed
@@ -22,7 +22,13 @@ class Port:
 
     def __init__(self, limits=None, patience=30.0, listener=None):
         self.listener = listener or listen("127.0.0.1", 0)
-        self.doors, self.made, self.heard, self.turns, self.sockets = Connections(limits), [], [], [], []
+        self.doors, self.made, self.heard, self.turns, self.sockets = (
+            Connections() if limits is None else limits,
+            [],
+            [],
+            [],
+            [],
+        )
         self.acceptor = Acceptor(self.listener, self.doors, lambda: cast(Any, Noting(self)), patience)
         self.acceptor.start(1024)
 
@@ -106,7 +112,7 @@ async def test_who_says_nothing_costs_no_connection_is_counted_and_is_let_go(mon
 
 
 async def test_a_surplus_connection_is_429_or_may_only_stop_robots():
-    port = Port(ConnectionLimits(total=2, spare=1))
+    port = Port(Connections(total=2, spare=1))
     await port.call(b"", b"")
     await port.until(lambda: len(port.doors) == 2)
     first, newest = await port.call(b"", b"")
@@ -118,7 +124,7 @@ async def test_a_surplus_connection_is_429_or_may_only_stop_robots():
     assert port.made[0].is_spare
     port.close()
 
-    port = Port(ConnectionLimits(total=0))
+    port = Port(Connections(total=0))
     [refused] = await port.call(b"")
     assert (await loop.sock_recv(refused, 100)).startswith(b"HTTP/1.1 429")
     port.close()

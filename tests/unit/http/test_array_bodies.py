@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from service.errors import InvalidRequest, NotAcceptable, TooLarge, UnknownForm
 from service.http import array_formats
-from service.http.array_formats import ARRAY_FORMATS, DTYPES, ArrayLimits, choose_answer_format, find_body_format
+from service.http.array_formats import ARRAY_FORMATS, ARRAY_FORMS, DTYPES, ArrayLimits
+from service.http.bodies import choose_form, find_form
 
 LIMITS = ArrayLimits(bytes=1 << 16, arrays=4)
 
@@ -286,11 +287,11 @@ def test_a_directory_that_points_elsewhere_is_refused():
 
 
 def test_the_form_of_a_body_is_named_by_its_content_type():
-    assert find_body_format("application/x-npz").decode is array_formats.decode_npz
-    assert find_body_format("Application/JSON; charset=utf-8").decode is array_formats.decode_json
+    assert find_form("application/x-npz", ARRAY_FORMS).decode is array_formats.decode_npz
+    assert find_form("Application/JSON; charset=utf-8", ARRAY_FORMS).decode is array_formats.decode_json
     for other in (None, "", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
         with pytest.raises(UnknownForm, match="application/json, application/x-npz"):
-            find_body_format(other)
+            find_form(other, ARRAY_FORMS)
 
 
 @pytest.mark.parametrize(
@@ -308,9 +309,9 @@ def test_the_form_of_a_body_is_named_by_its_content_type():
     ],
 )
 def test_the_form_of_an_answer_is_what_accept_wants_most(accept, expected):
-    assert choose_answer_format(accept, ARRAY_FORMATS[0]).content_type == expected
+    assert choose_form(accept, ARRAY_FORMATS[0], ARRAY_FORMS).content_type == expected
 
 
 def test_an_answer_that_nobody_writes_is_refused():
     with pytest.raises(NotAcceptable, match="application/x-npz"):
-        choose_answer_format("text/html, image/png", ARRAY_FORMATS[0])
+        choose_form("text/html, image/png", ARRAY_FORMATS[0], ARRAY_FORMS)

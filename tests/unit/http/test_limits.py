@@ -6,7 +6,7 @@ import pytest
 from sanic.response import text
 
 from service.errors import TooManyRequests
-from service.http.limits import ConnectionLimits, Connections, CreateLimiter, Rates, is_local, source_key
+from service.http.limits import Connections, CreateLimiter, Rates, is_local, source_key
 from tests.testing.rig import body, started
 from tests.testing.waiting import until
 
@@ -32,15 +32,15 @@ async def ask(address, what):
 
 
 def test_an_address_has_its_connections_and_this_machine_the_total():
-    doors = Connections(ConnectionLimits(per_address=2))
+    doors = Connections(per_address=2)
     assert [doors.enter("10.0.0.1") for _ in range(3)] == [True, True, False]
     assert doors.enter("10.0.0.2")
     doors.leave("10.0.0.1")
     assert doors.enter("10.0.0.1")
     assert len(doors) == 3
-    doors = Connections(ConnectionLimits(per_address=1, total=3))
+    doors = Connections(per_address=1, total=3)
     assert [doors.enter("127.0.0.1") for _ in range(4)] == [True, True, True, False]
-    assert not Connections(ConnectionLimits(per_address=0, is_local_limited=True)).enter("::1")
+    assert not Connections(per_address=0, is_local_limited=True).enter("::1")
 
 
 @pytest.mark.parametrize(

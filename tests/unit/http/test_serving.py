@@ -17,6 +17,7 @@ from service.loop_watchdog import LoopWatchdog
 from service.sessions.request import DIRECT
 from service.settings import Settings
 from service.streaming.direct_transport import DirectTransport, TransportByUrl
+from service.transport.link import LinkRequest
 from tests.testing.doubles import MemoryTransport, ScriptedLoader
 from tests.testing.pauses import Pauses
 from tests.testing.rig import body, started
@@ -137,9 +138,9 @@ def test_a_blocked_loop_is_told_from_a_paused_process(runs, computes, counts, th
     assert watched.counts == counts
     assert watched.dog.blocked.seconds + watched.dog.paused.seconds == pytest.approx(3.0, abs=0.06)
     if runs:
-        assert [record.getMessage()[:43] for record in caplog.records] == [
-            "the event loop is blocked since 0.30 s, in ",
-            "the event loop was blocked for 3.00 s; this",
+        assert [record.getMessage()[:47] for record in caplog.records] == [
+            "the event loop has been blocked for 0.30 s, in ",
+            "the event loop was blocked for 3.00 s; this pro",
         ]
         assert "check (service/loop_watchdog.py:" in caplog.text
 
@@ -174,7 +175,7 @@ async def test_every_session_waits_for_the_import_of_rooms() -> None:
     inbox = SimpleNamespace(on_event=lambda event: None)
 
     async def connect() -> None:
-        async with transport.connect(DIRECT, session_id="arm", cameras=(), workspace_id=None, inbox=inbox):
+        async with transport.connect(LinkRequest(DIRECT, "arm", (), None, inbox)):
             pass
 
     first, cancelled = asyncio.create_task(connect()), asyncio.create_task(connect())

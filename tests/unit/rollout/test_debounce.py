@@ -1,8 +1,24 @@
 import pytest
 
-from service.rollout.triggers import MAX_DELIVERY_IDS, Debounce, Retries, Target, Trigger
+from service.rollout.triggers import MAX_DELIVERY_IDS, Retries, Target, Trigger, TriggerQueue
 
 MAIN, DEV = Target("a/b", "main"), Target("a/b", "dev")
+
+
+class Queue(TriggerQueue):
+    """Trigger queue on a clock that the test sets."""
+
+    def __init__(self) -> None:
+        super().__init__(20, 300, lambda: self.at)
+        self.at = 0.0
+
+    def add(self, trigger: Trigger, at: float) -> None:
+        self.at = at
+        self.put(trigger)
+
+    def due(self, at: float) -> list[Trigger]:
+        self.at = at
+        return self.take_due()
 
 
 def webhook(target: Target, *ids: str) -> Trigger:
@@ -10,7 +26,7 @@ def webhook(target: Target, *ids: str) -> Trigger:
 
 
 def test_four_commits_are_one_hint_when_they_are_over() -> None:
-    debounce = Debounce(20, 300)
+    debounce = Queue()
     for number, at in enumerate((0.0, 5.0, 12.0, 30.0)):
         debounce.add(webhook(MAIN, str(number)), at)
         assert debounce.due(at) == []
@@ -20,7 +36,7 @@ def test_four_commits_are_one_hint_when_they_are_over() -> None:
 
 
 def test_pushes_that_never_end_are_not_waited_for_longer_than_the_longest() -> None:
-    debounce = Debounce(20, 300)
+    debounce = Queue()
     for at in range(0, 300, 10):
         debounce.add(webhook(MAIN, str(at)), at)
         assert debounce.due(at) == []
@@ -40,7 +56,7 @@ POLL = Trigger(MAIN, "poll")
     ids=["delivered again", "polled too", "another ref"],
 )
 def test_deliveries_of_one_push_are_one_hint(added: dict[float, Trigger], due_at: float, next_at: float | None) -> None:
-    debounce = Debounce(20, 300)
+    debounce = Queue()
     for at, trigger in added.items():
         debounce.add(trigger, at)
     assert debounce.due(due_at) == [webhook(MAIN, "0")]
@@ -48,7 +64,7 @@ def test_deliveries_of_one_push_are_one_hint(added: dict[float, Trigger], due_at
 
 
 def test_of_any_number_of_deliveries_the_newest_are_known_by_their_ids() -> None:
-    debounce = Debounce(20, 300)
+    debounce = Queue()
     ids = [str(number) for number in range(3 * MAX_DELIVERY_IDS)]
     for number in ids:
         debounce.add(webhook(MAIN, number), 0.0)

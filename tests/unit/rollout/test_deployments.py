@@ -393,7 +393,7 @@ async def test_a_hub_that_cannot_be_reached_is_said_once(world: World, caplog: p
     said = [record.message for record in caplog.records if "the head of" in record.message]
     assert len(said) == 2
     assert "500" in said[0]
-    assert "known again" in said[1]
+    assert "can be read again" in said[1]
 
 
 @pytest.mark.parametrize("what", ["robot", "listener"])

@@ -228,7 +228,9 @@ async def test_the_api_says_what_is_not_written_down(tmp_path: Path) -> None:
 
 async def test_a_second_server_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     async with started(state=str(tmp_path)):
-        with pytest.raises(StateTaken, match="another server works on it; end that one, or give this one a folder"):
+        with pytest.raises(
+            StateTaken, match="another server uses it; end that server, or give this server another folder"
+        ):
             async with started(state=str(tmp_path)):
                 pass
     async with started(state=str(tmp_path)) as third:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
     await until(
         lambda: len(link.sent) > 60 and control.chunks > 1 and not control.scheduler.in_flight and control.hold is None
     )
-    status = json.loads(json.dumps(asdict(session.status()), allow_nan=False))
+    status = json.loads(json.dumps(vars(session.status()), allow_nan=False))
     stats, inference = status["stats"], status["inference_stats"]
     assert status["status"] == "running"
     assert stats["commands_sent"] == len(link.sent)

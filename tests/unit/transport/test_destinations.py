@@ -13,9 +13,9 @@ from service.setting_types import SettingsError
 from service.settings import Settings
 from service.transport.address import AddressRules, AllowedHost, Destinations
 from service.transport.client.rest import http_session
-from service.transport.server.app import serve_transport
 from tests.testing.doubles import ScriptedLoader
 from tests.testing.rig import REAL, started
+from tests.testing.rooms_server import serve_transport
 
 NAMES = {
     "localhost": ["127.0.0.1", "::1"],
