@@ -21,10 +21,11 @@ from typing import Any
 from jaxmodels.checkpoints.tokenizer_files import OPEN_SECONDS, PROMPT_CHARACTERS, TOKENIZER, LocalTokenizer
 from jaxmodels.errors import CheckpointError, ConfigError, JaxModelsError, ObservationError
 
-# Bytes of memory of a child; a file of the largest size needs a third of it.
-MEMORY = 1 << 30
-# CPU seconds for a text, of which the longest needs 0.02 s, and seconds after which a child counts as stopped.
-ENCODE_SECONDS, ANSWER_SECONDS = 0.5, 10.0
+# Bytes of memory of a child: a file of 27 MB with a million merges needs 0.83 GB, and 32 MiB are the limit of a file.
+MEMORY = 3 << 29
+# CPU seconds for a text, of which the longest needs 0.03 s, and seconds after which a child counts as stopped:
+# less than the 5 s after which an engine counts as stuck (setting stuck_after).
+ENCODE_SECONDS, ANSWER_SECONDS = 0.5, 4.0
 _PROGRAM = """
 import sys
 sys.path[:] = sys.argv[1].split(chr(0x1f))
@@ -46,31 +47,37 @@ class IsolatedTokenizer:
 
     def __init__(self, file: bytes):
         self._file, self._lock = file, threading.Lock()
+        self._has_exceeded = False
         self._start()
 
     def encode(self, text: str, length: int | None = None) -> list[int]:
         """Return the tokens of a text; see `LocalTokenizer.encode`.
 
         Raises:
-            ObservationError: the text cannot be encoded, or a text exceeded the limits. No other text is tried then.
+            ObservationError: the text cannot be encoded, the child was killed or is stopped, or a text exceeded the
+                limits. After that no text is encoded.
         """
         if len(text) > PROMPT_CHARACTERS:
             raise ObservationError(f"a prompt has {len(text)} characters; wanted at most {PROMPT_CHARACTERS}")
         with self._lock:
-            if self._process.poll() is not None and not self._is_refused:
+            if self._process.poll() is not None and not self._has_exceeded:
                 self._end()
-                self._start()  # It was killed between two texts.
-            answer = None if self._is_refused else self._ask([text, length], ANSWER_SECONDS)
-            if answer is None:
-                self._is_refused = True
+                self._start()  # It was killed, for example because the machine was short of memory.
+            answer = None if self._has_exceeded else self._ask([text, length], ANSWER_SECONDS)
+            if answer is not None:
+                return answer["tokens"]
+            if self._process.returncode == -signal.SIGKILL:
                 raise ObservationError(
-                    f"the policy's {TOKENIZER} needs over {ENCODE_SECONDS} s or {MEMORY} bytes to encode a text; it is "
-                    "not used any more"
+                    f"the process of the policy's {TOKENIZER} was killed, or did not answer in {ANSWER_SECONDS:g} s; "
+                    "try again"
                 )
-        return answer["tokens"]
+            self._has_exceeded = True
+            raise ObservationError(
+                f"the policy's {TOKENIZER} needs over {ENCODE_SECONDS} s or {MEMORY} bytes to encode a text; it is not "
+                "used any more"
+            )
 
     def _start(self) -> None:
-        self._is_refused = False
         self._connection, theirs = Pipe()
         paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
         with theirs:
@@ -83,14 +90,17 @@ class IsolatedTokenizer:
                 cwd="/",
             )
         self._end = weakref.finalize(self, _end, self._process, self._connection)
-        answer = self._ask(self._file, OPEN_SECONDS + ANSWER_SECONDS)
-        if answer is None:
-            self._end()
-            raise CheckpointError(f"{TOKENIZER}: opening it needs over {OPEN_SECONDS:g} s or {MEMORY} bytes")
+        try:
+            answer = self._ask(self._file, OPEN_SECONDS + ANSWER_SECONDS)
+            if answer is None:
+                raise CheckpointError(f"{TOKENIZER}: opening it needs over {OPEN_SECONDS:g} s or {MEMORY} bytes")
+        except JaxModelsError:
+            self._end()  # The error's traceback refers to this object.
+            raise
         self.largest: int = answer["largest"]
 
     def _ask(self, question: Any, seconds: float) -> Any:
-        """Return the child's answer; None if it ended or is late. Raises the error that it answers with."""
+        """Return the child's answer, or raise its error; None if it ended. A late child is killed."""
         with suppress(OSError, EOFError):
             is_file = isinstance(question, bytes)
             self._connection.send_bytes(question if is_file else json.dumps(question).encode())
