@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -283,9 +282,9 @@ def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, 
 
 LAYERS = "layers"
 # Heads of attentions and channels of feed-forwards are split; everything else is whole on every device.
-TENSOR_PARALLEL: Mapping[str, str] = MappingProxyType({"heads": "model", "mlp": "model", "vocabulary": "model"})
+TENSOR_PARALLEL: Mapping[str, str] = {"heads": "model", "mlp": "model", "vocabulary": "model"}
 # Weights are split over the devices that share a batch, and gathered where they are used.
-FULLY_SHARDED: Mapping[str, str] = MappingProxyType({"embed": "data"})
+FULLY_SHARDED: Mapping[str, str] = {"embed": "data"}
 
 
 def get_logical_axes(model: nnx.Module) -> dict[tuple[Any, ...], tuple[str | None, ...]]:

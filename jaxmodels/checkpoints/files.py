@@ -34,14 +34,12 @@ METADATA = "__metadata__"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NEVER_USED = ".num_batches_tracked"  # torchvision's frozen batch norm drops it while loading, too
 # NumPy has no bfloat16 of its own, so the library's NumPy side refuses such tensors.
-FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
-    {
-        "F64": np.dtype("<f8"),
-        "F32": np.dtype("<f4"),
-        "F16": np.dtype("<f2"),
-        "BF16": np.dtype(ml_dtypes.bfloat16),
-    }
-)
+FLOATS: Mapping[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 # Bits of every dtype of the format.
 BITS: Mapping[str, int] = MappingProxyType(
     {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32}

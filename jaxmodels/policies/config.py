@@ -3,7 +3,6 @@
 import builtins
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import jax
@@ -46,9 +45,12 @@ LEROBOT_VERSIONS = ("0.4", "0.6")  # Versions of LeRobot that read some files di
 
 OTHER = "other"  # The config's field that holds unknown fields of the file.
 
-_KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
-    {"bool": bool, "str": str, "str | None": (str, type(None)), "bool | None": (bool, type(None))}
-)
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "bool": bool,
+    "str": str,
+    "str | None": (str, type(None)),
+    "bool | None": (bool, type(None)),
+}
 _NAMES, _INTEGERS, _OPTIONS = tuple[str, ...], tuple[int, ...], tuple[tuple[str, Any], ...] | None
 
 
@@ -122,9 +124,9 @@ class PolicyConfig(_OtherFields):
     # Prefixes of fields that neither a program nor its weights depend on.
     indifferent: ClassVar[tuple[str, ...]] = ()
     # Accepted values of fields.
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # Types of features of which a policy reads one at most, and the feature's name.
-    names: ClassVar[Mapping[str, str]] = MappingProxyType({"STATE": STATE, "ENV": ENVIRONMENT_STATE})
+    names: ClassVar[Mapping[str, str]] = {"STATE": STATE, "ENV": ENVIRONMENT_STATE}
     needs_state: ClassVar[bool] = False
     # Steps of LeRobot's processors, except renaming and normalising, that the policy computes itself.
     processor_steps: ClassVar[frozenset[str]] = frozenset()
@@ -323,7 +325,7 @@ class VlaConfig(LerobotConfig):
 
     resizes_frames: ClassVar[bool] = True
     allows_absent_cameras: ClassVar[bool] = True
-    names: ClassVar[Mapping[str, str]] = MappingProxyType({"STATE": STATE})
+    names: ClassVar[Mapping[str, str]] = {"STATE": STATE}
     needs_state: ClassVar[bool] = True
 
     indifferent: ClassVar[tuple[str, ...]] = (

@@ -10,7 +10,6 @@ with training).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, cast
 
 import jax
@@ -82,15 +81,13 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
         "trained_prefix_decay",
     )
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            **Transformer2dPolicyConfig.choices,
-            "objective": OBJECTIVES,
-            "prediction_type": PREDICTION_TYPES,
-            "timestep_sampling_strategy": STRATEGIES,
-            "flow_solver": SOLVERS,
-        }
-    )
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **Transformer2dPolicyConfig.choices,
+        "objective": OBJECTIVES,
+        "prediction_type": PREDICTION_TYPES,
+        "timestep_sampling_strategy": STRATEGIES,
+        "flow_solver": SOLVERS,
+    }
 
     objective: str = "flow"
     prediction_type: str = "epsilon"

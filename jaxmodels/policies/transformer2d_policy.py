@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated, ClassVar, TypeVar
 
 import jax.numpy as jnp
@@ -65,9 +64,7 @@ class Transformer2dPolicyConfig(PolicyConfig):
     """
 
     advice: ClassVar[str] = "the policy is of a newer version, or of another"
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"vision_backbone": BACKBONES, "scheduler_name": SCHEDULERS}
-    )
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"vision_backbone": BACKBONES, "scheduler_name": SCHEDULERS}
     indifferent: ClassVar[tuple[str, ...]] = (
         "device",
         "pretrained_backbone_weights",
@@ -239,21 +236,19 @@ def _mean(said: Language) -> Float[Array, "b d"]:
 
 
 # Fields for one 96x96 camera and a CPU.
-SMALL = MappingProxyType(
-    {
-        "chunk_size": 20,
-        "n_action_steps": 5,
-        "vision_backbone": SMALL_CNN,
-        "dim_model": 128,
-        "n_heads": 4,
-        "n_encoder_layers": 1,
-        "n_layers": 4,
-        "optimizer_lr": 1e-3,
-        "optimizer_lr_backbone": 1e-3,
-        "optimizer_weight_decay": 1e-4,
-        "scheduler_warmup_steps": 200,
-    }
-)
+SMALL = {
+    "chunk_size": 20,
+    "n_action_steps": 5,
+    "vision_backbone": SMALL_CNN,
+    "dim_model": 128,
+    "n_heads": 4,
+    "n_encoder_layers": 1,
+    "n_layers": 4,
+    "optimizer_lr": 1e-3,
+    "optimizer_lr_backbone": 1e-3,
+    "optimizer_weight_decay": 1e-4,
+    "scheduler_warmup_steps": 200,
+}
 
 
 class Transformer2dPolicy(nnx.Module):

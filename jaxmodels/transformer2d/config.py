@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
 from jaxmodels.errors import ConfigError
@@ -227,13 +226,11 @@ class Transformer2DConfig:
         return asdict(self)
 
 
-_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
-    {
-        "<class 'bool'>": ("true or false", (bool,)),
-        "<class 'str'>": ("a string", (str,)),
-        "bool | None": ("true, false or null", (bool, type(None))),
-    }
-)
+_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "<class 'bool'>": ("true or false", (bool,)),
+    "<class 'str'>": ("a string", (str,)),
+    "bool | None": ("true, false or null", (bool, type(None))),
+}
 _UNUSABLE_NORMS = {
     "ada_norm_continuous": "diffusers' Transformer2DModel cannot be built with it either; wanted " + ", ".join(NORMS),
     "layer_norm_i2vgen": "diffusers builds it but fails in the forward pass; wanted " + ", ".join(NORMS),

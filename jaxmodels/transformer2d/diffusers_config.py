@@ -5,7 +5,6 @@ models/unets/unet_2d_condition.py and unet_2d_blocks.py, models/controlnets/cont
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from jaxmodels.errors import ConfigError
@@ -30,46 +29,42 @@ PATCHED = {
     "norm_elementwise_affine": False,
 }
 # Arguments and defaults of the classes that replaced Transformer2DModel; diffusers ignores other keys.
-SPLIT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "DiTTransformer2DModel": {**PATCHED, "sample_size": 32, "norm_type": "ada_norm_zero", "norm_eps": 1e-5},
-        "PixArtTransformer2DModel": {
-            **PATCHED,
-            "out_channels": 8,
-            "cross_attention_dim": 1152,
-            "sample_size": 128,
-            "norm_type": "ada_norm_single",
-            "norm_eps": 1e-6,
-            "interpolation_scale": None,
-            "use_additional_conditions": None,
-            "caption_channels": None,
-            "attention_type": "default",
-        },
-    }
-)
-# DiT never scales positions, independently of its sample size.
-FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType({"DiTTransformer2DModel": {"interpolation_scale": 1.0}})
-UNETS = ("UNet2DConditionModel", "ControlNetModel")
-UNET_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-        "mid_block_type": "UNetMidBlock2DCrossAttn",
-        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-        "only_cross_attention": False,
-        "block_out_channels": (320, 640, 1280, 1280),
-        "layers_per_block": 2,
-        "norm_num_groups": 32,
-        "cross_attention_dim": 1280,
-        "transformer_layers_per_block": 1,
-        "reverse_transformer_layers_per_block": None,
-        "attention_head_dim": 8,
-        "num_attention_heads": None,
-        "dual_cross_attention": False,
-        "use_linear_projection": False,
-        "upcast_attention": False,
+SPLIT: Mapping[str, Mapping[str, Any]] = {
+    "DiTTransformer2DModel": {**PATCHED, "sample_size": 32, "norm_type": "ada_norm_zero", "norm_eps": 1e-5},
+    "PixArtTransformer2DModel": {
+        **PATCHED,
+        "out_channels": 8,
+        "cross_attention_dim": 1152,
+        "sample_size": 128,
+        "norm_type": "ada_norm_single",
+        "norm_eps": 1e-6,
+        "interpolation_scale": None,
+        "use_additional_conditions": None,
+        "caption_channels": None,
         "attention_type": "default",
-    }
-)
+    },
+}
+# DiT never scales positions, independently of its sample size.
+FIXED: Mapping[str, Mapping[str, Any]] = {"DiTTransformer2DModel": {"interpolation_scale": 1.0}}
+UNETS = ("UNet2DConditionModel", "ControlNetModel")
+UNET_DEFAULTS: Mapping[str, Any] = {
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "mid_block_type": "UNetMidBlock2DCrossAttn",
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    "only_cross_attention": False,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+    "cross_attention_dim": 1280,
+    "transformer_layers_per_block": 1,
+    "reverse_transformer_layers_per_block": None,
+    "attention_head_dim": 8,
+    "num_attention_heads": None,
+    "dual_cross_attention": False,
+    "use_linear_projection": False,
+    "upcast_attention": False,
+    "attention_type": "default",
+}
 STAGES = 16  # Stages of a UNet; published UNets have four.
 LAYER_LIMIT = 64  # Attentions in one block of a UNet; published UNets have two or three.
 

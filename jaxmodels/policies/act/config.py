@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
@@ -38,10 +37,8 @@ class ActConfig(LerobotConfig):
 
     type: ClassVar[str] = "act"
     advice: ClassVar[str] = "this reads the fields of LeRobot 0.4.4"
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"feedforward_activation": tuple(LEROBOT_ACTIVATIONS)}
-    )
-    names: ClassVar[Mapping[str, str]] = MappingProxyType({"ENV": ENVIRONMENT_STATE})
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"feedforward_activation": tuple(LEROBOT_ACTIVATIONS)}
+    names: ClassVar[Mapping[str, str]] = {"ENV": ENVIRONMENT_STATE}
     indifferent: ClassVar[tuple[str, ...]] = (
         *LerobotConfig.indifferent,
         "n_vae_encoder_layers",

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, cast
 
 from jaxmodels.layers.vision import RESNETS
@@ -46,9 +45,11 @@ class DiffusionConfig(LerobotConfig):
     """
 
     type: ClassVar[str] = "diffusion"
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"noise_scheduler_type": NOISE_SCHEDULERS, "prediction_type": PREDICTION_TYPES, "beta_schedule": BETA_SCHEDULES}
-    )
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "noise_scheduler_type": NOISE_SCHEDULERS,
+        "prediction_type": PREDICTION_TYPES,
+        "beta_schedule": BETA_SCHEDULES,
+    }
     needs_state: ClassVar[bool] = True
     optimizer_type: ClassVar[str] = "adam"  # LeRobot's preset
     indifferent: ClassVar[tuple[str, ...]] = (

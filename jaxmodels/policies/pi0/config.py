@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -198,9 +197,12 @@ class Pi0Config(VlaConfig):
     """
 
     type: ClassVar[str] = "pi0"
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"paligemma_variant": VARIANTS, "action_expert_variant": VARIANTS, "dtype": DTYPES, "lerobot": LEROBOT_VERSIONS}
-    )
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "paligemma_variant": VARIANTS,
+        "action_expert_variant": VARIANTS,
+        "dtype": DTYPES,
+        "lerobot": LEROBOT_VERSIONS,
+    }
     processor_steps: ClassVar[frozenset[str]] = frozenset(
         {"tokenizer_processor", "pi0_new_line_processor", "relative_actions_processor", "absolute_actions_processor"}
     )

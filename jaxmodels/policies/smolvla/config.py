@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -55,9 +54,7 @@ class SmolVlaConfig(VlaConfig):
 
     type: ClassVar[str] = "smolvla"
     processor_steps: ClassVar[frozenset[str]] = frozenset({"tokenizer_processor", "smolvla_new_line_processor"})
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"attention_mode": MODES, "pad_language_to": PADDINGS}
-    )
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention_mode": MODES, "pad_language_to": PADDINGS}
     # Nothing attends to the padding of the prefix (`prefix_length`, `pad_language_to`).
     indifferent: ClassVar[tuple[str, ...]] = (
         *VlaConfig.indifferent,
