@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmodels.checkpoints.backbones import Backbone, read_backbone
 from jaxmodels.checkpoints.files import find_floats, read_json
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Tensor, read_tensors, their_shapes
+from jaxmodels.checkpoints.tensor_layouts import SAME, Tensor, module_tensor, read_tensors, their_shapes
 from jaxmodels.checkpoints.tokenizer_files import read_tokenizer
 from jaxmodels.data import Dataset
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
@@ -273,10 +273,8 @@ def _text_config(values: dict[str, Any]) -> TextConfig:
 def _tensor(name: str) -> Tensor:
     if name in ("tokens", "positions"):
         return Tensor(TOWER + _PARTS[name], (name,), SAME)
-    part, _, last = name.rpartition(".")
-    layer = ""
+    part, layer = name.rpartition(".")[0], ""
     if part.startswith("layers."):
         _, number, part = part.split(".", 2)
         layer = f"encoder.layers.{number}."
-    theirs = f"{TOWER}{layer}{_PARTS[part]}.{'bias' if last == 'bias' else 'weight'}"
-    return Tensor(theirs, (name,), LINEAR if last == "kernel" else SAME)
+    return module_tensor(f"{TOWER}{layer}{_PARTS[part]}", name)

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jaxmodels.checkpoints.tensor_layouts import SAME, Tensor
+from jaxmodels.checkpoints.tensor_layouts import Tensor, module_tensor
 from jaxmodels.layers.feed_forward import GatedFeedForward
 from jaxmodels.layers.grouped_attention import GroupedQueryAttention, KeyValues, Rotation, append
 from jaxmodels.layers.norm import EPSILON, RMSNorm
@@ -95,5 +95,4 @@ _PARTS = {
 
 def decoder_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
     """Return transformers' name of a `DecoderLayer`'s weight `inside`, with prefix `theirs` in place of `ours`."""
-    part = inside.rpartition(".")[0]
-    return Tensor(f"{theirs}{_PARTS[part]}.weight", (f"{ours}{inside}",), SAME)
+    return module_tensor(f"{theirs}{_PARTS[inside.rpartition('.')[0]]}", f"{ours}{inside}")

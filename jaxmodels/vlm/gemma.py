@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Tensor
+from jaxmodels.checkpoints.tensor_layouts import Tensor, module_tensor
 from jaxmodels.layers.feed_forward import GatedFeedForward, tanh_gelu
 from jaxmodels.layers.grouped_attention import (
     GroupedQueryAttention,
@@ -172,15 +172,11 @@ def locate_suffix(
 def gemma_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
     """Return transformers' tensor of a weight ``layers.N.…`` or ``norm.…``; the prefixes end with a dot."""
     if ".dense." in inside:
-        norm = inside.partition(".dense.")[0]
+        above, dot, norm = inside.partition(".dense.")[0].rpartition(".")
         place = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
-        above, _, last = norm.rpartition(".")
-        name = f"{theirs}{above}{'.' if above else ''}{place.get(last, last)}.dense"
-        is_kernel = inside.endswith("kernel")
-        layout = LINEAR if is_kernel else SAME
-        return Tensor(f"{name}.{'weight' if is_kernel else 'bias'}", (f"{ours}{inside}",), layout)
+        return module_tensor(f"{theirs}{above}{dot}{place.get(norm, norm)}.dense", f"{ours}{inside}")
     if inside == "norm.scale":
-        return Tensor(f"{theirs}norm.weight", (f"{ours}{inside}",), SAME)
+        return module_tensor(f"{theirs}norm", f"{ours}{inside}")
     stack, number, rest = inside.split(".", 2)
     layer = f"{stack}.{number}."
     return decoder_tensor(rest, ours=f"{ours}{layer}", theirs=f"{theirs}{layer}")

@@ -15,7 +15,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxmodels.checkpoints.backbones import backbone_tensor
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, POINTWISE, SAME, TIME_CONVOLUTION, UPSAMPLE, Layout, Tensor
+from jaxmodels.checkpoints.tensor_layouts import (
+    POINTWISE,
+    SAME,
+    TIME_CONVOLUTION,
+    UPSAMPLE,
+    Tensor,
+    module_tensor,
+)
 from jaxmodels.layers.norm import BatchNorm, GroupNorm
 from jaxmodels.layers.vision import ResNet, SpatialSoftmax, measure_feature_map
 from jaxmodels.policies import Stage
@@ -399,22 +406,20 @@ def _image_encoder(name: str) -> Tensor:
             return Tensor(f"{theirs}backbone.{PARTS[head]}.{tail}", tensor.ours, tensor.layout)
         case "pool", "grid":
             return Tensor(f"{theirs}pool.pos_grid", (name,), SAME)
-        case "pool", "maps.kernel":
-            return Tensor(f"{theirs}pool.nets.weight", (name,), POINTWISE)
         case "pool", _:
-            return Tensor(f"{theirs}pool.nets.bias", (name,), SAME)
-    return _linear(f"{theirs}out", name)
+            return module_tensor(f"{theirs}pool.nets", name, POINTWISE)
+    return module_tensor(f"{theirs}out", name)
 
 
 def _unet(name: str) -> Tensor:
     stack, _, rest = name.removeprefix("unet.").partition(".")
     match stack:
         case "step_up" | "step_down":
-            return _linear(f"diffusion.unet.diffusion_step_encoder.{1 if stack == 'step_up' else 3}", name)
+            return module_tensor(f"diffusion.unet.diffusion_step_encoder.{1 if stack == 'step_up' else 3}", name)
         case "last":
-            return _block("diffusion.unet.final_conv.0", name, rest)
+            return _block("diffusion.unet.final_conv.0.block", name, rest)
         case "out":
-            return _convolution("diffusion.unet.final_conv.1", name)
+            return module_tensor("diffusion.unet.final_conv.1", name, TIME_CONVOLUTION)
         case "middle":
             block, _, rest = rest.partition(".")
             return _residual(f"diffusion.unet.mid_modules.{block}", name, rest)
@@ -422,30 +427,18 @@ def _unet(name: str) -> Tensor:
     theirs = f"diffusion.unet.{stack}_modules.{level}.{BLOCKS[part]}"
     if part != "change":
         return _residual(theirs, name, rest)
-    return _convolution(theirs, name, UPSAMPLE if stack == "up" else TIME_CONVOLUTION)
+    return module_tensor(theirs, name, UPSAMPLE if stack == "up" else TIME_CONVOLUTION)
 
 
 def _residual(theirs: str, name: str, rest: str) -> Tensor:
     part, _, inside = rest.partition(".")
     if part == "film":
-        return _linear(f"{theirs}.cond_encoder.1", name)
+        return module_tensor(f"{theirs}.cond_encoder.1", name)
     if part == "skip":
-        return _convolution(f"{theirs}.residual_conv", name)
+        return module_tensor(f"{theirs}.residual_conv", name, TIME_CONVOLUTION)
     return _block(f"{theirs}.conv{1 if part == 'first' else 2}.block", name, inside)
 
 
 def _block(theirs: str, name: str, rest: str) -> Tensor:
     """Return a tensor of a convolution or its group norm."""
-    theirs = theirs if theirs.endswith(".block") else f"{theirs}.block"
-    if rest.startswith("convolution."):
-        return _convolution(f"{theirs}.0", name)
-    return Tensor(f"{theirs}.1.{'weight' if rest == 'norm.scale' else 'bias'}", (name,), SAME)
-
-
-def _convolution(theirs: str, name: str, layout: Layout = TIME_CONVOLUTION) -> Tensor:
-    is_kernel = name.endswith("kernel")
-    return Tensor(f"{theirs}.{'weight' if is_kernel else 'bias'}", (name,), layout if is_kernel else SAME)
-
-
-def _linear(theirs: str, name: str) -> Tensor:
-    return _convolution(theirs, name, LINEAR)
+    return module_tensor(f"{theirs}.{0 if rest.startswith('convolution.') else 1}", name, TIME_CONVOLUTION)

@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from jaxmodels.checkpoints import orbax
-from jaxmodels.checkpoints.folder import ALIGNMENT, empty_aligned
-from jaxmodels.checkpoints.tensor_layouts import Shape
+from jaxmodels.checkpoints.tensor_layouts import Shape, align_array
 from jaxmodels.errors import CheckpointError, WeightsMismatch
 from jaxmodels.policies import get_policy_type
 from jaxmodels.policies.pi0.config import GemmaSizes, PaliGemmaSizes, Pi0Config, SiglipSizes
@@ -51,12 +50,7 @@ class Source:
         part = array[self.index]
         if self.has_heads_first:
             part = part.transpose(1, 0, 2)
-        part = part.reshape(shape[::-1]).T if self.is_transposed else part.reshape(shape)
-        if part.dtype == np.float32 and part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0:
-            return part
-        ours = empty_aligned(4 * part.size).view(np.float32).reshape(shape)
-        ours[...] = part
-        return ours
+        return align_array(part.reshape(shape[::-1]).T if self.is_transposed else part.reshape(shape))
 
 
 def complete_config(tree: Path, config: Pi0Config) -> Pi0Config:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Shape, Tensor
+from jaxmodels.checkpoints.tensor_layouts import SAME, Shape, Tensor, module_tensor
 from jaxmodels.policies.pi0.config import Pi0Config
 from jaxmodels.vlm.gemma import gemma_tensor
 from jaxmodels.vlm.siglip import vision_tensor
@@ -44,10 +44,7 @@ def _tensor(name: str, linears: Mapping[str, str]) -> Tensor:
             return gemma_tensor(inside, ours=f"{part}.", theirs=_WORDS)
         if first == "embedding":
             return Tensor(EMBEDDING, (name,), SAME)
-    module, _, kind = name.rpartition(".")
-    is_kernel = kind == "kernel"
-    theirs = f"{ROOT}{linears[module]}.{'weight' if is_kernel else 'bias'}"
-    return Tensor(theirs, (name,), LINEAR if is_kernel else SAME)
+    return module_tensor(f"{ROOT}{linears[name.rpartition('.')[0]]}", name)
 
 
 def rename(name: str) -> str:

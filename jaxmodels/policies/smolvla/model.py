@@ -11,7 +11,7 @@ from jax.tree_util import Partial
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Shape, Tensor
+from jaxmodels.checkpoints.tensor_layouts import SAME, Shape, Tensor, module_tensor
 from jaxmodels.errors import InputError
 from jaxmodels.layers.embeddings import flow_time_sinusoid
 from jaxmodels.layers.grouped_attention import KeyValues, compute_rotation, mask_after_prefix, pad_keys, pad_mask
@@ -316,9 +316,7 @@ def _tensor(name: str, last: int) -> Tensor:
             return decoder_tensor(name.removeprefix(ours), ours=ours, theirs=f"{_EXPERT}{ours}")
         case ["norm", _]:
             return Tensor(f"{_EXPERT}norm.weight", (name,), SAME)
-    module, _, kind = name.rpartition(".")
-    is_kernel = kind == "kernel"
-    return Tensor(f"{_LINEARS[module]}.{'weight' if is_kernel else 'bias'}", (name,), LINEAR if is_kernel else SAME)
+    return module_tensor(_LINEARS[name.rpartition(".")[0]], name)
 
 
 def find_unused(config: SmolVlaConfig) -> dict[str, Shape]:
