@@ -24,6 +24,7 @@ from jaxmodels.ranges import (
     shorten_value,
 )
 from jaxmodels.samplers import FlowSchedule
+from jaxmodels.samplers.real_time_chunking import BOUND
 from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.types import (
@@ -146,6 +147,7 @@ class PolicyConfig(_OtherFields):
     controls_joints: Any = True  # Whether actions are targets of the joints that the state measures.
     observation_steps: Any = 1  # Consecutive observations in one input, including the newest.
     noise: Any = None  # Shape (t, a) of the sampler's first noise; None if callers cannot give it.
+    num_inference_steps: Any = None  # Steps of the sampler.
     noise_steps: Any = 0  # Number of further noises that the sampler adds in its steps.
     relative_action_mask: Any = None  # Which numbers of an action are relative to the raw state; None for none.
 
@@ -388,6 +390,16 @@ class VlaConfig(LerobotConfig):
     def noise(self) -> tuple[int, int]:
         """Shape of one member's first noise; actions are padded."""
         return (self.chunk_size, self.max_action_dim)
+
+    @property
+    def trained_delay(self) -> int:
+        """Longest delay after which the policy is trained to continue a plan; 0 if it is guided."""
+        return 0
+
+    @property
+    def prefix_bound(self) -> float:
+        """Maximum pull of a plan, see `jaxmodels.samplers.continuing`."""
+        return BOUND
 
     @property
     def schedule(self) -> FlowSchedule:

@@ -15,9 +15,11 @@ from jaxtyping import Array, Float
 from jaxmodels.policies import pi0
 from jaxmodels.policies.pi0 import weights
 from jaxmodels.policies.pi0.config import PROMPT, Pi0Config, clean_task
-from jaxmodels.policies.pi0.model import PiModel, StepInputs, act, apply_linear, decoder_sizes, list_stages
+from jaxmodels.policies.pi0.model import PiModel, StepInputs, decoder_sizes
+from jaxmodels.policies.vla import Chunk, act, apply_linear, list_stages
 from jaxmodels.ranges import CHUNK, Range
-from jaxmodels.vlm.gemma import AdaptiveExpert, PrefixCache
+from jaxmodels.vlm.decoder import PrefixCache
+from jaxmodels.vlm.gemma import AdaptiveExpert
 
 BINS = np.linspace(-1, 1, 257)[:-1]  # where each of 256 numbers for a normalised state begins
 MEMORIES = ("use_visual_memory", "use_proprioceptive_memory")
@@ -126,12 +128,7 @@ class Pi05Model(PiModel):
         condition = jax.nn.silu(apply_linear(self.time_out, hidden))
         return StepInputs(None, self.expert.modulate(condition.astype(self.expert.norm.dense.kernel.dtype)))
 
-    def embed_state(self, state: Float[Array, "b s"]) -> None:
-        del state
-
-    def denoise(
-        self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Float[Array, "b t a"], step: StepInputs
-    ) -> Float[Array, "b t a"]:
+    def denoise(self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Chunk, step: StepInputs) -> Chunk:
         del state
         assert step.modulations is not None
         actions = apply_linear(self.action_in, x)
@@ -144,6 +141,6 @@ POLICY = replace(
     config=Pi05Config.from_json,
     model=Pi05Model,
     tensors=partial(weights.tensors, kind=Pi05Config.type),
-    act=partial(act, network=Pi05Model),
+    act=partial(act, Pi05Model),
     stages=list_stages(Pi05Model),
 )

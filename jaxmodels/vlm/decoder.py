@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import jax
 from flax import nnx
@@ -26,6 +26,16 @@ class DecoderSizes:
     kv_heads: Annotated[int, Range(1, HEADS)]
     head_width: Annotated[int, Range(2, WIDTH)]
     epsilon: Annotated[float, Range(0, 1, above=True, below=True)] = EPSILON
+
+
+class PrefixCache(NamedTuple):
+    """Keys and values of an observation for each layer, and which tokens count.
+
+    Keys and values may end with zeros (`pad_keys`).
+    """
+
+    layers: tuple[KeyValues, ...]
+    is_valid: Bool[Array, "b m"]
 
 
 class DecoderLayer(nnx.Module):

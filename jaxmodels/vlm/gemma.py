@@ -4,8 +4,6 @@ Sources: https://arxiv.org/abs/2407.07726 (PaliGemma), https://arxiv.org/abs/241
 layer by layer in one attention), openpi/models/gemma.py (pi0.5: the time modulates the expert's norms).
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -25,18 +23,11 @@ from jaxmodels.layers.grouped_attention import (
     pad_mask,
 )
 from jaxmodels.layers.norm import AdaptiveRMSNorm, Modulation, RMSNorm
-from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes, decoder_tensor
+from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes, PrefixCache, decoder_tensor
 from jaxmodels.vlm.siglip import VisionSizes, VisionTower
 
 EPSILON = 1e-6  # Epsilon of every norm of Gemma.
 OFFSET = 1.0  # Offset of the norms' scales, because files have scale - 1.
-
-
-class PrefixCache(NamedTuple):
-    """Keys and values of images and words for each layer, and which tokens count."""
-
-    layers: tuple[KeyValues, ...]
-    is_valid: Bool[Array, "b m"]
 
 
 class PaliGemma(nnx.Module):

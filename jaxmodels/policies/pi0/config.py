@@ -301,11 +301,6 @@ class Pi0Config(VlaConfig):
         return TOKENIZER_MODELS["pi0"]
 
     @property
-    def trained_delay(self) -> int:
-        """Longest delay after which the policy is trained to continue a plan; 0 if it is guided."""
-        return 0
-
-    @property
     def client_metadata(self) -> Mapping[str, Any]:
         return {} if self.openpi is None else dict(self.openpi.policy_metadata)
 

@@ -9,7 +9,6 @@ import numpy as np
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies.config import VlaConfig
 from jaxmodels.ranges import LAYERS_WRITTEN_OUT, NOT_NEGATIVE, POSITIVE, Range, is_number, shorten_value
-from jaxmodels.samplers.real_time_chunking import BOUND
 from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.vlm.decoder import DecoderSizes
 from jaxmodels.vlm.smolvlm import AROUND_IMAGE, BEFORE_IMAGE, SMOLVLM2_500M, VLMS, SmolVlmSizes
@@ -221,9 +220,12 @@ class SmolVlaConfig(VlaConfig):
         return task if task.endswith("\n") else f"{task}\n"
 
     @property
+    def num_inference_steps(self) -> int:
+        return self.num_steps
+
+    @property
     def prefix_bound(self) -> float:
-        """Maximum pull of a plan, see `jaxmodels.samplers.continuing`."""
-        return dict(self.rtc_config or ()).get("max_guidance_weight") or BOUND
+        return dict(self.rtc_config or ()).get("max_guidance_weight") or super().prefix_bound
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SmolVlaConfig":
