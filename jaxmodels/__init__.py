@@ -5,7 +5,7 @@ Names are looked up when first used, so that importing this package does not imp
 
 from typing import TYPE_CHECKING
 
-from jaxmodels._lazy import lazy_names, list_homes
+from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.cache_dirs import cache_folder, hub_cache, user_cache
@@ -43,7 +43,8 @@ __all__ = [
     "user_cache",
 ]
 
-_HOMES = list_homes(
+__getattr__, __dir__ = lazy_names(
+    __name__,
     {
         "jaxmodels.cache_dirs": "cache_folder hub_cache user_cache",
         "jaxmodels.checkpoints.folder": "PolicyFolder open_file",
@@ -54,6 +55,5 @@ _HOMES = list_homes(
         "jaxmodels.transformer2d": "Transformer2DConfig Transformer2DModel",
         "jaxmodels.transformer2d.loaded_model": "LoadedModel is_model load_model",
         "jaxmodels.types": "Requirements",
-    }
+    },
 )
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)

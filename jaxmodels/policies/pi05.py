@@ -13,9 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmodels.policies import pi0
-from jaxmodels.policies.pi0 import weights
 from jaxmodels.policies.pi0.config import PROMPT, Pi0Config, clean_task
-from jaxmodels.policies.pi0.model import PiModel, StepInputs, decoder_sizes
+from jaxmodels.policies.pi0.model import PiModel, StepInputs, decoder_sizes, tensors
 from jaxmodels.policies.vla import Chunk, act, apply_linear, list_stages
 from jaxmodels.ranges import CHUNK, Range
 from jaxmodels.vlm.decoder import PrefixCache
@@ -140,7 +139,7 @@ POLICY = replace(
     pi0.POLICY,
     config=Pi05Config.from_json,
     model=Pi05Model,
-    tensors=partial(weights.tensors, kind=Pi05Config.type),
+    tensors=partial(tensors, kind=Pi05Config.type),
     act=partial(act, Pi05Model),
     stages=list_stages(Pi05Model),
 )

@@ -5,7 +5,7 @@ Names are looked up when first used, so that importing this package does not imp
 
 from typing import TYPE_CHECKING
 
-from jaxmodels._lazy import lazy_names, list_homes
+from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.devices import join
@@ -38,7 +38,8 @@ __all__ = [
     "trained_types",
 ]
 
-_HOMES = list_homes(
+__getattr__, __dir__ = lazy_names(
+    __name__,
     {
         "jaxmodels.devices": "join",
         "jaxmodels.policies": "policy_types trained_types",
@@ -48,6 +49,5 @@ _HOMES = list_homes(
         "jaxmodels.training.loop": "train",
         "jaxmodels.training.optimizers": "OptimizerConfig SchedulerConfig optimizer_preset scheduler_preset",
         "jaxmodels.training.progress": "Progress draw_curve",
-    }
+    },
 )
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,5 +1,6 @@
 """The network of pi0, and its parts that pi0.5 shares: PaliGemma encodes, an expert denoises a chunk of actions."""
 
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxmodels.checkpoints.tensor_layouts import SAME, Shape, Tensor, module_tensor
 from jaxmodels.errors import ObservationError
 from jaxmodels.layers.embeddings import flow_time_sinusoid
 from jaxmodels.layers.images import resize_as_pillow, resize_with_padding
@@ -15,8 +17,8 @@ from jaxmodels.policies.pi0.config import GemmaSizes, Pi0Config
 from jaxmodels.policies.vla import Chunk, VlaModel, apply_linear, read_linear
 from jaxmodels.types import Observation
 from jaxmodels.vlm.decoder import DecoderSizes, PrefixCache
-from jaxmodels.vlm.gemma import EPSILON, Expert, PaliGemma
-from jaxmodels.vlm.siglip import VisionSizes
+from jaxmodels.vlm.gemma import EPSILON, Expert, PaliGemma, gemma_tensor
+from jaxmodels.vlm.siglip import VisionSizes, vision_tensor
 
 StateToken: TypeAlias = Float[Array, "b 1 d"]
 
@@ -142,3 +144,58 @@ class Pi0Model(PiModel):
         starts = np.arange(1 + x.shape[1]) < 2
         out = self.expert(tokens, prefix, starts)
         return apply_linear(self.action_out, out[:, 1:])
+
+
+# Tensors of pi0 and pi0.5 by LeRobot's names.
+ROOT = "model."
+_BOTH = f"{ROOT}paligemma_with_expert."
+_PALIGEMMA, _EXPERT = f"{_BOTH}paligemma.", f"{_BOTH}gemma_expert."
+_WORDS = f"{_PALIGEMMA}model.language_model."
+EMBEDDING, HEAD = f"{_WORDS}embed_tokens.weight", f"{_PALIGEMMA}lm_head.weight"
+_LINEARS = {
+    "action_in": "action_in_proj",
+    "action_out": "action_out_proj",
+    "state_in": "state_proj",
+    "paligemma.projector": "paligemma_with_expert.paligemma.model.multi_modal_projector.linear",
+}
+# A file may contain the embedding of words only as the weight of the head; if it has both, the embedding counts.
+TIED = {EMBEDDING: HEAD}
+TIMES = {
+    "pi0": {"time_in": "action_time_mlp_in", "time_out": "action_time_mlp_out"},
+    "pi05": {"time_in": "time_mlp_in", "time_out": "time_mlp_out"},
+}
+
+
+def tensors(names: Iterable[str], *, kind: str = "pi0") -> tuple[Tensor, ...]:
+    """Return the table for the weights of one config, from our names."""
+    return tuple(_tensor(name, _LINEARS | TIMES[kind]) for name in names)
+
+
+def _tensor(name: str, linears: Mapping[str, str]) -> Tensor:
+    part, _, inside = name.partition(".")
+    if part == "expert":
+        return gemma_tensor(inside, ours="expert.", theirs=f"{_EXPERT}model.")
+    if part == "paligemma":
+        first, _, rest = inside.partition(".")
+        if first == "vision":
+            return vision_tensor(rest, ours=f"{part}.vision.", theirs=f"{_PALIGEMMA}model.vision_tower.vision_model.")
+        if first == "layers":
+            return gemma_tensor(inside, ours=f"{part}.", theirs=_WORDS)
+        if first == "embedding":
+            return Tensor(EMBEDDING, (name,), SAME)
+    return module_tensor(f"{ROOT}{linears[name.rpartition('.')[0]]}", name)
+
+
+def rename(name: str) -> str:
+    """Return the table's name of a tensor; files that were converted from openpi's lack the prefix ``model.``."""
+    return name if name.startswith(ROOT) else f"{ROOT}{name}"
+
+
+def find_unused(config: Pi0Config) -> dict[str, Shape]:
+    """Return the shapes of the tensors of LeRobot's files that no action depends on."""
+    words, actions = config.vlm.width, config.expert.width
+    return {
+        HEAD: (config.vocabulary, words),
+        f"{_EXPERT}lm_head.weight": (config.vocabulary, actions),
+        f"{_WORDS}norm.weight": (words,),
+    }
