@@ -19,6 +19,7 @@ from jaxmodels.ranges import (
     WIDTH,
     Range,
     check_unknown_fields,
+    find_choice_errors,
     find_number_errors,
     read_number_type,
     shorten_value,
@@ -153,7 +154,7 @@ class PolicyConfig(_OtherFields):
 
     def __post_init__(self) -> None:
         wrong = find_number_errors(self, integers=True) or [
-            *self._wrong_choices(),
+            *find_choice_errors(self, self.choices),
             *self._wrong_numbers(),
             *find_number_errors(self, integers=False),
             *self.wrong_features(),
@@ -249,13 +250,6 @@ class PolicyConfig(_OtherFields):
     def dump_architecture(self) -> Mapping[str, Any]:
         """Return the JSON files with sizes of underlying models, by their names in the policy's folder."""
         return {}
-
-    def _wrong_choices(self) -> list[str]:
-        return [
-            f"{name} is {shorten_value(getattr(self, name))}; known: {', '.join(known)}"
-            for name, known in self.choices.items()
-            if getattr(self, name) not in known
-        ]
 
     def _wrong_numbers(self) -> list[str]:
         """Return the errors of combinations of numbers that are each in range; each policy type adds its own."""

@@ -20,7 +20,17 @@ from jaxmodels.checkpoints.folder import NORM_STATS, PARAMS, Folder, PolicyFolde
 from jaxmodels.errors import CheckpointError, ConfigError
 from jaxmodels.normalization import Normalization, Normalizer, ProcessorStep
 from jaxmodels.policies.lerobot_processors import ABSOLUTE, RELATIVE, WRITE_IDENTITY, allows_identity
-from jaxmodels.ranges import CHUNK, POSITIVE, WIDTH, Range, find_value_errors, list_numbers, shorten_value
+from jaxmodels.ranges import (
+    CHUNK,
+    POSITIVE,
+    WIDTH,
+    Range,
+    find_choice_errors,
+    find_number_errors,
+    find_value_errors,
+    list_numbers,
+    shorten_value,
+)
 from jaxmodels.types import ACTION, ACTIONS, IMAGES, STATE, parse_features
 
 KEY = "openpi"  # Key in robojax.json.
@@ -120,11 +130,8 @@ class OpenpiConfig:
     lora_scale: Annotated[float | None, POSITIVE] = None
 
     def __post_init__(self) -> None:
-        wrong = find_value_errors(list_numbers(OpenpiConfig), vars(self))
-        for name, known in (("model", MODELS), ("robot", (*ROBOTS, None))):
-            if getattr(self, name) not in known:
-                texts = ", ".join(str(entry) for entry in known if entry)
-                wrong.append(f"{name} is {shorten_value(getattr(self, name))}; known: {texts}")
+        wrong = find_number_errors(self)
+        wrong += find_choice_errors(self, {"model": MODELS} | ({} if self.robot is None else {"robot": ROBOTS}))
         if not wrong:
             wrong = self._describe_robot()
         if wrong:

@@ -13,8 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.ranges import NOT_NEGATIVE, Range, check_numbers, shorten_value
+from jaxmodels.errors import InputError
+from jaxmodels.ranges import NOT_NEGATIVE, Range, check_fields
 from jaxmodels.samplers.sampling import Predict, check_prediction, make_partial, run_steps
 
 CLASSES = Range(2, 1 << 20)  # Including the masked class.
@@ -80,9 +80,7 @@ class MaskSchedule:
     begins_with_one: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self, "mask schedule (num_classes with the masked class)")
-        if self.masking not in MASKINGS:
-            raise ConfigError(f"masking is {shorten_value(self.masking)}; wanted one of {', '.join(MASKINGS)}")
+        check_fields(self, "mask schedule (num_classes with the masked class)", {"masking": MASKINGS})
 
     @property
     def is_greedy(self) -> bool:

@@ -18,6 +18,7 @@ from jaxmodels.ranges import (
     WIDTH,
     Range,
     check_unknown_fields,
+    find_choice_errors,
     find_number_errors,
     find_value_errors,
     list_numbers,
@@ -58,12 +59,8 @@ class TextConfig:
     is_frozen: bool = False
 
     def __post_init__(self) -> None:
-        wrong = find_number_errors(self, integers=True)
-        wrong += [
-            f"{name} is {shorten_value(getattr(self, name))}; known: {', '.join(known)}"
-            for name, known in (("kind", KINDS), ("activation", TEXT_ACTIVATIONS))
-            if getattr(self, name) not in known
-        ]
+        wrong = find_number_errors(self)
+        wrong += find_choice_errors(self, {"kind": KINDS, "activation": TEXT_ACTIVATIONS})
         if not isinstance(self.is_frozen, bool):
             wrong.append(f"is_frozen is {shorten_value(self.is_frozen)}; wanted true or false")
         if not wrong and self.width % self.n_heads:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from jaxmodels.devices import DTYPES
 from jaxmodels.errors import ConfigError
+from jaxmodels.ranges import find_choice_errors
 from jaxmodels.training.augmentation import ImageTransforms
 from jaxmodels.training.optimizers import OptimizerConfig, SchedulerConfig
 
@@ -69,8 +70,7 @@ class TrainingConfig:
         ]
         if not 0 <= self.ema_decay < 1:
             wrong.append(f"ema_decay is {self.ema_decay!r}; wanted 0 (off) to below 1, e.g. 0.999")
-        if self.dtype not in DTYPES:
-            wrong.append(f"dtype is {self.dtype!r}; known: {', '.join(DTYPES)}")
+        wrong += find_choice_errors(self, {"dtype": DTYPES})
         if not wrong and self.batch_size % self.gradient_accumulation_steps:
             wrong.append(
                 f"batch_size is {self.batch_size}; wanted a multiple of gradient_accumulation_steps, "

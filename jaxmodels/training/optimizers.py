@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxmodels.errors import ConfigError
+from jaxmodels.ranges import find_choice_errors
 
 SCHEDULES = ("constant", "diffuser", "cosine_decay_with_warmup")
 NAMES = ("constant", "constant_with_warmup", "linear", "cosine")
@@ -38,11 +39,7 @@ class SchedulerConfig:
     decay_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        wrong = []
-        if self.type not in SCHEDULES:
-            wrong.append(f"type is {self.type!r}; known: {', '.join(SCHEDULES)}")
-        if self.name not in NAMES:
-            wrong.append(f"name is {self.name!r}; known: {', '.join(NAMES)}")
+        wrong = find_choice_errors(self, {"type": SCHEDULES, "name": NAMES})
         if self.num_warmup_steps < 0:
             wrong.append(f"num_warmup_steps is {self.num_warmup_steps}; wanted 0 or more")
         if self.num_decay_steps is not None and self.num_decay_steps < 1:
@@ -123,11 +120,7 @@ class OptimizerConfig:
     decayed: str = "all"
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}"
-            for name, known in (("type", OPTIMIZERS), ("decayed", DECAYED))
-            if getattr(self, name) not in known
-        ]
+        wrong = find_choice_errors(self, {"type": OPTIMIZERS, "decayed": DECAYED})
         wrong += [
             f"{name} is {getattr(self, name)!r}; wanted a number above 0"
             for name in ("lr", "eps")

@@ -12,6 +12,7 @@ from jaxmodels.ranges import (
     SHARE_BELOW_ONE,
     WIDTH,
     Range,
+    find_choice_errors,
     find_value_errors,
     list_numbers,
     read_number_type,
@@ -142,9 +143,8 @@ class Transformer2DConfig:
         if self.activation_fn not in DIFFUSERS_ACTIVATIONS:
             known = ", ".join(DIFFUSERS_ACTIVATIONS)
             wrong.append(f"activation_fn is {shorten_value(self.activation_fn)}; known (in lower case): {known}")
-        if self.attention_type not in ATTENTION_TYPES:
-            wrong.append(f"attention_type is {shorten_value(self.attention_type)}; known: {', '.join(ATTENTION_TYPES)}")
-        elif self.has_fuser and self.cross_attention_dim is None:
+        wrong += find_choice_errors(self, {"attention_type": ATTENTION_TYPES})
+        if self.has_fuser and self.cross_attention_dim is None:
             wrong.append(f"attention_type {self.attention_type!r} needs cross_attention_dim, the width of its objects")
         if self.norm_type not in NORMS:
             reason = _UNUSABLE_NORMS.get(self.norm_type, f"known: {', '.join(NORMS)}")

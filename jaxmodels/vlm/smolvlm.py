@@ -58,12 +58,7 @@ class SmolVlmSizes:
 
     def __post_init__(self) -> None:
         parts = {"": self, "text_config: ": self.text, "vision_config: ": self.vision}
-        wrong = [
-            where + error
-            for where, part in parts.items()
-            for integers in (True, False)
-            for error in find_number_errors(part, integers=integers)
-        ]
+        wrong = [where + error for where, part in parts.items() for error in find_number_errors(part)]
         if wrong:
             raise ConfigError("config.json of the vision-language model: " + "; ".join(wrong))
         if self.text.heads % self.text.kv_heads:

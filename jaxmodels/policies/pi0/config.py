@@ -75,7 +75,7 @@ class PaliGemmaSizes:
 
     def __post_init__(self) -> None:
         parts = {"": self, "gemma_2b: ": self.gemma_2b, "gemma_300m: ": self.gemma_300m, "vision: ": self.vision}
-        wrong = [where + error for where, part in parts.items() for error in find_number_errors(part, integers=True)]
+        wrong = [where + error for where, part in parts.items() for error in find_number_errors(part)]
         if not wrong:
             for variant in VARIANTS:
                 wrong += _describe_heads(variant, getattr(self, variant))
