@@ -4,8 +4,9 @@ Every mode is ``(x - offset) / scale + shift``, so that one compiled program ser
 Source: lerobot/processor/normalize_processor.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,6 +210,13 @@ class Normalization:
     def get_outside_name(self, feature: str) -> str:
         """Return the robot's name of a feature of the policy."""
         return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
+
+
+def mask_relative(names: Iterable[str] | None, excluded: Iterable[str], width: int) -> tuple[bool, ...]:
+    """Return which of an action's `width` numbers are relative: all but names with an `excluded` part (LeRobot)."""
+    parts = [part.lower() for part in excluded if part]
+    mask = [not any(part in name.lower() for part in parts) for name in islice(names or (), width)]
+    return (*mask, *[True] * (width - len(mask)))
 
 
 def build_normalization(

@@ -99,10 +99,9 @@ def read_metadata(path: Source) -> dict[str, str]:
     return {name: text for name, text in header.get(METADATA, {}).items() if isinstance(text, str)}
 
 
-def read_floats(path: Source, *, but: str | None = None) -> dict[str, np.ndarray]:
-    """Return every tensor whose name does not end with `but`, in its own dtype; raises what `find_floats` raises."""
-    tensors = find_floats(path, lambda name: but is None or not name.endswith(but))
-    return {name: stored.read() for name, stored in tensors.items()}
+def read_floats(path: Source) -> dict[str, np.ndarray]:
+    """Return every tensor in its own dtype; raises what `find_floats` raises."""
+    return {name: stored.read() for name, stored in find_floats(path).items()}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:

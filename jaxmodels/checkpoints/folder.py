@@ -170,6 +170,16 @@ def open_file(path: str | Path, within: int | None = None) -> OpenFile:
         raise
 
 
+@contextmanager
+def _open_folder(path: str | Path, within: int | None = None, flags: int = 0) -> Iterator[int]:
+    """Open a folder, relative to the folder `within`, and close its descriptor at the end; raises OSError."""
+    descriptor = os.open(path, _FLAGS | os.O_DIRECTORY | flags, dir_fd=within)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def get_path(descriptor: int) -> Path:
     """Return the real path of an open file or folder, with all links followed."""
     if sys.platform == "darwin":
@@ -359,13 +369,10 @@ class PolicyFolder:
         if self._descriptor is None:
             return [], []
         with suppress(OSError, CheckpointError):
-            descriptor = os.open(path or ".", _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
-            try:
+            with _open_folder(path or ".", self._descriptor) as descriptor:
                 self._check_inside_roots(descriptor, path)
                 with os.scandir(descriptor) as entries:
                     listed = [(entry.name, entry.is_dir()) for entry, _ in zip(entries, range(ENTRIES), strict=False)]
-            finally:
-                os.close(descriptor)
             folders = [name for name, is_folder in listed if is_folder and not name.startswith(".")]
             return [name for name, is_folder in listed if not is_folder], folders
         return [], []
@@ -382,12 +389,9 @@ class PolicyFolder:
         """Return the path of the Orbax arrays; raises CheckpointError if it is outside the allowed folders."""
         assert self._descriptor is not None
         try:
-            tree = os.open(name, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
-            try:
+            with _open_folder(name, self._descriptor) as tree:
                 self._check_inside_roots(tree, name)
                 return get_path(tree)
-            finally:
-                os.close(tree)
         except OSError as error:
             raise CheckpointError(f"{name}: cannot be read ({error.strerror})") from error
 
@@ -427,16 +431,12 @@ class PolicyFolder:
             if name.startswith(".") or not name.isascii():
                 continue
             inside = f"{within}{name}/"
-            with suppress(OSError):
-                folder = os.open(name, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
-                try:
-                    for file in OF_MODELS:
-                        if sum("/" in known for known in self.files) < MODEL_FILES:
-                            self._open_of_model(file, folder, inside)
-                    if inside.count("/") < MODEL_DEPTH:
-                        self._open_models(folder, inside)
-                finally:
-                    os.close(folder)
+            with suppress(OSError), _open_folder(name, descriptor, os.O_NOFOLLOW) as folder:
+                for file in OF_MODELS:
+                    if sum("/" in known for known in self.files) < MODEL_FILES:
+                        self._open_of_model(file, folder, inside)
+                if inside.count("/") < MODEL_DEPTH:
+                    self._open_models(folder, inside)
 
     def _open_of_model(self, name: str, descriptor: int, within: str) -> None:
         with suppress(FileNotFoundError):
@@ -492,14 +492,24 @@ def check_tree(folder: Path) -> Mapping[str, tuple[int, ...]]:
     """
     identities: dict[str, tuple[int, ...]] = {}
     try:
-        top = os.open(folder, _FLAGS | os.O_DIRECTORY)
-        try:
+        with _open_folder(folder) as top:
             _check_tree_folder(top, folder.name, identities)
-        finally:
-            os.close(top)
     except OSError as error:
         raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({error.strerror})") from error
     return identities
+
+
+@contextmanager
+def unchanged_tree(folder: Path) -> Iterator[Mapping[str, tuple[int, ...]]]:
+    """Compare an Orbax checkpoint before and after it is read; yields the result of `check_tree`.
+
+    Raises:
+        CheckpointError: as `check_tree`, or the files were changed.
+    """
+    identities = check_tree(folder)
+    yield identities
+    if check_tree(folder) != identities:
+        raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
 
 
 def _check_tree_folder(descriptor: int, where: str, identities: dict[str, tuple[int, ...]]) -> None:
@@ -514,11 +524,8 @@ def _check_tree_folder(descriptor: int, where: str, identities: dict[str, tuple[
         inside = f"{where}/{name}"
         if stat.S_ISDIR(state.st_mode):
             identities[inside] = (state.st_dev, state.st_ino)
-            deeper = os.open(name, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
-            try:
+            with _open_folder(name, descriptor, os.O_NOFOLLOW) as deeper:
                 _check_tree_folder(deeper, inside, identities)
-            finally:
-                os.close(deeper)
         elif stat.S_ISREG(state.st_mode):
             identities[inside] = get_identity(state)
         else:

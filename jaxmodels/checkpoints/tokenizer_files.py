@@ -203,13 +203,3 @@ def _list_replaced(tokenizer: Any) -> list[str]:
 
     search(json.loads(tokenizer.normalizer.__getstate__()))
     return list(found)
-
-
-__all__ = [
-    "TOKENIZER",
-    "encode",
-    "find_cached_tokenizer",
-    "open_tokenizer",
-    "read_tokenizer",
-    "verify_tokenizers",
-]

@@ -16,7 +16,7 @@ from jaxmodels.data.metadata import check_video_spans, read_episode_locations, r
 from jaxmodels.data.rows import Rows, StillFrames, VideoFrames
 from jaxmodels.data.statistics import NAMES, Arrays, ColourStats, compute_vector_stats, read_stats
 from jaxmodels.errors import CheckpointError, DatasetError
-from jaxmodels.types import Feature
+from jaxmodels.types import ACTION, Feature
 
 # Number of frames for statistics of colours, if none are stored.
 STATISTICS_FRAMES = 1000
@@ -86,7 +86,7 @@ class Dataset:
     @property
     def joint_names(self) -> tuple[str, ...] | None:
         """Names of the action's joints, or None when the dataset does not say."""
-        return self.feature(metadata.ACTION).names
+        return self.feature(ACTION).names
 
     @property
     def cameras(self) -> tuple[Feature, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxmodels.checkpoints.files import WEIGHTS, read_floats, read_json, write_json, write_safetensors
 from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, open_source
 from jaxmodels.errors import CheckpointError, ConfigError
-from jaxmodels.normalization import EPSILON, IDENTITY, Normalization, Normalizer, ProcessorStep
+from jaxmodels.normalization import EPSILON, IDENTITY, Normalization, Normalizer, ProcessorStep, mask_relative
 from jaxmodels.ranges import Range, check_unknown_fields, is_number, shorten_value
 from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, is_empty_camera, parse_features
 
@@ -100,9 +100,7 @@ def get_relative_actions(normalization: Normalization, width: int) -> tuple[bool
     for value in (names or [], excluded):
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise CheckpointError(f"{PRE}.json: {RELATIVE} has {shorten_value(value)}; wanted lists of names")
-    parts = [part.lower() for part in excluded if part]
-    named = [not any(part in name.lower() for part in parts) for name in (names or [])[:width]]
-    return (*named, *[True] * (width - len(named)))
+    return mask_relative(names, excluded, width)
 
 
 def get_tokenizer_name(normalization: Normalization, length: int) -> str | None:

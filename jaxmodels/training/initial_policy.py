@@ -14,7 +14,7 @@ from jaxmodels.checkpoints.tensor_layouts import SAME, Tensor, module_tensor, re
 from jaxmodels.checkpoints.tokenizer_files import read_tokenizer
 from jaxmodels.data import Dataset
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
-from jaxmodels.hub import fetch
+from jaxmodels.hub import find_policy
 from jaxmodels.layers.norm import EPSILON
 from jaxmodels.policies import SERVED_ONLY, get_policy_type, lerobot_folder, trained_types
 from jaxmodels.policies.config import OTHER
@@ -113,8 +113,9 @@ def new_policy(
             f"text_encoder is {str(text_encoder)!r}, and {of_policy!r} among the policy's fields; "
             "wanted one of --text_encoder=<a CLIP> and --policy.text_encoder=small"
         )
-    text = None if text_encoder is None else read_clip_text(_folder(text_encoder, None, on_progress))
-    if text is not None:
+    text = None
+    if text_encoder is not None:
+        text = read_clip_text(find_policy(os.fspath(text_encoder), on_progress=on_progress)[0])
         read["text_encoder"] = text.config.to_json()
     elif isinstance(read.get("text_encoder"), str):
         read["text_encoder"] = _text_encoder(read["text_encoder"])
@@ -151,20 +152,9 @@ def trained_policy(
         ConfigError: its config has unknown fields or values that make no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
-    folder = _folder(path_or_repo, revision, on_progress)
+    folder, _ = find_policy(os.fspath(path_or_repo), revision, on_progress=on_progress)
     checkpoint = lerobot_folder.read_checkpoint(folder, needs_statistics=False)
     return Start(checkpoint.config, checkpoint.weights, tokenizer=checkpoint.tokenizer)
-
-
-def _folder(
-    path_or_repo: str | os.PathLike[str], revision: str | None, on_progress: Callable[[str], None] | None
-) -> Path:
-    folder = Path(os.path.expanduser(path_or_repo))
-    if not folder.is_dir():
-        return fetch(str(path_or_repo), revision, on_progress=on_progress)
-    if revision is not None:
-        raise ConfigError(f"{folder} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
-    return folder
 
 
 def _features(dataset: Dataset, image_size: tuple[int, int] | None) -> dict[str, Any]:

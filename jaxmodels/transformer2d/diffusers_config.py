@@ -131,10 +131,10 @@ def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     contexts = _per_stage(values, "cross_attention_dim", stages)
     layers = _per_stage(values, "layers_per_block", stages)
     only_context = _per_stage(values, "only_cross_attention", stages, kind=bool)
-    depths = _depths(values, "transformer_layers_per_block", stages)
+    depths = _per_stage(values, "transformer_layers_per_block", stages, may_nest=True)
     up_depths = depths[::-1]
     if values["reverse_transformer_layers_per_block"] is not None:
-        up_depths = _depths(values, "reverse_transformer_layers_per_block", stages)
+        up_depths = _per_stage(values, "reverse_transformer_layers_per_block", stages, may_nest=True)
     if too_many := [count for count in layers if count > LAYER_LIMIT]:
         raise ConfigError(f"config.json: layers_per_block has {too_many[0]}; wanted at most {LAYER_LIMIT}")
 
@@ -189,29 +189,24 @@ def _arguments(values: Mapping[str, Any], channels: int, heads: int, context: in
     }
 
 
-def _per_stage(values: Mapping[str, Any], name: str, stages: int, *, kind: type = int) -> list[Any]:
-    """Return one value for each block of the way down; a single value is repeated."""
+def _per_stage(
+    values: Mapping[str, Any], name: str, stages: int, *, kind: type = int, may_nest: bool = False
+) -> list[Any]:
+    """Return one value for each block of the way down; a single value is repeated.
+
+    Args:
+        kind: type of a value, int or bool.
+        may_nest: whether a block may have a list of values.
+    """
     value = values[name]
     per_stage = list(value) if isinstance(value, list | tuple) else [value] * stages
-    is_right = (lambda entry: isinstance(entry, bool)) if kind is bool else _is_count
-    if len(per_stage) != stages or not all(is_right(entry) for entry in per_stage):
+    flat = [entry for part in per_stage for entry in (part if may_nest and isinstance(part, list | tuple) else [part])]
+    if len(per_stage) != stages or not all(isinstance(x, bool) if kind is bool else _is_count(x) for x in flat):
         expected = "true or false" if kind is bool else "a positive integer"
+        nested = " (or of a list of them)" if may_nest else ""
         raise ConfigError(
-            f"config.json: {name} is {shorten_value(value)}; wanted {expected}, or a list of one for each "
+            f"config.json: {name} is {shorten_value(value)}; wanted {expected}, or a list of one{nested} for each "
             f"of {stages} blocks"
-        )
-    return per_stage
-
-
-def _depths(values: Mapping[str, Any], name: str, stages: int) -> list[Any]:
-    """Return the layers of the transformers of each block: a number for all of them, or a list."""
-    value = values[name]
-    per_stage = list(value) if isinstance(value, list | tuple) else [value] * stages
-    flat = [entry for part in per_stage for entry in (part if isinstance(part, list | tuple) else [part])]
-    if len(per_stage) != stages or not all(_is_count(entry) for entry in flat):
-        raise ConfigError(
-            f"config.json: {name} is {shorten_value(value)}; wanted a positive integer, or a list of one (or of a "
-            f"list of them) for each of {stages} blocks"
         )
     return per_stage
 

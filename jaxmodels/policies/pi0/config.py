@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmodels.errors import ConfigError
+from jaxmodels.normalization import mask_relative
 from jaxmodels.policies import TOKENIZER_MODELS
 from jaxmodels.policies.config import LEROBOT_VERSIONS, VlaConfig
 from jaxmodels.policies.openpi_configs import OpenpiConfig
@@ -322,10 +323,7 @@ class Pi0Config(VlaConfig):
         """Which numbers of an un-normalised action are relative to the raw state; None for none."""
         if not self.use_relative_actions:
             return None
-        excluded = [part.lower() for part in self.relative_exclude_joints if part]
-        names = (self.action_feature_names or ())[: self.action.shape[0]]
-        mask = [not any(part in name.lower() for part in excluded) for name in names]
-        return (*mask, *(True,) * (self.action.shape[0] - len(mask)))
+        return mask_relative(self.action_feature_names, self.relative_exclude_joints, self.action.shape[0])
 
     def format_prompt(self, task: str, state: np.ndarray | None = None) -> str:
         """Return the task on its own line."""

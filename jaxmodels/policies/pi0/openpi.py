@@ -6,7 +6,7 @@ Sources: openpi/models/{gemma,siglip,pi0,lora,model}.py (https://github.com/Phys
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,12 +81,12 @@ def read_weights(tree: Path, config: Pi0Config) -> dict[str, np.ndarray]:
     sources = {name: find_source(name, config.type) for name in ours}
     expected, updates = _list_shapes(config, ours, sources), _find_updates(stored)
     check_fit({name: shape.shape for name, shape in stored.items() if name not in updates}, expected, where=tree.name)
-    kept = _read_updates(tree, config, stored, updates, expected)
+    kept = _read_updates(tree, config, updates, expected)
     by_array: dict[str, dict[str, Source]] = {}
     for name, source in sources.items():
         by_array.setdefault(source.theirs, {})[name] = source
     weights: dict[str, np.ndarray] = {}
-    for theirs, array in _restore(tree, {name: stored[name] for name in by_array}):
+    for theirs, array in _restore(tree, by_array):
         if theirs in kept:
             array = np.asarray(array, np.float32) + kept.pop(theirs)
         weights |= {name: source.take(array, ours[name]) for name, source in by_array[theirs].items()}
@@ -96,15 +96,19 @@ def read_weights(tree: Path, config: Pi0Config) -> dict[str, np.ndarray]:
 
 def _list_arrays(tree: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shapes and dtypes of the arrays of a tree, by names without openpi's prefix and suffix."""
-    return {name.removeprefix(_ROOT).removesuffix(VALUE): shape for name, shape in orbax.float_shapes(tree).items()}
+    return {_get_plain_name(name): shape for name, shape in orbax.float_shapes(tree).items()}
 
 
-def _restore(tree: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, np.ndarray]]:
-    names = {name.removeprefix(_ROOT).removesuffix(VALUE): name for name in orbax.float_shapes(tree)}
-    plain = {theirs: name for name, theirs in names.items()}
-    for batch in orbax.restore_parts(tree, {names[name]: shape for name, shape in wanted.items()}):
-        for theirs in list(batch):
-            yield plain[theirs], batch.pop(theirs)
+def _get_plain_name(name: str) -> str:
+    return name.removeprefix(_ROOT).removesuffix(VALUE)
+
+
+def _restore(tree: Path, wanted: Container[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the arrays of these names, without openpi's prefix and suffix."""
+    shapes = orbax.float_shapes(tree)
+    for batch in orbax.restore_parts(tree, {name: x for name, x in shapes.items() if _get_plain_name(name) in wanted}):
+        for name in list(batch):
+            yield _get_plain_name(name), batch.pop(name)
 
 
 def _find_updates(stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[str, str]]:
@@ -122,13 +126,12 @@ def _find_updates(stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple
 def _read_updates(
     tree: Path,
     config: Pi0Config,
-    stored: Mapping[str, jax.ShapeDtypeStruct],
     updates: Mapping[str, tuple[str, str]],
     expected: Mapping[str, Shape],
 ) -> dict[str, np.ndarray]:
     """Return the low-rank updates by the names of their weights."""
     factors: dict[str, dict[str, np.ndarray]] = {}
-    for name, array in _restore(tree, {name: stored[name] for name in updates}) if updates else ():
+    for name, array in _restore(tree, updates) if updates else ():
         base, factor = updates[name]
         factors.setdefault(base, {})[factor] = np.asarray(array, np.float32)
     added: dict[str, np.ndarray] = {}

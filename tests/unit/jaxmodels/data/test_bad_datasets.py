@@ -84,7 +84,7 @@ def test_everything_wrong_with_a_description_is_said_at_once(copy):
 
 BAD_NAMES = ("../../etc/passwd", "observation.images.a/b", ".hidden", "a\\b", "a" * 200, "a\nb")
 HUGE = {"dtype": "video", "shape": [1 << 20, 1 << 20, 3], "names": ["height", "width", "channel"]}
-WRONG_TOTAL = f"speaks of 3 episodes and {ROWS + 1} frames; meta/episodes describes 3 and {ROWS}"
+WRONG_TOTAL = f"has 3 episodes and {ROWS + 1} frames; meta/episodes describes 3 and {ROWS}"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ EPISODES = [{"episode_index": 0, "length": 6}, {"episode_index": 2, "length": 14
 @pytest.mark.parametrize(
     ("file", "rows", "said"),
     [
-        ("episodes", [{"episode_index": 0, "length": 20}], "speaks of 3 episodes"),
+        ("episodes", [{"episode_index": 0, "length": 20}], "has 3 episodes"),
         ("episodes", EPISODES, "not numbered 0, 1, 2"),
         ("episodes", [{"episode_index": 0}], "'length'"),
         ("episodes", [{"episode_index": "../x", "length": 1}], "episode_index, which is ../x"),
