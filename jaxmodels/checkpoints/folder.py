@@ -81,9 +81,6 @@ class OpenFile:
         self.identity = get_identity(os.fstat(descriptor))
         self.size = self.identity[2]
 
-    def __repr__(self) -> str:
-        return f"OpenFile({self.name!r}, {self.size} bytes)"
-
     def exists(self) -> bool:
         """Always true; for callers that also take a path."""
         return True
@@ -127,16 +124,12 @@ class MissingFile:
         """Whether there is something of that name that cannot be read, e.g. a pipe."""
         return self.error is not None
 
-    def refusal(self) -> Exception:
-        """The error that opening this file raises."""
-        return self.error or FileNotFoundError(2, os.strerror(2))
-
 
 @contextmanager
 def open_source(source: Source) -> Iterator[OpenFile]:
     """Open a file or use an open one; raises OSError if it cannot be opened, CheckpointError if it is not regular."""
     if isinstance(source, MissingFile):
-        raise source.refusal()
+        raise source.error or FileNotFoundError(2, os.strerror(2))
     if isinstance(source, OpenFile):
         yield source
         return
@@ -324,11 +317,13 @@ class PolicyFolder:
 
     def has_file(self, name: str) -> bool:
         """Return whether a regular file of this name, ``/`` between folders, is in the folder."""
-        if self._descriptor is None:
-            return name in self.files
+        return name in self.files if self._descriptor is None else stat.S_ISREG(self._get_mode(name))
+
+    def _get_mode(self, name: str) -> int:
+        """Return the mode of an entry of the folder; 0 if it is missing."""
         with suppress(OSError):
-            return stat.S_ISREG(os.stat(name, dir_fd=self._descriptor).st_mode)
-        return False
+            return os.stat(name, dir_fd=self._descriptor).st_mode
+        return 0
 
     def read_small_file(self, name: str, limit: int = JSON_BYTES) -> bytes | None:
         """Return the content of a file that is not among the opened ones; None when it cannot be read.
@@ -379,11 +374,7 @@ class PolicyFolder:
 
     def has_tree(self, name: str = ORBAX) -> bool:
         """Whether the folder has arrays in Orbax's format, in a folder of this name."""
-        if self._descriptor is None:
-            return False
-        with suppress(OSError):
-            return stat.S_ISDIR(os.stat(name, dir_fd=self._descriptor).st_mode)
-        return False
+        return self._descriptor is not None and stat.S_ISDIR(self._get_mode(name))
 
     def tree(self, name: str = ORBAX) -> Path:
         """Return the path of the Orbax arrays; raises CheckpointError if it is outside the allowed folders."""

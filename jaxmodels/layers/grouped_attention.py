@@ -11,7 +11,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmodels.layers.attention_kernels import compute_exponents
+from jaxmodels.layers.attention import compute_exponents
 from jaxmodels.layers.feed_forward import Linear
 
 ROTARY_BASE = 10_000.0
