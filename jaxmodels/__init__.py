@@ -8,52 +8,26 @@ from typing import TYPE_CHECKING
 from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from jaxmodels.cache_dirs import cache_folder, hub_cache, user_cache
-    from jaxmodels.checkpoints.folder import PolicyFolder, open_file
-    from jaxmodels.devices import name_devices
-    from jaxmodels.hub import POLICY_FILES, ask_hub, fetch, find_policy, is_policy_file, list_policy_files
-    from jaxmodels.policies.act.model import TemporalEnsembler
-    from jaxmodels.policy import Policy, load_policy, read_requirements
-    from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
-    from jaxmodels.transformer2d.loaded_model import LoadedModel, is_model, load_model
-    from jaxmodels.types import Requirements
+    from jaxmodels.cache_dirs import cache_folder, hub_cache, user_cache  # noqa: F401
+    from jaxmodels.checkpoints.folder import PolicyFolder, open_file  # noqa: F401
+    from jaxmodels.devices import name_devices  # noqa: F401
+    from jaxmodels.hub import POLICY_FILES, ask_hub, fetch, find_policy, is_policy_file, list_policy_files  # noqa: F401
+    from jaxmodels.policies.act.model import TemporalEnsembler  # noqa: F401
+    from jaxmodels.policy import Policy, load_policy, read_requirements  # noqa: F401
+    from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel  # noqa: F401
+    from jaxmodels.transformer2d.loaded_model import LoadedModel, is_model, load_model  # noqa: F401
+    from jaxmodels.types import Requirements  # noqa: F401
 
-__all__ = [
-    "POLICY_FILES",
-    "LoadedModel",
-    "Policy",
-    "PolicyFolder",
-    "Requirements",
-    "TemporalEnsembler",
-    "Transformer2DConfig",
-    "Transformer2DModel",
-    "ask_hub",
-    "cache_folder",
-    "fetch",
-    "find_policy",
-    "hub_cache",
-    "is_model",
-    "is_policy_file",
-    "list_policy_files",
-    "load_model",
-    "load_policy",
-    "name_devices",
-    "open_file",
-    "read_requirements",
-    "user_cache",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "jaxmodels.cache_dirs": "cache_folder hub_cache user_cache",
-        "jaxmodels.checkpoints.folder": "PolicyFolder open_file",
-        "jaxmodels.devices": "name_devices",
-        "jaxmodels.hub": "POLICY_FILES ask_hub fetch find_policy is_policy_file list_policy_files",
-        "jaxmodels.policies.act.model": "TemporalEnsembler",
-        "jaxmodels.policy": "Policy load_policy read_requirements",
-        "jaxmodels.transformer2d": "Transformer2DConfig Transformer2DModel",
-        "jaxmodels.transformer2d.loaded_model": "LoadedModel is_model load_model",
-        "jaxmodels.types": "Requirements",
-    },
-)
+_NAMES = {
+    "jaxmodels.cache_dirs": "cache_folder hub_cache user_cache",
+    "jaxmodels.checkpoints.folder": "PolicyFolder open_file",
+    "jaxmodels.devices": "name_devices",
+    "jaxmodels.hub": "POLICY_FILES ask_hub fetch find_policy is_policy_file list_policy_files",
+    "jaxmodels.policies.act.model": "TemporalEnsembler",
+    "jaxmodels.policy": "Policy load_policy read_requirements",
+    "jaxmodels.transformer2d": "Transformer2DConfig Transformer2DModel",
+    "jaxmodels.transformer2d.loaded_model": "LoadedModel is_model load_model",
+    "jaxmodels.types": "Requirements",
+}
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__all__ = [name for names in _NAMES.values() for name in names.split()]  # pyright: ignore[reportUnsupportedDunderAll]

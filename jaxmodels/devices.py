@@ -110,11 +110,6 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
-    def batch_sharding(self) -> NamedSharding:
-        """Sharding of arrays whose first axis is the batch."""
-        return NamedSharding(self.mesh, PartitionSpec((DATA, FSDP)))
-
-    @cached_property
     def microbatch_sharding(self) -> NamedSharding:
         """Sharding of batches in microbatches, which are the first axis."""
         return NamedSharding(self.mesh, PartitionSpec(None, (DATA, FSDP)))
@@ -135,7 +130,8 @@ class Layout:
 
     def put_batch(self, batch: Tree) -> Tree:
         """Put a batch onto the devices; each process has its own part."""
-        return jax.tree.map(lambda array: jax.make_array_from_process_local_data(self.batch_sharding, array), batch)
+        sharding = NamedSharding(self.mesh, PartitionSpec((DATA, FSDP)))
+        return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, array), batch)
 
     def gather(self, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
         """Return whole arrays on the host; every process must call it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -225,7 +226,8 @@ class Reader:
         if not set(names) - empty <= set(cameras) <= set(names):
             raise ObservationError(f"cameras are {sorted(cameras)}; the policy has {sorted(set(names) - empty)}")
         frames = tuple((cameras[name][0], cameras[name][1]) if name in cameras else None for name in names)
-        if wrong := [name for name, size in cameras.items() if not all(map(_is_side, size))]:
+        is_right = partial(is_number, allowed=FRAME_SIDE, integer=True)
+        if wrong := [name for name, size in cameras.items() if not all(map(is_right, size))]:
             sizes = shorten_value([cameras[name] for name in wrong])
             raise ObservationError(
                 f"frames of {', '.join(wrong)} are {sizes}; wanted sides of {FRAME_SIDE.maximum:g} pixels at most"
@@ -292,10 +294,6 @@ def _frames(name: str, array: np.ndarray, steps: int) -> np.ndarray:
     if array.dtype != np.uint8:
         raise ObservationError(f"{name} is {array.dtype}; wanted uint8 pixels in 0..255, the program scales them")
     return np.ascontiguousarray(array)
-
-
-def _is_side(pixels: Any) -> bool:
-    return is_number(pixels, FRAME_SIDE, integer=True)
 
 
 def _format_axes(steps: int, *axes: int | str) -> str:

@@ -82,9 +82,10 @@ def restore(folder: Path, target: Tree) -> Tree:
         raise CheckpointError(f"{folder.name}: no Orbax checkpoint there")
     flat = _flatten(target)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_get_sharding(x) or device) for name, x in flat.items()
-    }
+    abstract = {}
+    for name, x in flat.items():
+        sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+        abstract[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or device)
     with unchanged_tree(folder), _explain_unreadable(folder), _checkpointer() as checkpointer:
         _check(folder, checkpointer, abstract)
         restored = _flatten(checkpointer.restore(folder.resolve(), abstract))
@@ -163,10 +164,6 @@ def _checkpointer() -> "StandardCheckpointer":
     from orbax.checkpoint import StandardCheckpointer
 
     return StandardCheckpointer()
-
-
-def _get_sharding(leaf: Any) -> Any:
-    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
 def _metadata(folder: Path, checkpointer: "StandardCheckpointer") -> dict[str, Any]:

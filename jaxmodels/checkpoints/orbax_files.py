@@ -64,7 +64,8 @@ def verify_tree(
     try:
         arrays = _find_arrays(tree, sizes)
         if arrays:
-            allow_memory(MEMORY_PER_CHUNK * max(map(_get_chunk_bytes, arrays.values())))
+            chunks = (_get_bytes(array, _get_chunk_shape(array)) for array in arrays.values())
+            allow_memory(MEMORY_PER_CHUNK * max(chunks))
         begin_step(f"{tree.name}: reading its arrays", math.inf)
         total = 0
         for where, array in arrays.items():  # noqa: B007 - the name is for the message
@@ -153,10 +154,6 @@ def _get_chunk_shape(array: "tensorstore.TensorStore") -> Sequence[int]:
 
 def _get_bytes(array: "tensorstore.TensorStore", shape: Sequence[int]) -> int:
     return array.dtype.numpy_dtype.itemsize * math.prod(shape)
-
-
-def _get_chunk_bytes(array: "tensorstore.TensorStore") -> int:
-    return _get_bytes(array, _get_chunk_shape(array))
 
 
 def _read_array(array: "tensorstore.TensorStore") -> int:

@@ -8,24 +8,21 @@ from typing import TYPE_CHECKING, Any
 from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from jaxmodels.data.dataset import Dataset, open_dataset
-    from jaxmodels.data.dataset_writer import DatasetWriter
-    from jaxmodels.data.frames import resize_frames
-    from jaxmodels.data.loader import Batch, Loader
-    from jaxmodels.data.pictures import decode_picture
+    from jaxmodels.data.dataset import Dataset, open_dataset  # noqa: F401
+    from jaxmodels.data.dataset_writer import DatasetWriter  # noqa: F401
+    from jaxmodels.data.frames import resize_frames  # noqa: F401
+    from jaxmodels.data.loader import Batch, Loader  # noqa: F401
+    from jaxmodels.data.pictures import decode_picture  # noqa: F401
 
-__all__ = ["Batch", "Dataset", "DatasetWriter", "Loader", "decode_picture", "open_dataset", "resize_frames"]
-
-_find, __dir__ = lazy_names(
-    __name__,
-    {
-        "jaxmodels.data.dataset": "Dataset open_dataset",
-        "jaxmodels.data.dataset_writer": "DatasetWriter",
-        "jaxmodels.data.frames": "resize_frames",
-        "jaxmodels.data.loader": "Batch Loader",
-        "jaxmodels.data.pictures": "decode_picture",
-    },
-)
+_NAMES = {
+    "jaxmodels.data.dataset": "Dataset open_dataset",
+    "jaxmodels.data.dataset_writer": "DatasetWriter",
+    "jaxmodels.data.frames": "resize_frames",
+    "jaxmodels.data.loader": "Batch Loader",
+    "jaxmodels.data.pictures": "decode_picture",
+}
+_find, __dir__ = lazy_names(__name__, _NAMES)
+__all__ = [name for names in _NAMES.values() for name in names.split()]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -88,7 +88,8 @@ def read_vectors(column: Any, width: int, dtype: Any, where: str) -> np.ndarray:
     """Return a column of lists or numbers as an array (n, width); raises DatasetError for other values or gaps."""
     parts = []
     for chunk in column.chunks:
-        values = chunk.flatten() if _is_list(chunk.type) else chunk
+        is_list = isinstance(chunk.type, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+        values = chunk.flatten() if is_list else chunk
         if chunk.null_count or values.null_count or len(values) != len(chunk) * width:
             raise DatasetError(f"{where}: rows of other sizes than {width}, or empty ones")
         try:
@@ -96,10 +97,6 @@ def read_vectors(column: Any, width: int, dtype: Any, where: str) -> np.ndarray:
         except (TypeError, ValueError, pa.ArrowException) as error:
             raise DatasetError(f"{where}: {chunk.type} is no number") from error
     return np.concatenate(parts) if parts else np.empty((0, width), dtype)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 LONGEST = 1 << 22  # Bytes of a line; statistics of thirty features have a hundred thousand.

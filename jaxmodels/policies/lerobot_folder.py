@@ -239,14 +239,10 @@ def _read(
             f"{folder.name}: config.json and {PRE}.json do not agree on which actions are relative to the state: "
             f"{config.relative_action_mask} and {relative}; wanted the files of one training"
         )
-    return Checkpoint(config, weights, normalization, own, _read_tokenizer(folder, config, normalization))
-
-
-def _read_tokenizer(folder: PolicyFolder, config: Any, normalization: Normalization) -> bytes | None:
-    if config.prompt_length is None:
-        return read_tokenizer(folder)
-    named = lerobot_processors.get_tokenizer_name(normalization, config.prompt_length) or config.tokenizer_name
-    return read_tokenizer(folder, named)
+    model = None
+    if config.prompt_length is not None:
+        model = lerobot_processors.get_tokenizer_name(normalization, config.prompt_length) or config.tokenizer_name
+    return Checkpoint(config, weights, normalization, own, read_tokenizer(folder, model))
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:

@@ -175,7 +175,7 @@ def _features(dataset: Dataset, image_size: tuple[int, int] | None) -> dict[str,
 
 
 def _text_encoder(name: str) -> dict[str, Any]:
-    presets = {"small": TextConfig.small, "clip": TextConfig.clip}
+    presets = {"small": TextConfig, "clip": TextConfig.clip}
     if name not in presets:
         raise ConfigError(
             f"text_encoder is {name!r}; known: {', '.join(presets)}, or an object of its fields, or null; the folder "

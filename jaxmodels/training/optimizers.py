@@ -155,12 +155,14 @@ def make_optimizer(
     """
     groups = {name: "backbone" if "backbone" in name.split(".") else "others" for name in names}
     rates = {"others": config.lr, "backbone": config.lr if config.lr_backbone is None else config.lr_backbone}
-    is_all = config.decayed == "all"
-    decay = optax.add_decayed_weights(config.weight_decay, mask=None if is_all else _are_matrices)
+
+    def are_matrices(parameters: Any) -> Any:
+        return {name: array.ndim > 1 for name, array in parameters.items()}
 
     def factor(step: Any) -> Any:
         return scheduler.factor(step, steps)
 
+    decay = optax.add_decayed_weights(config.weight_decay, mask=None if config.decayed == "all" else are_matrices)
     adam = optax.scale_by_adam(*config.betas, config.eps)
     return optax.chain(
         optax.clip_by_global_norm(config.grad_clip_norm) if config.grad_clip_norm else optax.identity(),
@@ -168,10 +170,6 @@ def make_optimizer(
         optax.scale_by_schedule(factor),
         optax.partition({group: optax.scale(-rate) for group, rate in rates.items()}, groups),
     )
-
-
-def _are_matrices(parameters: Any) -> Any:
-    return {name: array.ndim > 1 for name, array in parameters.items()}
 
 
 def update_average(average: Any, parameters: Any, step: Any, decay: float) -> Any:

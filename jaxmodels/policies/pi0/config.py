@@ -284,18 +284,14 @@ class Pi0Config(VlaConfig):
         return getattr(self.sizes, self.action_expert_variant)
 
     @property
-    def image_tokens(self) -> int:
-        """Tokens of one image."""
-        return (self.image_resolution[0] // self.sizes.vision.patch_size) ** 2
-
-    @property
     def vocabulary(self) -> int:
         """Number of tokens of the vocabulary."""
         return self.sizes.vocab_size
 
     @property
     def prefix_tokens(self) -> int:
-        return len(self.frames) * self.image_tokens + self.prompt_length
+        image_tokens = (self.image_resolution[0] // self.sizes.vision.patch_size) ** 2
+        return len(self.frames) * image_tokens + self.prompt_length
 
     @property
     def tokenizer_name(self) -> str:

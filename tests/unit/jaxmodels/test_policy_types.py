@@ -107,7 +107,7 @@ def test_every_delay_runs_in_one_program(policy: jaxmodels.Policy, kind: str, mo
 
 @with_text
 def test_a_saved_policy_follows_the_same_instructions(kind: str, tmp_path: Path) -> None:
-    text = dataclasses.replace(TextConfig.small(), length=24, width=8, n_heads=2, n_layers=1, hidden=16)
+    text = dataclasses.replace(TextConfig(), length=24, width=8, n_heads=2, n_layers=1, hidden=16)
     inputs = (*CONFIGS[kind].input_features, CAMERA)
     config = dataclasses.replace(CONFIGS[kind], input_features=inputs, text_encoder=text, n_encoder_layers=1)
     policy = jaxmodels.Policy(make_checkpoint(config))
