@@ -12,7 +12,6 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from jaxmodels.checkpoints.folder import JSON_BYTES as LIMIT
-from jaxmodels.checkpoints.folder import SHARD, Folder, Source, list_names, open_source
+from jaxmodels.checkpoints.folder import PLAIN, SHARD, Folder, Source, list_names, open_source
 from jaxmodels.checkpoints.tensor_layouts import Shape
 from jaxmodels.errors import CheckpointError
 
@@ -203,13 +202,12 @@ def check_lfs_pointer(name: str, content: bytes) -> None:
         )
 
 
-def read_json(path: Source, limit: int = LIMIT) -> dict[str, Any]:
-    """Read a JSON file that holds an object; pipes and devices are refused.
+def read_bounded(path: Source, name: str, limit: int) -> bytes:
+    """Return the content of a file `name` of a checkpoint.
 
     Raises:
-        CheckpointError: the file is missing, too long, or no JSON object of finite numbers and unique names.
+        CheckpointError: the file is missing, not regular, longer than `limit` bytes, or a pointer of Git LFS.
     """
-    name = path.name
     try:
         with open_source(path) as file:
             raw = file.read(0, limit + 1)
@@ -218,6 +216,16 @@ def read_json(path: Source, limit: int = LIMIT) -> dict[str, Any]:
     check_lfs_pointer(name, raw)
     if len(raw) > limit:
         raise CheckpointError(f"{name}: longer than {limit} bytes; wanted a checkpoint's description")
+    return raw
+
+
+def read_json(path: Source, limit: int = LIMIT) -> dict[str, Any]:
+    """Read a JSON file that holds an object; pipes and devices are refused.
+
+    Raises:
+        CheckpointError: the file is missing, too long, or no JSON object of finite numbers and unique names.
+    """
+    name, raw = path.name, read_bounded(path, path.name, limit)
     try:
         value = json.loads(
             raw, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_object
@@ -255,7 +263,6 @@ def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 STEM = "diffusion_pytorch_model"
 SHARD_BYTES = 10 * 10**9  # diffusers' "10GB"
 VARIANT = re.compile(r"[A-Za-z0-9_]+")
-PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 ANY = re.compile(rf"{STEM}(?:\.(\w+))?\.safetensors|{STEM}\.safetensors\.index(?:\.(\w+))?\.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -279,11 +286,6 @@ def list_shard_patterns(variant: str | None) -> tuple[str, ...]:
     # Older diffusers put the variant after the numbers.
     shards = {f"{STEM}{middle}{numbers}.safetensors": None, f"{STEM}{numbers}{middle}.safetensors": None}
     return (get_weights_name(variant), *list_index_names(variant), *shards)
-
-
-def is_shard(name: str, variant: str | None) -> bool:
-    """Whether a file of this name is part of a model's weights."""
-    return any(fnmatchcase(name, pattern) for pattern in list_shard_patterns(variant))
 
 
 def find_shards(

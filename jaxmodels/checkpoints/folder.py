@@ -50,6 +50,8 @@ KNOWN: Mapping[str, int] = {
     "stats.json": JSON_BYTES,
 }
 SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+# Names of safetensors files that do not lead out of the folder.
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 # Files of a model that a policy is built on (``google/paligemma-3b-pt-224/tokenizer.json``), and limits of the search.
 OF_MODELS = ("config.json", "tokenizer.json", NORM_STATS)
 MODEL_DEPTH = 3
@@ -185,15 +187,6 @@ def get_path(descriptor: int) -> Path:
 def get_identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
     """Return device, inode, size and times of change of a file; the last cannot be set back."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def is_state_file(name: str) -> bool:
-    """Whether a file of statistics may have this name: a plain one that does not lead out of the folder."""
-    return (
-        name.endswith(".safetensors")
-        and not name.startswith((".", "-"))
-        and all(letter.isascii() and (letter.isalnum() or letter in "_.-") for letter in name)
-    )
 
 
 class PolicyFolder:
@@ -397,7 +390,7 @@ class PolicyFolder:
         shards = sorted(name for name in names if SHARD.fullmatch(name))
         if len(shards) > SHARDS:
             raise CheckpointError(f"{self.name}: weights in {len(shards)} files; wanted {SHARDS} at most")
-        states = [name for name in names if name not in KNOWN and name not in shards and is_state_file(name)]
+        states = [name for name in names if name not in KNOWN and name not in shards and PLAIN.fullmatch(name)]
         states.sort(key=lambda name: (not name.startswith("policy_"), name))
         for name in [*(name for name in KNOWN if name in names), *shards, *states[:STATE_FILES]]:
             try:

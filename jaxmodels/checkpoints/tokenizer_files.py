@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmodels.cache_dirs import hub_cache
-from jaxmodels.checkpoints.files import check_lfs_pointer
-from jaxmodels.checkpoints.folder import TOKENIZER_BYTES, Folder, PolicyFolder, Source, open_source
+from jaxmodels.checkpoints.files import read_bounded
+from jaxmodels.checkpoints.folder import TOKENIZER_BYTES, Folder, PolicyFolder, Source
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
 
 TOKENIZER = "tokenizer.json"
@@ -63,19 +63,7 @@ def read_tokenizer(folder: Folder, model: str | None = None) -> bytes | None:
                 "policy's folder nor in the Hub's cache, and nothing is fetched while a policy is loaded. Copy it to "
                 f"{model}/{TOKENIZER} in the folder, or run: hf download {model} {TOKENIZER}"
             )
-    return _read(path) if path.exists() else None
-
-
-def _read(path: Source) -> bytes:
-    try:
-        with open_source(path) as file:
-            raw = file.read(0, TOKENIZER_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{TOKENIZER}: cannot be read ({error.strerror})") from error
-    check_lfs_pointer(TOKENIZER, raw)
-    if len(raw) > TOKENIZER_BYTES:
-        raise CheckpointError(f"{TOKENIZER}: longer than {TOKENIZER_BYTES} bytes; wanted a tokenizer's description")
-    return raw
+    return read_bounded(path, TOKENIZER, TOKENIZER_BYTES) if path.exists() else None
 
 
 def open_tokenizer(file: bytes, reader: str, vocabulary: int | None = None) -> Any:
@@ -165,7 +153,7 @@ def verify_tokenizers(
 def _verify(source: Source, name: str, begin_step: Callable[[str, float], None]) -> None:
     begin_step(f"{name}: opening it", OPEN_SECONDS)
     try:
-        tokenizer = open_tokenizer(_read(source), "this policy")
+        tokenizer = open_tokenizer(read_bounded(source, TOKENIZER, TOKENIZER_BYTES), "this policy")
     except ConfigError:
         return
     except CheckpointError as error:

@@ -105,13 +105,10 @@ class VideoFile:
             return False
         if seconds <= self._newest.time:
             return self._before is not None and self._before.time < seconds
-        return self._key_frame(seconds) <= self._newest.pts
-
-    def _key_frame(self, seconds: float) -> int:
-        """Return the timestamp of the last key frame before a time, from the MP4 index."""
+        # The last key frame before this time, from the index of the file.
         entries = self._stream.index_entries
         index = entries.search_timestamp(self._ticks(seconds), backward=True)
-        return entries[index].timestamp if index >= 0 else 0
+        return (entries[index].timestamp if index >= 0 else 0) <= self._newest.pts
 
     def _ticks(self, seconds: float) -> int:
         return max(int(seconds / self._stream.time_base), 0)

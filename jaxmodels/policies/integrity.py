@@ -33,10 +33,10 @@ from jaxmodels.checkpoints.files import (
 )
 from jaxmodels.checkpoints.folder import (
     NORM_STATS,
+    PLAIN,
     TOKENIZER_BYTES,
     Folder,
     PolicyFolder,
-    is_state_file,
     list_names,
     open_source,
 )
@@ -94,7 +94,7 @@ def verify_files(
     read = [
         _read(stored)
         for name in names
-        if name.startswith((f"{PRE}_", f"{POST}_")) and is_state_file(name)
+        if name.startswith((f"{PRE}_", f"{POST}_")) and PLAIN.fullmatch(name)
         for stored in find_floats(folder / name, _is_used).values()
     ]
     broken: dict[str, str] = {}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.checkpoints.files import WEIGHTS, read_floats, read_json, write_json, write_safetensors
-from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, open_source
+from jaxmodels.checkpoints.folder import PLAIN, STATE_BYTES, Folder, open_source
 from jaxmodels.errors import CheckpointError, ConfigError
 from jaxmodels.normalization import EPSILON, IDENTITY, Normalization, Normalizer, ProcessorStep, mask_relative
 from jaxmodels.ranges import Range, check_unknown_fields, is_number, shorten_value
@@ -23,7 +23,6 @@ from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, is_emp
 
 PRE = "policy_preprocessor"
 POST = "policy_postprocessor"
-STATE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 EPSILONS = Range(0, 1, above=True, below=True)
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,2}")
 MOVING = ("to_batch_processor", "device_processor")
@@ -425,7 +424,7 @@ def _read_state(folder: Folder, where: str, name: Any) -> dict[str, np.ndarray]:
     if name is None:
         return {}
     # The file is untrusted, so its name must not lead out of the folder.
-    if not isinstance(name, str) or not STATE_FILE.fullmatch(name):
+    if not isinstance(name, str) or not PLAIN.fullmatch(name):
         raise CheckpointError(
             f"{where}: state_file is {shorten_value(name)}; wanted the plain name of a .safetensors file"
         )

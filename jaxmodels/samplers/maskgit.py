@@ -125,7 +125,11 @@ class MaskSchedule:
 
 
 def first_tokens(known: Any, shape: tuple[int, int], mask: int) -> Int[Array, "b n"]:
-    """Return the first tokens: `known` ones or the masked class; raises InputError for a wrong shape or dtype."""
+    """Return the first tokens: `known` tokens or the masked class.
+
+    Raises:
+        InputError: the shape, the dtype or (except of tracers) a value of `known` is wrong.
+    """
     if known is None:
         return jnp.full(shape, mask, jnp.int32)
     if jnp.shape(known) != shape or not jnp.issubdtype(jnp.result_type(known), jnp.integer):
@@ -133,17 +137,10 @@ def first_tokens(known: Any, shape: tuple[int, int], mask: int) -> Int[Array, "b
             f"known is {jnp.result_type(known)} {list(jnp.shape(known))}; wanted integers {list(shape)}, "
             f"{mask} where a token is to be sampled"
         )
-    return jnp.asarray(known, jnp.int32)
-
-
-def check_known(known: Any, mask: int) -> None:
-    """Raise InputError if a known token is not a class; the values of tracers are not checked."""
-    if known is None or isinstance(known, Tracer):
-        return
-    tokens = np.asarray(known)
-    wrong = tokens[(tokens < 0) | (tokens > mask)]
-    if wrong.size:
+    tokens = np.zeros(0) if isinstance(known, Tracer) else np.asarray(known)
+    if (wrong := tokens[(tokens < 0) | (tokens > mask)]).size:
         raise InputError(f"known holds {wrong[0]}; wanted classes 0 to {mask - 1}, or {mask} for a token to be sampled")
+    return jnp.asarray(known, jnp.int32)
 
 
 def ranks(x: Float[Array, "b n"]) -> Int[Array, "b n"]:
@@ -215,8 +212,8 @@ def maskgit(
     Raises:
         InputError: steps, extras, known tokens or the prediction do not fit.
     """
-    check_known(known, schedule.mask)
-    return _sample(make_partial(predict), key, extras, known, shape, schedule, steps, alike, distributions)
+    first = first_tokens(known, shape, schedule.mask)
+    return _sample(make_partial(predict), key, extras, first, shape, schedule, steps, alike, distributions)
 
 
 @partial(jax.jit, static_argnames=("shape", "schedule", "steps", "alike", "distributions"))
@@ -224,14 +221,13 @@ def _sample(
     predict: Predict,
     key: PRNGKeyArray,
     extras: Any,
-    known: Any,
+    first: Int[Array, "b n"],
     shape: tuple[int, int],
     schedule: MaskSchedule,
     steps: int,
     alike: bool,
     distributions: bool,
 ) -> Tokens:
-    first = first_tokens(known, shape, schedule.mask)
     is_given = first != schedule.mask
     masked_at_first = jnp.sum(~is_given, axis=1)
     expected = (shape[0], schedule.mask, shape[1])

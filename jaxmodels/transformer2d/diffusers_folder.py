@@ -10,6 +10,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from jaxmodels.checkpoints.files import (
     STEM,
     Stored,
     find_shards,
-    is_shard,
     list_shard_patterns,
     read_json,
     write_json,
@@ -346,7 +346,9 @@ def _publish(draft: Path, folder: Path, variant: str | None) -> None:
     # Readers look for an index first: it is written after its shards, and an old index is removed before its shards.
     for name in sorted(new, key=lambda name: (name == CONFIG, name.endswith(".json"))):
         os.replace(draft / name, folder / name)
-    old = [path for path in folder.iterdir() if is_shard(path.name, variant) and path.name not in new]
+    patterns = list_shard_patterns(variant)
+    weights = [path for path in folder.iterdir() if any(fnmatchcase(path.name, pattern) for pattern in patterns)]
+    old = [path for path in weights if path.name not in new]
     for path in sorted(old, key=lambda path: not path.name.endswith(".json")):
         path.unlink()
 

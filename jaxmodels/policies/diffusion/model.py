@@ -328,15 +328,14 @@ def condition_width(config: DiffusionConfig) -> int:
 
 def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation) -> Chunk:
     """Return a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
-    model = assemble(config, weights)
-    of_steps, of_condition = encode(config, model, observation)
+    of_steps, of_condition = _encode(config, weights, observation, None)
     schedule, steps = config.schedule, config.steps
     key, noise, step_noise = jax.random.key(config.noise_seed), observation.noise, observation.step_noise
     first, each = jax.random.split(key)
     if noise is None:
         noise = draw_for_each(first, config.noise, of_condition[0].shape[0])
     shape = noise.shape
-    predict = Partial(_predict, model.unet, of_condition)
+    predict = Partial(_predict, assemble(config, weights).unet, of_condition)
     options: dict[str, Any] = {"steps": steps, "start": noise, "extras": of_steps}
     if config.noise_scheduler_type == "DDIM":
         chunk = ddim(predict, shape, key, schedule, **options)
@@ -353,14 +352,12 @@ def assemble(config: DiffusionConfig, weights: Mapping[str, Array]) -> Diffusion
     return blueprint_of(DiffusionPolicyModel, config).assemble(weights)
 
 
-def encode(config: DiffusionConfig, model: DiffusionPolicyModel, observation: Observation) -> tuple[StepFilms, Films]:
+def _encode(
+    config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: None
+) -> tuple[StepFilms, Films]:
     """Return the FiLM terms of all steps and of the observation, once per chunk (see `UNet.prepare`)."""
-    timesteps = jnp.asarray(config.schedule.timesteps(config.steps))
+    model, timesteps = assemble(config, weights), jnp.asarray(config.schedule.timesteps(config.steps))
     return model.unet.prepare(timesteps, model.condition(observation))
-
-
-def _encode(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: None) -> Any:
-    return encode(config, assemble(config, weights), observation)
 
 
 def _denoise(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: Any) -> Chunk:
