@@ -100,7 +100,7 @@ def _split_widest(shape: tuple[int, ...], count: int, name: str, smallest: int) 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh of devices for training, of this process and of the others."""
+    """Mesh of devices for training, of all processes."""
 
     mesh: Mesh
 
@@ -211,7 +211,7 @@ AXIS = "model"
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices that a policy runs on: inputs and outputs are whole on each, weights are split.
+    """Devices of a policy: inputs and outputs are whole on each device, weights are split.
 
     Each array is split along its largest axis that the devices divide. Results differ from one device's in the last
     bits.

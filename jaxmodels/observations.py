@@ -56,7 +56,7 @@ def read_prefix(observation: Mapping[str, np.ndarray], batch: int, chunk: int, a
         member = int(np.argmax(delay > length))
         raise ObservationError(
             f"{PREFIX_DELAY} is {delay[member]} for member {member}, and {PREFIX_LENGTH} {length[member]}; "
-            "no more can have been executed than was planned"
+            "at most the planned actions can be executed"
         )
     actions = np.asarray(observation[PREFIX_ACTIONS])
     if actions.shape != (batch, chunk, action):
@@ -180,13 +180,13 @@ class Reader:
         )
 
     def _masks(self, observation: Mapping[str, np.ndarray], images: tuple[np.ndarray | None, ...]) -> np.ndarray | None:
-        """Return which images count, (b, cameras); None if the observation does not say."""
+        """Return which images count, (b, cameras); None if the observation has no masks."""
         possible = [[f"{name}{PADDING_MASK}" for name in self._names[camera.name]] for camera in self._cameras]
         names = [next((name for name in masks if name in observation), None) for masks in possible]
         if not any(names):
             return None
         if not self._allows_absent:
-            raise ObservationError(f"{next(filter(None, names))} is given, but this policy looks at all of its cameras")
+            raise ObservationError(f"{next(filter(None, names))} is given, but this policy needs all of its cameras")
         batch = next(image.shape[0] for image in images if image is not None)
         masks = np.ones((batch, len(images)), bool)
         for column, name in enumerate(names):
@@ -201,10 +201,10 @@ class Reader:
         if noise is None and step_noise is None:
             return None, None
         if self._noise is None:
-            raise ObservationError("noise is given, but this policy makes its chunks of none that could be given")
+            raise ObservationError("noise is given, but this policy takes no noise")
         expected = (batch, *self._noise)
         if not self._noise_steps and step_noise is not None:
-            raise ObservationError("step_noise is given, but the policy's sampler adds no noise on its way")
+            raise ObservationError("step_noise is given, but the policy's sampler adds no noise in its steps")
         if noise is None or (self._noise_steps and step_noise is None):
             missing = "noise" if noise is None else "step_noise"
             raise ObservationError(f"{missing} is missing; this policy takes both noise and step_noise, or none")

@@ -53,7 +53,7 @@ from jaxmodels.types import (
 
 logger = logging.getLogger(__name__)
 
-DESCRIBING = tuple(name for name in POLICY_FILES if not name.startswith("model"))  # all but weights
+DESCRIBING = tuple(name for name in POLICY_FILES if not name.startswith("model"))  # All files but weights.
 
 
 def read_requirements(
@@ -102,7 +102,7 @@ def _check_description(small: Mapping[str, Any]) -> Requirements:
 
 
 def build_requirements(description: lerobot_folder.Description) -> Requirements:
-    """Requirements of a policy, in terms of the robot."""
+    """Return the requirements of a policy with the robot's names."""
     config = description.config
     name = description.get_outside_name
     return Requirements(
@@ -359,7 +359,7 @@ class Policy:
         self._instructions: Instructions | None = None
         self._prompts: Prompts | None = None
         if config.prompt_length is not None:
-            assert checkpoint.tokenizer is not None, "read with its checkpoint, or refused"
+            assert checkpoint.tokenizer is not None, "the reader of the checkpoint refuses a policy without a tokenizer"
             self._prompts = Prompts(config, scales.state, checkpoint.tokenizer, prompt_cut)
         if config.text_encoder is not None:
             reads = tokenizer(config.text_encoder, checkpoint.tokenizer)
@@ -563,7 +563,7 @@ class Policy:
         return self._programs.has(self._reader.inputs(batch, cameras))
 
     def fits(self, checkpoint: Checkpoint) -> bool:
-        """Whether another checkpoint can run in the programs compiled for this one."""
+        """Return whether another checkpoint can run in the compiled programs of this policy."""
         mine, other = self.checkpoint.config, checkpoint.config
         return type(mine) is type(other) and mine.architecture() == other.architecture()
 
@@ -574,7 +574,7 @@ class Policy:
             ConfigError: its architecture differs.
         """
         if not self.fits(checkpoint):
-            raise ConfigError("the checkpoint has another architecture; load it as a policy of its own")
+            raise ConfigError("the checkpoint has another architecture; load it as a separate policy")
         cut = prompt_cut or self._prompt_cut
         return Policy(checkpoint, dtype=self.dtype, device=self.device, prompt_cut=cut, _programs=self._programs)
 

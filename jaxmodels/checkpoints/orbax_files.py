@@ -72,10 +72,10 @@ def verify_tree(
             total += _read_array(array)
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:  # tensorstore raises ValueError, and Exception for damaged files
+    except Exception as error:  # tensorstore raises ValueError, and Exception for damaged files.
         raise CheckpointError(f"{where}: unreadable Orbax checkpoint ({_summarize(error)})") from error
     if check_tree(tree) != identities:
-        raise CheckpointError(f"{tree.name}: was changed while it was read; load it once more")
+        raise CheckpointError(f"{tree.name}: was changed while it was read; load it again")
     return len(arrays), total
 
 

@@ -1,4 +1,4 @@
-"""Files ``tokenizer.json``: found, opened with the package tokenizers, and used within bounds.
+"""Search, verification and bounded use of ``tokenizer.json`` files with the package tokenizers.
 
 A hostile file may multiply a text or run a slow regular expression on it. This module does not import JAX, so that a
 process with little memory can verify a file before an engine opens it.
@@ -59,8 +59,8 @@ def read_tokenizer(folder: Folder, model: str | None = None) -> bytes | None:
         path = next((found for found in places if found is not None and found.exists()), None)
         if path is None:
             raise CheckpointError(
-                f"{folder.name}: no {TOKENIZER} of {model!r}, which instructions are read with: neither in the "
-                "policy's folder nor in the Hub's cache, and nothing is fetched while a policy is loaded. Copy it to "
+                f"{folder.name}: no {TOKENIZER} of {model!r} for instructions, neither in the policy's folder nor in "
+                "the Hub's cache, and loading a policy fetches nothing. Copy it to "
                 f"{model}/{TOKENIZER} in the folder, or run: hf download {model} {TOKENIZER}"
             )
     return read_bounded(path, TOKENIZER, TOKENIZER_BYTES) if path.exists() else None
@@ -71,7 +71,7 @@ def open_tokenizer(file: bytes, reader: str, vocabulary: int | None = None) -> A
 
     Args:
         file: content of a ``tokenizer.json``.
-        reader: what reads texts with it, for messages.
+        reader: description of the user of the tokenizer, for messages.
         vocabulary: number of tokens that the reader knows; None for any.
 
     Raises:

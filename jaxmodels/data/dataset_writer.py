@@ -108,7 +108,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 class DatasetWriter:
-    """Writes episodes of a LeRobotDataset v3; the folder gets its name only when everything is written.
+    """Writer of episodes of a LeRobotDataset v3; the folder gets its name only when everything is written.
 
         with DatasetWriter(folder, fps=25, joint_names=names, cameras=["front"]) as writer:
             writer.add({"observation.state": pose, "action": target, "observation.images.front": pixels})
@@ -266,9 +266,11 @@ class DatasetWriter:
 
     def _finish(self) -> None:
         if self._steps:
-            raise DatasetError(f"{len(self._steps)} steps belong to no episode; end_episode(task) comes after the last")
+            raise DatasetError(
+                f"the last {len(self._steps)} steps belong to no episode; call end_episode(task) after them"
+            )
         if not self._rows:
-            raise DatasetError("there is nothing to make a dataset of: no episode was added")
+            raise DatasetError("the dataset has no episodes; wanted one or more")
         for files in self._cameras.values():
             files.close()
         data = pa.concat_tables(self._data)

@@ -199,7 +199,7 @@ def read_episode_locations(folder: Path, info: Info) -> tuple[EpisodeLocation, .
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, DatasetError):
             raise
-        raise DatasetError(f"{folder.name}: the description of its episodes lacks or garbles {error}") from error
+        raise DatasetError(f"{folder.name}: meta/episodes lacks or has a wrong {error}") from error
     numbers = [location.number for location in locations]
     if numbers != list(range(len(locations))):
         raise DatasetError(f"{folder.name}: its episodes are not numbered 0, 1, 2...; found {_join_first(numbers)}")

@@ -80,7 +80,7 @@ def read_stats(feature: Feature, stats: Mapping[str, Any], where: str) -> Arrays
         try:
             array = np.asarray(stats[name], np.float32)
         except (TypeError, ValueError) as error:
-            raise DatasetError(f"{where}: {name} of {feature.name} holds something else than numbers") from error
+            raise DatasetError(f"{where}: {name} of {feature.name} does not contain numbers") from error
         shape = (1,) if name == "count" else expected
         if array.shape not in (shape, ()) or not np.isfinite(array).all():
             raise DatasetError(

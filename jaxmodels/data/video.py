@@ -56,8 +56,7 @@ class VideoFile:
             raise DatasetError(f"{self._where} is {context.name}; wanted one of {', '.join(metadata.CODECS)}")
         if size != self._size:
             raise DatasetError(
-                f"{self._where} has frames of {size[0]}x{size[1]}; the dataset speaks of "
-                f"{self._size[0]}x{self._size[1]}"
+                f"{self._where} has frames of {size[0]}x{size[1]}; the dataset has {self._size[0]}x{self._size[1]}"
             )
         context.thread_count = 1  # Several files are decoded at once instead.
         context.options = {"max_pixels": str(metadata.MAX_PIXELS)}  # Later frames may claim another size.

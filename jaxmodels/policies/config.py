@@ -62,7 +62,7 @@ def _read(name: str, declared: Any, value: Any) -> Any:
         return parse_features(name, value)
     if name == "normalization_mapping":
         if not isinstance(value, Mapping):
-            raise ConfigError("normalization_mapping is no object of type and mode")
+            raise ConfigError("normalization_mapping is not an object of types and modes")
         return tuple((str(kind), str(mode)) for kind, mode in value.items())
     if value is not None and declared in (_NAMES, _NAMES | None, _INTEGERS):
         kind, words = (int, "integers") if declared == _INTEGERS else (str, "strings")
@@ -101,7 +101,7 @@ BACKBONES = (*RESNETS, SMALL_CNN)
 
 @dataclass(frozen=True)
 class _OtherFields:
-    """The field that all configs inherit; `PolicyConfig` is not a dataclass, because it has no defaults."""
+    """Field that all configs inherit; `PolicyConfig` is not a dataclass, because its fields have no defaults."""
 
     other: Mapping[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
 
@@ -179,7 +179,7 @@ class PolicyConfig(_OtherFields):
 
     @property
     def state(self) -> Any:
-        """The `Feature` of the robot's state, only under its usual name as in LeRobot; None without one."""
+        """`Feature` of the robot's state, only under LeRobot's usual name; None without one."""
         return next((f for f in self.input_features if f.type == "STATE" and f.name == STATE), None)
 
     @property
@@ -276,7 +276,7 @@ class PolicyConfig(_OtherFields):
             if found not in ([], [name]):
                 wrong.append(f"features of type {kind} are {found}; wanted at most one, {name!r}")
         if self.needs_state and self.state is None:
-            wrong.append(f"input_features has no {STATE!r}, which {self.type} always looks at")
+            wrong.append(f"input_features has no {STATE!r}, which {self.type} always reads")
         return wrong
 
 
@@ -309,7 +309,7 @@ class LerobotConfig(PolicyConfig):
     def _wrong_numbers(self) -> list[str]:
         wrong = super()._wrong_numbers()
         if self.n_obs_steps != self.observation_steps:
-            wrong.append(f"n_obs_steps is {self.n_obs_steps}; {self.type} looks at 1 observation")
+            wrong.append(f"n_obs_steps is {self.n_obs_steps}; {self.type} reads 1 observation")
         if self.use_peft:
             wrong.append("use_peft is true; merge the adapter into the weights first")
         return wrong
@@ -364,7 +364,7 @@ class VlaConfig(LerobotConfig):
     def wrong_features(self) -> list[str]:
         wrong = super().wrong_features()
         if not self.cameras:
-            wrong.append(f"input_features has no image; {self.type} looks at one or more")
+            wrong.append(f"input_features has no image; {self.type} reads one or more")
         if wrong:
             return wrong
         return [

@@ -110,11 +110,11 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
                 f"trained_prefix is {self.trained_prefix}; wanted 0 (none) to {self.chunk_size - 1}, less than a chunk"
             )
         if self.objective == "diffusion" and self.trained_prefix:
-            wrong.append("trained_prefix is for objective 'flow'; leave it 0, and guidance continues plans")
+            wrong.append("trained_prefix is for objective 'flow'; set it to 0, and guidance continues plans")
         if self.objective == "diffusion" and self.prediction_type == "epsilon" and not self._is_bounded:
             wrong.append(
                 "prediction_type epsilon wants actions in [-1, 1] (normalization_mapping ACTION: MIN_MAX): its first "
-                "steps know next to nothing of the chunk and must be clipped; else take v_prediction or sample"
+                "steps predict the chunk imprecisely and must be clipped; otherwise use v_prediction or sample"
             )
         return wrong
 
@@ -272,7 +272,7 @@ def initialize_plain(transformer: Transformer2DModel) -> None:
     """
     for layer in (transformer.proj_out, transformer.adaln_single.linear):
         for weight in (layer.kernel, layer.bias):
-            assert weight is not None  # both have a bias
+            assert weight is not None  # Both layers have a bias.
             weight[...] = jnp.zeros_like(weight[...])
     head, blocks = transformer.scale_shift_table, transformer.transformer_blocks.scale_shift_table
     head[...] = jnp.zeros_like(head[...])

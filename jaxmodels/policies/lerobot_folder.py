@@ -297,7 +297,7 @@ def _find_tensors(folder: Folder, kind: PolicyType, config: Any) -> tuple[dict[s
     """Return the tensors that acting needs, and the statistics that older policies keep among them.
 
     Raises:
-        WeightsMismatch: an unused tensor has a wrong shape, or a tensor is there twice.
+        WeightsMismatch: an unused tensor has a wrong shape, or a tensor occurs twice.
     """
     where = _get_weights_name(folder)
     tensors = find_policy_weights(folder, lambda name: not name.endswith(NEVER_USED))
@@ -305,7 +305,7 @@ def _find_tensors(folder: Folder, kind: PolicyType, config: Any) -> tuple[dict[s
     renamed = {kind.rename(name): tensor for name, tensor in tensors.items()}
     if len(renamed) < len(tensors):
         twice = sorted(name for name in tensors if kind.rename(name) != name and kind.rename(name) in tensors)
-        raise WeightsMismatch(f"{where}: {', '.join(twice)[:400]} is there under two names; keep one of them")
+        raise WeightsMismatch(f"{where}: {', '.join(twice)[:400]} has two names in the file; keep one of them")
     tensors = renamed
     for name, same in kind.tied.items():
         if name not in tensors and same in tensors:
@@ -392,7 +392,9 @@ def _sidecar(values: Mapping[str, Any] | None, config: Any) -> Sidecar:
     width = config.action.shape[0]
     sidecar = Sidecar() if values is None else Sidecar.from_json(values, width)
     openpi = getattr(config, "openpi", None)
-    if openpi is not None:  # Its config has no names of joints: `OpenpiConfig.build_values` marks relative actions.
+    if (
+        openpi is not None
+    ):  # `action_feature_names` marks relative actions in this config (`OpenpiConfig.build_values`).
         rate = openpi.rate if sidecar.rate is None else sidecar.rate
         return replace(sidecar, rate=rate, joint_names=sidecar.joint_names or openpi.joint_names)
     names = getattr(config, "action_feature_names", None)

@@ -80,7 +80,7 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
         mode = dict(self.normalization_mapping).get("ACTION")
         if mode not in BOUNDED:
             wrong.append(
-                f"normalization_mapping has ACTION: {mode}; bins lie in [-1, 1], wanted one of {', '.join(BOUNDED)}"
+                f"normalization_mapping has ACTION: {mode}; bins are in [-1, 1]; wanted one of {', '.join(BOUNDED)}"
             )
         return wrong
 

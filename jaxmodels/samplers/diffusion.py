@@ -93,7 +93,7 @@ class NoiseSchedule:
         return np.cumprod(1 - betas, dtype=np.float64).astype(np.float32)
 
     def timesteps(self, steps: int) -> Int[np.ndarray, " k"]:
-        """Timesteps that a sampler with this many steps visits, noisiest first.
+        """Return the timesteps of a sampler with this number of steps, noisiest first.
 
         Raises:
             InputError: there are fewer timesteps than steps, or an offset leads beyond the last one.

@@ -98,7 +98,7 @@ class MaskSchedule:
         return xp.cos(progress * (np.pi / 2)) if self.masking == "cosine" else 1 - progress
 
     def rows(self, steps: int) -> MaskRow:
-        """Coefficients of all steps.
+        """Return the coefficients of all steps.
 
         Raises:
             InputError: steps is less than 1.

@@ -20,6 +20,8 @@ from jaxmodels.ranges import (
     check_unknown_fields,
     find_choice_errors,
     find_number_errors,
+    find_value_errors,
+    list_numbers,
     shorten_value,
 )
 
@@ -66,13 +68,13 @@ class TextConfig:
         if not wrong and self.kind == SMALL and self.vocabulary != BYTES:
             wrong.append(f"vocabulary is {self.vocabulary}; {SMALL} reads bytes, wanted {BYTES}")
         if not wrong and self.length < 2:
-            wrong.append("length is 1; wanted 2 or more, the start of a text and something that it says")
+            wrong.append("length is 1; wanted 2 or more, a start token and one token of text")
         if wrong:
             raise ConfigError("text encoder: " + "; ".join(wrong))
 
     @classmethod
     def clip(cls) -> "TextConfig":
-        """Config of the text encoder of CLIP ViT-B/32 (https://huggingface.co/openai/clip-vit-base-patch32)."""
+        """Return the config of the text encoder of CLIP ViT-B/32 (https://huggingface.co/openai/clip-vit-base-patch32)."""
         return cls(CLIP, 77, 512, 12, 8, 2048, 49408, "quick_gelu", is_frozen=True)
 
     @classmethod
@@ -85,7 +87,10 @@ class TextConfig:
         known = [field.name for field in fields(cls)]
         unknown = {str(name): value for name, value in values.items() if name not in known}
         check_unknown_fields("text encoder", unknown, f"known: {', '.join(known)}")
-        return cls(**{name: value for name, value in values.items() if name in known})
+        values = {name: value for name, value in values.items() if name in known}
+        if wrong := find_value_errors(list_numbers(cls), values):
+            raise ConfigError("text encoder: " + "; ".join(wrong))
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object ``text_encoder`` of a policy's ``config.json``."""

@@ -26,7 +26,7 @@ class VocabularyTokenizer:
         self._read = open_tokenizer(file, f"a text encoder of kind {config.kind!r}", config.vocabulary)
         self._read.enable_truncation(config.length)
         if not self._read.encode("").ids:
-            raise CheckpointError(f"{TOKENIZER}: begins and ends no text with a token of its own; wanted CLIP's")
+            raise CheckpointError(f"{TOKENIZER}: adds no token at the begin or end of a text; wanted CLIP's")
 
     def __call__(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]:
         ids = np.zeros((len(texts), self.length), np.int32)
@@ -108,7 +108,7 @@ class ByteTokenizer:
             if len(said) >= self.length:
                 raise ObservationError(
                     f"the instruction {text[:40]!r}... has {len(said)} bytes; this policy reads {self.length - 1}. "
-                    "Say it in fewer words"
+                    "Use fewer words"
                 )
             ids[row, : len(said) + 1] = [START, *said]
             mask[row, : len(said) + 1] = True

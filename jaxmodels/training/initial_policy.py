@@ -1,4 +1,4 @@
-"""The policy that a training starts from, new or pretrained."""
+"""New or pretrained policy that a training starts from."""
 
 import os
 from collections.abc import Callable, Mapping

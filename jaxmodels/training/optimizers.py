@@ -50,7 +50,7 @@ class SchedulerConfig:
             raise ConfigError("scheduler: " + "; ".join(wrong))
 
     def factor(self, step: Int[Array, ""] | int, steps: int) -> Float[Array, ""]:
-        """Factor of the learning rate at a step (the first is 0) of a training of `steps`."""
+        """Return the factor of the learning rate at a step, counted from 0, of a training of `steps`."""
         now = jnp.asarray(step, jnp.float32)
         if self.type == "cosine_decay_with_warmup":
             return self._decay(now, steps)

@@ -13,6 +13,8 @@ from jaxmodels.ranges import (
     WIDTH,
     Range,
     find_choice_errors,
+    find_value_errors,
+    list_numbers,
     read_number_type,
     shorten_value,
 )
@@ -57,7 +59,7 @@ class Transformer2DConfig:
             convolutions, which are equivalent.
         only_cross_attention: whether the first attention of a block also attends to `encoder_hidden_states`.
         double_self_attention: whether the second attention has keys as wide as the tokens.
-        upcast_attention: kept for files; softmax is always float32 here.
+        upcast_attention: has no effect, because softmax is always float32; written to files.
         norm_type: ``layer_norm`` with `num_embeds_ada_norm` means ``ada_norm``, as in older files (`block_norm`).
         norm_elementwise_affine: whether plain layer norms have weights.
         norm_eps: epsilon of plain layer norms.
@@ -215,6 +217,8 @@ class Transformer2DConfig:
     def from_json(cls, values: Mapping[str, Any]) -> "Transformer2DConfig":
         """Read a parsed ``config.json``; ignores unknown keys like diffusers; raises ConfigError for wrong values."""
         known = {field.name for field in fields(cls)}
+        if wrong := find_value_errors(list_numbers(cls), values):
+            raise ConfigError("Transformer2DModel: " + "; ".join(wrong))
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def to_json(self) -> dict[str, Any]:
@@ -270,7 +274,7 @@ def _wrong_patches(config: Transformer2DConfig) -> list[str]:
     if config.has_conditions and config.inner_dim % 3:
         wrong.append(f"inner_dim {config.inner_dim} is not a multiple of 3, which use_additional_conditions needs")
     if config.caption_channels is not None and not (config.has_cross_attention or config.only_cross_attention):
-        wrong.append("caption_channels is given without cross_attention_dim; nothing would look at the captions")
+        wrong.append("caption_channels is given without cross_attention_dim; no attention would read the captions")
     return wrong
 
 

@@ -1,4 +1,4 @@
-"""Config of pi0: every field of LeRobot's, the sizes that LeRobot keeps in its code, and the joints of ALOHA."""
+"""Config of pi0: LeRobot's fields, sizes that are constants in LeRobot's code, and the joints of ALOHA."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -58,7 +58,7 @@ class SiglipSizes:
 
 @dataclass(frozen=True)
 class PaliGemmaSizes:
-    """Sizes that LeRobot and openpi keep in their code; a policy's ``architecture.json`` overrides them.
+    """Sizes that are constants in LeRobot's and openpi's code; a policy's ``architecture.json`` overrides them.
 
     Attributes:
         gemma_2b, gemma_300m: models for `paligemma_variant` and `action_expert_variant`.
@@ -82,7 +82,7 @@ class PaliGemmaSizes:
                 wrong += _describe_heads(variant, getattr(self, variant))
             if self.vision.hidden_size % self.vision.num_attention_heads:
                 wrong.append(
-                    f"vision: hidden_size {self.vision.hidden_size} is no multiple of num_attention_heads "
+                    f"vision: hidden_size {self.vision.hidden_size} is not a multiple of num_attention_heads "
                     f"{self.vision.num_attention_heads}"
                 )
         if wrong:
@@ -104,9 +104,9 @@ class PaliGemmaSizes:
 def _describe_heads(variant: str, sizes: GemmaSizes) -> list[str]:
     wrong = []
     if sizes.num_heads % sizes.num_kv_heads:
-        wrong.append(f"{variant}: num_heads {sizes.num_heads} is no multiple of num_kv_heads {sizes.num_kv_heads}")
+        wrong.append(f"{variant}: num_heads {sizes.num_heads} is not a multiple of num_kv_heads {sizes.num_kv_heads}")
     if sizes.head_dim % 2:
-        wrong.append(f"{variant}: head_dim is {sizes.head_dim}; wanted an even number, which positions turn by pairs")
+        wrong.append(f"{variant}: head_dim is {sizes.head_dim}; wanted an even number, because positions rotate pairs")
     if sizes.width % 2:
         wrong.append(f"{variant}: width is {sizes.width}; wanted an even number, sines and cosines of the time")
     return wrong
@@ -240,7 +240,7 @@ class Pi0Config(VlaConfig):
     def _wrong_numbers(self) -> list[str]:
         wrong = super()._wrong_numbers()
         if self.image_resolution[0] != self.image_resolution[1]:
-            wrong.append(f"image_resolution is {list(self.image_resolution)}; PaliGemma looks at squares")
+            wrong.append(f"image_resolution is {list(self.image_resolution)}; PaliGemma reads squares")
         elif self.image_resolution[0] < self.sizes.vision.patch_size:
             wrong.append(
                 f"image_resolution is {list(self.image_resolution)}; wanted {self.sizes.vision.patch_size} or more, "

@@ -26,7 +26,7 @@ _LANGUAGE, _VISION = "PaliGemma/llm", "PaliGemma/img"
 _LAYERS, _BLOCKS = f"{_LANGUAGE}/layers", f"{_VISION}/Transformer/encoderblock"
 _ATTENTION = f"{_BLOCKS}/MultiHeadDotProductAttention_0"
 _UNUSED = f"{_LANGUAGE}/final_norm/scale"
-# openpi's variants gemma_2b_lora and gemma_300m_lora have alpha = rank, so that their updates count once.
+# openpi's variants gemma_2b_lora and gemma_300m_lora have alpha = rank, so that the factor of their updates is 1.
 LORA_RANKS = {"": 16, "_1": 32}
 _LORA = ("lora_a", "lora_b")
 
@@ -64,7 +64,7 @@ def complete_config(tree: Path, config: Pi0Config) -> Pi0Config:
     if config.sizes not in (PaliGemmaSizes(), sizes):
         wrong.append(f"sizes {sizes.to_json()}, wanted architecture.json's: {config.sizes.to_json()}")
     if wrong:
-        raise CheckpointError(f"{tree.name}: is not of the config that robojax.json says: found {'; '.join(wrong)}")
+        raise CheckpointError(f"{tree.name}: does not fit the config in robojax.json: found {'; '.join(wrong)}")
     return replace(config, sizes=sizes)
 
 
@@ -159,13 +159,13 @@ def _find_scale(where: str, config: Pi0Config, base: str, rank: int) -> float:
     if rank != LORA_RANKS["_1" if base.endswith("_1/w") else ""]:
         raise CheckpointError(
             f"{where}: the low-rank update of {base} is of rank {rank}, which is none of openpi's variants, and files "
-            'do not say its alpha; write "lora_scale": alpha / rank into the object of openpi in robojax.json'
+            'do not contain its alpha; write "lora_scale": alpha / rank into the object of openpi in robojax.json'
         )
     return 1.0
 
 
 def merge_update(base: str, down: np.ndarray, up: np.ndarray, scale: float) -> np.ndarray:
-    """Return what a low-rank update adds to a weight: the product of its factors, over the last two axes.
+    """Return the low-rank update of a weight: the product of its factors over the last two axes.
 
     In openpi's einsum of attention outputs both factors are summed over the heads, so each head gets the sum of all
     second factors.

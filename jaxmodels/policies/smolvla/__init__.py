@@ -1,4 +1,4 @@
-"""SmolVLA, as LeRobot defines it: a small vision-language model, and an expert of actions that follows a flow.
+"""SmolVLA, as LeRobot defines it: a small vision-language model, and an action expert that follows a flow.
 
 Sources: https://arxiv.org/abs/2506.01844; lerobot/policies/smolvla (https://github.com/huggingface/lerobot, 0.6.1).
 """

@@ -28,7 +28,7 @@ from jaxmodels.weights import blueprint
 
 
 class SmolVlaModel(VlaModel):
-    """The velocity of a noisy chunk, for a normalised observation."""
+    """Network that predicts the velocity of a noisy chunk for a normalised observation."""
 
     def __init__(self, config: SmolVlaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         del dtype  # The weights determine it.
@@ -61,7 +61,7 @@ class SmolVlaModel(VlaModel):
             InputError: the observation has no language, no image, or images that make no square of tokens.
         """
         if observation.language is None:
-            raise InputError("the observation has no language; SmolVLA wants the tokens of an instruction")
+            raise InputError("the observation has no language; SmolVLA needs the tokens of an instruction")
         seen = self.embed_images(observation) if seen is None else seen
         parts = [*seen, self._embed_words(observation.language)]
         state = observation.state
@@ -92,7 +92,7 @@ class SmolVlaModel(VlaModel):
         config = self.config
         present = [(i, image) for i, image in enumerate(observation.images) if image is not None]
         if not present:
-            raise InputError("the observation has no image; SmolVLA looks at one camera at least")
+            raise InputError("the observation has no image; SmolVLA needs one camera or more")
         batch, parts = present[0][1].shape[0], []
         prepared = [self._prepare(image) for _, image in present]
         if len({image.shape for image in prepared}) == 1:
@@ -257,8 +257,11 @@ def _tensor(name: str, last: int) -> Tensor:
 
 
 def find_unused(config: SmolVlaConfig) -> dict[str, Shape]:
-    """Return the shapes of unused tensors of LeRobot's files: of the language model the head, the last norm, and the
-    layers after the keys and values of the last layer that the action expert attends to."""
+    """Return the shapes of unused tensors of LeRobot's files.
+
+    They are the language model's head, its last norm, and everything after the keys and values of the last layer that
+    the action expert attends to.
+    """
     text, last = config.vlm.text, config.expert_steps[-1].vlm_layer
     unused: dict[str, Shape] = {HEAD: (config.vocabulary, text.width), f"{_TEXT}norm.weight": (text.width,)}
     layer = {name: shape.shape for name, shape in blueprint(lambda rngs: DecoderLayer(text, rngs=rngs)).shapes.items()}

@@ -34,7 +34,7 @@ def test_the_order_of_cameras_is_the_order_in_the_file() -> None:
         ({"dim_model": 18, "n_heads": 2}, "not a multiple of 4"),
         ({"n_action_steps": 7}, "more than chunk_size 6"),
         ({"temporal_ensemble_coeff": 0.01}, "it must be 1"),
-        ({"n_obs_steps": 2}, "act looks at 1 observation"),
+        ({"n_obs_steps": 2}, "act reads 1 observation"),
         ({"feedforward_activation": "tanh"}, "known: relu, gelu, glu"),
         ({"feedforward_activation": "glu", "dim_feedforward": 25}, "cannot be halved"),
         ({"vision_backbone": "vit"}, "known: resnet18"),

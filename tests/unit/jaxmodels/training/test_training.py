@@ -222,7 +222,7 @@ def test_other_features_and_folders_of_other_contents_are_refused(finished: Path
     with pytest.raises(TrainingError, match=r"\(policy\.dropout: was 0\.1, now 0\.2; training\.batch_size: was 8"):
         train(dataset, tiny(dropout=0.2), other, finished, resume=True)
     (tmp_path / "thesis.tex").write_text("...")
-    with pytest.raises(TrainingError, match=r"is there and holds no training"):
+    with pytest.raises(TrainingError, match=r"exists and holds no training"):
         train(dataset, tiny(), CONFIG, tmp_path)
 
 
