@@ -207,9 +207,10 @@ class Normalization:
         """Return the first of the further steps with this name."""
         return next((step for step in self.steps if step.name == name), None)
 
-    def get_outside_name(self, feature: str) -> str:
-        """Return the robot's name of a feature of the policy."""
-        return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
+
+def get_outside_name(renames: Mapping[str, str], feature: str) -> str:
+    """Return the robot's name of a feature of the policy; `renames` are robot's names to policy's names."""
+    return next((outside for outside, inside in renames.items() if inside == feature), feature)
 
 
 def mask_relative(names: Iterable[str] | None, excluded: Iterable[str], width: int) -> tuple[bool, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.errors import ObservationError
+from jaxmodels.normalization import get_outside_name
 from jaxmodels.policies import get_policy_type
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.program import Inputs
@@ -29,16 +30,6 @@ from jaxmodels.types import (
 )
 
 NAMES = (PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH)
-
-
-def refuse_prefix(observation: Mapping[str, np.ndarray]) -> None:
-    """Raise ObservationError if an observation has a plan prefix that the policy would not continue."""
-    present = [name for name in NAMES if name in observation]
-    if present:
-        raise ObservationError(
-            f"{', '.join(present)} in the observation of a policy that continues no plan; leave it out "
-            "(its requirements have takes_prefix false)"
-        )
 
 
 def read_prefix(observation: Mapping[str, np.ndarray], batch: int, chunk: int, action: int) -> Prefix:
@@ -107,7 +98,7 @@ class Reader:
         self._steps: int = config.observation_steps
         self._noise: tuple[int, int] | None = config.noise
         self._noise_steps: int = config.noise_steps
-        self._outside = checkpoint.normalization.get_outside_name
+        self._outside = partial(get_outside_name, checkpoint.normalization.renames)
         features = (*self._cameras, self._state, self._environment_state)
         # A feature may have its outside name, its inside name, or (cameras) observation.images.<camera>.
         own = [feature for feature in features if feature is not None]
@@ -148,10 +139,13 @@ class Reader:
         if masks is not None:
             inputs = replace(inputs, has_masks=True)
         prefix = None
-        if self._prefix is None:
-            refuse_prefix(observation)
-        else:
+        if self._prefix is not None:
             prefix = read_prefix(observation, batch, *self._prefix)
+        elif present := [name for name in NAMES if name in observation]:
+            raise ObservationError(
+                f"{', '.join(present)} in the observation of a policy that continues no plan; leave it out "
+                "(its requirements have takes_prefix false)"
+            )
         arrays = Observation(images, state, environment_state, prefix, noise=noise, step_noise=step_noise)
         return arrays._replace(image_masks=masks), inputs
 

@@ -26,7 +26,7 @@ from jaxmodels.devices import Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import FLOAT, Demand, Needs, check_loading, check_running, check_tables, estimate_needs
-from jaxmodels.normalization import Affine
+from jaxmodels.normalization import Affine, get_outside_name
 from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
@@ -104,7 +104,7 @@ def _check_description(small: Mapping[str, Any]) -> Requirements:
 def build_requirements(description: lerobot_folder.Description) -> Requirements:
     """Return the requirements of a policy with the robot's names."""
     config = description.config
-    name = description.get_outside_name
+    name = partial(get_outside_name, description.renames)
     return Requirements(
         policy_type=config.type,
         cameras={
@@ -681,7 +681,7 @@ def _rename_checkpoint(checkpoint: Checkpoint, rename: Mapping[str, str]) -> Che
     normalization = checkpoint.normalization
     known = lerobot_folder.Description(config, checkpoint.sidecar, normalization.renames)
     rename_cameras(build_requirements(known), rename)  # Raises for wrong names.
-    outside = {camera.name: normalization.get_outside_name(camera.name) for camera in config.cameras}
+    outside = {camera.name: get_outside_name(normalization.renames, camera.name) for camera in config.cameras}
     new = {f"{IMAGES}{rename[name]}": inside for inside in outside if (name := camera_name(outside[inside])) in rename}
     renames = {name: inside for name, inside in normalization.renames.items() if inside not in new.values()} | new
     return replace(checkpoint, normalization=replace(normalization, renames=renames))

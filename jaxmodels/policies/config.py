@@ -57,7 +57,7 @@ _NAMES, _INTEGERS, _OPTIONS = tuple[str, ...], tuple[int, ...], tuple[tuple[str,
 
 
 def _read(name: str, declared: Any, value: Any) -> Any:
-    """Return the value of a field from its JSON."""
+    """Return the value of a field from its JSON, checked against the declared type and range of the field."""
     if name in FEATURES:
         return parse_features(name, value)
     if name == "normalization_mapping":
@@ -75,11 +75,6 @@ def _read(name: str, declared: Any, value: Any) -> Any:
         return tuple(value.items())
     if name == "text_encoder" and value is not None:
         return TextConfig.from_json(value)
-    return _typed(name, declared, value)
-
-
-def _typed(name: str, declared: Any, value: Any) -> Any:
-    """Check a JSON value against the declared type and range of its field."""
     number = read_number_type(declared)
     if number is not None:
         if error := number.describe_error(name, value):
@@ -150,6 +145,8 @@ class PolicyConfig(_OtherFields):
     noise: Any = None  # Shape (t, a) of the sampler's first noise; None if callers cannot give it.
     num_inference_steps: Any = None  # Steps of the sampler.
     noise_steps: Any = 0  # Number of further noises that the sampler adds in its steps.
+    trained_delay: Any = 0  # Longest delay after which the policy is trained to continue a plan; 0 if it is guided.
+    prefix_bound: Any = BOUND  # Maximum pull of a plan, see `jaxmodels.samplers.continuing`.
     relative_action_mask: Any = None  # Which numbers of an action are relative to the raw state; None for none.
 
     def __post_init__(self) -> None:
@@ -384,16 +381,6 @@ class VlaConfig(LerobotConfig):
     def noise(self) -> tuple[int, int]:
         """Shape of one member's first noise; actions are padded."""
         return (self.chunk_size, self.max_action_dim)
-
-    @property
-    def trained_delay(self) -> int:
-        """Longest delay after which the policy is trained to continue a plan; 0 if it is guided."""
-        return 0
-
-    @property
-    def prefix_bound(self) -> float:
-        """Maximum pull of a plan, see `jaxmodels.samplers.continuing`."""
-        return BOUND
 
     @property
     def schedule(self) -> FlowSchedule:

@@ -223,8 +223,6 @@ class Diffusion2d(Transformer2dPolicy):
 
     def __init__(self, config: Diffusion2dConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
-        self.config = config
-        self.transformer = Transformer2DModel(**config.transformer.to_json(), dtype=dtype, rngs=rngs)
         initialize_plain(self.transformer)
 
     def loss(

@@ -132,10 +132,6 @@ class Description:
     renames: Mapping[str, str] = field(default_factory=dict)
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
-    def get_outside_name(self, feature: str) -> str:
-        """Return the robot's name of a feature of the policy."""
-        return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
-
 
 def build_description(small: Mapping[str, Any]) -> Description:
     """Build the description from what `describe_folder` read; raises ConfigError or CheckpointError."""

@@ -198,8 +198,6 @@ class Tokens2d(Transformer2dPolicy):
 
     def __init__(self, config: Tokens2dConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
-        self.config = config
-        self.transformer = Transformer2DModel(**config.transformer.to_json(), dtype=dtype, rngs=rngs)
         table = self.transformer.latent_image_embedding.emb.embedding
         waves = make_bin_embeddings(config.bins, config.dim_model, rngs.params())
         table[...] = table[...].at[:-1].set(waves.astype(table.dtype))

@@ -1,14 +1,14 @@
 """Base config and network of policies on the 2D transformer.
 
-A new kind is a config (`Transformer2dPolicyConfig`), a model (`Transformer2dPolicy`) with a ``transformer`` and a
-``loss``, and an `act`; `transformer2d_policy_type` makes the entry of the registry out of them.
+A policy type consists of a config (`Transformer2dPolicyConfig`), a network (`Transformer2dPolicy`) with a ``loss``, and
+an `act`, which `transformer2d_policy_type` joins to an entry of the registry.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import jax.numpy as jnp
 from einops import rearrange
@@ -26,6 +26,7 @@ from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig
 from jaxmodels.ranges import CHUNK, HEADS, LAYERS_STACKED, NOT_NEGATIVE, POSITIVE, SHARE_BELOW_ONE, WIDTH, Range
 from jaxmodels.text import TextEncoder
 from jaxmodels.text.encoder import TextConfig
+from jaxmodels.transformer2d import Transformer2DModel
 from jaxmodels.transformer2d.attention import Dtypes, to_bias
 from jaxmodels.transformer2d.block import Biases, KeyValues, Modulation
 from jaxmodels.transformer2d.config import Transformer2DConfig
@@ -252,12 +253,14 @@ SMALL = {
 
 
 class Transformer2dPolicy(nnx.Module):
-    """Base network: observation tokens and text encoder; each policy type adds how it generates a chunk."""
+    """Base network: observation tokens, text encoder and transformer; policy types add the generation of a chunk."""
 
     def __init__(self, config: Transformer2dPolicyConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config: Any = config
         self.observation_tokens = ObservationTokens(config, dtype=dtype, rngs=rngs)
         if config.text_encoder is not None:
             self.text = TextEncoder(config.text_encoder, rngs=rngs)
+        self.transformer = Transformer2DModel(**config.transformer.to_json(), dtype=dtype, rngs=rngs)
 
     def read(self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]) -> Language:
         return Language(self.text(ids, mask), mask)

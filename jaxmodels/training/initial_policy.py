@@ -21,6 +21,7 @@ from jaxmodels.policies.config import OTHER
 from jaxmodels.text import TextConfig, TextEncoder
 from jaxmodels.text.encoder import CLIP
 from jaxmodels.types import ACTION, ENVIRONMENT_STATE, STATE, Feature, dump_features
+from jaxmodels.vlm.siglip import PARTS
 from jaxmodels.weights import blueprint, check_fit, not_finite
 
 SMALL = "small"
@@ -196,12 +197,7 @@ _PARTS = {
     "norm": "final_layer_norm",
     "norm1": "layer_norm1",
     "norm2": "layer_norm2",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.out": "self_attn.out_proj",
-    "feed_forward.up": "mlp.fc1",
-    "feed_forward.down": "mlp.fc2",
+    **PARTS,
 }
 
 

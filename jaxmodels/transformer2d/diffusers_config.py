@@ -145,7 +145,14 @@ def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             return
         is_context_only = only_context[stage] and block != "mid_block"
         for number in range(count):
-            arguments = _arguments(values, channels[stage], heads[stage], contexts[stage])
+            arguments = {
+                "num_attention_heads": heads[stage],
+                "attention_head_dim": channels[stage] // heads[stage],
+                "in_channels": channels[stage],
+                "num_layers": 1,
+                "cross_attention_dim": contexts[stage],
+                "norm_num_groups": values["norm_num_groups"],
+            }
             name = f"{block}.attentions.{number}"
             if values["dual_cross_attention"]:
                 yield f"{name}.transformers.0", arguments
@@ -176,17 +183,6 @@ def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             f"up_blocks.{index}", kind, "CrossAttnUpBlock2D", layers[stage] + 1, stage, up_depths[index]
         )
     return arguments_by_prefix
-
-
-def _arguments(values: Mapping[str, Any], channels: int, heads: int, context: int) -> dict[str, Any]:
-    return {
-        "num_attention_heads": heads,
-        "attention_head_dim": channels // heads,
-        "in_channels": channels,
-        "num_layers": 1,
-        "cross_attention_dim": context,
-        "norm_num_groups": values["norm_num_groups"],
-    }
 
 
 def _per_stage(

@@ -95,7 +95,7 @@ def assign_positions(rows: int, columns: int, side: int) -> Int[np.ndarray, " n"
     return (row[:, None] * side + column).reshape(-1)
 
 
-_PARTS = {
+PARTS = {
     "attention_norm": "layer_norm1",
     "feed_forward_norm": "layer_norm2",
     "attention.query": "self_attn.q_proj",
@@ -118,5 +118,5 @@ def vision_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
     place = "post_layernorm"
     if part != "norm":
         _, layer, part = part.split(".", 2)
-        place = f"encoder.layers.{layer}.{_PARTS[part]}"
+        place = f"encoder.layers.{layer}.{PARTS[part]}"
     return module_tensor(f"{theirs}{place}", name)

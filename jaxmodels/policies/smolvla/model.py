@@ -20,7 +20,7 @@ from jaxmodels.policies import vla
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
 from jaxmodels.policies.vla import Chunk, VlaModel, apply_linear
 from jaxmodels.samplers import begin_with
-from jaxmodels.types import Language, Observation
+from jaxmodels.types import Observation
 from jaxmodels.vlm.decoder import DecoderLayer, PrefixCache, decoder_tensor
 from jaxmodels.vlm.siglip import vision_tensor
 from jaxmodels.vlm.smolvlm import SmolVlm, Tokens
@@ -63,7 +63,8 @@ class SmolVlaModel(VlaModel):
         if observation.language is None:
             raise InputError("the observation has no language; SmolVLA needs the tokens of an instruction")
         seen = self.embed_images(observation) if seen is None else seen
-        parts = [*seen, self._embed_words(observation.language)]
+        ids, mask = observation.language
+        parts = [*seen, Tokens(self.vlm.embed_words(ids) * self.config.vlm.text.width**0.5, mask)]
         state = observation.state
         state = (read_aloha_state(state) if self.config.adapt_to_pi_aloha else state).astype(self.dtype)
         padded = jnp.pad(state, ((0, 0), (0, self.config.max_state_dim - state.shape[1])))
@@ -80,9 +81,6 @@ class SmolVlaModel(VlaModel):
             behind = 0 if step.is_cross else self.config.chunk_size
             context.append(pad_keys(layer.attention.project_again(own) if step.is_cross else own, behind))
         return PrefixCache(tuple(context), tokens.is_valid)
-
-    def _embed_words(self, language: Language) -> Tokens:
-        return Tokens(self.vlm.embed_words(language.tokens) * self.config.vlm.text.width**0.5, language.mask)
 
     def embed_images(self, observation: Observation) -> list[Tokens]:
         """Return the tokens of each present camera, in the config's order.
