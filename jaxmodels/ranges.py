@@ -42,13 +42,15 @@ class Range:
         if (self.minimum, self.maximum, self.above, self.below) == (0, 1, False, False) and kind == "a number":
             return "a share, 0 to 1"
         low = f"above {self.minimum:g}" if self.above else f"of {_format_number(self.minimum)} or more"
-        return f"{kind} {low}, {'below' if self.below else 'at most'} {_format_number(self.maximum)}"
+        high = f", {'below' if self.below else 'at most'} {_format_number(self.maximum)}"
+        return f"{kind} {low}{'' if self.maximum == math.inf else high}"
 
 
 SHARE = Range(0, 1)
 SHARE_BELOW_ONE = Range(0, 1, below=True)
 POSITIVE = Range(0, 1e6, above=True)
 NOT_NEGATIVE = Range(0, 1e6)
+COUNT = Range(1, math.inf)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Checked metadata of a dataset: info.json, tasks, and the location of each episode."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 from jaxmodels.checkpoints.files import read_json
 from jaxmodels.data.table_files import read_lines, read_table
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
-from jaxmodels.ranges import Range, is_number, shorten_value
+from jaxmodels.ranges import COUNT, Range, is_number, shorten_value
 from jaxmodels.types import ACTION, ENVIRONMENT_STATE, STATE, Feature, parse_names
 
 INFO, STATS = "meta/info.json", "meta/stats.json"
@@ -98,7 +97,7 @@ def read_info(folder: Path) -> Info:
     counts = {}
     for name, usual in (("total_episodes", None), ("total_frames", None), ("chunks_size", CHUNK_FILES)):
         counts[name] = values.get(name, usual)
-        if not is_number(counts[name], Range(1, math.inf), integer=True):
+        if not is_number(counts[name], COUNT, integer=True):
             wrong.append(f"{name} is {shorten_value(counts[name])}; wanted an integer of 1 or more")
     entries = values.get("features")
     features, pictures = [], {}

@@ -1,16 +1,18 @@
 """Optimizers, weight averaging and learning-rate schedules."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.ranges import find_choice_errors
+from jaxmodels.ranges import COUNT, SHARE_BELOW_ONE, Range, check_fields, find_choice_errors, find_number_errors
 
+POSITIVE, NOT_NEGATIVE = Range(0, math.inf, above=True), Range(0, math.inf)
 SCHEDULES = ("constant", "diffuser", "cosine_decay_with_warmup")
 NAMES = ("constant", "constant_with_warmup", "linear", "cosine")
 
@@ -33,17 +35,14 @@ class SchedulerConfig:
 
     type: str = "constant"
     name: str = "cosine"
-    num_warmup_steps: int = 0
-    num_decay_steps: int | None = None
+    num_warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
+    num_decay_steps: Annotated[int | None, COUNT] = None
     peak_lr: float = 1.0
     decay_lr: float = 0.0
 
     def __post_init__(self) -> None:
         wrong = find_choice_errors(self, {"type": SCHEDULES, "name": NAMES})
-        if self.num_warmup_steps < 0:
-            wrong.append(f"num_warmup_steps is {self.num_warmup_steps}; wanted 0 or more")
-        if self.num_decay_steps is not None and self.num_decay_steps < 1:
-            wrong.append(f"num_decay_steps is {self.num_decay_steps}; wanted 1 or more")
+        wrong += find_number_errors(self)
         if not self.peak_lr > 0 or not 0 <= self.decay_lr <= self.peak_lr:
             wrong.append(f"decay_lr is {self.decay_lr} and peak_lr {self.peak_lr}; wanted 0 <= decay_lr <= peak_lr")
         if wrong:
@@ -111,30 +110,16 @@ class OptimizerConfig:
     """
 
     type: str = "adamw"
-    lr: float = 1e-3
-    lr_backbone: float | None = None
-    weight_decay: float = 1e-2
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    grad_clip_norm: float = 10.0
+    lr: Annotated[float, POSITIVE] = 1e-3
+    lr_backbone: Annotated[float | None, NOT_NEGATIVE] = None
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-2
+    betas: Annotated[tuple[float, float], SHARE_BELOW_ONE] = (0.9, 0.999)
+    eps: Annotated[float, POSITIVE] = 1e-8
+    grad_clip_norm: Annotated[float, NOT_NEGATIVE] = 10.0
     decayed: str = "all"
 
     def __post_init__(self) -> None:
-        wrong = find_choice_errors(self, {"type": OPTIMIZERS, "decayed": DECAYED})
-        wrong += [
-            f"{name} is {getattr(self, name)!r}; wanted a number above 0"
-            for name in ("lr", "eps")
-            if not 0 < getattr(self, name) < float("inf")
-        ]
-        wrong += [
-            f"{name} is {getattr(self, name)!r}; wanted a number of 0 or more"
-            for name in ("weight_decay", "grad_clip_norm", "lr_backbone")
-            if getattr(self, name) is not None and not 0 <= getattr(self, name) < float("inf")
-        ]
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            wrong.append(f"betas are {self.betas!r}; wanted two numbers from 0 to below 1")
-        if wrong:
-            raise ConfigError("optimizer: " + "; ".join(wrong))
+        check_fields(self, "optimizer", {"type": OPTIMIZERS, "decayed": DECAYED})
 
 
 def optimizer_preset(policy: object) -> OptimizerConfig:
