@@ -114,14 +114,14 @@ class Layout:
         """Sharding of batches in microbatches, which are the first axis."""
         return NamedSharding(self.mesh, PartitionSpec(None, (DATA, FSDP)))
 
-    def parameter_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Sharding of a parameter: split along its widest axis that the ``fsdp`` devices divide."""
-        spec = _split_widest(shape, self.mesh.shape[FSDP], FSDP, SHARDED_FROM)
-        return self.replicated if spec is None else NamedSharding(self.mesh, spec)
-
     def parameter_shardings(self, shapes: Tree) -> Tree:
-        """`parameter_sharding` for every leaf of a tree of arrays or shapes."""
-        return jax.tree.map(lambda leaf: self.parameter_sharding(np.shape(leaf)), shapes)
+        """Return shardings of a tree of arrays: each is split along its widest axis that the ``fsdp`` devices divide."""
+
+        def shard(leaf: Any) -> NamedSharding:
+            spec = _split_widest(np.shape(leaf), self.mesh.shape[FSDP], FSDP, SHARDED_FROM)
+            return self.replicated if spec is None else NamedSharding(self.mesh, spec)
+
+        return jax.tree.map(shard, shapes)
 
     def put(self, array: Any, sharding: NamedSharding) -> jax.Array:
         """Put an array of the host, the same in every process, onto the devices."""

@@ -239,8 +239,7 @@ class VideoFrames:
         timestamps: np.ndarray,
     ):
         self._folder, self._size, self._fps = folder, size, fps
-        files = dict.fromkeys(location.videos[name].file for location in locations)
-        self.files = tuple(files)
+        self.files = tuple(dict.fromkeys(location.videos[name].file for location in locations))
         number = {file: index for index, file in enumerate(self.files)}
         lengths = [location.length for location in locations]
         self._file = np.repeat([number[location.videos[name].file] for location in locations], lengths)

@@ -62,7 +62,7 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
     type: ClassVar[str] = "tokens2d"
     indifferent: ClassVar[tuple[str, ...]] = (*Transformer2dPolicyConfig.indifferent, "label_smoothing", "prefix_rate")
 
-    bins: Annotated[int, Range(1, MAX_BINS)] = 256
+    bins: Annotated[int, Range(2, MAX_BINS)] = 256
     label_smoothing: Annotated[float, NOT_NEGATIVE] = 0.75
     neighbours: Annotated[int, Range(0, MAX_BINS)] = 8
     num_inference_steps: Annotated[int, STEPS] = 8
@@ -73,8 +73,6 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
 
     def _wrong_numbers(self) -> list[str]:
         wrong = super()._wrong_numbers()
-        if self.bins < 2:
-            wrong.append(f"bins is {self.bins}; wanted 2 or more")
         if not 0 <= self.neighbours < self.bins:
             wrong.append(f"neighbours is {self.neighbours}; wanted 0 to {self.bins - 1}, less than bins")
         mode = dict(self.normalization_mapping).get("ACTION")

@@ -49,7 +49,7 @@ class TextConfig:
     """
 
     kind: str = SMALL
-    length: Annotated[int, Range(1, 4096)] = 96
+    length: Annotated[int, Range(2, 4096)] = 96
     width: Annotated[int, Range(1, WIDTH)] = 128
     n_layers: Annotated[int, Range(1, LAYERS_WRITTEN_OUT)] = 2
     n_heads: Annotated[int, Range(1, HEADS)] = 4
@@ -67,8 +67,6 @@ class TextConfig:
             wrong.append(f"width {self.width} is not a multiple of n_heads {self.n_heads}")
         if not wrong and self.kind == SMALL and self.vocabulary != BYTES:
             wrong.append(f"vocabulary is {self.vocabulary}; {SMALL} reads bytes, wanted {BYTES}")
-        if not wrong and self.length < 2:
-            wrong.append("length is 1; wanted 2 or more, a start token and one token of text")
         if wrong:
             raise ConfigError("text encoder: " + "; ".join(wrong))
 

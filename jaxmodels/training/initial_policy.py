@@ -25,7 +25,6 @@ from jaxmodels.vlm.siglip import PARTS
 from jaxmodels.weights import blueprint, check_fit, not_finite
 
 SMALL = "small"
-PRESETS = (SMALL,)
 # Features of any policy type, to list the fields of its config.
 _ANY = {
     "input_features": {STATE: {"type": "STATE", "shape": [1]}, ENVIRONMENT_STATE: {"type": "ENV", "shape": [1]}},
@@ -102,8 +101,8 @@ def new_policy(
             f"{', '.join(trained_types())}"
         )
     chosen = get_policy_type(kind)
-    if preset not in (None, *PRESETS):
-        raise ConfigError(f"preset is {preset!r}; known: {', '.join(PRESETS)}")
+    if preset not in (None, SMALL):
+        raise ConfigError(f"preset is {preset!r}; known: {SMALL}")
     _check_known(kind, values or {})
     read: dict[str, Any] = dict(_features(dataset, image_size))
     read |= dict(chosen.small) if preset == SMALL else {}

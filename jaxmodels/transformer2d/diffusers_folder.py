@@ -29,7 +29,7 @@ from jaxmodels.checkpoints.files import (
     write_shards,
 )
 from jaxmodels.checkpoints.folder import empty_aligned
-from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, Layout, Shape, TensorTarget
+from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, Layout, TensorTarget
 from jaxmodels.errors import CheckpointError
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
 from jaxmodels.memory import check_host
@@ -306,10 +306,10 @@ def _read_arrays(
     dtypes: dict[str, set[np.dtype[Any]]] = {}
     for target in table:
         dtypes.setdefault(target.ours, set()).add(stored[target.theirs].dtype)
-    wholes = {target.ours: target.whole for target in table}
-    arrays = {
-        name: _aligned(whole, _common_dtype(dtypes[name]) if dtype is None else dtype) for name, whole in wholes.items()
-    }
+    arrays: dict[str, np.ndarray] = {}
+    for name, whole in {target.ours: target.whole for target in table}.items():
+        kind = _common_dtype(dtypes[name]) if dtype is None else dtype
+        arrays[name] = empty_aligned(math.prod(whole) * kind.itemsize).view(kind).reshape(whole)
     broken: list[str] = []
     for target in sorted(table, key=lambda target: (stored[target.theirs].path.name, stored[target.theirs].start)):
         with np.errstate(over="ignore"):  # A number too large for a narrower dtype becomes an infinity, reported below.
@@ -332,10 +332,6 @@ def _item_bytes(stored: np.dtype[Any], dtype: DTypeLike | None) -> int:
 def _common_dtype(dtypes: set[np.dtype[Any]]) -> np.dtype[Any]:
     """Return the narrowest dtype that holds all layers of an array; at most float32."""
     return dtypes.pop() if len(dtypes) == 1 and not dtypes & {np.dtype(np.float64)} else np.dtype(np.float32)
-
-
-def _aligned(shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    return empty_aligned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def _publish(draft: Path, folder: Path, variant: str | None) -> None:

@@ -452,12 +452,12 @@ class TemporalEnsembler:
         chunk = np.asarray(chunk, np.float32)
         if chunk.ndim != 3 or chunk.shape[1] != self._chunk:
             raise ObservationError(f"ensembled chunk has shape {chunk.shape}; wanted (batch, {self._chunk}, action)")
+        counts = self._counts
         if self._actions is None:
-            actions, counts = chunk.copy(), np.ones((self._chunk, 1), np.int64)
+            actions = chunk.copy()
         elif self._actions.shape[::2] != chunk.shape[::2]:
             raise ObservationError(f"ensembled chunk has shape {chunk.shape}; reset() before changing batch or action")
         else:
-            counts = self._counts
             mean = self._actions * self._sums[counts - 1]
             mean = mean + chunk[:, :-1] * self._weights[counts]
             mean = mean / self._sums[counts]

@@ -6,7 +6,6 @@ Sources: https://arxiv.org/abs/2303.04137; lerobot/policies/diffusion (https://g
 from jaxmodels.policies import PolicyType
 from jaxmodels.policies.diffusion import model
 from jaxmodels.policies.diffusion.config import DiffusionConfig
-from jaxmodels.policies.diffusion.model import DiffusionPolicyModel
 
 POLICY = PolicyType(
     config=DiffusionConfig.from_json,
@@ -30,4 +29,4 @@ POLICY = PolicyType(
     },
 )
 
-__all__ = ["POLICY", "DiffusionConfig", "DiffusionPolicyModel"]
+__all__ = ["POLICY", "DiffusionConfig"]

@@ -181,11 +181,10 @@ def find_source(name: str, kind: str) -> Source:
     if part == "expert":
         return _find_in_gemma(inside, "_1")
     if part != "paligemma":
-        module, _, leaf = name.partition(".")
         time = "time_mlp" if kind == "pi05" else "action_time_mlp"
         place = {"action_in": "action_in_proj", "action_out": "action_out_proj", "state_in": "state_proj"}
         place |= {"time_in": f"{time}_in", "time_out": f"{time}_out"}
-        return Source(f"{place[module]}/{leaf}")
+        return Source(f"{place[part]}/{inside}")
     first, _, rest = inside.partition(".")
     match first:
         case "embedding":

@@ -163,7 +163,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"scheduler_name": "linear"}, "scheduler_name is 'linear'; known: constant, cosine"),
     ],
     "tokens2d": [
-        ({"bins": 1}, "bins is 1; wanted 2 or more"),
+        ({"bins": 1}, "bins is 1; wanted an integer of 2 or more"),
         ({"neighbours": 32}, "neighbours is 32; wanted 0 to 31, less than bins"),
         ({"normalization_mapping": UNBOUNDED}, "ACTION: MEAN_STD; bins lie in .* MIN_MAX, QUANTILES"),
         ({"n_action_steps": 9, "temperature": -1.0}, "n_action_steps is 9, more than chunk_size 8; temperature is -1"),
