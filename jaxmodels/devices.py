@@ -115,7 +115,7 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(None, (DATA, FSDP)))
 
     def parameter_shardings(self, shapes: Tree) -> Tree:
-        """Return shardings of a tree of arrays: each is split along its widest axis that the ``fsdp`` devices divide."""
+        """Return shardings of a tree of arrays: each is split along its widest axis that ``fsdp`` devices divide."""
 
         def shard(leaf: Any) -> NamedSharding:
             spec = _split_widest(np.shape(leaf), self.mesh.shape[FSDP], FSDP, SHARDED_FROM)
