@@ -432,7 +432,7 @@ def _describe_missing_weights(folder: Path, variant: str | None) -> str:
     variants = {match.group(1) or match.group(2) for name in names if (match := ANY.fullmatch(name))}
     if others := sorted(name for name in variants if name):
         plain = ", or leave it out" if None in variants else ""
-        return f"{folder.name}: no {expected}; variants there: {', '.join(others)}; pass the variant{plain}"
+        return f"{folder.name}: no {expected}; variants there: {', '.join(others)}; pass one as variant{plain}"
     if variants:
         return f"{folder.name}: no {expected}; leave variant out, the files there have none"
     if pickles := [name for name in names if name.endswith(PICKLES)]:

@@ -59,7 +59,7 @@ def test_a_config_that_makes_no_sense_is_refused_with_the_reason(small, changes,
         ({"input_features": {"observation.state": {"type": "STATE"}}}, "with type and shape"),
         ({"input_features": {"observation.images.a": {"type": "VISUAL", "shape": [96, 96, 3]}}}, "3, height, width"),
         ({"input_features": {"observation.state": {"type": "FORCE", "shape": [2]}}}, "wanted one of STATE"),
-        ({"normalization_mapping": ["MEAN_STD"]}, "no object"),
+        ({"normalization_mapping": ["MEAN_STD"]}, "is not an object"),
         ({"output_features": {"action": {**ACTION, "names": ["a", "b"]}}}, "2 names for 6 numbers"),
     ],
 )

@@ -54,7 +54,7 @@ def read(name: str = "pi0_two_cameras", **changes: Any) -> Pi0Config:
         ({"max_action_dim": 5}, "the action has 6 numbers; max_action_dim is 5"),
         ({"min_period": 4.0}, "min_period is 4.0; wanted less than max_period 4.0"),
         ({"use_peft": True}, "merge the adapter"),
-        ({"input_features": {"observation.state": {"type": "STATE", "shape": [6]}}}, "has no image; pi0 looks at one"),
+        ({"input_features": {"observation.state": {"type": "STATE", "shape": [6]}}}, "has no image; pi0 reads one"),
         ({"relative_exclude_joints": "gripper"}, "relative_exclude_joints is 'gripper'; wanted a list of strings"),
         ({"rtc_config": [1]}, r"rtc_config is \[1\]; wanted an object"),
         ({"sizes": {}}, "unknown fields sizes; they belong to architecture.json"),

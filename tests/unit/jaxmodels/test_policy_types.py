@@ -165,7 +165,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "tokens2d": [
         ({"bins": 1}, "bins is 1; wanted an integer of 2 or more"),
         ({"neighbours": 32}, "neighbours is 32; wanted 0 to 31, less than bins"),
-        ({"normalization_mapping": UNBOUNDED}, "ACTION: MEAN_STD; bins lie in .* MIN_MAX, QUANTILES"),
+        ({"normalization_mapping": UNBOUNDED}, "ACTION: MEAN_STD; bins are in .* MIN_MAX, QUANTILES"),
         ({"n_action_steps": 9, "temperature": -1.0}, "n_action_steps is 9, more than chunk_size 8; temperature is -1"),
     ],
 }

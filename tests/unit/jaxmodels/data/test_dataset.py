@@ -121,7 +121,7 @@ def test_what_is_asked_for_wrongly_is_refused(folder):
     dataset = open_dataset(folder)
     for ask, said in (
         (lambda: dataset.vectors("reward"), "it has observation.state"),
-        (lambda: dataset.vectors(FRONT), "is a camera's"),
+        (lambda: dataset.vectors(FRONT), "is a camera; call frames"),
         (lambda: dataset.frames("action", np.array([0])), "is not a camera"),
         (lambda: open_dataset(folder, episodes=[3]), "it has 0 to 2"),
         (lambda: open_dataset(folder, episodes=[]), "wanted some of 0 to 2"),

@@ -180,7 +180,7 @@ def test_a_run_resumes_after_a_full_disk(what: str, dataset, tiny, finished: Pat
         # The list of Orbax's arrays alone has 47 kB. The policy, which would fail first, is left out.
         limit = 32 * 1024
         monkeypatch.setattr(loop, "write_policy", lambda *args: None)
-    wanted = rf"{output}: cannot be written \(.+\); make room there.*--resume=true"
+    wanted = rf"{output}: cannot be written \(.+\); free space .*--resume=true"
     with files_of_at_most(limit), pytest.raises(OSError, match=wanted):
         train(dataset, tiny(), CONFIG, output, resume=True)
     monkeypatch.undo()
