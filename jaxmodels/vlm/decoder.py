@@ -29,10 +29,7 @@ class DecoderSizes:
 
 
 class PrefixCache(NamedTuple):
-    """Keys and values of an observation for each layer, and which tokens count.
-
-    Keys and values may end with zeros (`pad_keys`).
-    """
+    """Keys and values of an observation for each layer, perhaps padded (`pad_keys`), and which tokens count."""
 
     layers: tuple[KeyValues, ...]
     is_valid: Bool[Array, "b m"]
