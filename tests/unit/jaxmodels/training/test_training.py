@@ -313,5 +313,5 @@ def test_tensorboard_reads_the_events(few: Few, tmp_path: Path, config: MakeConf
 def test_settings_that_make_no_sense_are_refused_together() -> None:
     with pytest.raises(ConfigError, match=r"steps is 0.*ema_decay is 1\.0"):
         TrainingConfig(steps=0, ema_decay=1.0)
-    with pytest.raises(ConfigError, match=r"lr is -1\.0.*betas are"):
+    with pytest.raises(ConfigError, match=r"lr is -1\.0.*betas is"):
         OptimizerConfig(lr=-1.0, betas=(0.9, 1.0))
