@@ -5,7 +5,7 @@ Names are looked up when first used, so that importing this package does not imp
 
 from typing import TYPE_CHECKING
 
-from jaxmodels._lazy import lazy_names, list_homes
+from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.cache_dirs import cache_folder, hub_cache, user_cache
@@ -45,18 +45,16 @@ __all__ = [
     "user_cache",
 ]
 
-_HOMES = list_homes(
-    {
-        "jaxmodels.cache_dirs": "cache_folder hub_cache user_cache",
-        "jaxmodels.checkpoints.folder": "PolicyFolder open_file",
-        "jaxmodels.checkpoints.tokenizer_process": "isolate_tokenizers",
-        "jaxmodels.devices": "name_devices",
-        "jaxmodels.hub": "POLICY_FILES ask_hub fetch find_policy is_policy_file list_policy_files",
-        "jaxmodels.policies.act.model": "TemporalEnsembler",
-        "jaxmodels.policy": "Policy load_policy read_requirements",
-        "jaxmodels.transformer2d": "Transformer2DConfig Transformer2DModel",
-        "jaxmodels.transformer2d.loaded_model": "LoadedModel is_model load_model",
-        "jaxmodels.types": "Requirements",
-    }
-)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+_NAMES = {
+    "jaxmodels.cache_dirs": "cache_folder hub_cache user_cache",
+    "jaxmodels.checkpoints.folder": "PolicyFolder open_file",
+    "jaxmodels.checkpoints.tokenizer_process": "isolate_tokenizers",
+    "jaxmodels.devices": "name_devices",
+    "jaxmodels.hub": "POLICY_FILES ask_hub fetch find_policy is_policy_file list_policy_files",
+    "jaxmodels.policies.act.model": "TemporalEnsembler",
+    "jaxmodels.policy": "Policy load_policy read_requirements",
+    "jaxmodels.transformer2d": "Transformer2DConfig Transformer2DModel",
+    "jaxmodels.transformer2d.loaded_model": "LoadedModel is_model load_model",
+    "jaxmodels.types": "Requirements",
+}
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -101,7 +100,7 @@ def _split_widest(shape: tuple[int, ...], count: int, name: str, smallest: int) 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh of devices for training, of this process and of the others."""
+    """Mesh of devices for training, of all processes."""
 
     mesh: Mesh
 
@@ -111,23 +110,18 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
-    def batch_sharding(self) -> NamedSharding:
-        """Sharding of arrays whose first axis is the batch."""
-        return NamedSharding(self.mesh, PartitionSpec((DATA, FSDP)))
-
-    @cached_property
     def microbatch_sharding(self) -> NamedSharding:
         """Sharding of batches in microbatches, which are the first axis."""
         return NamedSharding(self.mesh, PartitionSpec(None, (DATA, FSDP)))
 
-    def parameter_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Sharding of a parameter: split along its widest axis that the ``fsdp`` devices divide."""
-        spec = _split_widest(shape, self.mesh.shape[FSDP], FSDP, SHARDED_FROM)
-        return self.replicated if spec is None else NamedSharding(self.mesh, spec)
-
     def parameter_shardings(self, shapes: Tree) -> Tree:
-        """`parameter_sharding` for every leaf of a tree of arrays or shapes."""
-        return jax.tree.map(lambda leaf: self.parameter_sharding(np.shape(leaf)), shapes)
+        """Return shardings of a tree of arrays: each is split along its widest axis that ``fsdp`` devices divide."""
+
+        def shard(leaf: Any) -> NamedSharding:
+            spec = _split_widest(np.shape(leaf), self.mesh.shape[FSDP], FSDP, SHARDED_FROM)
+            return self.replicated if spec is None else NamedSharding(self.mesh, spec)
+
+        return jax.tree.map(shard, shapes)
 
     def put(self, array: Any, sharding: NamedSharding) -> jax.Array:
         """Put an array of the host, the same in every process, onto the devices."""
@@ -136,7 +130,8 @@ class Layout:
 
     def put_batch(self, batch: Tree) -> Tree:
         """Put a batch onto the devices; each process has its own part."""
-        return jax.tree.map(lambda array: jax.make_array_from_process_local_data(self.batch_sharding, array), batch)
+        sharding = NamedSharding(self.mesh, PartitionSpec((DATA, FSDP)))
+        return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, array), batch)
 
     def gather(self, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
         """Return whole arrays on the host; every process must call it."""
@@ -216,7 +211,7 @@ AXIS = "model"
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices that a policy runs on: inputs and outputs are whole on each, weights are split.
+    """Devices of a policy: inputs and outputs are whole on each device, weights are split.
 
     Each array is split along its largest axis that the devices divide. Results differ from one device's in the last
     bits.
@@ -283,9 +278,9 @@ def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, 
 
 LAYERS = "layers"
 # Heads of attentions and channels of feed-forwards are split; everything else is whole on every device.
-TENSOR_PARALLEL: Mapping[str, str] = MappingProxyType({"heads": "model", "mlp": "model", "vocabulary": "model"})
+TENSOR_PARALLEL: Mapping[str, str] = {"heads": "model", "mlp": "model", "vocabulary": "model"}
 # Weights are split over the devices that share a batch, and gathered where they are used.
-FULLY_SHARDED: Mapping[str, str] = MappingProxyType({"embed": "data"})
+FULLY_SHARDED: Mapping[str, str] = {"embed": "data"}
 
 
 def get_logical_axes(model: nnx.Module) -> dict[tuple[Any, ...], tuple[str | None, ...]]:

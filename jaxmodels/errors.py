@@ -14,7 +14,7 @@ class CheckpointError(JaxModelsError, ValueError):
 
 
 class WeightsMismatch(CheckpointError):
-    """Tensor names or shapes differ from what the config asks for; the text lists all of them."""
+    """Tensor names or shapes differ from the config; the text lists all of them."""
 
 
 class InputError(JaxModelsError, ValueError):
@@ -26,7 +26,7 @@ class ObservationError(JaxModelsError, ValueError):
 
 
 class PictureError(JaxModelsError, ValueError):
-    """A PNG or JPEG file is no colour picture: 16-bit gray, transparent, CMYK."""
+    """A PNG or JPEG file is not a colour picture: 16-bit gray, transparent, CMYK."""
 
 
 class DatasetError(JaxModelsError, ValueError):

@@ -110,7 +110,7 @@ def check_tables(config: Any) -> None:
     """Raise ConfigError if a config's tables of positions are too large, before any of them is computed."""
     if config.table_numbers > MAX_TABLE_NUMBERS:
         raise ConfigError(
-            f"the frames, the chunk and the width of the config ask for tables of positions with "
+            f"the frames, the chunk and the width of the config need tables of positions with "
             f"{config.table_numbers:.0e} numbers; wanted {MAX_TABLE_NUMBERS:.0e} at most"
         )
 
@@ -120,7 +120,7 @@ def check_layers(config: Any, tensors: int, where: str) -> None:
     layers = count_layers(config)
     if layers > QUICK_LAYERS and tensors < TENSORS_PER_LAYER * layers:
         raise WeightsMismatch(
-            f"{where}: {tensors} tensors; the config asks for {layers} layers, which have "
+            f"{where}: {tensors} tensors; the config has {layers} layers, which have "
             f"{TENSORS_PER_LAYER * layers} or more; the weights belong to another config, or the config was edited"
         )
 

@@ -4,8 +4,9 @@ Every mode is ``(x - offset) / scale + shift``, so that one compiled program ser
 Source: lerobot/processor/normalize_processor.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -206,9 +207,17 @@ class Normalization:
         """Return the first of the further steps with this name."""
         return next((step for step in self.steps if step.name == name), None)
 
-    def get_outside_name(self, feature: str) -> str:
-        """Return the robot's name of a feature of the policy."""
-        return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
+
+def get_outside_name(renames: Mapping[str, str], feature: str) -> str:
+    """Return the robot's name of a feature of the policy; `renames` are robot's names to policy's names."""
+    return next((outside for outside, inside in renames.items() if inside == feature), feature)
+
+
+def mask_relative(names: Iterable[str] | None, excluded: Iterable[str], width: int) -> tuple[bool, ...]:
+    """Return which of an action's `width` numbers are relative: all but names with an `excluded` part (LeRobot)."""
+    parts = [part.lower() for part in excluded if part]
+    mask = [not any(part in name.lower() for part in parts) for name in islice(names or (), width)]
+    return (*mask, *[True] * (width - len(mask)))
 
 
 def build_normalization(

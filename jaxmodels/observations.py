@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from jaxmodels.errors import ObservationError
+from jaxmodels.normalization import get_outside_name
 from jaxmodels.policies import get_policy_type
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.program import Inputs
@@ -30,16 +32,6 @@ from jaxmodels.types import (
 NAMES = (PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH)
 
 
-def refuse_prefix(observation: Mapping[str, np.ndarray]) -> None:
-    """Raise ObservationError if an observation has a plan prefix that the policy would not continue."""
-    present = [name for name in NAMES if name in observation]
-    if present:
-        raise ObservationError(
-            f"{', '.join(present)} in the observation of a policy that continues no plan; leave it out "
-            "(its requirements have takes_prefix false)"
-        )
-
-
 def read_prefix(observation: Mapping[str, np.ndarray], batch: int, chunk: int, action: int) -> Prefix:
     """Return an observation's plan prefix, of length 0 without one; raises ObservationError for wrong parts."""
     present = [name for name in NAMES if name in observation]
@@ -55,7 +47,7 @@ def read_prefix(observation: Mapping[str, np.ndarray], batch: int, chunk: int, a
         member = int(np.argmax(delay > length))
         raise ObservationError(
             f"{PREFIX_DELAY} is {delay[member]} for member {member}, and {PREFIX_LENGTH} {length[member]}; "
-            "no more can have been executed than was planned"
+            "at most the planned actions can be executed"
         )
     actions = np.asarray(observation[PREFIX_ACTIONS])
     if actions.shape != (batch, chunk, action):
@@ -106,7 +98,7 @@ class Reader:
         self._steps: int = config.observation_steps
         self._noise: tuple[int, int] | None = config.noise
         self._noise_steps: int = config.noise_steps
-        self._outside = checkpoint.normalization.get_outside_name
+        self._outside = partial(get_outside_name, checkpoint.normalization.renames)
         features = (*self._cameras, self._state, self._environment_state)
         # A feature may have its outside name, its inside name, or (cameras) observation.images.<camera>.
         own = [feature for feature in features if feature is not None]
@@ -147,10 +139,13 @@ class Reader:
         if masks is not None:
             inputs = replace(inputs, has_masks=True)
         prefix = None
-        if self._prefix is None:
-            refuse_prefix(observation)
-        else:
+        if self._prefix is not None:
             prefix = read_prefix(observation, batch, *self._prefix)
+        elif present := [name for name in NAMES if name in observation]:
+            raise ObservationError(
+                f"{', '.join(present)} in the observation of a policy that continues no plan; leave it out "
+                "(its requirements have takes_prefix false)"
+            )
         arrays = Observation(images, state, environment_state, prefix, noise=noise, step_noise=step_noise)
         return arrays._replace(image_masks=masks), inputs
 
@@ -179,13 +174,13 @@ class Reader:
         )
 
     def _masks(self, observation: Mapping[str, np.ndarray], images: tuple[np.ndarray | None, ...]) -> np.ndarray | None:
-        """Return which images count, (b, cameras); None if the observation does not say."""
+        """Return which images count, (b, cameras); None if the observation has no masks."""
         possible = [[f"{name}{PADDING_MASK}" for name in self._names[camera.name]] for camera in self._cameras]
         names = [next((name for name in masks if name in observation), None) for masks in possible]
         if not any(names):
             return None
         if not self._allows_absent:
-            raise ObservationError(f"{next(filter(None, names))} is given, but this policy looks at all of its cameras")
+            raise ObservationError(f"{next(filter(None, names))} is given, but this policy needs all of its cameras")
         batch = next(image.shape[0] for image in images if image is not None)
         masks = np.ones((batch, len(images)), bool)
         for column, name in enumerate(names):
@@ -200,10 +195,10 @@ class Reader:
         if noise is None and step_noise is None:
             return None, None
         if self._noise is None:
-            raise ObservationError("noise is given, but this policy makes its chunks of none that could be given")
+            raise ObservationError("noise is given, but this policy takes no noise")
         expected = (batch, *self._noise)
         if not self._noise_steps and step_noise is not None:
-            raise ObservationError("step_noise is given, but the policy's sampler adds no noise on its way")
+            raise ObservationError("step_noise is given, but the policy's sampler adds no noise in its steps")
         if noise is None or (self._noise_steps and step_noise is None):
             missing = "noise" if noise is None else "step_noise"
             raise ObservationError(f"{missing} is missing; this policy takes both noise and step_noise, or none")
@@ -225,7 +220,8 @@ class Reader:
         if not set(names) - empty <= set(cameras) <= set(names):
             raise ObservationError(f"cameras are {sorted(cameras)}; the policy has {sorted(set(names) - empty)}")
         frames = tuple((cameras[name][0], cameras[name][1]) if name in cameras else None for name in names)
-        if wrong := [name for name, size in cameras.items() if not all(map(_is_side, size))]:
+        is_right = partial(is_number, allowed=FRAME_SIDE, integer=True)
+        if wrong := [name for name, size in cameras.items() if not all(map(is_right, size))]:
             sizes = shorten_value([cameras[name] for name in wrong])
             raise ObservationError(
                 f"frames of {', '.join(wrong)} are {sizes}; wanted sides of {FRAME_SIDE.maximum:g} pixels at most"
@@ -292,10 +288,6 @@ def _frames(name: str, array: np.ndarray, steps: int) -> np.ndarray:
     if array.dtype != np.uint8:
         raise ObservationError(f"{name} is {array.dtype}; wanted uint8 pixels in 0..255, the program scales them")
     return np.ascontiguousarray(array)
-
-
-def _is_side(pixels: Any) -> bool:
-    return is_number(pixels, FRAME_SIDE, integer=True)
 
 
 def _format_axes(steps: int, *axes: int | str) -> str:

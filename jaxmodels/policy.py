@@ -26,7 +26,7 @@ from jaxmodels.devices import Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import FLOAT, Demand, Needs, check_loading, check_running, check_tables, estimate_needs
-from jaxmodels.normalization import Affine
+from jaxmodels.normalization import Affine, get_outside_name
 from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
@@ -53,7 +53,7 @@ from jaxmodels.types import (
 
 logger = logging.getLogger(__name__)
 
-DESCRIBING = tuple(name for name in POLICY_FILES if not name.startswith("model"))  # all but weights
+DESCRIBING = tuple(name for name in POLICY_FILES if not name.startswith("model"))  # All files but weights.
 
 
 def read_requirements(
@@ -102,9 +102,9 @@ def _check_description(small: Mapping[str, Any]) -> Requirements:
 
 
 def build_requirements(description: lerobot_folder.Description) -> Requirements:
-    """Requirements of a policy, in terms of the robot."""
+    """Return the requirements of a policy with the robot's names."""
     config = description.config
-    name = description.get_outside_name
+    name = partial(get_outside_name, description.renames)
     return Requirements(
         policy_type=config.type,
         cameras={
@@ -361,7 +361,7 @@ class Policy:
         self._instructions: Instructions | None = None
         self._prompts: Prompts | None = None
         if config.prompt_length is not None:
-            assert checkpoint.tokenizer is not None, "read with its checkpoint, or refused"
+            assert checkpoint.tokenizer is not None, "the reader of the checkpoint refuses a policy without a tokenizer"
             self._prompts = Prompts(config, scales.state, checkpoint.tokenizer, prompt_cut)
         if config.text_encoder is not None:
             reads = tokenizer(config.text_encoder, checkpoint.tokenizer)
@@ -565,7 +565,7 @@ class Policy:
         return self._programs.has(self._reader.inputs(batch, cameras))
 
     def fits(self, checkpoint: Checkpoint) -> bool:
-        """Whether another checkpoint can run in the programs compiled for this one."""
+        """Return whether another checkpoint can run in the compiled programs of this policy."""
         mine, other = self.checkpoint.config, checkpoint.config
         return type(mine) is type(other) and mine.architecture() == other.architecture()
 
@@ -576,7 +576,7 @@ class Policy:
             ConfigError: its architecture differs.
         """
         if not self.fits(checkpoint):
-            raise ConfigError("the checkpoint has another architecture; load it as a policy of its own")
+            raise ConfigError("the checkpoint has another architecture; load it as a separate policy")
         cut = prompt_cut or self._prompt_cut
         return Policy(checkpoint, dtype=self.dtype, device=self.device, prompt_cut=cut, _programs=self._programs)
 
@@ -683,7 +683,7 @@ def _rename_checkpoint(checkpoint: Checkpoint, rename: Mapping[str, str]) -> Che
     normalization = checkpoint.normalization
     known = lerobot_folder.Description(config, checkpoint.sidecar, normalization.renames)
     rename_cameras(build_requirements(known), rename)  # Raises for wrong names.
-    outside = {camera.name: normalization.get_outside_name(camera.name) for camera in config.cameras}
+    outside = {camera.name: get_outside_name(normalization.renames, camera.name) for camera in config.cameras}
     new = {f"{IMAGES}{rename[name]}": inside for inside in outside if (name := camera_name(outside[inside])) in rename}
     renames = {name: inside for name, inside in normalization.renames.items() if inside not in new.values()} | new
     return replace(checkpoint, normalization=replace(normalization, renames=renames))

@@ -203,7 +203,7 @@ class Programs:
         self._lock = threading.Lock()
 
     def count_weights(self) -> int:
-        """Numbers in the weights that the programs run over."""
+        """Return the number of numbers in the serving weights."""
         return sum(math.prod(shape.shape) for shape in self.weights.values())
 
     def has(self, inputs: Inputs) -> bool:
@@ -298,7 +298,7 @@ class Programs:
 
     def _compile_reading(self, length: int) -> jax.stages.Compiled:
         read, names = self.read, list(self.weights)
-        assert read is not None, "only of policies that read language"
+        assert read is not None, "the policy reads no language"
 
         def run(flat: tuple[Array, ...], ids: Array, mask: Array) -> Language:
             tokens, is_token = read(dict(zip(names, flat, strict=False)), ids, mask)

@@ -6,7 +6,7 @@ A field declares its range, ``n_layers: Annotated[int, Range(1, 256)] = 6``; jax
 import logging
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_origin
 
@@ -42,13 +42,15 @@ class Range:
         if (self.minimum, self.maximum, self.above, self.below) == (0, 1, False, False) and kind == "a number":
             return "a share, 0 to 1"
         low = f"above {self.minimum:g}" if self.above else f"of {_format_number(self.minimum)} or more"
-        return f"{kind} {low}, {'below' if self.below else 'at most'} {_format_number(self.maximum)}"
+        high = f", {'below' if self.below else 'at most'} {_format_number(self.maximum)}"
+        return f"{kind} {low}{'' if self.maximum == math.inf else high}"
 
 
 SHARE = Range(0, 1)
 SHARE_BELOW_ONE = Range(0, 1, below=True)
 POSITIVE = Range(0, 1e6, above=True)
 NOT_NEGATIVE = Range(0, 1e6)
+COUNT = Range(1, math.inf)
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,20 @@ def list_numbers(config: type[Any]) -> Mapping[str, Number]:
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def find_number_errors(config: Any, *, integers: bool) -> list[str]:
-    """Return the errors of the numbers of a dataclass: of its integers, or of all others."""
+def find_number_errors(config: Any, *, integers: bool | None = None) -> list[str]:
+    """Return the errors of the numbers of a dataclass: of its integers, of all others, or (None) of all."""
     numbers = list_numbers(type(config)).items()
-    return find_value_errors({name: number for name, number in numbers if number.is_integer is integers}, vars(config))
+    selected = {name: number for name, number in numbers if integers in (None, number.is_integer)}
+    return find_value_errors(selected, vars(config))
+
+
+def find_choice_errors(config: Any, choices: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the errors of fields whose value is not one of their `choices`."""
+    return [
+        f"{name} is {shorten_value(getattr(config, name))}; known: {', '.join(known)}"
+        for name, known in choices.items()
+        if getattr(config, name) not in known
+    ]
 
 
 def find_value_errors(numbers: Mapping[str, Number], values: Mapping[str, Any]) -> list[str]:
@@ -128,9 +140,9 @@ def find_value_errors(numbers: Mapping[str, Number], values: Mapping[str, Any]) 
     return [error for error in errors if error is not None]
 
 
-def check_numbers(config: Any, what: str) -> None:
-    """Raise ConfigError with all numbers of a dataclass that are outside of their range."""
-    if wrong := [*find_number_errors(config, integers=True), *find_number_errors(config, integers=False)]:
+def check_fields(config: Any, what: str, choices: Mapping[str, Iterable[str]]) -> None:
+    """Raise ConfigError with all errors of the numbers and the `choices` of a dataclass."""
+    if wrong := [*find_number_errors(config), *find_choice_errors(config, choices)]:
         raise ConfigError(f"{what}: " + "; ".join(wrong))
 
 

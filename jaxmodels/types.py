@@ -11,7 +11,7 @@ from jaxmodels.ranges import WIDTH, Range, check_unknown_fields, is_number, shor
 PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH = "prefix.actions", "prefix.delay", "prefix.length"
 # LeRobot's name of the instructions of policies that read language: a text for each member of the batch.
 TASK = "task"
-# What is cut from a prompt that is too long: the end of the instruction or (LeRobot) of the prompt; a text per member.
+# Part that is cut from a long prompt: the end of the instruction or (LeRobot) of the prompt; a text per member.
 PROMPT_CUT = "prompt_cut"
 CUT_TASK, CUT_AS_LEROBOT = "task", "lerobot"
 PROMPT_CUTS = (CUT_TASK, CUT_AS_LEROBOT)
@@ -195,7 +195,7 @@ ENVIRONMENT_STATE = "observation.environment_state"
 IMAGES = "observation.images."
 # LeRobot's suffix of a feature (b,) bool: which members have an image of a camera that may be absent.
 PADDING_MASK = "_padding_mask"
-EMPTY_CAMERA = f"{IMAGES}empty_camera_"  # LeRobot's name of cameras that a policy was built for and no robot has
+EMPTY_CAMERA = f"{IMAGES}empty_camera_"  # LeRobot's name of cameras that no robot has.
 
 TYPES = ("STATE", "VISUAL", "ENV", "ACTION", "REWARD", "LANGUAGE")
 MODES = ("MEAN_STD", "MIN_MAX", "IDENTITY", "QUANTILES", "QUANTILE10")
@@ -280,7 +280,7 @@ def describe_channels(channels: int) -> str:
 
 
 def is_empty_camera(feature: str) -> bool:
-    """Whether a feature is a camera that a policy was built for and no robot has."""
+    """Return whether a feature is a camera of the policy that no robot has."""
     return feature.startswith(EMPTY_CAMERA)
 
 

@@ -8,7 +8,15 @@ import pytest
 
 import hooks
 
-PACKAGES = ("hooks", "jaxmodels", "jaxmodels.data", "jaxmodels.samplers", "robojax.client")
+PACKAGES = (
+    "hooks",
+    "jaxmodels",
+    "jaxmodels.data",
+    "jaxmodels.samplers",
+    "jaxmodels.training",
+    "jaxmodels.transformer2d",
+    "robojax.client",
+)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -17,7 +25,8 @@ def test_every_listed_name_is_exported_and_no_other(package: str) -> None:
     names = module.__all__
     assert len(set(names)) == len(names)
     assert set(names) <= set(dir(module))
-    assert sorted(getattr(module, "_HOMES", names)) == sorted(names)
+    homes = getattr(module, "_NAMES", {package: " ".join(names)})
+    assert sorted(" ".join(homes.values()).split()) == sorted(names)
     for name in names:
         assert getattr(getattr(module, name), "__name__", name) == name
     with pytest.raises(AttributeError, match="nothing"):

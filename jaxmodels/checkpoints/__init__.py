@@ -1,1 +1,1 @@
-"""Checkpoint files that know no model: safetensors, JSON, Orbax, vision backbones."""
+"""Checkpoint files, independent of policies: safetensors, JSON, Orbax, vision backbones."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +17,14 @@ from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, SAME, Tensor, read
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.hub import fetch
 from jaxmodels.layers.vision import RESNETS, ResNet
+from jaxmodels.ranges import POSITIVE, Range, is_number
 from jaxmodels.weights import blueprint, check_fit, not_finite
 
 NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "variance": "running_var"}
 
 
 def backbone_tensor(name: str, *, ours: str = "", theirs: str = "") -> Tensor:
-    """Return the tensor in a file that holds one weight of a backbone; our small backbone keeps our names.
+    """Return the tensor of one weight of a backbone; `SmallCnn` has our names in files.
 
     Args:
         name: our name within the backbone, e.g. ``stages.0.1.norms.0.scale``.
@@ -53,11 +54,12 @@ def backbone_tensor(name: str, *, ours: str = "", theirs: str = "") -> Tensor:
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SAFETENSORS = ".safetensors"
 CLASSIFIER = "fc."
-# torchvision's name of weights -> timm's tag of its copy of them: https://huggingface.co/timm/resnet18.tv_in1k
+# torchvision's name of weights to timm's tag of its copy: https://huggingface.co/timm/resnet18.tv_in1k
 TIMM_TAGS = {"IMAGENET1K_V1": "tv_in1k", "IMAGENET1K_V2": "tv2_in1k"}
 _TORCHVISION_NAME = re.compile(r"ResNet(\d+)_Weights\.(\w+)")
 
 Triple = tuple[float, float, float]
+_ANY = Range(-1e6, 1e6)
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class Backbone:
     """Weights of a trained ResNet without its classifier, and the statistics of its images.
 
     Attributes:
-        weights: by our names within a `ResNet`, float32.
-        mean, std: of the red, green and blue, in [0, 1], that images were normalised by when it was trained; None where
-            the source does not say. ImageNet's are (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225).
+        weights: float32, by our names within a `ResNet`.
+        mean, std: mean and deviation of red, green and blue, in [0, 1], by which the training normalised images; None
+            if the source does not say. ImageNet's are (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225).
     """
 
     architecture: str
@@ -80,7 +82,6 @@ def read_backbone(
     source: str | Path,
     architecture: str,
     *,
-    revision: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Backbone:
     """Read the weights of a trained ResNet from a file or folder.
@@ -89,13 +90,12 @@ def read_backbone(
         source: a safetensors file; a folder with one; or a repo id of the Hub such as ``timm/resnet18.tv_in1k``, whose
             ``config.json`` and ``model.safetensors`` are fetched.
         architecture: one of `RESNETS`.
-        revision: branch, tag or commit of a repo.
-        on_progress: told how much is downloaded, see `jaxmodels.hub.fetch`.
+        on_progress: called with the progress of a download, see `jaxmodels.hub.fetch`.
 
     Raises:
-        ConfigError: the architecture is no ResNet, or the source is a name by which torchvision would download.
-        CheckpointError: no such file, a pickle, malformed, of another architecture, or it does not fit (all missing,
-            unused and misshaped tensors in one error, `WeightsMismatch`).
+        ConfigError: the architecture is not a ResNet, or the source is torchvision's name of weights to download.
+        CheckpointError: the file is missing, malformed, a pickle, or of another architecture. `WeightsMismatch` lists
+            all missing, unused and misshaped tensors.
         HubError: the repo cannot be fetched.
     """
     if architecture not in RESNETS:
@@ -107,7 +107,7 @@ def read_backbone(
         raise ConfigError(_suggest_weights(str(source), *named.groups()))
     path = Path(source).expanduser()
     if not path.exists() and path.suffix not in (SAFETENSORS, *PICKLES):
-        path = fetch(str(source), revision, files=(CONFIG, WEIGHTS), on_progress=on_progress)
+        path = fetch(str(source), files=(CONFIG, WEIGHTS), on_progress=on_progress)
     said: dict[str, Any] = {}
     if path.is_dir():
         said = read_json(path / CONFIG) if (path / CONFIG).exists() else {}
@@ -170,7 +170,7 @@ def _check_kind(path: Path, architecture: str, said: Any) -> None:
         raise CheckpointError(f"{path}: no such file; wanted weights of a {architecture} as {SAFETENSORS}")
     if said is not None and said != architecture:
         raise CheckpointError(
-            f"{CONFIG} beside {path.name} says {said!r}, but vision_backbone is {architecture!r}; make them the same"
+            f"{CONFIG} next to {path.name} says {said!r}, but vision_backbone is {architecture!r}; make them the same"
         )
 
 
@@ -180,24 +180,21 @@ def _normalization(said: Mapping[str, Any]) -> tuple[Triple | None, Triple | Non
     mean, std = values.get("mean"), values.get("std")
     if mean is None and std is None:
         return None, None
-    if not _is_triple(mean) or not _is_triple(std) or min(std) <= 0:
-        raise CheckpointError(f"{CONFIG}: mean and std are {mean!r} and {std!r}; wanted three numbers each")
-    return (float(mean[0]), float(mean[1]), float(mean[2])), (float(std[0]), float(std[1]), float(std[2]))
 
+    def read(numbers: Any, allowed: Range) -> Triple:
+        if not isinstance(numbers, list) or len(numbers) != 3 or not all(is_number(x, allowed) for x in numbers):
+            raise CheckpointError(f"{CONFIG}: mean and std are {mean!r} and {std!r}; wanted three numbers each")
+        red, green, blue = map(float, numbers)
+        return red, green, blue
 
-def _is_triple(value: Any) -> TypeGuard[list[float]]:
-    return (
-        isinstance(value, list)
-        and len(value) == 3
-        and all(isinstance(number, int | float) and not isinstance(number, bool) for number in value)
-    )
+    return read(mean, _ANY), read(std, POSITIVE)
 
 
 def _suggest_weights(name: str, size: str, weights: str) -> str:
     tag = TIMM_TAGS.get(weights)
     repo = f"the Hub's timm/resnet{size}.{tag} (timm's copy of them), or " if tag else ""
     return (
-        f"pretrained_backbone_weights {name!r} is what torchvision would download, and there is no torchvision here; "
+        f"pretrained_backbone_weights {name!r} is what torchvision would download, which is not used here; "
         f"give {repo}a safetensors file, made where torchvision is: safetensors.torch.save_file("
         f"torchvision.models.resnet{size}(weights={weights!r}).state_dict(), 'resnet{size}{SAFETENSORS}'); or null, "
         "to begin with random weights"

@@ -12,7 +12,6 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -22,26 +21,24 @@ import numpy as np
 from safetensors.numpy import save
 
 from jaxmodels.checkpoints.folder import JSON_BYTES as LIMIT
-from jaxmodels.checkpoints.folder import SHARD, Folder, Source, list_names, open_source
+from jaxmodels.checkpoints.folder import PLAIN, SHARD, Folder, Source, list_names, open_source
 from jaxmodels.checkpoints.tensor_layouts import Shape
 from jaxmodels.errors import CheckpointError
 
-HEADER_LIMIT = 8 << 20  # bytes
+HEADER_LIMIT = 8 << 20  # Bytes.
 TENSOR_LIMIT = 10_000
-DIMENSIONS = 64  # NumPy's limit for an array
+DIMENSIONS = 64  # NumPy's limit for an array.
 METADATA = "__metadata__"
 # First bytes of a pointer, which replaces a large file in a git repository (https://git-lfs.com).
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-NEVER_USED = ".num_batches_tracked"  # torchvision's frozen batch norm drops it while loading, too
-# NumPy has no bfloat16 of its own, so the library's NumPy side refuses such tensors.
-FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
-    {
-        "F64": np.dtype("<f8"),
-        "F32": np.dtype("<f4"),
-        "F16": np.dtype("<f2"),
-        "BF16": np.dtype(ml_dtypes.bfloat16),
-    }
-)
+NEVER_USED = ".num_batches_tracked"  # torchvision's FrozenBatchNorm2d also drops it.
+# The NumPy interface of safetensors does not support bfloat16.
+FLOATS: Mapping[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 # Bits of every dtype of the format.
 BITS: Mapping[str, int] = MappingProxyType(
     {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32}
@@ -53,7 +50,7 @@ CODES = {dtype: code for code, dtype in FLOATS.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies in a safetensors file, and its dtype and shape."""
+    """Position, dtype and shape of a tensor in a safetensors file."""
 
     path: Source
     dtype: np.dtype[Any]
@@ -101,35 +98,34 @@ def read_metadata(path: Source) -> dict[str, str]:
     return {name: text for name, text in header.get(METADATA, {}).items() if isinstance(text, str)}
 
 
-def read_floats(path: Source, *, but: str | None = None) -> dict[str, np.ndarray]:
-    """Return every tensor whose name does not end with `but`, in its own dtype; raises what `find_floats` raises."""
-    tensors = find_floats(path, lambda name: but is None or not name.endswith(but))
-    return {name: stored.read() for name, stored in tensors.items()}
+def read_floats(path: Source) -> dict[str, np.ndarray]:
+    """Return every tensor in its own dtype; raises what `find_floats` raises."""
+    return {name: stored.read() for name, stored in find_floats(path).items()}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a safetensors file that PyTorch's loaders read, too."""
+    """Write arrays to a safetensors file that PyTorch's loaders also read."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    # save_file ignores the umask: only the owner could read its files.
+    # `save_file` ignores the umask, so that only the owner could read the file.
     path.write_bytes(save(contiguous, metadata={"format": "pt"}))
 
 
 def write_floats(
     path: Path, described: Mapping[str, tuple[np.dtype[Any], Shape]], tensor: Callable[[str], Any]
 ) -> None:
-    """Write tensors to a safetensors file one after the other, so that only one is in memory.
+    """Write tensors to a safetensors file one at a time, so that only one tensor is in memory.
 
     Args:
         described: dtype and shape of every tensor, in the order of the file.
         tensor: returns the tensor of a name.
     """
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}  # PyTorch's loaders look for it
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}  # PyTorch's loaders require it.
     end = 0
     for name, (dtype, shape) in described.items():
         begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)  # data begins at a multiple of eight bytes
+    raw += b" " * (-len(raw) % 8)  # Data begins at a multiple of eight bytes.
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         for name, (dtype, _) in described.items():
@@ -139,7 +135,7 @@ def write_floats(
 def _describe_layout_error(header: Mapping[str, Any], size: int) -> str | None:
     """Return an error text unless the tensors fill the file one after the other.
 
-    The library's own check maps the file into memory: a file truncated meanwhile would end this process.
+    The library's check maps the file into memory, so that truncating the file would end this process.
     """
     ranges: list[tuple[int, int, str]] = []
     for name, entry in header.items():
@@ -147,7 +143,7 @@ def _describe_layout_error(header: Mapping[str, Any], size: int) -> str | None:
         if bits is None:
             return f"{name[:80]}: no known dtype"
         if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-            return f"{name[:80]}: shape or data_offsets are no lists of counts"
+            return f"{name[:80]}: shape or data_offsets are not lists of counts"
         begin, end = offsets
         if (end - begin) * 8 != math.prod(shape) * bits:
             return f"{name[:80]}: {end - begin} bytes do not hold {entry['dtype']} of this shape"
@@ -169,7 +165,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _read_header(path: Source) -> tuple[dict[str, Any], int, int]:
-    """A safetensors header: entries by name, the offset of the first tensor, and the size of the file."""
+    """Return the entries of a safetensors header by name, the offset of the first tensor, and the size of the file."""
     try:
         with open_source(path) as file:
             size = file.size
@@ -190,7 +186,7 @@ def _read_header(path: Source) -> tuple[dict[str, Any], int, int]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: its header is malformed; wanted a safetensors file") from error
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
-        raise CheckpointError(f"{path.name}: its header is no object of tensors; wanted a safetensors file")
+        raise CheckpointError(f"{path.name}: its header is not an object of tensors; wanted a safetensors file")
     count = len(header) - (METADATA in header)
     if count > TENSOR_LIMIT:
         raise CheckpointError(f"{path.name}: {count} tensors; wanted at most {TENSOR_LIMIT}")
@@ -206,13 +202,12 @@ def check_lfs_pointer(name: str, content: bytes) -> None:
         )
 
 
-def read_json(path: Source, limit: int = LIMIT) -> dict[str, Any]:
-    """Read a JSON file that holds an object; pipes and devices are refused.
+def read_bounded(path: Source, name: str, limit: int) -> bytes:
+    """Return the content of a file `name` of a checkpoint.
 
     Raises:
-        CheckpointError: the file is missing, too long, or no JSON object of finite numbers and unique names.
+        CheckpointError: the file is missing, not regular, longer than `limit` bytes, or a pointer of Git LFS.
     """
-    name = path.name
     try:
         with open_source(path) as file:
             raw = file.read(0, limit + 1)
@@ -221,6 +216,16 @@ def read_json(path: Source, limit: int = LIMIT) -> dict[str, Any]:
     check_lfs_pointer(name, raw)
     if len(raw) > limit:
         raise CheckpointError(f"{name}: longer than {limit} bytes; wanted a checkpoint's description")
+    return raw
+
+
+def read_json(path: Source, limit: int = LIMIT) -> dict[str, Any]:
+    """Read a JSON file that holds an object; pipes and devices are refused.
+
+    Raises:
+        CheckpointError: the file is missing, too long, or not a JSON object of finite numbers and unique names.
+    """
+    name, raw = path.name, read_bounded(path, path.name, limit)
     try:
         value = json.loads(
             raw, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_object
@@ -258,35 +263,29 @@ def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 STEM = "diffusion_pytorch_model"
 SHARD_BYTES = 10 * 10**9  # diffusers' "10GB"
 VARIANT = re.compile(r"[A-Za-z0-9_]+")
-PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 ANY = re.compile(rf"{STEM}(?:\.(\w+))?\.safetensors|{STEM}\.safetensors\.index(?:\.(\w+))?\.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def get_weights_name(variant: str | None) -> str:
-    """File name of a model's weights when they are in one file."""
+    """Return the file name of a model's weights in one file."""
     return f"{STEM}.{_check_variant(variant)}.safetensors" if variant else f"{STEM}.safetensors"
 
 
 def list_index_names(variant: str | None) -> tuple[str, ...]:
-    """File names that the index of a sharded model may have, the current one first."""
+    """Return the possible file names of a sharded model's index, the current name first."""
     if not variant:
         return (f"{STEM}.safetensors.index.json",)
     return (f"{STEM}.safetensors.index.{_check_variant(variant)}.json", f"{STEM}.safetensors.{variant}.index.json")
 
 
 def list_shard_patterns(variant: str | None) -> tuple[str, ...]:
-    """Patterns of all file names that a model's weights may have, ``?`` for any letter."""
+    """Return the patterns of all file names of a model's weights; ``?`` is any letter."""
     middle = f".{variant}" if variant else ""
     numbers = "-?????-of-?????"
     # Older diffusers put the variant after the numbers.
     shards = {f"{STEM}{middle}{numbers}.safetensors": None, f"{STEM}{numbers}{middle}.safetensors": None}
     return (get_weights_name(variant), *list_index_names(variant), *shards)
-
-
-def is_shard(name: str, variant: str | None) -> bool:
-    """Whether a file of this name is part of a model's weights."""
-    return any(fnmatchcase(name, pattern) for pattern in list_shard_patterns(variant))
 
 
 def find_shards(
@@ -295,8 +294,8 @@ def find_shards(
     """Return position, dtype and shape of a model's selected tensors, in shards or one file; an index takes precedence.
 
     Raises:
-        CheckpointError: no such files (the message names the variants there are; pickles are never opened), unreadable
-            files, or an index that names files outside of the folder or does not fit them.
+        CheckpointError: files are missing (the message names the existing variants) or unreadable, or the index
+            does not fit them or names files outside of the folder.
     """
     for name in list_index_names(variant):
         if (folder / name).is_file():
@@ -314,8 +313,10 @@ def write_shards(
     variant: str | None = None,
     max_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model's tensors into an empty folder: as one file, or as shards of at most `max_bytes` and their index (a
-    larger tensor has a shard of its own)."""
+    """Write a model's tensors into an empty folder, as one file, or as shards of at most `max_bytes` and their index.
+
+    A tensor larger than `max_bytes` has a separate shard.
+    """
     shards = list(_split(described, max_bytes))
     if len(shards) == 1:
         write_floats(folder / get_weights_name(variant), described, tensor)
@@ -335,13 +336,13 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 def has_policy_weights(folder: Folder) -> bool:
-    """Whether a policy's folder has weights, in one file or in shards, perhaps not all of them."""
+    """Return whether a policy's folder has a file of weights: one file, or at least one shard."""
     is_there = any((folder / name).exists() for name in (WEIGHTS, WEIGHTS_INDEX))
     return is_there or any(SHARD.fullmatch(name) for name in list_names(folder))
 
 
 def find_policy_weights(folder: Folder, is_selected: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:
-    """Position, dtype and shape of a policy's selected tensors, in one file or in shards; none is read.
+    """Return position, dtype and shape of a policy's selected tensors, in one file or in shards, without reading them.
 
     Shards are named as transformers names them (``model-00001-of-00002.safetensors``), and each is in the index.
 
@@ -368,7 +369,7 @@ def _read_weight_map(folder: Folder, index: str, pattern: re.Pattern[str]) -> di
         raise CheckpointError(f"{index}: has no weight_map; wanted an object of tensors and their files")
     if len(files) > TENSOR_LIMIT:
         raise CheckpointError(f"{index}: names {len(files)} tensors; wanted at most {TENSOR_LIMIT}")
-    # The file is untrusted: its names must not lead out of the folder.
+    # The file is untrusted, so its names must not lead out of the folder.
     wrong = sorted(
         {str(name)[:80] for name in files.values() if not isinstance(name, str) or not pattern.fullmatch(name)}
     )
@@ -421,7 +422,7 @@ def _bytes(dtype: np.dtype[Any], shape: Shape) -> int:
 
 def _check_variant(variant: str | None) -> str:
     if not variant or not VARIANT.fullmatch(variant):
-        raise CheckpointError(f"variant {variant!r} is no part of a file name; wanted letters and digits, e.g. 'fp16'")
+        raise CheckpointError(f"variant is {variant!r}; wanted letters and digits, e.g. 'fp16'")
     return variant
 
 
@@ -431,7 +432,7 @@ def _describe_missing_weights(folder: Path, variant: str | None) -> str:
     variants = {match.group(1) or match.group(2) for name in names if (match := ANY.fullmatch(name))}
     if others := sorted(name for name in variants if name):
         plain = ", or leave it out" if None in variants else ""
-        return f"{folder.name}: no {expected}; variants there: {', '.join(others)}; give one of them as variant{plain}"
+        return f"{folder.name}: no {expected}; variants there: {', '.join(others)}; pass one as variant{plain}"
     if variants:
         return f"{folder.name}: no {expected}; leave variant out, the files there have none"
     if pickles := [name for name in names if name.endswith(PICKLES)]:

@@ -1,8 +1,8 @@
-"""A policy's folder, each of whose files is opened once and proved to be a regular file.
+"""Folder of a policy, whose files are each opened once and checked to be regular files.
 
-A folder may be hostile and may change while it is read. So the check and the reader of a file share one descriptor and
-read at most its size when opened. Pipes and devices never block, links may only lead into allowed folders, and no file
-is mapped into memory, because a truncated one would end the process (SIGBUS).
+A folder may be hostile and may change while it is read. Therefore the check and the reader of a file share one
+descriptor, and read at most the size that the file had when it was opened. Pipes and devices never block, links may
+only lead into allowed folders, and no file is mapped into memory, because truncating a mapped file ends the process.
 """
 
 import os
@@ -19,25 +19,25 @@ import numpy as np
 
 from jaxmodels.errors import CheckpointError
 
-JSON_BYTES = 1 << 20  # LeRobot's own files have a few thousand, an index of 1700 tensors 200,000
-TOKENIZER_BYTES = 32 << 20  # CLIP's has two million
-STATE_BYTES = 16 << 20  # statistics of features: a few thousand
+JSON_BYTES = 1 << 20  # LeRobot's files have a few thousand bytes, an index of 1700 tensors has 200,000.
+TOKENIZER_BYTES = 32 << 20  # CLIP's tokenizer has two million bytes.
+STATE_BYTES = 16 << 20  # Statistics of features have a few thousand bytes.
 WEIGHT_BYTES = 1 << 40
 # A larger file must occupy more than a sixteenth of its bytes on the disk, because holes cost nothing to make.
 SPARSE_BYTES = 64 << 20
 SPARSE_PART = 16
-ENTRIES = 10_000  # names in a folder; a policy's has ten
+ENTRIES = 10_000  # Names in a folder; a policy's folder has ten.
 STATE_FILES = 64
 SHARDS = 64
-ALIGNMENT = 64  # bytes, of an array that JAX need not copy for a program on a CPU
-SEARCH_DEPTH = 3  # folders below a folder that is not a policy, in which a policy is looked for
+ALIGNMENT = 64  # Bytes. A program on a CPU reads aligned arrays without a copy.
+SEARCH_DEPTH = 3  # Depth of the search for a policy below a folder that is not a policy.
 SEARCH_FOLDERS = 200
-TREE_ENTRIES = 100_000  # of an Orbax checkpoint
+TREE_ENTRIES = 100_000  # Files and folders of an Orbax checkpoint.
 TREE_DEPTH = 32
 ORBAX = "orbax"
-PARAMS, TRAINING = "params", "train_state"  # trees of openpi's
-NORM_STATS = "norm_stats.json"  # of openpi's, in folders within the policy's
-# Files that are opened wherever they are, and how long each may be; those of statistics have names of their own.
+PARAMS, TRAINING = "params", "train_state"  # Trees of openpi's checkpoints.
+NORM_STATS = "norm_stats.json"  # File of openpi's statistics, in subfolders.
+# Files that are always opened, and their largest sizes. Files of statistics have other names.
 KNOWN: Mapping[str, int] = {
     "config.json": JSON_BYTES,
     "robojax.json": JSON_BYTES,
@@ -50,6 +50,8 @@ KNOWN: Mapping[str, int] = {
     "stats.json": JSON_BYTES,
 }
 SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+# Names of safetensors files that do not lead out of the folder.
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 # Files of a model that a policy is built on (``google/paligemma-3b-pt-224/tokenizer.json``), and limits of the search.
 OF_MODELS = ("config.json", "tokenizer.json", NORM_STATS)
 MODEL_DEPTH = 3
@@ -65,7 +67,7 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 def empty_aligned(count: int) -> np.ndarray:
-    """Uninitialised memory of `count` bytes that begins at a multiple of `ALIGNMENT`."""
+    """Return uninitialised memory of `count` bytes that begins at a multiple of `ALIGNMENT`."""
     raw = np.empty(count + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + count]
@@ -75,17 +77,14 @@ class OpenFile:
     """Regular file that is open for reading; at most `size` bytes, its size when opened, are read."""
 
     def __init__(self, descriptor: int, name: str):
-        """Takes the descriptor, and closes it."""
+        """Take ownership of the descriptor."""
         self.name = name
         self.descriptor = descriptor
         self.identity = get_identity(os.fstat(descriptor))
         self.size = self.identity[2]
 
-    def __repr__(self) -> str:
-        return f"OpenFile({self.name!r}, {self.size} bytes)"
-
     def exists(self) -> bool:
-        """Always true; for callers that also take a path."""
+        """Return True, for callers that also accept paths."""
         return True
 
     def read(self, start: int = 0, count: int | None = None) -> bytes:
@@ -99,17 +98,17 @@ class OpenFile:
         while done < count:
             got = os.preadv(self.descriptor, [view[done : done + (1 << 30)]], start + done)
             if not got:
-                raise CheckpointError(f"{self.name}: cannot be read to its end; it is shorter than it was, or said")
+                raise CheckpointError(f"{self.name}: cannot be read to its end; it is shorter than expected")
             done += got
         return raw
 
     def check_unchanged(self) -> None:
-        """Compare the file with what it was when it was opened."""
+        """Raise CheckpointError if the file changed since it was opened."""
         if get_identity(os.fstat(self.descriptor)) != self.identity:
-            raise CheckpointError(f"{self.name}: was changed while it was read; load it once more")
+            raise CheckpointError(f"{self.name}: was changed while it was read; load it again")
 
     def close(self) -> None:
-        """Close the descriptor; its number may be given to another file from now on."""
+        """Close the descriptor."""
         os.close(self.descriptor)
 
 
@@ -118,25 +117,21 @@ Source: TypeAlias = "Path | OpenFile | MissingFile"
 
 @dataclass(frozen=True)
 class MissingFile:
-    """Stand-in for a file that a folder lacks or that must not be read; `error` says why."""
+    """Placeholder for a file that is missing (`error` is None) or that must not be read (`error` is the reason)."""
 
     name: str
     error: CheckpointError | None = None
 
     def exists(self) -> bool:
-        """Whether there is something of that name that cannot be read, e.g. a pipe."""
+        """Return whether an entry of this name exists that cannot be read, e.g. a pipe."""
         return self.error is not None
-
-    def refusal(self) -> Exception:
-        """The error that opening this file raises."""
-        return self.error or FileNotFoundError(2, os.strerror(2))
 
 
 @contextmanager
 def open_source(source: Source) -> Iterator[OpenFile]:
     """Open a file or use an open one; raises OSError if it cannot be opened, CheckpointError if it is not regular."""
     if isinstance(source, MissingFile):
-        raise source.refusal()
+        raise source.error or FileNotFoundError(2, os.strerror(2))
     if isinstance(source, OpenFile):
         yield source
         return
@@ -159,7 +154,7 @@ def open_file(path: str | Path, within: int | None = None) -> OpenFile:
         CheckpointError: the file is not regular.
     """
     name = Path(path).name
-    # Checked before, because opening a device may start it, and after, because the name may change its target.
+    # Check before, because opening a device may start it, and after, because the name may refer to another file.
     _check_regular(os.stat(path, dir_fd=within), name)
     descriptor = os.open(path, _FLAGS, dir_fd=within)
     try:
@@ -168,6 +163,16 @@ def open_file(path: str | Path, within: int | None = None) -> OpenFile:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+@contextmanager
+def _open_folder(path: str | Path, within: int | None = None, flags: int = 0) -> Iterator[int]:
+    """Open a folder, relative to the folder `within`, and close its descriptor at the end; raises OSError."""
+    descriptor = os.open(path, _FLAGS | os.O_DIRECTORY | flags, dir_fd=within)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def get_path(descriptor: int) -> Path:
@@ -184,33 +189,24 @@ def get_identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def is_state_file(name: str) -> bool:
-    """Whether a file of statistics may have this name: a plain one that does not lead out of the folder."""
-    return (
-        name.endswith(".safetensors")
-        and not name.startswith((".", "-"))
-        and all(letter.isascii() and (letter.isalnum() or letter in "_.-") for letter in name)
-    )
-
-
 class PolicyFolder:
-    """Policy's folder whose files are all open; used like a path: ``folder / "config.json"``.
+    """Folder of a policy whose files are all open; used like a path: ``folder / "config.json"``.
 
     Attributes:
-        path: where it was found, for messages and for what cannot be read by descriptor.
+        path: path of the folder, for messages and for files that cannot be read by descriptor.
         names: names of all entries.
-        files: open files, or the reasons why they are not open, by name.
+        files: name to the open file, or to the reason why it is not open.
     """
 
     def __init__(self, path: Path, *, roots: Iterable[Path] | None = None, largest: int | None = None):
-        """Opens its files, and reads none.
+        """Open the files without reading them.
 
         Args:
-            roots: folders that its files have to be in, wherever links lead to; anywhere when None.
-            largest: bytes that its weights may have.
+            roots: folders that must contain the files after links are followed; any folder when None.
+            largest: maximum bytes of the weights.
 
         Raises:
-            CheckpointError: it is no folder, is not in the roots, or has more entries than a policy.
+            CheckpointError: the folder is missing, is outside of the roots, or has more entries than a policy.
         """
         self.path = path
         self.name = path.name
@@ -236,7 +232,7 @@ class PolicyFolder:
 
     @classmethod
     def of_descriptors(cls, path: Path, descriptors: Mapping[str, int], refused: Mapping[str, str]) -> "PolicyFolder":
-        """The folder as another process opened it and passed it on: descriptors by name, and refused files."""
+        """Return the folder that another process opened, from its descriptors and reasons of refused files by name."""
         folder = cls.__new__(cls)
         folder.path, folder.name, folder._descriptor = path, path.name, None
         folder._roots = folder._largest = folder._tree_identities = None
@@ -266,12 +262,12 @@ class PolicyFolder:
 
     @property
     def descriptors(self) -> Mapping[str, int]:
-        """Descriptors of the files by name, to be passed to another process."""
+        """Name to descriptor of the open files, to pass to another process."""
         return {name: file.descriptor for name, file in self.files.items() if isinstance(file, OpenFile)}
 
     @property
     def trees(self) -> Mapping[str, Path]:
-        """Paths by name of the Orbax checkpoints that a loader may read; `ORBAX` is not read next to safetensors."""
+        """Name to path of the Orbax checkpoints that a loader may read; with safetensors, `ORBAX` is not read."""
         weights = ("model.safetensors", "model.safetensors.index.json")
         has_weights = any(name in weights or SHARD.fullmatch(name) for name in self.files)
         names = (PARAMS,) if has_weights else (ORBAX, PARAMS)
@@ -279,9 +275,9 @@ class PolicyFolder:
 
     @property
     def identities(self) -> Mapping[str, tuple[int, ...]]:
-        """Device, inode, size and times of change by name, of the open files and of the files in `trees`.
+        """Name to device, inode, size and times of change of the open files and of the files in `trees`.
 
-        Trees are looked at when this is called first.
+        Trees are read at the first call.
 
         Raises:
             CheckpointError: a tree has links, devices or too many entries.
@@ -300,28 +296,30 @@ class PolicyFolder:
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Names of the files that must not be read, and why."""
+        """Name to reason of the files that must not be read."""
         files = self.files.values()
         return {file.name: str(file.error) for file in files if isinstance(file, MissingFile)}
 
     def check_unchanged(self) -> None:
-        """Compare all files with what they were when they were opened; raises CheckpointError."""
+        """Raise CheckpointError if a file changed since it was opened."""
         for file in self.files.values():
             if isinstance(file, OpenFile):
                 file.check_unchanged()
         if self._tree_identities is not None and self._identify_trees() != self._tree_identities:
-            raise CheckpointError(f"{', '.join(self.trees)}: was changed while it was read; load it once more")
+            raise CheckpointError(f"{', '.join(self.trees)}: was changed while it was read; load it again")
 
     def has_file(self, name: str) -> bool:
         """Return whether a regular file of this name, ``/`` between folders, is in the folder."""
-        if self._descriptor is None:
-            return name in self.files
+        return name in self.files if self._descriptor is None else stat.S_ISREG(self._get_mode(name))
+
+    def _get_mode(self, name: str) -> int:
+        """Return the mode of an entry of the folder; 0 if it is missing."""
         with suppress(OSError):
-            return stat.S_ISREG(os.stat(name, dir_fd=self._descriptor).st_mode)
-        return False
+            return os.stat(name, dir_fd=self._descriptor).st_mode
+        return 0
 
     def read_small_file(self, name: str, limit: int = JSON_BYTES) -> bytes | None:
-        """Return the content of a file that is not among the opened ones; None when it cannot be read.
+        """Return the content of a file that is not open; None if it cannot be read.
 
         Args:
             name: ``/`` between folders.
@@ -339,7 +337,7 @@ class PolicyFolder:
         return None
 
     def find_policies(self) -> list[str]:
-        """Return the relative paths of policies below, the shallowest and the last checkpoint of a training first."""
+        """Return the relative paths of policies in subfolders, sorted by depth, the newest checkpoint first."""
         found: list[str] = []
         level, searched = [""], 0
         for _ in range(SEARCH_DEPTH + 1):
@@ -355,39 +353,29 @@ class PolicyFolder:
         return found
 
     def _list_below(self, path: str) -> tuple[list[str], list[str]]:
-        """Return the names of files and of folders in a folder below; both are empty when it must not be read."""
+        """Return the names of files and of folders in a subfolder; both are empty if it must not be read."""
         if self._descriptor is None:
             return [], []
         with suppress(OSError, CheckpointError):
-            descriptor = os.open(path or ".", _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
-            try:
+            with _open_folder(path or ".", self._descriptor) as descriptor:
                 self._check_inside_roots(descriptor, path)
                 with os.scandir(descriptor) as entries:
                     listed = [(entry.name, entry.is_dir()) for entry, _ in zip(entries, range(ENTRIES), strict=False)]
-            finally:
-                os.close(descriptor)
             folders = [name for name, is_folder in listed if is_folder and not name.startswith(".")]
             return [name for name, is_folder in listed if not is_folder], folders
         return [], []
 
     def has_tree(self, name: str = ORBAX) -> bool:
-        """Whether the folder has arrays in Orbax's format, in a folder of this name."""
-        if self._descriptor is None:
-            return False
-        with suppress(OSError):
-            return stat.S_ISDIR(os.stat(name, dir_fd=self._descriptor).st_mode)
-        return False
+        """Return whether the folder has an Orbax checkpoint of this name."""
+        return self._descriptor is not None and stat.S_ISDIR(self._get_mode(name))
 
     def tree(self, name: str = ORBAX) -> Path:
-        """Return the path of the Orbax arrays; raises CheckpointError if it is outside the allowed folders."""
+        """Return the path of an Orbax checkpoint; raises CheckpointError if it is outside of the allowed folders."""
         assert self._descriptor is not None
         try:
-            tree = os.open(name, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
-            try:
+            with _open_folder(name, self._descriptor) as tree:
                 self._check_inside_roots(tree, name)
                 return get_path(tree)
-            finally:
-                os.close(tree)
         except OSError as error:
             raise CheckpointError(f"{name}: cannot be read ({error.strerror})") from error
 
@@ -402,7 +390,7 @@ class PolicyFolder:
         shards = sorted(name for name in names if SHARD.fullmatch(name))
         if len(shards) > SHARDS:
             raise CheckpointError(f"{self.name}: weights in {len(shards)} files; wanted {SHARDS} at most")
-        states = [name for name in names if name not in KNOWN and name not in shards and is_state_file(name)]
+        states = [name for name in names if name not in KNOWN and name not in shards and PLAIN.fullmatch(name)]
         states.sort(key=lambda name: (not name.startswith("policy_"), name))
         for name in [*(name for name in KNOWN if name in names), *shards, *states[:STATE_FILES]]:
             try:
@@ -410,9 +398,11 @@ class PolicyFolder:
             except CheckpointError as error:
                 if name in KNOWN or name in shards or name.startswith("policy_"):
                     raise
-                self.files[name] = MissingFile(name, error)  # an error only for a caller that reads it
+                self.files[name] = MissingFile(name, error)  # Raised only if the file is read.
         for name in states[STATE_FILES:]:
-            error = CheckpointError(f"{name}: one of over {STATE_FILES} .safetensors files; wanted a policy's folder")
+            error = CheckpointError(
+                f"{name}: the folder has more than {STATE_FILES} .safetensors files; wanted a policy's folder"
+            )
             self.files[name] = MissingFile(name, error)
         size = sum(file.size for name in shards if isinstance(file := self.files[name], OpenFile))
         if size > (limit := WEIGHT_BYTES if self._largest is None else self._largest):
@@ -420,23 +410,19 @@ class PolicyFolder:
         self._open_models(descriptor, "")
 
     def _open_models(self, descriptor: int, within: str) -> None:
-        """Opens the files of models that the policy is built on, whatever they are called; links are not followed."""
+        """Open the files of underlying models in subfolders of any name; links are not followed."""
         with os.scandir(descriptor) as entries:
             folders = [e.name for e, _ in zip(entries, range(ENTRIES), strict=False) if e.is_dir(follow_symlinks=False)]
         for name in sorted(set(folders) - {ORBAX, PARAMS, TRAINING}):
             if name.startswith(".") or not name.isascii():
                 continue
             inside = f"{within}{name}/"
-            with suppress(OSError):
-                folder = os.open(name, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
-                try:
-                    for file in OF_MODELS:
-                        if sum("/" in known for known in self.files) < MODEL_FILES:
-                            self._open_of_model(file, folder, inside)
-                    if inside.count("/") < MODEL_DEPTH:
-                        self._open_models(folder, inside)
-                finally:
-                    os.close(folder)
+            with suppress(OSError), _open_folder(name, descriptor, os.O_NOFOLLOW) as folder:
+                for file in OF_MODELS:
+                    if sum("/" in known for known in self.files) < MODEL_FILES:
+                        self._open_of_model(file, folder, inside)
+                if inside.count("/") < MODEL_DEPTH:
+                    self._open_models(folder, inside)
 
     def _open_of_model(self, name: str, descriptor: int, within: str) -> None:
         with suppress(FileNotFoundError):
@@ -458,8 +444,8 @@ class PolicyFolder:
         try:
             self._check_inside_roots(file.descriptor, name)
             if file.size > limit:
-                raise CheckpointError(f"{name}: {file.size} bytes, longer than {limit} bytes, the most such a file has")
-            # Some file systems do not say: zero.
+                raise CheckpointError(f"{name}: {file.size} bytes; wanted at most {limit}")
+            # Some file systems report zero blocks.
             allocated = os.fstat(file.descriptor).st_blocks * 512
             if file.size > SPARSE_BYTES and 0 < allocated < file.size // SPARSE_PART:
                 raise CheckpointError(f"{name}: {file.size} bytes, of which only {allocated} were ever written")
@@ -480,7 +466,7 @@ Folder: TypeAlias = Path | PolicyFolder
 
 
 def list_names(folder: Folder) -> Sequence[str]:
-    """Names of the files in a folder, sorted."""
+    """Return the sorted names of the entries of a folder."""
     return folder.names if isinstance(folder, PolicyFolder) else sorted(os.listdir(folder))
 
 
@@ -492,14 +478,24 @@ def check_tree(folder: Path) -> Mapping[str, tuple[int, ...]]:
     """
     identities: dict[str, tuple[int, ...]] = {}
     try:
-        top = os.open(folder, _FLAGS | os.O_DIRECTORY)
-        try:
+        with _open_folder(folder) as top:
             _check_tree_folder(top, folder.name, identities)
-        finally:
-            os.close(top)
     except OSError as error:
         raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({error.strerror})") from error
     return identities
+
+
+@contextmanager
+def unchanged_tree(folder: Path) -> Iterator[Mapping[str, tuple[int, ...]]]:
+    """Compare an Orbax checkpoint before and after it is read; yields the result of `check_tree`.
+
+    Raises:
+        CheckpointError: as `check_tree`, or the files were changed.
+    """
+    identities = check_tree(folder)
+    yield identities
+    if check_tree(folder) != identities:
+        raise CheckpointError(f"{folder.name}: was changed while it was read; load it again")
 
 
 def _check_tree_folder(descriptor: int, where: str, identities: dict[str, tuple[int, ...]]) -> None:
@@ -514,11 +510,8 @@ def _check_tree_folder(descriptor: int, where: str, identities: dict[str, tuple[
         inside = f"{where}/{name}"
         if stat.S_ISDIR(state.st_mode):
             identities[inside] = (state.st_dev, state.st_ino)
-            deeper = os.open(name, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
-            try:
+            with _open_folder(name, descriptor, os.O_NOFOLLOW) as deeper:
                 _check_tree_folder(deeper, inside, identities)
-            finally:
-                os.close(deeper)
         elif stat.S_ISREG(state.st_mode):
             identities[inside] = get_identity(state)
         else:

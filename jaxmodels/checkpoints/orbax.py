@@ -1,6 +1,6 @@
 """Orbax checkpoints, always restored into a tree of known shapes and dtypes.
 
-Without one, an edited shape could ask for any amount of memory and an edited path could read outside the folder.
+Without such a tree, an edited shape could allocate any amount of memory, and an edited path could read other folders.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,23 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jaxmodels.checkpoints.folder import check_tree
+from jaxmodels.checkpoints.folder import check_tree, unchanged_tree
 from jaxmodels.errors import CheckpointError
 from jaxmodels.weights import check_fit
 
 if TYPE_CHECKING:
     from orbax.checkpoint import StandardCheckpointer
 
-FOLDER = "orbax"
-UNREADABLE = (ValueError, KeyError, TypeError, OSError, AttributeError)  # what Orbax raises for edited files
+SHARE = 0.02  # Largest share of the bytes of a checkpoint that `restore_parts` reads together.
+UNREADABLE = (ValueError, KeyError, TypeError, OSError, AttributeError)  # Orbax raises these for edited files.
 
 Tree = TypeVar("Tree")
-
-
-def save(folder: Path, tree: Any) -> None:
-    """Write a tree of arrays to an Orbax checkpoint, wait for it, and raise OSError if it cannot be written."""
-    with Writer() as writer:
-        writer.save(folder, tree)
 
 
 class Writer:
@@ -49,12 +43,12 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A full disk fails here, too, and must not hide what was wrong first.
+        # A full disk also raises here, and must not hide an earlier error.
         with suppress(OSError) if kind is not None else nullcontext(), self._explain_errors():
             self._checkpointer.close()
 
     def save(self, folder: Path, tree: Any) -> None:
-        """Begin to write a tree, once the one before is written."""
+        """Begin to write a tree after the previous tree is written."""
         self.wait()
         self._folder = folder
         with self._explain_errors():
@@ -69,56 +63,51 @@ class Writer:
     def _explain_errors(self) -> Iterator[None]:
         try:
             yield
-        except ValueError as error:  # how TensorStore reports a full disk
+        except ValueError as error:  # TensorStore reports a full disk as a ValueError.
             reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
             name = "" if self._folder is None else f" {self._folder.name}"
             raise OSError(f"checkpoint{name} cannot be written ({reason})") from error
 
 
 def restore(folder: Path, target: Tree) -> Tree:
-    """Read the arrays of an Orbax checkpoint that `target` names, a tree of `jax.ShapeDtypeStruct` or arrays.
+    """Read an Orbax checkpoint into a tree like `target`, whose leaves are `jax.ShapeDtypeStruct` or arrays.
 
-    An array goes where its structure's ``sharding`` says, or onto the default device.
+    Each array is placed by the ``sharding`` of its `jax.ShapeDtypeStruct`, or else on the default device.
 
     Raises:
-        CheckpointError: no such checkpoint, unreadable files, or (`WeightsMismatch`, all listed) other names, shapes
-            or dtypes than wanted.
+        CheckpointError: the checkpoint is missing or unreadable. `WeightsMismatch` lists all names, shapes and dtypes
+            that differ from the target.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder.name}: no Orbax checkpoint there")
     flat = _flatten(target)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_get_sharding(x) or device) for name, x in flat.items()
-    }
-    before = check_tree(folder)
-    with _explain_unreadable(folder), _checkpointer() as checkpointer:
+    abstract = {}
+    for name, x in flat.items():
+        sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+        abstract[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or device)
+    with unchanged_tree(folder), _explain_unreadable(folder), _checkpointer() as checkpointer:
         _check(folder, checkpointer, abstract)
         restored = _flatten(checkpointer.restore(folder.resolve(), abstract))
-    if check_tree(folder) != before:
-        raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
     return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in flat])
 
 
-def restore_parts(
-    folder: Path, target: Mapping[str, jax.ShapeDtypeStruct], *, share: float = 0.02
-) -> Iterator[dict[str, np.ndarray]]:
+def restore_parts(folder: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, np.ndarray]]:
     """Read the arrays of another program's checkpoint onto the host a few at a time, the largest first.
 
     Orbax holds each array twice while it reads it; in parts, this needs little more memory than the arrays.
 
     Args:
         target: paths in the tree, joined by ``/``, to arrays as `float_shapes` found them.
-        share: largest share of all bytes that is read together.
 
     Raises:
-        CheckpointError: files are unreadable or were changed meanwhile.
+        CheckpointError: files are unreadable, or were changed while they were read.
     """
     import orbax.checkpoint as ocp
 
     host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     sizes = {name: x.size * x.dtype.itemsize for name, x in target.items()}
-    most, before = share * sum(sizes.values()), check_tree(folder)
+    most = SHARE * sum(sizes.values())
     batches: list[list[str]] = []
     room = 0.0
     for name in sorted(target, key=lambda name: -sizes[name]):
@@ -126,15 +115,14 @@ def restore_parts(
             batches, room = [*batches, []], most
         batches[-1].append(name)
         room -= sizes[name]
-    with _explain_unreadable(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    with unchanged_tree(folder), _explain_unreadable(folder), reader as checkpointer:
         for names in batches:
             item = unflatten_dict({name: target[name] for name in names}, sep="/")
             how = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=host, global_shape=x.shape, dtype=x.dtype), item)
             arguments = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
             arrays = _flatten(checkpointer.restore(folder.resolve(), args=arguments))
             yield {name: np.asarray(arrays[name]) for name in names}
-    if check_tree(folder) != before:
-        raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
 
 
 def float_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
@@ -164,7 +152,7 @@ def _explain_unreadable(folder: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        # For a file that is cut off TensorStore raises an Exception of no kind, whose text is a page of its settings.
+        # For a truncated file, TensorStore raises a plain Exception, whose text is a page of its settings.
         if not isinstance(error, UNREADABLE) and type(error) is not Exception:
             raise
         reason = "a file is damaged" if type(error) is Exception else type(error).__name__
@@ -172,14 +160,10 @@ def _explain_unreadable(folder: Path) -> Iterator[None]:
 
 
 def _checkpointer() -> "StandardCheckpointer":
-    # Orbax takes 0.12 s to import, and most policies come as safetensors.
+    # Imported here, because Orbax takes 0.12 s to import and most policies are safetensors.
     from orbax.checkpoint import StandardCheckpointer
 
     return StandardCheckpointer()
-
-
-def _get_sharding(leaf: Any) -> Any:
-    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
 def _metadata(folder: Path, checkpointer: "StandardCheckpointer") -> dict[str, Any]:
@@ -189,7 +173,7 @@ def _metadata(folder: Path, checkpointer: "StandardCheckpointer") -> dict[str, A
 
 
 def _check(folder: Path, checkpointer: "StandardCheckpointer", target: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Orbax casts dtypes without a word, and names only the first thing that differs."""
+    """Raise CheckpointError with all differences; Orbax casts dtypes silently and names only the first difference."""
     stored = _metadata(folder, checkpointer)
     check_fit(
         {name: tuple(entry.shape) for name, entry in stored.items()},
@@ -206,6 +190,6 @@ def _check(folder: Path, checkpointer: "StandardCheckpointer", target: dict[str,
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
-    # One level of names keeps the structure out of Orbax's hands, which turns tuples and classes into dictionaries.
+    # With one level of names, Orbax cannot turn tuples and classes into dictionaries.
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}

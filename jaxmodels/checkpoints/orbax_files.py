@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmodels.checkpoints.files import TENSOR_LIMIT
-from jaxmodels.checkpoints.folder import JSON_BYTES, check_tree
+from jaxmodels.checkpoints.folder import JSON_BYTES, unchanged_tree
 from jaxmodels.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -50,31 +50,30 @@ def verify_tree(
     Raises:
         CheckpointError: a file is malformed or too long, or arrays declare more bytes than the files can hold.
     """
-    identities = check_tree(tree)
-    sizes = {name.partition("/")[2]: identity[2] for name, identity in identities.items() if len(identity) > 2}
-    for name, size in sizes.items():
-        folder, _, file = name.rpartition("/")
-        if folder in ("", "array_metadatas") and file != _MANIFEST:
-            begin_step(f"{tree.name}/{name[:100]}: reading it", METADATA_SECONDS)
-            _check_metadata(tree / name, f"{tree.name}/{name}", size)
-        elif file in _DRIVERS and size > JSON_BYTES:
-            raise CheckpointError(f"{tree.name}/{name}: {size} bytes; wanted at most {JSON_BYTES}")
-    begin_step(f"{tree.name}: reading the shapes of its arrays", METADATA_SECONDS)
-    where = tree.name
-    try:
-        arrays = _find_arrays(tree, sizes)
-        if arrays:
-            allow_memory(MEMORY_PER_CHUNK * max(map(_get_chunk_bytes, arrays.values())))
-        begin_step(f"{tree.name}: reading its arrays", math.inf)
-        total = 0
-        for where, array in arrays.items():  # noqa: B007 - the name is for the message
-            total += _read_array(array)
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # tensorstore raises ValueError, and Exception for damaged files
-        raise CheckpointError(f"{where}: unreadable Orbax checkpoint ({_summarize(error)})") from error
-    if check_tree(tree) != identities:
-        raise CheckpointError(f"{tree.name}: was changed while it was read; load it once more")
+    with unchanged_tree(tree) as identities:
+        sizes = {name.partition("/")[2]: identity[2] for name, identity in identities.items() if len(identity) > 2}
+        for name, size in sizes.items():
+            folder, _, file = name.rpartition("/")
+            if folder in ("", "array_metadatas") and file != _MANIFEST:
+                begin_step(f"{tree.name}/{name[:100]}: reading it", METADATA_SECONDS)
+                _check_metadata(tree / name, f"{tree.name}/{name}", size)
+            elif file in _DRIVERS and size > JSON_BYTES:
+                raise CheckpointError(f"{tree.name}/{name}: {size} bytes; wanted at most {JSON_BYTES}")
+        begin_step(f"{tree.name}: reading the shapes of its arrays", METADATA_SECONDS)
+        where = tree.name
+        try:
+            arrays = _find_arrays(tree, sizes)
+            if arrays:
+                chunks = (_get_bytes(array, _get_chunk_shape(array)) for array in arrays.values())
+                allow_memory(MEMORY_PER_CHUNK * max(chunks))
+            begin_step(f"{tree.name}: reading its arrays", math.inf)
+            total = 0
+            for where, array in arrays.items():  # noqa: B007 - the name is for the message
+                total += _read_array(array)
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:  # tensorstore raises ValueError, and Exception for damaged files.
+            raise CheckpointError(f"{where}: unreadable Orbax checkpoint ({_summarize(error)})") from error
     return len(arrays), total
 
 
@@ -153,10 +152,6 @@ def _get_chunk_shape(array: "tensorstore.TensorStore") -> Sequence[int]:
 
 def _get_bytes(array: "tensorstore.TensorStore", shape: Sequence[int]) -> int:
     return array.dtype.numpy_dtype.itemsize * math.prod(shape)
-
-
-def _get_chunk_bytes(array: "tensorstore.TensorStore") -> int:
-    return _get_bytes(array, _get_chunk_shape(array))
 
 
 def _read_array(array: "tensorstore.TensorStore") -> int:

@@ -31,26 +31,22 @@ class Tensor:
     layout: Layout
 
 
+def _permute(*axes: int) -> Layout:
+    """Return the layout of a tensor whose axes, in this order, are the axes of our array."""
+    back = [axes.index(axis) for axis in range(len(axes))]
+    return Layout(
+        lambda x: (x.transpose(axes),), lambda a: a[0].transpose(back), lambda s: tuple(s[0][axis] for axis in back)
+    )
+
+
 SAME = Layout(lambda x: (x,), lambda a: a[0], lambda s: s[0])
-# torch.nn.Linear keeps (out, in)
-LINEAR = Layout(lambda x: (x.T,), lambda a: a[0].T, lambda s: s[0][::-1])
-# torch.nn.Conv2d keeps (out, in, height, width); ours is (height, width, in, out)
-CONVOLUTION = Layout(
-    lambda x: (x.transpose(2, 3, 1, 0),),
-    lambda a: a[0].transpose(3, 2, 0, 1),
-    lambda s: (s[0][3], s[0][2], s[0][0], s[0][1]),
-)
-# torch.nn.Conv1d keeps (out, in, length); ours is (length, in, out)
-TIME_CONVOLUTION = Layout(
-    lambda x: (x.transpose(2, 1, 0),), lambda a: a[0].transpose(2, 1, 0), lambda s: (s[0][2], s[0][1], s[0][0])
-)
-# torch.nn.ConvTranspose1d keeps (in, out, length)
-UPSAMPLE = Layout(
-    lambda x: (x.transpose(2, 0, 1),), lambda a: a[0].transpose(1, 2, 0), lambda s: (s[0][1], s[0][2], s[0][0])
-)
-# a 1x1 convolution is a linear layer over channels
+LINEAR = _permute(1, 0)  # torch.nn.Linear stores (out, in).
+CONVOLUTION = _permute(2, 3, 1, 0)  # torch.nn.Conv2d stores (out, in, height, width).
+TIME_CONVOLUTION = _permute(2, 1, 0)  # torch.nn.Conv1d stores (out, in, length).
+UPSAMPLE = _permute(2, 0, 1)  # torch.nn.ConvTranspose1d stores (in, out, length).
+# A 1x1 convolution is a linear layer over channels.
 POINTWISE = Layout(lambda x: (x[:, :, 0, 0].T,), lambda a: a[0].T[:, :, None, None], lambda s: (s[0][1], s[0][0], 1, 1))
-# torch.nn.MultiheadAttention keeps query, key and value under each other
+# torch.nn.MultiheadAttention stores query, key and value one below the other.
 JOINT_LINEAR = Layout(
     lambda x: tuple(part.T for part in np.split(x, 3)),
     lambda a: np.concatenate([part.T for part in a]),
@@ -59,16 +55,29 @@ JOINT_LINEAR = Layout(
 JOINT_VECTOR = Layout(lambda x: np.split(x, 3), lambda a: np.concatenate(a), lambda s: (sum(part[0] for part in s),))
 
 
+def module_tensor(theirs: str, ours: str, layout: Layout = LINEAR) -> Tensor:
+    """Return the weight or bias of a PyTorch module for our ``kernel``, ``scale`` or ``bias``.
+
+    Args:
+        theirs: PyTorch's name of the module.
+        ours: our name of the array.
+        layout: layout of a kernel.
+    """
+    kind = ours.rpartition(".")[2]
+    name = f"{theirs}.{'bias' if kind == 'bias' else 'weight'}"
+    return Tensor(name, (ours,), layout if kind == "kernel" else SAME)
+
+
 @dataclass(frozen=True)
 class TensorTarget:
-    """A PyTorch tensor, and the slice of one of our arrays that holds it.
+    """A PyTorch tensor as a slice of one of our arrays.
 
     Attributes:
-        theirs: the tensor's name in a file.
-        ours: the array's name (jaxmodels/weights.py).
-        whole: the array's shape.
-        index: where in the array the tensor lies.
-        layout: how it lies there.
+        theirs: name of the tensor in a file.
+        ours: name of the array (jaxmodels/weights.py).
+        whole: shape of the array.
+        index: index of the slice in the array.
+        layout: layout of the tensor.
     """
 
     theirs: str
@@ -79,7 +88,7 @@ class TensorTarget:
 
     @property
     def shape(self) -> Shape:
-        """The tensor's shape in a file."""
+        """Shape of the tensor in a file."""
         index = (*self.index, *(EVERY,) * (len(self.whole) - len(self.index)))
         left = tuple(size for size, at in zip(self.whole, index, strict=True) if not isinstance(at, int))
         return tuple(self.layout.shape([left]))
@@ -89,7 +98,7 @@ class TensorTarget:
         arrays[self.ours][self.index] = self.layout.read(tensor)[0]
 
     def take(self, array: np.ndarray) -> np.ndarray:
-        """The tensor, as a view of our array where that is possible."""
+        """Return the tensor, as a view of our array if possible."""
         return self.layout.write([np.asarray(array[self.index])])
 
 
@@ -98,12 +107,12 @@ def read_tensors(table: Sequence[Tensor], read: Callable[[str], np.ndarray]) -> 
     weights: dict[str, np.ndarray] = {}
     for entry in table:
         parts = entry.layout.read(read(entry.theirs))
-        weights |= {name: _aligned(part) for name, part in zip(entry.ours, parts, strict=True)}
+        weights |= {name: align_array(part) for name, part in zip(entry.ours, parts, strict=True)}
     return weights
 
 
-def _aligned(part: np.ndarray) -> np.ndarray:
-    """Contiguous float32 where XLA's CPU programs can read it as it lies; JAX copies what begins elsewhere."""
+def align_array(part: np.ndarray) -> np.ndarray:
+    """Return an array as contiguous, aligned float32, which XLA's CPU programs read without a copy."""
     if part.dtype == np.float32 and part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0:
         return part
     aligned = empty_aligned(4 * part.size).view(np.float32).reshape(part.shape)
@@ -120,5 +129,5 @@ def write_tensors(table: Sequence[Tensor], weights: Mapping[str, np.ndarray]) ->
 
 
 def their_shapes(table: Sequence[Tensor], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The shapes that PyTorch tensors must have to fit arrays of our shapes."""
+    """Return the shapes of the PyTorch tensors that fit arrays of our shapes, by name."""
     return {entry.theirs: tuple(entry.layout.shape([shapes[name] for name in entry.ours])) for entry in table}

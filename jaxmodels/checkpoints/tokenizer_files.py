@@ -1,4 +1,4 @@
-"""Files ``tokenizer.json``: found, opened with the package tokenizers, and used within bounds.
+"""Search, verification and bounded use of ``tokenizer.json`` files with the package tokenizers.
 
 A hostile file may multiply a text or run a slow regular expression on it. This module does not import JAX, so that a
 process with little memory can verify a file before an engine opens it.
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmodels.cache_dirs import hub_cache
-from jaxmodels.checkpoints.files import check_lfs_pointer
-from jaxmodels.checkpoints.folder import TOKENIZER_BYTES, Folder, PolicyFolder, Source, open_source
+from jaxmodels.checkpoints.files import read_bounded
+from jaxmodels.checkpoints.folder import TOKENIZER_BYTES, Folder, PolicyFolder, Source
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
 
 TOKENIZER = "tokenizer.json"
@@ -60,23 +60,11 @@ def read_tokenizer(folder: Folder, model: str | None = None) -> bytes | None:
         path = next((found for found in places if found is not None and found.exists()), None)
         if path is None:
             raise CheckpointError(
-                f"{folder.name}: no {TOKENIZER} of {model!r}, which instructions are read with: neither in the "
-                "policy's folder nor in the Hub's cache, and nothing is fetched while a policy is loaded. Copy it to "
+                f"{folder.name}: no {TOKENIZER} of {model!r} for instructions, neither in the policy's folder nor in "
+                "the Hub's cache, and loading a policy fetches nothing. Copy it to "
                 f"{model}/{TOKENIZER} in the folder, or run: hf download {model} {TOKENIZER}"
             )
-    return _read(path) if path.exists() else None
-
-
-def _read(path: Source) -> bytes:
-    try:
-        with open_source(path) as file:
-            raw = file.read(0, TOKENIZER_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{TOKENIZER}: cannot be read ({error.strerror})") from error
-    check_lfs_pointer(TOKENIZER, raw)
-    if len(raw) > TOKENIZER_BYTES:
-        raise CheckpointError(f"{TOKENIZER}: longer than {TOKENIZER_BYTES} bytes; wanted a tokenizer's description")
-    return raw
+    return read_bounded(path, TOKENIZER, TOKENIZER_BYTES) if path.exists() else None
 
 
 class LocalTokenizer:
@@ -188,7 +176,7 @@ def verify_tokenizers(
 def _verify(source: Source, name: str, begin_step: Callable[[str, float], None]) -> None:
     begin_step(f"{name}: opening it", OPEN_SECONDS)
     try:
-        tokenizer = LocalTokenizer(_read(source))
+        tokenizer = LocalTokenizer(read_bounded(source, TOKENIZER, TOKENIZER_BYTES))
     except ConfigError:
         return
     except CheckpointError as error:

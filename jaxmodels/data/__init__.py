@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "Dataset", "DatasetWriter", "Loader", "decode_picture", "open_dataset", "resize_frames"]
 
-_HOMES = {
-    "Batch": "jaxmodels.data.loader",
-    "Dataset": "jaxmodels.data.dataset",
-    "DatasetWriter": "jaxmodels.data.dataset_writer",
-    "Loader": "jaxmodels.data.loader",
-    "decode_picture": "jaxmodels.data.pictures",
-    "open_dataset": "jaxmodels.data.dataset",
-    "resize_frames": "jaxmodels.data.frames",
+_NAMES = {
+    "jaxmodels.data.dataset": "Dataset open_dataset",
+    "jaxmodels.data.dataset_writer": "DatasetWriter",
+    "jaxmodels.data.frames": "resize_frames",
+    "jaxmodels.data.loader": "Batch Loader",
+    "jaxmodels.data.pictures": "decode_picture",
 }
-_find, __dir__ = lazy_names(__name__, _HOMES)
+_find, __dir__ = lazy_names(__name__, _NAMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from jaxmodels.data.metadata import check_video_spans, read_episode_locations, r
 from jaxmodels.data.rows import Rows, StillFrames, VideoFrames
 from jaxmodels.data.statistics import NAMES, Arrays, ColourStats, compute_vector_stats, read_stats
 from jaxmodels.errors import CheckpointError, DatasetError
-from jaxmodels.types import Feature
+from jaxmodels.types import ACTION, Feature
 
 # Number of frames for statistics of colours, if none are stored.
 STATISTICS_FRAMES = 1000
@@ -71,7 +71,7 @@ class Dataset:
         self._frames: dict[str, VideoFrames | StillFrames] = {}
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return int(self.ends[-1])
 
     def feature(self, name: str) -> Feature:
@@ -85,8 +85,8 @@ class Dataset:
 
     @property
     def joint_names(self) -> tuple[str, ...] | None:
-        """Names of the action's joints, or None when the dataset does not say."""
-        return self.feature(metadata.ACTION).names
+        """Names of the action's joints, or None if the dataset has none."""
+        return self.feature(ACTION).names
 
     @property
     def cameras(self) -> tuple[Feature, ...]:
@@ -102,7 +102,7 @@ class Dataset:
         if name not in self._vectors:
             feature = self.feature(name)
             if feature.type == "VISUAL":
-                raise DatasetError(f"{self.folder.name}: {name} is a camera's; its frames come from frames()")
+                raise DatasetError(f"{self.folder.name}: {name} is a camera; call frames() for its frames")
             values = self._rows.read(name, feature.shape[0], np.float32)
             if not np.isfinite(values).all():
                 row = int(np.argwhere(~np.isfinite(values))[0, 0])
@@ -147,7 +147,7 @@ class Dataset:
         """Decode frames of a camera at these rows, in their order; may be called from several threads.
 
         Raises:
-            DatasetError: it is no camera, or a file is missing, cannot be decoded, or is shorter than its rows.
+            DatasetError: the feature is not a camera, or a file is missing, damaged, or shorter than its rows.
         """
         feature, chosen = self.feature(name), self._check_rows(rows)
         frames = np.empty((len(chosen), *feature.shape[1:], 3), np.uint8)
@@ -191,7 +191,7 @@ class Dataset:
     def _source(self, feature: Feature) -> VideoFrames | StillFrames:
         name = feature.name
         if feature.type != "VISUAL":
-            raise DatasetError(f"{self.folder.name}: {name} is no camera; cameras are {sorted(self._pictures)}")
+            raise DatasetError(f"{self.folder.name}: {name} is not a camera; cameras are {sorted(self._pictures)}")
         if name not in self._frames:
             height, width = feature.shape[1:]
             if self._pictures[name] == "video":

@@ -23,6 +23,7 @@ from jaxmodels.data.statistics import compute_vector_stats
 from jaxmodels.data.video import CODEC, CameraFiles
 from jaxmodels.errors import DatasetError
 from jaxmodels.ranges import shorten_value
+from jaxmodels.types import ACTION, ENVIRONMENT_STATE, IMAGES, STATE
 
 
 def build_vectors_table(columns: Mapping[str, np.ndarray]) -> pa.Table:
@@ -107,7 +108,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 class DatasetWriter:
-    """Writes episodes of a LeRobotDataset v3; the folder gets its name only when everything is written.
+    """Writer of episodes of a LeRobotDataset v3; the folder gets its name only when everything is written.
 
         with DatasetWriter(folder, fps=25, joint_names=names, cameras=["front"]) as writer:
             writer.add({"observation.state": pose, "action": target, "observation.images.front": pixels})
@@ -157,16 +158,16 @@ class DatasetWriter:
                 raise DatasetError(f"{what} are {shorten_value(names)}; wanted a list of names, each once")
         if not joint_names:
             raise DatasetError("a dataset without joints; wanted a name for each number of an action")
-        keys = [f"{metadata.IMAGES}{camera}" for camera in cameras]
+        keys = [f"{IMAGES}{camera}" for camera in cameras]
         if wrong := [key for key in keys if not metadata.FEATURE_NAME.fullmatch(key)]:
             raise DatasetError(f"{', '.join(wrong)}: no name for a feature of a dataset")
         self.episodes = self.frames = 0
         self._folder, self._fps, self._robot_type = folder, fps, robot_type
         # Each writer has its own folder; the first that finishes gets the name.
         self._partial = folder.with_name(f"{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL}")
-        self._names = {metadata.STATE: list(joint_names), metadata.ACTION: list(joint_names)}
+        self._names = {STATE: list(joint_names), ACTION: list(joint_names)}
         if environment_state:
-            self._names[metadata.ENVIRONMENT_STATE] = list(environment_state)
+            self._names[ENVIRONMENT_STATE] = list(environment_state)
         rate = Fraction(fps).limit_denominator(1000)
         self._cameras = {key: CameraFiles(self._partial, key, rate) for key in keys}
         self._steps: list[dict[str, np.ndarray]] = []
@@ -265,9 +266,11 @@ class DatasetWriter:
 
     def _finish(self) -> None:
         if self._steps:
-            raise DatasetError(f"{len(self._steps)} steps belong to no episode; end_episode(task) comes after the last")
+            raise DatasetError(
+                f"the last {len(self._steps)} steps belong to no episode; call end_episode(task) after them"
+            )
         if not self._rows:
-            raise DatasetError("there is nothing to make a dataset of: no episode was added")
+            raise DatasetError("the dataset has no episodes; wanted one or more")
         for files in self._cameras.values():
             files.close()
         data = pa.concat_tables(self._data)

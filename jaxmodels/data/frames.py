@@ -125,8 +125,7 @@ def _fill_file(
                 for future in running:
                     future.result()
             finally:
-                for future in running:
-                    future.cancel()
+                pool.shutdown(cancel_futures=True)
             os.fsync(file.fileno())
         partial.replace(path)
     finally:

@@ -1,11 +1,11 @@
 """Loader of training batches, each decided by seed and step and prepared by threads."""
 
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ class Sampler:
 
     def __init__(self, rows: np.ndarray, batch_size: int, seed: int):
         self._rows, self._batch_size, self._seed = rows, batch_size, seed
-        self._orders: dict[int, np.ndarray] = {}
-        self._lock = threading.Lock()
+        # Threads prepare several steps at once, which may belong to different epochs.
+        self._order = lru_cache(maxsize=4)(self._shuffle)
 
     def at(self, step: int) -> np.ndarray:
         """Rows (b,) of a step, ascending, so that neighbours in a file are read together."""
@@ -32,15 +32,8 @@ class Sampler:
         epochs, within = np.divmod(positions, len(self._rows))
         return np.sort(np.concatenate([self._order(int(e))[within[epochs == e]] for e in np.unique(epochs)]))
 
-    def _order(self, epoch: int) -> np.ndarray:
-        with self._lock:
-            if epoch not in self._orders:
-                shuffled = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
-                self._orders[epoch] = self._rows[shuffled]
-                # Threads prepare several steps at once, which may be slightly out of order.
-                for old in sorted(self._orders)[:-4]:
-                    del self._orders[old]
-            return self._orders[epoch]
+    def _shuffle(self, epoch: int) -> np.ndarray:
+        return self._rows[np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))]
 
 
 class Batch(NamedTuple):

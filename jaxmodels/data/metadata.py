@@ -1,6 +1,5 @@
 """Checked metadata of a dataset: info.json, tasks, and the location of each episode."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,8 @@ from typing import Any, NamedTuple
 from jaxmodels.checkpoints.files import read_json
 from jaxmodels.data.table_files import read_lines, read_table
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
-from jaxmodels.ranges import shorten_value
-from jaxmodels.types import ACTION, ENVIRONMENT_STATE, IMAGES, STATE, Feature, parse_names
-
-__all__ = ["ACTION", "ENVIRONMENT_STATE", "IMAGES", "STATE"]
+from jaxmodels.ranges import COUNT, Range, is_number, shorten_value
+from jaxmodels.types import ACTION, ENVIRONMENT_STATE, STATE, Feature, parse_names
 
 INFO, STATS = "meta/info.json", "meta/stats.json"
 
@@ -41,6 +38,9 @@ INDICES = {
     "index": "int64",
     "task_index": "int64",
 }
+RATE = Range(0, 10_000, above=True)  # Rows per second.
+_COUNT = Range(0, 1 << 31, below=True)
+_SECONDS = Range(0, 1e9, below=True)
 # Names of features become names of folders.
 FEATURE_NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}")
 
@@ -50,7 +50,7 @@ MAX_PIXELS = 3840 * 2160
 CODECS = ("av1", "h264", "hevc", "libdav1d", "vp9")
 
 
-PICTURES = ("video", "image")
+PICTURES = ("video", "image")  # Dtypes of image features.
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Info:
     """Contents of a dataset's ``info.json``.
 
     Attributes:
-        version: `layout.VERSION` or `layout.OLD_VERSION`.
+        version: `VERSION` or `OLD_VERSION`.
         fps: rows per second.
         features: observations and actions, without other columns such as rewards.
         pictures: image feature to ``video`` or ``image`` (PNG or JPEG bytes in the rows).
@@ -92,17 +92,17 @@ def read_info(folder: Path) -> Info:
         )
     wrong: list[str] = []
     fps = values.get("fps")
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= 10_000 or not math.isfinite(fps):
+    if not is_number(fps, RATE):
         wrong.append(f"fps is {shorten_value(fps)}; wanted a number above 0, 10000 at most")
     counts = {}
     for name, usual in (("total_episodes", None), ("total_frames", None), ("chunks_size", CHUNK_FILES)):
         counts[name] = values.get(name, usual)
-        if isinstance(counts[name], bool) or not isinstance(counts[name], int) or counts[name] < 1:
+        if not is_number(counts[name], COUNT, integer=True):
             wrong.append(f"{name} is {shorten_value(counts[name])}; wanted an integer of 1 or more")
     entries = values.get("features")
     features, pictures = [], {}
     if not isinstance(entries, dict):
-        wrong.append("features is no object")
+        wrong.append("features is not an object")
         entries = {}
     for name, entry in entries.items():
         try:
@@ -145,7 +145,8 @@ def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
     kind = next((kind for start, kind in kinds.items() if name.startswith(start)), None)
     kind = "ENV" if name == ENVIRONMENT_STATE else kind
     is_needed = name in (ACTION, STATE, ENVIRONMENT_STATE)
-    if kind is None or (len(shape) != 1 and not is_needed) or not _is_number(dtype):
+    is_numeric = isinstance(dtype, str) and dtype.startswith(("float", "int", "uint", "bool"))
+    if kind is None or (len(shape) != 1 and not is_needed) or not is_numeric:
         if is_needed:
             raise ValueError(f"dtype is {str(dtype)[:20]!r}; wanted numbers")
         return None
@@ -154,10 +155,6 @@ def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
     except ConfigError:
         names = None  # Other formats are ignored, because names are only for display.
     return Feature(name, kind, shape, names if names is not None and len(names) == shape[0] else None)
-
-
-def _is_number(dtype: Any) -> bool:
-    return isinstance(dtype, str) and dtype.startswith(("float", "int", "uint", "bool"))
 
 
 def _channels_first(shape: tuple[int, ...], names: Any) -> tuple[int, int, int]:
@@ -201,14 +198,14 @@ def read_episode_locations(folder: Path, info: Info) -> tuple[EpisodeLocation, .
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, DatasetError):
             raise
-        raise DatasetError(f"{folder.name}: the description of its episodes lacks or garbles {error}") from error
+        raise DatasetError(f"{folder.name}: meta/episodes lacks or has a wrong {error}") from error
     numbers = [location.number for location in locations]
     if numbers != list(range(len(locations))):
         raise DatasetError(f"{folder.name}: its episodes are not numbered 0, 1, 2...; found {_join_first(numbers)}")
     rows = sum(location.length for location in locations)
     if (len(locations), rows) != (info.episodes, info.frames):
         raise DatasetError(
-            f"{folder.name}: {INFO} speaks of {info.episodes} episodes and {info.frames} frames; "
+            f"{folder.name}: {INFO} has {info.episodes} episodes and {info.frames} frames; "
             f"meta/episodes describes {len(locations)} and {rows}"
         )
     return locations
@@ -253,7 +250,7 @@ def select_episodes(
     if wrong := sorted({number for number in episodes if not 0 <= number < len(locations)}):
         raise DatasetError(f"{folder.name}: no episodes {_join_first(wrong)}; it has 0 to {len(locations) - 1}")
     if not episodes:
-        raise DatasetError(f"{folder.name}: no episodes are asked for; wanted some of 0 to {len(locations) - 1}")
+        raise DatasetError(f"{folder.name}: the list of episodes is empty; wanted some of 0 to {len(locations) - 1}")
     selected = set(episodes)
     return tuple(location for location in locations if location.number in selected)
 
@@ -322,12 +319,7 @@ def read_tasks(folder: Path, info: Info) -> tuple[str, ...]:
         pairs = [(row.get("task_index"), row.get("task")) for row in read_lines(folder / OLD_TASKS, where)]
     tasks_by_index: dict[int, str] = {}
     for number, task in pairs:
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, int)
-            or not isinstance(task, str)
-            or number in tasks_by_index
-        ):
+        if type(number) is not int or not isinstance(task, str) or number in tasks_by_index:
             raise DatasetError(f"{where}: {number!r} is {str(task)[:80]!r}; wanted each number once, with a text")
         tasks_by_index[number] = task
     if sorted(tasks_by_index) != list(range(len(tasks_by_index))) or not 0 < len(tasks_by_index) <= MAX_TASKS:
@@ -336,7 +328,7 @@ def read_tasks(folder: Path, info: Info) -> tuple[str, ...]:
 
 
 def _count(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+    if not is_number(value, _COUNT, integer=True):
         raise ValueError(f"{name}, which is {str(value)[:20]}")
     return value
 
@@ -348,7 +340,7 @@ def _length(value: Any) -> int:
 
 
 def _seconds(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or not 0 <= value < 1e9:
+    if not is_number(value, _SECONDS):
         raise ValueError(f"{name}, which is {str(value)[:20]}")
     return float(value)
 

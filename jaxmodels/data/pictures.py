@@ -62,7 +62,7 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
         # Pillow converts 16-bit gray by clipping at 255, and with an alpha channel by taking the upper bits.
         if opened.mode.startswith("I") or "LA;16B" in (tile.args for tile in opened.tile):
             raise PictureError(
-                f"a 16-bit gray picture (a depth picture?), which is not looked at as colour; {_ACCEPTED}: scale its "
+                f"a 16-bit gray picture (a depth picture?), which is not a colour picture; {_ACCEPTED}: scale its "
                 "values to 0...255 first"
             )
         if opened.mode not in (*_OPAQUE_MODES, *_ALPHA_MODES):

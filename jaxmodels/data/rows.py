@@ -67,16 +67,13 @@ class Rows:
             is_wrong[self._ends[:-1] - 1] = False
         if is_wrong.any():
             row = int(np.argmax(is_wrong)) + 1
-            location, first = self._find_episode(row)
+            number = int(np.searchsorted(self._ends, row, side="right"))
+            location = self._locations[number]
+            first = int(self._ends[number]) - location.length
             raise DatasetError(
                 f"{self._describe_file(location.rows)}: {name} of episode {location.number} is {values[row]!s} in "
                 f"its row {row - first}, after {values[row - 1]!s} in the row before; wanted ascending values"
             )
-
-    def _find_episode(self, row: int) -> tuple[EpisodeLocation, int]:
-        """Return the episode of a row, and the episode's first row."""
-        number = int(np.searchsorted(self._ends, row, side="right"))
-        return self._locations[number], int(self._ends[number]) - self._locations[number].length
 
     def check_rate(self, fps: float) -> None:
         """Check that the timestamps of each episode follow the dataset's rate.
@@ -242,8 +239,7 @@ class VideoFrames:
         timestamps: np.ndarray,
     ):
         self._folder, self._size, self._fps = folder, size, fps
-        files = dict.fromkeys(location.videos[name].file for location in locations)
-        self.files = tuple(files)
+        self.files = tuple(dict.fromkeys(location.videos[name].file for location in locations))
         number = {file: index for index, file in enumerate(self.files)}
         lengths = [location.length for location in locations]
         self._file = np.repeat([number[location.videos[name].file] for location in locations], lengths)

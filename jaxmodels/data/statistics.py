@@ -48,7 +48,7 @@ class ColourStats:
     def stats(self) -> Stats:
         """Return statistics of all frames so far."""
         levels = np.arange(256) / 255
-        count = np.maximum(self._counts.sum(1), 1)
+        count, below = np.maximum(self._counts.sum(1), 1), self._counts.cumsum(1)
         mean = self._counts @ levels / count
         spread = np.sqrt(np.maximum(self._counts @ levels**2 / count - mean**2, 0))
         is_present = self._counts > 0
@@ -57,13 +57,9 @@ class ColourStats:
             "max": (255 - is_present[:, ::-1].argmax(1)) / 255,
             "mean": mean,
             "std": spread,
-            **{name: self._quantile(share) for name, share in QUANTILES.items()},
+            **{name: (below >= share * below[:, -1:]).argmax(1) / 255 for name, share in QUANTILES.items()},
         }
         return {name: value.reshape(3, 1, 1).tolist() for name, value in stats.items()} | {"count": [self.frames]}
-
-    def _quantile(self, share: float) -> np.ndarray:
-        reached = self._counts.cumsum(1) >= share * self._counts.sum(1, keepdims=True)
-        return reached.argmax(1) / 255
 
 
 def read_stats(feature: Feature, stats: Mapping[str, Any], where: str) -> Arrays:
@@ -80,7 +76,7 @@ def read_stats(feature: Feature, stats: Mapping[str, Any], where: str) -> Arrays
         try:
             array = np.asarray(stats[name], np.float32)
         except (TypeError, ValueError) as error:
-            raise DatasetError(f"{where}: {name} of {feature.name} holds something else than numbers") from error
+            raise DatasetError(f"{where}: {name} of {feature.name} does not contain numbers") from error
         shape = (1,) if name == "count" else expected
         if array.shape not in (shape, ()) or not np.isfinite(array).all():
             raise DatasetError(

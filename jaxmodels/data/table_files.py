@@ -32,14 +32,14 @@ def open_table(path: Path, where: str) -> parquet.ParquetFile:
     most = min(MAX_ROWS, ROWS_BASE + path.stat().st_size)
     if rows > most:
         file.close()
-        raise DatasetError(f"{where}: {rows} rows; allowed are {most} in a file of its size")
+        raise DatasetError(f"{where}: {rows} rows; a file of this size has at most {most}")
     return file
 
 
 def check_regular(path: Path) -> None:
     """Raise OSError unless a file is regular: a pipe would block, a device may never end."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{path.name} is no regular file")
+        raise OSError(f"{path.name} is not a regular file")
 
 
 def _check_size(file: parquet.ParquetFile, columns: Sequence[str], where: str) -> None:
@@ -88,18 +88,15 @@ def read_vectors(column: Any, width: int, dtype: Any, where: str) -> np.ndarray:
     """Return a column of lists or numbers as an array (n, width); raises DatasetError for other values or gaps."""
     parts = []
     for chunk in column.chunks:
-        values = chunk.flatten() if _is_list(chunk.type) else chunk
+        is_list = isinstance(chunk.type, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+        values = chunk.flatten() if is_list else chunk
         if chunk.null_count or values.null_count or len(values) != len(chunk) * width:
-            raise DatasetError(f"{where}: rows of other sizes than {width}, or empty ones")
+            raise DatasetError(f"{where}: rows are empty or do not have {width} numbers")
         try:
             parts.append(values.to_numpy(zero_copy_only=False).astype(dtype, casting="unsafe").reshape(-1, width))
         except (TypeError, ValueError, pa.ArrowException) as error:
-            raise DatasetError(f"{where}: {chunk.type} is no number") from error
+            raise DatasetError(f"{where}: {chunk.type} is not a number") from error
     return np.concatenate(parts) if parts else np.empty((0, width), dtype)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 LONGEST = 1 << 22  # Bytes of a line; statistics of thirty features have a hundred thousand.
@@ -109,7 +106,7 @@ def read_lines(path: Path, where: str) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file; raises DatasetError if it is missing or has a long or malformed line."""
     try:
         if not path.is_file():
-            raise DatasetError(f"{where} is missing, or no regular file; fetch or copy the dataset again")
+            raise DatasetError(f"{where} is missing or not a regular file; fetch or copy the dataset again")
         with path.open("rb") as file:
             number = 0
             while line := file.readline(LONGEST + 1):

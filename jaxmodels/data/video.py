@@ -56,8 +56,7 @@ class VideoFile:
             raise DatasetError(f"{self._where} is {context.name}; wanted one of {', '.join(metadata.CODECS)}")
         if size != self._size:
             raise DatasetError(
-                f"{self._where} has frames of {size[0]}x{size[1]}; the dataset speaks of "
-                f"{self._size[0]}x{self._size[1]}"
+                f"{self._where} has frames of {size[0]}x{size[1]}; the dataset has {self._size[0]}x{self._size[1]}"
             )
         context.thread_count = 1  # Several files are decoded at once instead.
         context.options = {"max_pixels": str(metadata.MAX_PIXELS)}  # Later frames may claim another size.
@@ -105,13 +104,10 @@ class VideoFile:
             return False
         if seconds <= self._newest.time:
             return self._before is not None and self._before.time < seconds
-        return self._key_frame(seconds) <= self._newest.pts
-
-    def _key_frame(self, seconds: float) -> int:
-        """Return the timestamp of the last key frame before a time, from the MP4 index."""
+        # The last key frame before this time, from the index of the file.
         entries = self._stream.index_entries
         index = entries.search_timestamp(self._ticks(seconds), backward=True)
-        return entries[index].timestamp if index >= 0 else 0
+        return (entries[index].timestamp if index >= 0 else 0) <= self._newest.pts
 
     def _ticks(self, seconds: float) -> int:
         return max(int(seconds / self._stream.time_base), 0)

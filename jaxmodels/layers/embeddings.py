@@ -1,7 +1,6 @@
 """Sinusoidal embeddings of positions and timesteps, computed in NumPy in the precision of their sources."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,9 +52,10 @@ def time_sinusoid(time: Float[Array, "..."], width: int, shift: int) -> Float[Ar
 
 
 # Places where PyTorch's exponential rounds in the other direction: (width, shift) to place to direction.
-_OTHER_WAY: Mapping[tuple[int, int], Mapping[int, float]] = MappingProxyType(
-    {(256, 0): {12: np.inf, 106: np.inf}, (256, 1): {4: -np.inf}}
-)
+_OTHER_WAY: Mapping[tuple[int, int], Mapping[int, float]] = {
+    (256, 0): {12: np.inf, 106: np.inf},
+    (256, 1): {4: -np.inf},
+}
 
 
 def time_frequencies(width: int, shift: int) -> Float[np.ndarray, " d2"]:

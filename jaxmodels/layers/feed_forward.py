@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -67,24 +66,20 @@ class Activation(NamedTuple):
 
 
 # Activations of torch.nn.functional by their names in LeRobot's configs.
-LEROBOT_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {
-        "relu": Activation(jax.nn.relu, 1),
-        "gelu": Activation(exact_gelu, 1),
-        "glu": Activation(_gate_by(jax.nn.sigmoid), 2),
-    }
-)
+LEROBOT_ACTIVATIONS: Mapping[str, Activation] = {
+    "relu": Activation(jax.nn.relu, 1),
+    "gelu": Activation(exact_gelu, 1),
+    "glu": Activation(_gate_by(jax.nn.sigmoid), 2),
+}
 # Activations of diffusers/models/attention.py, FeedForward.
-DIFFUSERS_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {
-        "gelu": Activation(exact_gelu, 1),
-        "gelu-approximate": Activation(tanh_gelu, 1),
-        "geglu": Activation(_gate_by(exact_gelu), 2),
-        "geglu-approximate": Activation(sigmoid_gelu, 1),  # Not gated, despite its name.
-        "swiglu": Activation(_gate_by(jax.nn.silu), 2),
-        "linear-silu": Activation(jax.nn.silu, 1),
-    }
-)
+DIFFUSERS_ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": Activation(exact_gelu, 1),
+    "gelu-approximate": Activation(tanh_gelu, 1),
+    "geglu": Activation(_gate_by(exact_gelu), 2),
+    "geglu-approximate": Activation(sigmoid_gelu, 1),  # Not gated, despite its name.
+    "swiglu": Activation(_gate_by(jax.nn.silu), 2),
+    "linear-silu": Activation(jax.nn.silu, 1),
+}
 
 
 class FeedForward(nnx.Module):

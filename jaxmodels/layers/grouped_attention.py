@@ -11,7 +11,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmodels.layers.attention_kernels import compute_exponents
+from jaxmodels.layers.attention import compute_exponents
 from jaxmodels.layers.feed_forward import Linear
 
 ROTARY_BASE = 10_000.0
@@ -27,14 +27,14 @@ class Rotation(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """Keys (rotated already) and values of some tokens."""
+    """Rotated keys, and values, of some tokens."""
 
     key: Float[Array, "b m kv k"]
     value: Float[Array, "b m kv k"]
 
 
 def compute_rotation(positions: Int[Array, "b n"], head_width: int) -> Rotation:
-    """Angles of each position, in float32: pair i of channels turns by ``position / base^(2 i / head_width)``."""
+    """Return the angles of each position, float32: ``position / base^(2 i / head_width)`` for pair i of channels."""
     exponent = np.arange(head_width // 2, dtype=np.float32) * np.float32(2.0 / head_width)
     timescale = np.power(np.float32(ROTARY_BASE), exponent)
     angle = (positions[..., None].astype(jnp.float32) / timescale)[:, :, None]
@@ -69,7 +69,7 @@ def mask_after_prefix(prefix: Bool[Array, "b m"], starts: Bool[np.ndarray, " n"]
 
 
 def append(cache: KeyValues, own: KeyValues) -> KeyValues:
-    """Keys and values of the cache, then the own ones."""
+    """Return keys and values of the cache, followed by `own`."""
     return KeyValues(jnp.concatenate((cache.key, own.key), axis=1), jnp.concatenate((cache.value, own.value), axis=1))
 
 
@@ -125,7 +125,7 @@ class KeyValueProjection(nnx.Module):
         self.value = Linear(width, heads * head_width, rngs=rngs)
 
     def project_keys(self, x: Float[Array, "b m c"], rotation: Rotation) -> KeyValues:
-        """Keys, rotated, and values of tokens."""
+        """Return rotated keys, and values, of tokens."""
         split = "b m (kv k) -> b m kv k"
         key = rearrange(self.key(x), split, kv=self.kv_heads)
         return KeyValues(rotate(key, rotation), rearrange(self.value(x), split, kv=self.kv_heads))
@@ -168,5 +168,5 @@ class GroupedQueryAttention(KeyValueProjection):
     def mix(
         self, query: Float[Array, "b n h k"], seen: KeyValues, mask: Bool[Array, "b #n m"] | None = None
     ) -> Float[Array, "b n d"]:
-        """Attention and the projection back."""
+        """Return attention, projected to the width of the tokens."""
         return self.out(rearrange(attend_grouped(query, seen, mask), "b n h k -> b n (h k)"))

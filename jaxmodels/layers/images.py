@@ -87,16 +87,9 @@ def _resize_axis(images: Float[Array, "b h w c"], axis: int, count: int) -> Floa
     if size == count:
         return images
     # Two neighbours per pixel are faster than a product with a sparse matrix.
-    before, after, share = _list_neighbours(size, count)
-    share = share.reshape([count if i == axis else 1 for i in range(4)])
-    return jnp.take(images, before, axis=axis) * (1 - share) + jnp.take(images, after, axis=axis) * share
-
-
-def _list_neighbours(
-    size: int, count: int
-) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """Return the two neighbours of `count` pixels among `size` pixels, and the share of the second."""
     scale = np.float32(size / count)
     place = np.maximum(scale * (np.arange(count, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), 0)
     before = np.minimum(place.astype(np.int32), size - 1)
-    return before, np.minimum(before + 1, size - 1), (place - before).astype(np.float32)
+    after, share = np.minimum(before + 1, size - 1), (place - before).astype(np.float32)
+    share = share.reshape([count if i == axis else 1 for i in range(4)])
+    return jnp.take(images, before, axis=axis) * (1 - share) + jnp.take(images, after, axis=axis) * share

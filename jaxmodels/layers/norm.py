@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxmodels.weights import RunningStatistic
 
-EPSILON = 1e-5  # PyTorch's default for LayerNorm, GroupNorm and torchvision's FrozenBatchNorm2d
+EPSILON = 1e-5  # PyTorch's default for LayerNorm, GroupNorm and torchvision's FrozenBatchNorm2d.
 
 
 class Buffer(nnx.Variable):

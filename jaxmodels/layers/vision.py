@@ -92,7 +92,7 @@ class BlockPlan(NamedTuple):
 
 
 def plan_blocks(name: str, dilate_last: bool = False) -> Iterator[BlockPlan]:
-    """Shapes of the residual blocks of a ResNet, in order."""
+    """Yield the shapes of the residual blocks of a ResNet, in order."""
     is_bottleneck, counts = RESNETS[name]
     inputs, scale = STAGE_WIDTHS[0], 4
     for stage, (width, count) in enumerate(zip(STAGE_WIDTHS, counts, strict=True)):
@@ -184,7 +184,7 @@ class ResNet(nnx.Module):
 
 
 class SpatialSoftmax(nnx.Module):
-    """A feature map of `channels` and `size` (h, w) to expected places of `keypoints`: column and row in [-1, 1].
+    """Expected places of `keypoints` in a feature map of `channels` and `size` (h, w): column and row in [-1, 1].
 
     Sources: https://arxiv.org/abs/1509.06113; lerobot/policies/diffusion/modeling_diffusion.py.
     """

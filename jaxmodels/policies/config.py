@@ -3,7 +3,6 @@
 import builtins
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import jax
@@ -20,11 +19,13 @@ from jaxmodels.ranges import (
     WIDTH,
     Range,
     check_unknown_fields,
+    find_choice_errors,
     find_number_errors,
     read_number_type,
     shorten_value,
 )
 from jaxmodels.samplers import FlowSchedule
+from jaxmodels.samplers.real_time_chunking import BOUND
 from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.types import (
@@ -46,19 +47,22 @@ LEROBOT_VERSIONS = ("0.4", "0.6")  # Versions of LeRobot that read some files di
 
 OTHER = "other"  # The config's field that holds unknown fields of the file.
 
-_KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
-    {"bool": bool, "str": str, "str | None": (str, type(None)), "bool | None": (bool, type(None))}
-)
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "bool": bool,
+    "str": str,
+    "str | None": (str, type(None)),
+    "bool | None": (bool, type(None)),
+}
 _NAMES, _INTEGERS, _OPTIONS = tuple[str, ...], tuple[int, ...], tuple[tuple[str, Any], ...] | None
 
 
 def _read(name: str, declared: Any, value: Any) -> Any:
-    """Return the value of a field from its JSON."""
+    """Return the value of a field from its JSON, checked against the declared type and range of the field."""
     if name in FEATURES:
         return parse_features(name, value)
     if name == "normalization_mapping":
         if not isinstance(value, Mapping):
-            raise ConfigError("normalization_mapping is no object of type and mode")
+            raise ConfigError("normalization_mapping is not an object of types and modes")
         return tuple((str(kind), str(mode)) for kind, mode in value.items())
     if value is not None and declared in (_NAMES, _NAMES | None, _INTEGERS):
         kind, words = (int, "integers") if declared == _INTEGERS else (str, "strings")
@@ -71,11 +75,6 @@ def _read(name: str, declared: Any, value: Any) -> Any:
         return tuple(value.items())
     if name == "text_encoder" and value is not None:
         return TextConfig.from_json(value)
-    return _typed(name, declared, value)
-
-
-def _typed(name: str, declared: Any, value: Any) -> Any:
-    """Check a JSON value against the declared type and range of its field."""
     number = read_number_type(declared)
     if number is not None:
         if error := number.describe_error(name, value):
@@ -97,7 +96,7 @@ BACKBONES = (*RESNETS, SMALL_CNN)
 
 @dataclass(frozen=True)
 class _OtherFields:
-    """The field that all configs inherit; `PolicyConfig` is not a dataclass, because it has no defaults."""
+    """Field that all configs inherit; `PolicyConfig` is not a dataclass, because its fields have no defaults."""
 
     other: Mapping[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
 
@@ -122,9 +121,9 @@ class PolicyConfig(_OtherFields):
     # Prefixes of fields that neither a program nor its weights depend on.
     indifferent: ClassVar[tuple[str, ...]] = ()
     # Accepted values of fields.
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # Types of features of which a policy reads one at most, and the feature's name.
-    names: ClassVar[Mapping[str, str]] = MappingProxyType({"STATE": STATE, "ENV": ENVIRONMENT_STATE})
+    names: ClassVar[Mapping[str, str]] = {"STATE": STATE, "ENV": ENVIRONMENT_STATE}
     needs_state: ClassVar[bool] = False
     # Steps of LeRobot's processors, except renaming and normalising, that the policy computes itself.
     processor_steps: ClassVar[frozenset[str]] = frozenset()
@@ -144,12 +143,15 @@ class PolicyConfig(_OtherFields):
     controls_joints: Any = True  # Whether actions are targets of the joints that the state measures.
     observation_steps: Any = 1  # Consecutive observations in one input, including the newest.
     noise: Any = None  # Shape (t, a) of the sampler's first noise; None if callers cannot give it.
+    num_inference_steps: Any = None  # Steps of the sampler.
     noise_steps: Any = 0  # Number of further noises that the sampler adds in its steps.
+    trained_delay: Any = 0  # Longest delay after which the policy is trained to continue a plan; 0 if it is guided.
+    prefix_bound: Any = BOUND  # Maximum pull of a plan, see `jaxmodels.samplers.continuing`.
     relative_action_mask: Any = None  # Which numbers of an action are relative to the raw state; None for none.
 
     def __post_init__(self) -> None:
         wrong = find_number_errors(self, integers=True) or [
-            *self._wrong_choices(),
+            *find_choice_errors(self, self.choices),
             *self._wrong_numbers(),
             *find_number_errors(self, integers=False),
             *self.wrong_features(),
@@ -174,7 +176,7 @@ class PolicyConfig(_OtherFields):
 
     @property
     def state(self) -> Any:
-        """The `Feature` of the robot's state, only under its usual name as in LeRobot; None without one."""
+        """`Feature` of the robot's state, only under LeRobot's usual name; None without one."""
         return next((f for f in self.input_features if f.type == "STATE" and f.name == STATE), None)
 
     @property
@@ -246,13 +248,6 @@ class PolicyConfig(_OtherFields):
         """Return the JSON files with sizes of underlying models, by their names in the policy's folder."""
         return {}
 
-    def _wrong_choices(self) -> list[str]:
-        return [
-            f"{name} is {shorten_value(getattr(self, name))}; known: {', '.join(known)}"
-            for name, known in self.choices.items()
-            if getattr(self, name) not in known
-        ]
-
     def _wrong_numbers(self) -> list[str]:
         """Return the errors of combinations of numbers that are each in range; each policy type adds its own."""
         steps, chunk = getattr(self, "n_action_steps", 0), self.chunk_size
@@ -278,7 +273,7 @@ class PolicyConfig(_OtherFields):
             if found not in ([], [name]):
                 wrong.append(f"features of type {kind} are {found}; wanted at most one, {name!r}")
         if self.needs_state and self.state is None:
-            wrong.append(f"input_features has no {STATE!r}, which {self.type} always looks at")
+            wrong.append(f"input_features has no {STATE!r}, which {self.type} always reads")
         return wrong
 
 
@@ -311,7 +306,7 @@ class LerobotConfig(PolicyConfig):
     def _wrong_numbers(self) -> list[str]:
         wrong = super()._wrong_numbers()
         if self.n_obs_steps != self.observation_steps:
-            wrong.append(f"n_obs_steps is {self.n_obs_steps}; {self.type} looks at 1 observation")
+            wrong.append(f"n_obs_steps is {self.n_obs_steps}; {self.type} reads 1 observation")
         if self.use_peft:
             wrong.append("use_peft is true; merge the adapter into the weights first")
         return wrong
@@ -323,7 +318,7 @@ class VlaConfig(LerobotConfig):
 
     resizes_frames: ClassVar[bool] = True
     allows_absent_cameras: ClassVar[bool] = True
-    names: ClassVar[Mapping[str, str]] = MappingProxyType({"STATE": STATE})
+    names: ClassVar[Mapping[str, str]] = {"STATE": STATE}
     needs_state: ClassVar[bool] = True
 
     indifferent: ClassVar[tuple[str, ...]] = (
@@ -366,7 +361,7 @@ class VlaConfig(LerobotConfig):
     def wrong_features(self) -> list[str]:
         wrong = super().wrong_features()
         if not self.cameras:
-            wrong.append(f"input_features has no image; {self.type} looks at one or more")
+            wrong.append(f"input_features has no image; {self.type} reads one or more")
         if wrong:
             return wrong
         return [

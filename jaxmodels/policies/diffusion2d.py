@@ -10,7 +10,6 @@ with training).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, cast
 
 import jax
@@ -82,15 +81,13 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
         "trained_prefix_decay",
     )
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            **Transformer2dPolicyConfig.choices,
-            "objective": OBJECTIVES,
-            "prediction_type": PREDICTION_TYPES,
-            "timestep_sampling_strategy": STRATEGIES,
-            "flow_solver": SOLVERS,
-        }
-    )
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **Transformer2dPolicyConfig.choices,
+        "objective": OBJECTIVES,
+        "prediction_type": PREDICTION_TYPES,
+        "timestep_sampling_strategy": STRATEGIES,
+        "flow_solver": SOLVERS,
+    }
 
     objective: str = "flow"
     prediction_type: str = "epsilon"
@@ -113,11 +110,11 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
                 f"trained_prefix is {self.trained_prefix}; wanted 0 (none) to {self.chunk_size - 1}, less than a chunk"
             )
         if self.objective == "diffusion" and self.trained_prefix:
-            wrong.append("trained_prefix is for objective 'flow'; leave it 0, and guidance continues plans")
+            wrong.append("trained_prefix is for objective 'flow'; set it to 0, and guidance continues plans")
         if self.objective == "diffusion" and self.prediction_type == "epsilon" and not self._is_bounded:
             wrong.append(
                 "prediction_type epsilon wants actions in [-1, 1] (normalization_mapping ACTION: MIN_MAX): its first "
-                "steps know next to nothing of the chunk and must be clipped; else take v_prediction or sample"
+                "steps predict the chunk imprecisely and must be clipped; otherwise use v_prediction or sample"
             )
         return wrong
 
@@ -226,8 +223,6 @@ class Diffusion2d(Transformer2dPolicy):
 
     def __init__(self, config: Diffusion2dConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
-        self.config = config
-        self.transformer = Transformer2DModel(**config.transformer.to_json(), dtype=dtype, rngs=rngs)
         initialize_plain(self.transformer)
 
     def loss(
@@ -275,7 +270,7 @@ def initialize_plain(transformer: Transformer2DModel) -> None:
     """
     for layer in (transformer.proj_out, transformer.adaln_single.linear):
         for weight in (layer.kernel, layer.bias):
-            assert weight is not None  # both have a bias
+            assert weight is not None  # Both layers have a bias.
             weight[...] = jnp.zeros_like(weight[...])
     head, blocks = transformer.scale_shift_table, transformer.transformer_blocks.scale_shift_table
     head[...] = jnp.zeros_like(head[...])

@@ -1,7 +1,7 @@
-"""Verification of all files of a policy, without JAX and in a process of its own.
+"""Verification of all files of a policy, without JAX and in a separate process.
 
-A malicious file may make a library abort or exhaust memory; then only that process ends. Its parent opened the files
-(jaxmodels/checkpoints/folder.py) and passes the descriptors, so that both read the same files.
+A malicious file may abort a library or exhaust memory, which ends only that process. The parent process opens the files
+(jaxmodels/checkpoints/folder.py) and passes the descriptors, so that both processes read the same files.
 """
 
 import json
@@ -33,10 +33,10 @@ from jaxmodels.checkpoints.files import (
 )
 from jaxmodels.checkpoints.folder import (
     NORM_STATS,
+    PLAIN,
     TOKENIZER_BYTES,
     Folder,
     PolicyFolder,
-    is_state_file,
     list_names,
     open_source,
 )
@@ -56,8 +56,8 @@ from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
 from jaxmodels.ranges import shorten_value
 from jaxmodels.types import Feature
 
-PIECE = 16 << 20  # bytes that are in memory at a time
-# Characters of an answer, and of an error, which may list many names.
+PIECE = 16 << 20  # Bytes that are read at once.
+# Maximum characters of an answer and of an error, which may list many names.
 ANSWER = 100_000
 ERROR = 10_000
 CONFIG = "config.json"
@@ -66,7 +66,7 @@ SIDECAR = "robojax.json"
 PROCESSORS = (f"{PRE}.json", f"{POST}.json")
 # SmolVLM's special tokens around an image.
 IMAGE_TOKENS = ("<fake_token_around_image>", "<global-img>")
-MAX_ACTION_WIDTH = 256  # values of an action whose range is reported; a session has no more joints
+MAX_ACTION_WIDTH = 256  # Largest action whose range is reported; a session has at most this number of joints.
 
 
 def verify_files(
@@ -94,7 +94,7 @@ def verify_files(
     read = [
         _read(stored)
         for name in names
-        if name.startswith((f"{PRE}_", f"{POST}_")) and is_state_file(name)
+        if name.startswith((f"{PRE}_", f"{POST}_")) and PLAIN.fullmatch(name)
         for stored in find_floats(folder / name, _is_used).values()
     ]
     broken: dict[str, str] = {}
@@ -127,7 +127,7 @@ def _list_tokenizer_models(folder: Folder, processors: Normalization | None) -> 
         values.get("vlm_model_name"),
         None if step is None else step.fields.get("tokenizer_name"),
     )
-    openpi = TOKENIZER_MODELS["pi0"] if CONFIG not in list_names(folder) else None  # openpi's policies have no config
+    openpi = TOKENIZER_MODELS["pi0"] if CONFIG not in list_names(folder) else None  # openpi's policies have no config.
     return {name: None for name in (*names, openpi) if isinstance(name, str)}
 
 
@@ -193,7 +193,7 @@ def read_sidecar(folder: Folder) -> dict[str, Any] | None:
 
 
 def read_config(folder: Folder, sidecar: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Read ``config.json`` with what other files, such as `sidecar`, add to it for the policy's type.
+    """Read ``config.json``, completed from `sidecar` and from the files of the policy's type.
 
     Raises:
         CheckpointError: a file is missing or malformed.
@@ -220,7 +220,7 @@ def read_config(folder: Folder, sidecar: Mapping[str, Any] | None) -> dict[str, 
 
 
 def _read_image_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Numbers of the special tokens around images, by name, out of a ``tokenizer.json``."""
+    """Return the numbers of the special tokens around images by name, from a ``tokenizer.json``."""
     added = tokenizer.get("added_tokens")
     entries = [entry for entry in (added if isinstance(added, list) else []) if isinstance(entry, dict)]
     tokens: dict[Any, Any] = {str(entry.get("content")): entry.get("id") for entry in entries}
@@ -238,13 +238,13 @@ def check_weights(folder: Folder, *, has_orbax: bool) -> None:
 
 
 def describe_missing_config(folder: Folder) -> str:
-    """Return the error text for a folder without ``config.json``: what the folder is, and where a policy is."""
+    """Return the error text for a folder without ``config.json``: its content, and where a policy is."""
     what = _describe_other_folder(folder) if isinstance(folder, PolicyFolder) else None
     return what or f"{folder.name}: no {CONFIG}; wanted a folder as LeRobot's save_pretrained writes it"
 
 
 def describe_missing_type(values: Mapping[str, Any]) -> str:
-    """Return the error text for a ``config.json`` without a type: what else it describes."""
+    """Return the error text for a ``config.json`` without a type, which names the model that it describes."""
     if "_class_name" in values:
         what = f"It describes a model of diffusers ({shorten_value(values['_class_name'])}), which is not a policy"
         if values["_class_name"] == "Transformer2DModel":
@@ -258,7 +258,7 @@ def describe_missing_type(values: Mapping[str, Any]) -> str:
 
 
 def _describe_other_folder(folder: PolicyFolder) -> str | None:
-    """Return what a folder is that is not a policy, and where a policy is; None if it is not recognized."""
+    """Describe a folder that is not a policy, and where a policy is; None if it is not recognized."""
     where = folder.path
     if not folder.names:
         return f"{where}: the folder is empty; wanted a folder as LeRobot's save_pretrained writes it"
@@ -345,8 +345,8 @@ def _read(stored: Stored) -> tuple[int, bool]:
 def main(request: str) -> None:
     """Verify or describe a folder for a parent process, in lines of JSON on the standard output.
 
-    The last line has the result, or ``error``, or ``out_of_memory``. Earlier lines have ``step``, by which the parent
-    knows what the process did when it was killed.
+    The last line has the result, or ``error``, or ``out_of_memory``. Earlier lines have ``step``, so that the
+    parent process knows the last step of a killed process.
 
     Args:
         request: JSON with ``do`` (``prove``, ``describe`` or ``model``), ``name``, descriptors of ``files``, reasons of
@@ -374,7 +374,9 @@ def main(request: str) -> None:
         answer = {"out_of_memory": True}
     text = json.dumps(answer)
     if len(text) > ANSWER:
-        error = str(answer.get("error", f"what it says of itself has {len(text)} bytes; wanted at most {ANSWER}"))
+        error = str(
+            answer.get("error", f"the description of the policy has {len(text)} bytes; wanted at most {ANSWER}")
+        )
         text = json.dumps({"error": error if len(error) <= ERROR else f"{error[:ERROR]} ..."})
     sys.stdout.write(text)
 

@@ -132,10 +132,6 @@ class Description:
     renames: Mapping[str, str] = field(default_factory=dict)
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
-    def get_outside_name(self, feature: str) -> str:
-        """Return the robot's name of a feature of the policy."""
-        return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
-
 
 def build_description(small: Mapping[str, Any]) -> Description:
     """Build the description from what `describe_folder` read; raises ConfigError or CheckpointError."""
@@ -239,14 +235,10 @@ def _read(
             f"{folder.name}: config.json and {PRE}.json do not agree on which actions are relative to the state: "
             f"{config.relative_action_mask} and {relative}; wanted the files of one training"
         )
-    return Checkpoint(config, weights, normalization, own, _read_tokenizer(folder, config, normalization))
-
-
-def _read_tokenizer(folder: PolicyFolder, config: Any, normalization: Normalization) -> bytes | None:
-    if config.prompt_length is None:
-        return read_tokenizer(folder)
-    named = lerobot_processors.get_tokenizer_name(normalization, config.prompt_length) or config.tokenizer_name
-    return read_tokenizer(folder, named)
+    model = None
+    if config.prompt_length is not None:
+        model = lerobot_processors.get_tokenizer_name(normalization, config.prompt_length) or config.tokenizer_name
+    return Checkpoint(config, weights, normalization, own, read_tokenizer(folder, model))
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -301,7 +293,7 @@ def _find_tensors(folder: Folder, kind: PolicyType, config: Any) -> tuple[dict[s
     """Return the tensors that acting needs, and the statistics that older policies keep among them.
 
     Raises:
-        WeightsMismatch: an unused tensor has a wrong shape, or a tensor is there twice.
+        WeightsMismatch: an unused tensor has a wrong shape, or a tensor occurs twice.
     """
     where = _get_weights_name(folder)
     tensors = find_policy_weights(folder, lambda name: not name.endswith(NEVER_USED))
@@ -309,7 +301,7 @@ def _find_tensors(folder: Folder, kind: PolicyType, config: Any) -> tuple[dict[s
     renamed = {kind.rename(name): tensor for name, tensor in tensors.items()}
     if len(renamed) < len(tensors):
         twice = sorted(name for name in tensors if kind.rename(name) != name and kind.rename(name) in tensors)
-        raise WeightsMismatch(f"{where}: {', '.join(twice)[:400]} is there under two names; keep one of them")
+        raise WeightsMismatch(f"{where}: {', '.join(twice)[:400]} has two names in the file; keep one of them")
     tensors = renamed
     for name, same in kind.tied.items():
         if name not in tensors and same in tensors:
@@ -396,7 +388,9 @@ def _sidecar(values: Mapping[str, Any] | None, config: Any) -> Sidecar:
     width = config.action.shape[0]
     sidecar = Sidecar() if values is None else Sidecar.from_json(values, width)
     openpi = getattr(config, "openpi", None)
-    if openpi is not None:  # Its config has no names of joints: `OpenpiConfig.build_values` marks relative actions.
+    if (
+        openpi is not None
+    ):  # `action_feature_names` marks relative actions in this config (`OpenpiConfig.build_values`).
         rate = openpi.rate if sidecar.rate is None else sidecar.rate
         return replace(sidecar, rate=rate, joint_names=sidecar.joint_names or openpi.joint_names)
     names = getattr(config, "action_feature_names", None)

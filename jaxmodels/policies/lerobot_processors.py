@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.checkpoints.files import WEIGHTS, read_floats, read_json, write_json, write_safetensors
-from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, open_source
+from jaxmodels.checkpoints.folder import PLAIN, STATE_BYTES, Folder, open_source
 from jaxmodels.errors import CheckpointError, ConfigError
-from jaxmodels.normalization import EPSILON, IDENTITY, Normalization, Normalizer, ProcessorStep
+from jaxmodels.normalization import EPSILON, IDENTITY, Normalization, Normalizer, ProcessorStep, mask_relative
 from jaxmodels.ranges import Range, check_unknown_fields, is_number, shorten_value
 from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, is_empty_camera, parse_features
 
 PRE = "policy_preprocessor"
 POST = "policy_postprocessor"
-STATE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 EPSILONS = Range(0, 1, above=True, below=True)
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,2}")
 MOVING = ("to_batch_processor", "device_processor")
@@ -100,9 +99,7 @@ def get_relative_actions(normalization: Normalization, width: int) -> tuple[bool
     for value in (names or [], excluded):
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise CheckpointError(f"{PRE}.json: {RELATIVE} has {shorten_value(value)}; wanted lists of names")
-    parts = [part.lower() for part in excluded if part]
-    named = [not any(part in name.lower() for part in parts) for name in (names or [])[:width]]
-    return (*named, *[True] * (width - len(named)))
+    return mask_relative(names, excluded, width)
 
 
 def get_tokenizer_name(normalization: Normalization, length: int) -> str | None:
@@ -156,7 +153,7 @@ def complete_statistics(
         names: list[str] = []
         for feature in used:
             if step.leaves_out(feature):
-                logger.info("%s: normalize_observation_keys leave %s as it is", step.source, feature.name)
+                logger.info("%s: normalize_observation_keys leave %s unchanged", step.source, feature.name)
             elif gap := _find_mode_gap(step, feature, config) or step.find_gap(feature):
                 names.append(feature.name)
                 gaps.append(f"{step.source}: {gap}")
@@ -205,7 +202,7 @@ def _add_robot_statistics(
     if group is not None:
         if wrong := [feature.name for feature in missing if f"{group}.{feature.name}" not in step.stats]:
             raise CheckpointError(
-                f"robojax.json: {GROUP} is {shorten_value(group)}, of which there are none for {', '.join(wrong)}; "
+                f"robojax.json: {GROUP} is {shorten_value(group)}, which has no statistics for {', '.join(wrong)}; "
                 f"there are {', '.join(sorted(step.stats)[:20]) or 'none'}"
             )
         dataset = {feature.name: step.stats[f"{group}.{feature.name}"] for feature in missing}
@@ -241,7 +238,7 @@ def read_dataset_statistics(folder: Folder) -> dict[str, dict[str, np.ndarray]]:
     found: dict[str, dict[str, np.ndarray]] = {}
     for feature, statistics in read_json(folder / DATASET_STATISTICS).items():
         if not isinstance(statistics, Mapping):
-            raise CheckpointError(f"{DATASET_STATISTICS}: {feature[:80]} is no object of statistics by name")
+            raise CheckpointError(f"{DATASET_STATISTICS}: {feature[:80]} is not an object of statistics by name")
         for name, values in statistics.items():
             try:
                 found.setdefault(feature, {})[name] = np.asarray(values, np.float32)
@@ -324,7 +321,7 @@ def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, s
     others: list[ProcessorStep] = []
     for step in steps:
         if not isinstance(step, Mapping) or not isinstance(step.get("config", {}), Mapping):
-            raise CheckpointError(f"{where}: a step is no object with a name and a config")
+            raise CheckpointError(f"{where}: a step is not an object with a name and a config")
         step_kind, config = step.get("registry_name"), step.get("config", {})
         if not isinstance(step_kind, str | None):
             raise CheckpointError(f"{where}: a step's registry_name is {shorten_value(step_kind)}; wanted a string")
@@ -427,7 +424,7 @@ def _read_state(folder: Folder, where: str, name: Any) -> dict[str, np.ndarray]:
     if name is None:
         return {}
     # The file is untrusted, so its name must not lead out of the folder.
-    if not isinstance(name, str) or not STATE_FILE.fullmatch(name):
+    if not isinstance(name, str) or not PLAIN.fullmatch(name):
         raise CheckpointError(
             f"{where}: state_file is {shorten_value(name)}; wanted the plain name of a .safetensors file"
         )
@@ -482,11 +479,11 @@ def upgrade_config(values: Mapping[str, Any]) -> dict[str, Any]:
     for side in ("input", "output"):
         shapes = values.get(f"{side}_shapes", {})
         if not isinstance(shapes, Mapping):
-            raise CheckpointError(f"config.json: {side}_shapes is no object of names and shapes")
+            raise CheckpointError(f"config.json: {side}_shapes is not an object of names and shapes")
         modern[f"{side}_features"] = {name: {"type": _old_type(name), "shape": shape} for name, shape in shapes.items()}
         old_modes = values.get(f"{side}_normalization_modes", {})
         if not isinstance(old_modes, Mapping):
-            raise CheckpointError(f"config.json: {side}_normalization_modes is no object of names and modes")
+            raise CheckpointError(f"config.json: {side}_normalization_modes is not an object of names and modes")
         for name, mode in old_modes.items():
             if not isinstance(mode, str):
                 raise CheckpointError(

@@ -20,7 +20,17 @@ from jaxmodels.checkpoints.folder import NORM_STATS, PARAMS, Folder, PolicyFolde
 from jaxmodels.errors import CheckpointError, ConfigError
 from jaxmodels.normalization import Normalization, Normalizer, ProcessorStep
 from jaxmodels.policies.lerobot_processors import ABSOLUTE, RELATIVE, WRITE_IDENTITY, allows_identity
-from jaxmodels.ranges import CHUNK, POSITIVE, WIDTH, Range, find_value_errors, list_numbers, shorten_value
+from jaxmodels.ranges import (
+    CHUNK,
+    POSITIVE,
+    WIDTH,
+    Range,
+    find_choice_errors,
+    find_number_errors,
+    find_value_errors,
+    list_numbers,
+    shorten_value,
+)
 from jaxmodels.types import ACTION, ACTIONS, IMAGES, STATE, parse_features
 
 KEY = "openpi"  # Key in robojax.json.
@@ -120,11 +130,8 @@ class OpenpiConfig:
     lora_scale: Annotated[float | None, POSITIVE] = None
 
     def __post_init__(self) -> None:
-        wrong = find_value_errors(list_numbers(OpenpiConfig), vars(self))
-        for name, known in (("model", MODELS), ("robot", (*ROBOTS, None))):
-            if getattr(self, name) not in known:
-                texts = ", ".join(str(entry) for entry in known if entry)
-                wrong.append(f"{name} is {shorten_value(getattr(self, name))}; known: {texts}")
+        wrong = find_number_errors(self)
+        wrong += find_choice_errors(self, {"model": MODELS} | ({} if self.robot is None else {"robot": ROBOTS}))
         if not wrong:
             wrong = self._describe_robot()
         if wrong:
@@ -159,7 +166,7 @@ class OpenpiConfig:
 
     @property
     def renames(self) -> dict[str, str]:
-        """The robot's names of image features to the policy's."""
+        """Robot's name to policy's name of each image feature."""
         return {f"{IMAGES}{camera}": f"{IMAGES}{key}" for camera, key in self.views}
 
     @property
@@ -184,7 +191,7 @@ class OpenpiConfig:
 
     @property
     def controls_joints(self) -> bool:
-        """Whether actions are targets of what the state measures."""
+        """Whether actions are targets of the numbers in the state."""
         return len(self.state_names) == len(self.action_names) and (
             self.robot is None or ROBOTS[self.robot].controls_joints
         )
@@ -306,7 +313,7 @@ def read_openpi_config(value: Any) -> OpenpiConfig:
     if unknown := sorted(map(str, set(given) - set(known))):
         raise ConfigError(f"{where}: unknown fields {', '.join(unknown)[:400]}; known: {', '.join(known)}")
     if missing := [key for key in ("model", "action_horizon") if key not in given and key not in base]:
-        raise ConfigError(f"{where}: {' and '.join(missing)} missing, which openpi's checkpoints do not say")
+        raise ConfigError(f"{where}: {' and '.join(missing)} missing, which openpi's checkpoints do not contain")
     if wrong := find_value_errors(list_numbers(OpenpiConfig), given):
         raise ConfigError(f"{where}: {'; '.join(wrong)}")
     return OpenpiConfig(**(base | {key: _read_field(where, key, part) for key, part in given.items()}))
@@ -352,7 +359,7 @@ def describe_missing_config(name: str) -> str:
     """Return the error text for an openpi checkpoint without the name of its config."""
     guess = f'"{name}"' if name in CONFIGS else '"NAME"'
     return (
-        f"{name}: a checkpoint of openpi's, whose files say nothing of robot, cameras and chunk; write a file "
+        f"{name}: a checkpoint of openpi, whose files do not describe robot, cameras and chunk; write a file "
         f'robojax.json next to {PARAMS} with {{"{KEY}": {guess}}}: the config that you would give openpi\'s '
         f"serve_policy.py as --policy.config; known: {', '.join(CONFIGS)}"
     )
@@ -426,7 +433,7 @@ def _read_norm_stats(
         try:
             arrays = {str(key): np.asarray(array, np.float64) for key, array in entry.items() if array is not None}
         except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{where}: {name} holds something else than lists of numbers") from error
+            raise CheckpointError(f"{where}: {name} is not lists of numbers") from error
         if len({array.shape for array in arrays.values()}) != 1 or arrays["mean"].ndim != 1:
             raise CheckpointError(f"{where}: statistics of {name} have several lengths; wanted one")
         if len(arrays["mean"]) < width:

@@ -13,13 +13,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmodels.policies import pi0
-from jaxmodels.policies.pi0 import weights
 from jaxmodels.policies.pi0.config import PROMPT, Pi0Config, clean_task
-from jaxmodels.policies.pi0.model import PiModel, StepInputs, act, apply_linear, decoder_sizes, list_stages
+from jaxmodels.policies.pi0.model import PiModel, StepInputs, decoder_sizes, tensors
+from jaxmodels.policies.vla import Chunk, act, apply_linear, list_stages
 from jaxmodels.ranges import CHUNK, Range
-from jaxmodels.vlm.gemma import AdaptiveExpert, PrefixCache
+from jaxmodels.vlm.decoder import PrefixCache
+from jaxmodels.vlm.gemma import AdaptiveExpert
 
-BINS = np.linspace(-1, 1, 257)[:-1]  # where each of 256 numbers for a normalised state begins
+BINS = np.linspace(-1, 1, 257)[:-1]  # Lower edges of the 256 bins of a normalised state.
 MEMORIES = ("use_visual_memory", "use_proprioceptive_memory")
 # Fields of LeRobot after 0.6.1. A default is not written, because LeRobot 0.6.1 refuses a file with such a field.
 NEWER_FIELDS = (
@@ -35,14 +36,12 @@ NEWER_FIELDS = (
 class Pi05Config(Pi0Config):
     """LeRobot's `PI05Config`, field by field (lerobot/policies/pi05/configuration_pi05.py, 0.6.1).
 
-    Attributes and errors as of `Pi0Config`, whose fields these are, and:
+    It has the attributes and errors of `Pi0Config`, and fields of LeRobot after 0.6.1:
 
     Attributes:
-        rtc_training_max_delay: of LeRobot after 0.6.1 (https://github.com/huggingface/lerobot/pull/4056): how many of a
-            chunk's first actions were left without noise in training, at most. Such a policy begins its chunks with
-            what is being executed, without guidance.
-        use_visual_memory, use_proprioceptive_memory: also of LeRobot after 0.6.1: whether the policy looks at earlier
-            observations. Such a policy is refused.
+        rtc_training_max_delay: maximum number of first actions without noise in training
+            (https://github.com/huggingface/lerobot/pull/4056). Such a policy continues a plan without guidance.
+        use_visual_memory, use_proprioceptive_memory: whether the policy reads earlier observations, which is refused.
         memory_frames, memory_stride, memory_temporal_attention_every: settings of that memory, unused without it.
     """
 
@@ -102,7 +101,7 @@ class Pi05Config(Pi0Config):
         """Return the prompt: the task, and -1 to 255 for each number of the normalised state (s,) of one robot."""
         if not self.prompt_reads_state:
             return super().format_prompt(task)
-        assert state is not None, "the prompt of pi0.5 says the state"
+        assert state is not None, "the prompt of pi0.5 contains the state"
         if self.lerobot == "0.4":
             state = np.pad(state, (0, self.max_state_dim - len(state)))
         numbers = " ".join(str(number) for number in np.digitize(state, BINS) - 1)
@@ -126,12 +125,7 @@ class Pi05Model(PiModel):
         condition = jax.nn.silu(apply_linear(self.time_out, hidden))
         return StepInputs(None, self.expert.modulate(condition.astype(self.expert.norm.dense.kernel.dtype)))
 
-    def embed_state(self, state: Float[Array, "b s"]) -> None:
-        del state
-
-    def denoise(
-        self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Float[Array, "b t a"], step: StepInputs
-    ) -> Float[Array, "b t a"]:
+    def denoise(self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Chunk, step: StepInputs) -> Chunk:
         del state
         assert step.modulations is not None
         actions = apply_linear(self.action_in, x)
@@ -143,7 +137,7 @@ POLICY = replace(
     pi0.POLICY,
     config=Pi05Config.from_json,
     model=Pi05Model,
-    tensors=partial(weights.tensors, kind=Pi05Config.type),
-    act=partial(act, network=Pi05Model),
+    tensors=partial(tensors, kind=Pi05Config.type),
+    act=partial(act, Pi05Model),
     stages=list_stages(Pi05Model),
 )

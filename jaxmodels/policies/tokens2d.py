@@ -62,7 +62,7 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
     type: ClassVar[str] = "tokens2d"
     indifferent: ClassVar[tuple[str, ...]] = (*Transformer2dPolicyConfig.indifferent, "label_smoothing", "prefix_rate")
 
-    bins: Annotated[int, Range(1, MAX_BINS)] = 256
+    bins: Annotated[int, Range(2, MAX_BINS)] = 256
     label_smoothing: Annotated[float, NOT_NEGATIVE] = 0.75
     neighbours: Annotated[int, Range(0, MAX_BINS)] = 8
     num_inference_steps: Annotated[int, STEPS] = 8
@@ -73,14 +73,12 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
 
     def _wrong_numbers(self) -> list[str]:
         wrong = super()._wrong_numbers()
-        if self.bins < 2:
-            wrong.append(f"bins is {self.bins}; wanted 2 or more")
         if not 0 <= self.neighbours < self.bins:
             wrong.append(f"neighbours is {self.neighbours}; wanted 0 to {self.bins - 1}, less than bins")
         mode = dict(self.normalization_mapping).get("ACTION")
         if mode not in BOUNDED:
             wrong.append(
-                f"normalization_mapping has ACTION: {mode}; bins lie in [-1, 1], wanted one of {', '.join(BOUNDED)}"
+                f"normalization_mapping has ACTION: {mode}; bins are in [-1, 1]; wanted one of {', '.join(BOUNDED)}"
             )
         return wrong
 
@@ -198,8 +196,6 @@ class Tokens2d(Transformer2dPolicy):
 
     def __init__(self, config: Tokens2dConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
-        self.config = config
-        self.transformer = Transformer2DModel(**config.transformer.to_json(), dtype=dtype, rngs=rngs)
         table = self.transformer.latent_image_embedding.emb.embedding
         waves = make_bin_embeddings(config.bins, config.dim_model, rngs.params())
         table[...] = table[...].at[:-1].set(waves.astype(table.dtype))

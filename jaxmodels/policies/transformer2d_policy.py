@@ -1,15 +1,14 @@
 """Base config and network of policies on the 2D transformer.
 
-A new kind is a config (`Transformer2dPolicyConfig`), a model (`Transformer2dPolicy`) with a ``transformer`` and a
-``loss``, and an `act`; `transformer2d_policy_type` makes the entry of the registry out of them.
+A policy type consists of a config (`Transformer2dPolicyConfig`), a network (`Transformer2dPolicy`) with a ``loss``, and
+an `act`, which `transformer2d_policy_type` joins to an entry of the registry.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import jax.numpy as jnp
 from einops import rearrange
@@ -27,6 +26,7 @@ from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig
 from jaxmodels.ranges import CHUNK, HEADS, LAYERS_STACKED, NOT_NEGATIVE, POSITIVE, SHARE_BELOW_ONE, WIDTH, Range
 from jaxmodels.text import TextEncoder
 from jaxmodels.text.encoder import TextConfig
+from jaxmodels.transformer2d import Transformer2DModel
 from jaxmodels.transformer2d.attention import Dtypes, to_bias
 from jaxmodels.transformer2d.block import Biases, KeyValues, Modulation
 from jaxmodels.transformer2d.config import Transformer2DConfig
@@ -65,9 +65,7 @@ class Transformer2dPolicyConfig(PolicyConfig):
     """
 
     advice: ClassVar[str] = "the policy is of a newer version, or of another"
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"vision_backbone": BACKBONES, "scheduler_name": SCHEDULERS}
-    )
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"vision_backbone": BACKBONES, "scheduler_name": SCHEDULERS}
     indifferent: ClassVar[tuple[str, ...]] = (
         "device",
         "pretrained_backbone_weights",
@@ -239,30 +237,30 @@ def _mean(said: Language) -> Float[Array, "b d"]:
 
 
 # Fields for one 96x96 camera and a CPU.
-SMALL = MappingProxyType(
-    {
-        "chunk_size": 20,
-        "n_action_steps": 5,
-        "vision_backbone": SMALL_CNN,
-        "dim_model": 128,
-        "n_heads": 4,
-        "n_encoder_layers": 1,
-        "n_layers": 4,
-        "optimizer_lr": 1e-3,
-        "optimizer_lr_backbone": 1e-3,
-        "optimizer_weight_decay": 1e-4,
-        "scheduler_warmup_steps": 200,
-    }
-)
+SMALL = {
+    "chunk_size": 20,
+    "n_action_steps": 5,
+    "vision_backbone": SMALL_CNN,
+    "dim_model": 128,
+    "n_heads": 4,
+    "n_encoder_layers": 1,
+    "n_layers": 4,
+    "optimizer_lr": 1e-3,
+    "optimizer_lr_backbone": 1e-3,
+    "optimizer_weight_decay": 1e-4,
+    "scheduler_warmup_steps": 200,
+}
 
 
 class Transformer2dPolicy(nnx.Module):
-    """Base network: observation tokens and text encoder; each policy type adds how it generates a chunk."""
+    """Base network: observation tokens, text encoder and transformer; policy types add the generation of a chunk."""
 
     def __init__(self, config: Transformer2dPolicyConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config: Any = config
         self.observation_tokens = ObservationTokens(config, dtype=dtype, rngs=rngs)
         if config.text_encoder is not None:
             self.text = TextEncoder(config.text_encoder, rngs=rngs)
+        self.transformer = Transformer2DModel(**config.transformer.to_json(), dtype=dtype, rngs=rngs)
 
     def read(self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]) -> Language:
         return Language(self.text(ids, mask), mask)

@@ -10,9 +10,9 @@ A sampler takes ``predict(x, t)`` and a shape. With a prepared transformer::
     ddim(Partial(predict, model, context), shape, key, schedule, steps=steps, extras=each_step)
 """
 
-from jaxmodels.samplers.diffusion import DiffusionRow, NoiseSchedule, ddim, ddim_step, ddpm, ddpm_step
-from jaxmodels.samplers.flow import FlowRow, FlowSchedule, euler_step, flow_euler, flow_heun
-from jaxmodels.samplers.maskgit import MaskRow, MaskSchedule, Tokens, maskgit, maskgit_step
+from jaxmodels.samplers.diffusion import NoiseSchedule, ddim, ddim_step, ddpm, ddpm_step
+from jaxmodels.samplers.flow import FlowSchedule, euler_step, flow_euler, flow_heun
+from jaxmodels.samplers.maskgit import MaskSchedule, Tokens, maskgit, maskgit_step
 from jaxmodels.samplers.real_time_chunking import (
     Example,
     begin_with,
@@ -26,11 +26,8 @@ from jaxmodels.samplers.real_time_chunking import (
 from jaxmodels.samplers.sampling import combine, guide
 
 __all__ = [
-    "DiffusionRow",
     "Example",
-    "FlowRow",
     "FlowSchedule",
-    "MaskRow",
     "MaskSchedule",
     "NoiseSchedule",
     "Tokens",

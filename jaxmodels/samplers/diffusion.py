@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.ranges import POSITIVE, Range, find_number_errors, shorten_value
+from jaxmodels.ranges import POSITIVE, Range, find_choice_errors, find_number_errors
 from jaxmodels.samplers.sampling import Predict, check_prediction, first_noise, make_partial, run_steps
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
@@ -71,13 +71,8 @@ class NoiseSchedule:
             "timestep_spacing": SPACINGS,
             "variance_type": VARIANCE_TYPES,
         }
-        wrong = [
-            f"{name} is {shorten_value(getattr(self, name))}; wanted one of {', '.join(known)}"
-            for name, known in choices.items()
-            if getattr(self, name) not in known
-        ]
-        numbers = [*find_number_errors(self, integers=True), *find_number_errors(self, integers=False)]
-        wrong += numbers
+        numbers = find_number_errors(self)
+        wrong = find_choice_errors(self, choices) + numbers
         if not numbers and not self.beta_start <= self.beta_end:
             wrong.append(f"betas go from {self.beta_start} to {self.beta_end}; wanted 0 < beta_start <= beta_end < 1")
         if self.rescale_betas_zero_snr and self.prediction_type == "epsilon":
@@ -98,7 +93,7 @@ class NoiseSchedule:
         return np.cumprod(1 - betas, dtype=np.float64).astype(np.float32)
 
     def timesteps(self, steps: int) -> Int[np.ndarray, " k"]:
-        """Timesteps that a sampler with this many steps visits, noisiest first.
+        """Return the timesteps of a sampler with this number of steps, noisiest first.
 
         Raises:
             InputError: there are fewer timesteps than steps, or an offset leads beyond the last one.

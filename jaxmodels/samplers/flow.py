@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.ranges import POSITIVE, check_numbers, shorten_value
+from jaxmodels.errors import InputError
+from jaxmodels.ranges import POSITIVE, check_fields
 from jaxmodels.samplers.diffusion import TIMESTEPS, Sample
 from jaxmodels.samplers.sampling import Predict, check_prediction, first_noise, make_partial, run_steps
 
@@ -52,9 +52,7 @@ class FlowSchedule:
     spacing: Literal["linspace", "uniform"] = "linspace"
 
     def __post_init__(self) -> None:
-        check_numbers(self, "flow schedule")
-        if self.spacing not in SPACINGS:
-            raise ConfigError(f"spacing is {shorten_value(self.spacing)}; wanted one of {', '.join(SPACINGS)}")
+        check_fields(self, "flow schedule", {"spacing": SPACINGS})
 
     def shifted(self, sigma: Any) -> Any:
         """Return sigmas shifted towards the noise; a trainer draws ``shifted(uniform)``."""

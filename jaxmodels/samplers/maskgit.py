@@ -13,8 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.ranges import NOT_NEGATIVE, Range, check_numbers, shorten_value
+from jaxmodels.errors import InputError
+from jaxmodels.ranges import NOT_NEGATIVE, Range, check_fields
 from jaxmodels.samplers.sampling import Predict, check_prediction, make_partial, run_steps
 
 CLASSES = Range(2, 1 << 20)  # Including the masked class.
@@ -80,9 +80,7 @@ class MaskSchedule:
     begins_with_one: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self, "mask schedule (num_classes with the masked class)")
-        if self.masking not in MASKINGS:
-            raise ConfigError(f"masking is {shorten_value(self.masking)}; wanted one of {', '.join(MASKINGS)}")
+        check_fields(self, "mask schedule (num_classes with the masked class)", {"masking": MASKINGS})
 
     @property
     def is_greedy(self) -> bool:
@@ -100,7 +98,7 @@ class MaskSchedule:
         return xp.cos(progress * (np.pi / 2)) if self.masking == "cosine" else 1 - progress
 
     def rows(self, steps: int) -> MaskRow:
-        """Coefficients of all steps.
+        """Return the coefficients of all steps.
 
         Raises:
             InputError: steps is less than 1.
@@ -127,7 +125,11 @@ class MaskSchedule:
 
 
 def first_tokens(known: Any, shape: tuple[int, int], mask: int) -> Int[Array, "b n"]:
-    """Return the first tokens: `known` ones or the masked class; raises InputError for a wrong shape or dtype."""
+    """Return the first tokens: `known` tokens or the masked class.
+
+    Raises:
+        InputError: the shape, the dtype or (except of tracers) a value of `known` is wrong.
+    """
     if known is None:
         return jnp.full(shape, mask, jnp.int32)
     if jnp.shape(known) != shape or not jnp.issubdtype(jnp.result_type(known), jnp.integer):
@@ -135,17 +137,10 @@ def first_tokens(known: Any, shape: tuple[int, int], mask: int) -> Int[Array, "b
             f"known is {jnp.result_type(known)} {list(jnp.shape(known))}; wanted integers {list(shape)}, "
             f"{mask} where a token is to be sampled"
         )
-    return jnp.asarray(known, jnp.int32)
-
-
-def check_known(known: Any, mask: int) -> None:
-    """Raise InputError if a known token is not a class; the values of tracers are not checked."""
-    if known is None or isinstance(known, Tracer):
-        return
-    tokens = np.asarray(known)
-    wrong = tokens[(tokens < 0) | (tokens > mask)]
-    if wrong.size:
+    tokens = np.zeros(0) if isinstance(known, Tracer) else np.asarray(known)
+    if (wrong := tokens[(tokens < 0) | (tokens > mask)]).size:
         raise InputError(f"known holds {wrong[0]}; wanted classes 0 to {mask - 1}, or {mask} for a token to be sampled")
+    return jnp.asarray(known, jnp.int32)
 
 
 def ranks(x: Float[Array, "b n"]) -> Int[Array, "b n"]:
@@ -217,8 +212,8 @@ def maskgit(
     Raises:
         InputError: steps, extras, known tokens or the prediction do not fit.
     """
-    check_known(known, schedule.mask)
-    return _sample(make_partial(predict), key, extras, known, shape, schedule, steps, alike, distributions)
+    first = first_tokens(known, shape, schedule.mask)
+    return _sample(make_partial(predict), key, extras, first, shape, schedule, steps, alike, distributions)
 
 
 @partial(jax.jit, static_argnames=("shape", "schedule", "steps", "alike", "distributions"))
@@ -226,14 +221,13 @@ def _sample(
     predict: Predict,
     key: PRNGKeyArray,
     extras: Any,
-    known: Any,
+    first: Int[Array, "b n"],
     shape: tuple[int, int],
     schedule: MaskSchedule,
     steps: int,
     alike: bool,
     distributions: bool,
 ) -> Tokens:
-    first = first_tokens(known, shape, schedule.mask)
     is_given = first != schedule.mask
     masked_at_first = jnp.sum(~is_given, axis=1)
     expected = (shape[0], schedule.mask, shape[1])

@@ -38,7 +38,9 @@ def run_steps(
     Raises:
         InputError: an array of `extras` has another leading axis.
     """
-    _check_extras(extras, len(jax.tree.leaves(rows)[0]))
+    steps = len(jax.tree.leaves(rows)[0])
+    if wrong := [jnp.shape(leaf) for leaf in jax.tree.leaves(extras) if jnp.shape(leaf)[:1] != (steps,)]:
+        raise InputError(f"extras hold an array of shape {list(wrong[0])}; wanted a leading axis of {steps} steps")
 
     def body(state: Any, item: tuple[Any, Any]) -> tuple[Any, None]:
         row, extra = item
@@ -52,12 +54,6 @@ def check_prediction(prediction: Array, expected: tuple[int, ...], advice: str) 
     """Raise InputError if a prediction has another shape than expected, which could broadcast unnoticed."""
     if prediction.shape != expected:
         raise InputError(f"predict gave {list(prediction.shape)}; wanted {list(expected)}: {advice}")
-
-
-def _check_extras(extras: Any, steps: int) -> None:
-    wrong = [jnp.shape(leaf) for leaf in jax.tree.leaves(extras) if jnp.shape(leaf)[:1] != (steps,)]
-    if wrong:
-        raise InputError(f"extras hold an array of shape {list(wrong[0])}; wanted a leading axis of {steps} steps")
 
 
 def first_noise(start: Any, shape: tuple[int, ...], key: Any) -> Array:

@@ -18,6 +18,7 @@ from jaxmodels.ranges import (
     WIDTH,
     Range,
     check_unknown_fields,
+    find_choice_errors,
     find_number_errors,
     find_value_errors,
     list_numbers,
@@ -32,7 +33,7 @@ BYTES = 257  # Every byte, and a start token.
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Config of a transformer over the tokens of a text.
+    """Config of a transformer over the tokens of a text; by default a small one for instructions of up to 95 bytes.
 
     Attributes:
         kind: ``small``, trained with the policy on the bytes of a text; ``clip``, CLIP's text tower.
@@ -48,7 +49,7 @@ class TextConfig:
     """
 
     kind: str = SMALL
-    length: Annotated[int, Range(1, 4096)] = 96
+    length: Annotated[int, Range(2, 4096)] = 96
     width: Annotated[int, Range(1, WIDTH)] = 128
     n_layers: Annotated[int, Range(1, LAYERS_WRITTEN_OUT)] = 2
     n_heads: Annotated[int, Range(1, HEADS)] = 4
@@ -58,31 +59,20 @@ class TextConfig:
     is_frozen: bool = False
 
     def __post_init__(self) -> None:
-        wrong = find_number_errors(self, integers=True)
-        wrong += [
-            f"{name} is {shorten_value(getattr(self, name))}; known: {', '.join(known)}"
-            for name, known in (("kind", KINDS), ("activation", TEXT_ACTIVATIONS))
-            if getattr(self, name) not in known
-        ]
+        wrong = find_number_errors(self)
+        wrong += find_choice_errors(self, {"kind": KINDS, "activation": TEXT_ACTIVATIONS})
         if not isinstance(self.is_frozen, bool):
             wrong.append(f"is_frozen is {shorten_value(self.is_frozen)}; wanted true or false")
         if not wrong and self.width % self.n_heads:
             wrong.append(f"width {self.width} is not a multiple of n_heads {self.n_heads}")
         if not wrong and self.kind == SMALL and self.vocabulary != BYTES:
             wrong.append(f"vocabulary is {self.vocabulary}; {SMALL} reads bytes, wanted {BYTES}")
-        if not wrong and self.length < 2:
-            wrong.append("length is 1; wanted 2 or more, the start of a text and something that it says")
         if wrong:
             raise ConfigError("text encoder: " + "; ".join(wrong))
 
     @classmethod
-    def small(cls) -> "TextConfig":
-        """Return the config of a small encoder, trained with its policy, for instructions of up to 95 bytes."""
-        return cls()
-
-    @classmethod
     def clip(cls) -> "TextConfig":
-        """Config of the text encoder of CLIP ViT-B/32 (https://huggingface.co/openai/clip-vit-base-patch32)."""
+        """Return the config of the text encoder of CLIP ViT-B/32 (https://huggingface.co/openai/clip-vit-base-patch32)."""
         return cls(CLIP, 77, 512, 12, 8, 2048, 49408, "quick_gelu", is_frozen=True)
 
     @classmethod
@@ -90,7 +80,7 @@ class TextConfig:
         """Read a config's ``text_encoder``; raises ConfigError for unknown fields that are on or wrong values."""
         if not isinstance(values, Mapping):
             raise ConfigError(
-                f"text_encoder is {shorten_value(values)}; wanted an object, e.g. {cls.small().to_json()}, or null"
+                f"text_encoder is {shorten_value(values)}; wanted an object, e.g. {cls().to_json()}, or null"
             )
         known = [field.name for field in fields(cls)]
         unknown = {str(name): value for name, value in values.items() if name not in known}

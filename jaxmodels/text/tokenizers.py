@@ -26,7 +26,7 @@ class VocabularyTokenizer:
         self.length = config.length
         self._read = open_tokenizer(file, f"a text encoder of kind {config.kind!r}", config.vocabulary)
         if not self._read.encode(""):
-            raise CheckpointError(f"{TOKENIZER}: begins and ends no text with a token of its own; wanted CLIP's")
+            raise CheckpointError(f"{TOKENIZER}: adds no token at the start or end of a text; CLIP's does")
 
     def __call__(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]:
         ids = np.zeros((len(texts), self.length), np.int32)
@@ -100,7 +100,7 @@ class ByteTokenizer:
             if len(said) >= self.length:
                 raise ObservationError(
                     f"the instruction {text[:40]!r}... has {len(said)} bytes; this policy reads {self.length - 1}. "
-                    "Say it in fewer words"
+                    "Use fewer words"
                 )
             ids[row, : len(said) + 1] = [START, *said]
             mask[row, : len(said) + 1] = True

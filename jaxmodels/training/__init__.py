@@ -5,7 +5,7 @@ Names are looked up when first used, so that importing this package does not imp
 
 from typing import TYPE_CHECKING
 
-from jaxmodels._lazy import lazy_names, list_homes
+from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.devices import join
@@ -38,16 +38,14 @@ __all__ = [
     "trained_types",
 ]
 
-_HOMES = list_homes(
-    {
-        "jaxmodels.devices": "join",
-        "jaxmodels.policies": "policy_types trained_types",
-        "jaxmodels.training.augmentation": "ImageTransforms Transform parse_transforms",
-        "jaxmodels.training.config": "TrainingConfig",
-        "jaxmodels.training.initial_policy": "Start new_policy policy_fields trained_policy",
-        "jaxmodels.training.loop": "train",
-        "jaxmodels.training.optimizers": "OptimizerConfig SchedulerConfig optimizer_preset scheduler_preset",
-        "jaxmodels.training.progress": "Progress draw_curve",
-    }
-)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+_NAMES = {
+    "jaxmodels.devices": "join",
+    "jaxmodels.policies": "policy_types trained_types",
+    "jaxmodels.training.augmentation": "ImageTransforms Transform parse_transforms",
+    "jaxmodels.training.config": "TrainingConfig",
+    "jaxmodels.training.initial_policy": "Start new_policy policy_fields trained_policy",
+    "jaxmodels.training.loop": "train",
+    "jaxmodels.training.optimizers": "OptimizerConfig SchedulerConfig optimizer_preset scheduler_preset",
+    "jaxmodels.training.progress": "Progress draw_curve",
+}
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, UInt8
 
 from jaxmodels.errors import ConfigError
+from jaxmodels.ranges import COUNT, SHARE, find_number_errors
 
 # Name to (LeRobot's type, smallest number, largest number).
 KINDS: dict[str, tuple[str, float, float]] = {
@@ -74,16 +75,12 @@ class ImageTransforms:
     """
 
     enable: bool = False
-    max_num_transforms: int = 3
+    max_num_transforms: Annotated[int, COUNT] = 3
     tfs: tuple[Transform, ...] = LEROBOT
-    noise: float = 0.0
+    noise: Annotated[float, SHARE] = 0.0
 
     def __post_init__(self) -> None:
-        wrong = []
-        if self.max_num_transforms < 1:
-            wrong.append(f"max_num_transforms is {self.max_num_transforms}; wanted 1 or more")
-        if not 0 <= self.noise <= 1:
-            wrong.append(f"noise is {self.noise}; wanted a share from 0 to 1, e.g. 0.02")
+        wrong = find_number_errors(self)
         names = [transform.name for transform in self.tfs]
         if len(set(names)) < len(names):
             wrong.append(f"tfs has {', '.join(names)}; wanted each name once")

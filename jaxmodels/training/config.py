@@ -1,13 +1,14 @@
 """Config of a training run."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from jaxmodels.devices import DTYPES
 from jaxmodels.errors import ConfigError
+from jaxmodels.ranges import COUNT, SHARE_BELOW_ONE, find_choice_errors, find_number_errors
 from jaxmodels.training.augmentation import ImageTransforms
-from jaxmodels.training.optimizers import OptimizerConfig, SchedulerConfig
+from jaxmodels.training.optimizers import NOT_NEGATIVE, OptimizerConfig, SchedulerConfig
 
-COUNTS = ("steps", "batch_size", "log_freq", "save_freq", "keep_checkpoints", "gradient_accumulation_steps")
 # Fields that may change when a run is resumed, because weights do not depend on them.
 OPERATIONAL = ("log_freq", "save_freq", "keep_checkpoints", "num_workers", "tensorboard", "data", "fsdp")
 
@@ -37,40 +38,28 @@ class TrainingConfig:
         ConfigError: a value makes no sense; all errors together.
     """
 
-    steps: int = 100_000
-    batch_size: int = 8
-    seed: int = 1000
+    steps: Annotated[int, COUNT] = 100_000
+    batch_size: Annotated[int, COUNT] = 8
+    seed: Annotated[int, NOT_NEGATIVE] = 1000
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Annotated[int, COUNT] = 1
     dtype: str = "float32"
-    ema_decay: float = 0.0
+    ema_decay: Annotated[float, SHARE_BELOW_ONE] = 0.0
     image_transforms: ImageTransforms = field(default_factory=ImageTransforms)
-    state_noise: float = 0.0
+    state_noise: Annotated[float, NOT_NEGATIVE] = 0.0
     use_imagenet_stats: bool = True
-    log_freq: int = 200
-    save_freq: int = 20_000
-    keep_checkpoints: int = 3
-    num_workers: int = 4
+    log_freq: Annotated[int, COUNT] = 200
+    save_freq: Annotated[int, COUNT] = 20_000
+    keep_checkpoints: Annotated[int, COUNT] = 3
+    num_workers: Annotated[int, NOT_NEGATIVE] = 4
     tensorboard: bool = False
-    data: int | None = None
-    fsdp: int | None = 1
+    data: Annotated[int | None, COUNT] = None
+    fsdp: Annotated[int | None, COUNT] = 1
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} is {getattr(self, name)!r}; wanted 1 or more"
-            for name in (*COUNTS, "fsdp", "data")
-            if getattr(self, name) is not None and getattr(self, name) < 1
-        ]
-        wrong += [
-            f"{name} is {getattr(self, name)!r}; wanted 0 or more"
-            for name in ("state_noise", "seed", "num_workers")
-            if not getattr(self, name) >= 0
-        ]
-        if not 0 <= self.ema_decay < 1:
-            wrong.append(f"ema_decay is {self.ema_decay!r}; wanted 0 (off) to below 1, e.g. 0.999")
-        if self.dtype not in DTYPES:
-            wrong.append(f"dtype is {self.dtype!r}; known: {', '.join(DTYPES)}")
+        wrong = find_number_errors(self)
+        wrong += find_choice_errors(self, {"dtype": DTYPES})
         if not wrong and self.batch_size % self.gradient_accumulation_steps:
             wrong.append(
                 f"batch_size is {self.batch_size}; wanted a multiple of gradient_accumulation_steps, "

@@ -1,4 +1,4 @@
-"""The policy that a training starts from, new or pretrained."""
+"""New or pretrained policy that a training starts from."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -10,21 +10,21 @@ import numpy as np
 
 from jaxmodels.checkpoints.backbones import Backbone, read_backbone
 from jaxmodels.checkpoints.files import find_floats, read_json
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Tensor, read_tensors, their_shapes
+from jaxmodels.checkpoints.tensor_layouts import SAME, Tensor, module_tensor, read_tensors, their_shapes
 from jaxmodels.checkpoints.tokenizer_files import read_tokenizer
 from jaxmodels.data import Dataset
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
-from jaxmodels.hub import fetch
+from jaxmodels.hub import find_policy
 from jaxmodels.layers.norm import EPSILON
 from jaxmodels.policies import SERVED_ONLY, get_policy_type, lerobot_folder, trained_types
 from jaxmodels.policies.config import OTHER
 from jaxmodels.text import TextConfig, TextEncoder
 from jaxmodels.text.encoder import CLIP
 from jaxmodels.types import ACTION, ENVIRONMENT_STATE, STATE, Feature, dump_features
+from jaxmodels.vlm.siglip import PARTS
 from jaxmodels.weights import blueprint, check_fit, not_finite
 
 SMALL = "small"
-PRESETS = (SMALL,)
 # Features of any policy type, to list the fields of its config.
 _ANY = {
     "input_features": {STATE: {"type": "STATE", "shape": [1]}, ENVIRONMENT_STATE: {"type": "ENV", "shape": [1]}},
@@ -101,8 +101,8 @@ def new_policy(
             f"{', '.join(trained_types())}"
         )
     chosen = get_policy_type(kind)
-    if preset not in (None, *PRESETS):
-        raise ConfigError(f"preset is {preset!r}; known: {', '.join(PRESETS)}")
+    if preset not in (None, SMALL):
+        raise ConfigError(f"preset is {preset!r}; known: {SMALL}")
     _check_known(kind, values or {})
     read: dict[str, Any] = dict(_features(dataset, image_size))
     read |= dict(chosen.small) if preset == SMALL else {}
@@ -113,8 +113,9 @@ def new_policy(
             f"text_encoder is {str(text_encoder)!r}, and {of_policy!r} among the policy's fields; "
             "wanted one of --text_encoder=<a CLIP> and --policy.text_encoder=small"
         )
-    text = None if text_encoder is None else read_clip_text(_folder(text_encoder, None, on_progress))
-    if text is not None:
+    text = None
+    if text_encoder is not None:
+        text = read_clip_text(find_policy(os.fspath(text_encoder), on_progress=on_progress)[0])
         read["text_encoder"] = text.config.to_json()
     elif isinstance(read.get("text_encoder"), str):
         read["text_encoder"] = _text_encoder(read["text_encoder"])
@@ -151,20 +152,9 @@ def trained_policy(
         ConfigError: its config has unknown fields or values that make no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
-    folder = _folder(path_or_repo, revision, on_progress)
+    folder, _ = find_policy(os.fspath(path_or_repo), revision, on_progress=on_progress)
     checkpoint = lerobot_folder.read_checkpoint(folder, needs_statistics=False)
     return Start(checkpoint.config, checkpoint.weights, tokenizer=checkpoint.tokenizer)
-
-
-def _folder(
-    path_or_repo: str | os.PathLike[str], revision: str | None, on_progress: Callable[[str], None] | None
-) -> Path:
-    folder = Path(os.path.expanduser(path_or_repo))
-    if not folder.is_dir():
-        return fetch(str(path_or_repo), revision, on_progress=on_progress)
-    if revision is not None:
-        raise ConfigError(f"{folder} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
-    return folder
 
 
 def _features(dataset: Dataset, image_size: tuple[int, int] | None) -> dict[str, Any]:
@@ -185,7 +175,7 @@ def _features(dataset: Dataset, image_size: tuple[int, int] | None) -> dict[str,
 
 
 def _text_encoder(name: str) -> dict[str, Any]:
-    presets = {"small": TextConfig.small, "clip": TextConfig.clip}
+    presets = {"small": TextConfig, "clip": TextConfig.clip}
     if name not in presets:
         raise ConfigError(
             f"text_encoder is {name!r}; known: {', '.join(presets)}, or an object of its fields, or null; the folder "
@@ -206,12 +196,7 @@ _PARTS = {
     "norm": "final_layer_norm",
     "norm1": "layer_norm1",
     "norm2": "layer_norm2",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.out": "self_attn.out_proj",
-    "feed_forward.up": "mlp.fc1",
-    "feed_forward.down": "mlp.fc2",
+    **PARTS,
 }
 
 
@@ -273,10 +258,8 @@ def _text_config(values: dict[str, Any]) -> TextConfig:
 def _tensor(name: str) -> Tensor:
     if name in ("tokens", "positions"):
         return Tensor(TOWER + _PARTS[name], (name,), SAME)
-    part, _, last = name.rpartition(".")
-    layer = ""
+    part, layer = name.rpartition(".")[0], ""
     if part.startswith("layers."):
         _, number, part = part.split(".", 2)
         layer = f"encoder.layers.{number}."
-    theirs = f"{TOWER}{layer}{_PARTS[part]}.{'bias' if last == 'bias' else 'weight'}"
-    return Tensor(theirs, (name,), LINEAR if last == "kernel" else SAME)
+    return module_tensor(f"{TOWER}{layer}{_PARTS[part]}", name)

@@ -179,7 +179,7 @@ class _Run:
             raise TrainingError(
                 f"the loss is {values['loss']} within the {int(sums[COUNT])} steps before step {done}"
                 f"{self._last_line()}. Try a lower learning rate (--policy.optimizer_lr), a longer warm-up "
-                "(--scheduler.num_warmup_steps) or float32; checkpoints up to there are whole"
+                "(--scheduler.num_warmup_steps) or float32; earlier checkpoints are complete"
             )
         return values
 

@@ -1,15 +1,18 @@
 """Optimizers, weight averaging and learning-rate schedules."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
 from jaxmodels.errors import ConfigError
+from jaxmodels.ranges import COUNT, SHARE_BELOW_ONE, Range, check_fields, find_choice_errors, find_number_errors
 
+POSITIVE, NOT_NEGATIVE = Range(0, math.inf, above=True), Range(0, math.inf)
 SCHEDULES = ("constant", "diffuser", "cosine_decay_with_warmup")
 NAMES = ("constant", "constant_with_warmup", "linear", "cosine")
 
@@ -32,28 +35,21 @@ class SchedulerConfig:
 
     type: str = "constant"
     name: str = "cosine"
-    num_warmup_steps: int = 0
-    num_decay_steps: int | None = None
+    num_warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
+    num_decay_steps: Annotated[int | None, COUNT] = None
     peak_lr: float = 1.0
     decay_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        wrong = []
-        if self.type not in SCHEDULES:
-            wrong.append(f"type is {self.type!r}; known: {', '.join(SCHEDULES)}")
-        if self.name not in NAMES:
-            wrong.append(f"name is {self.name!r}; known: {', '.join(NAMES)}")
-        if self.num_warmup_steps < 0:
-            wrong.append(f"num_warmup_steps is {self.num_warmup_steps}; wanted 0 or more")
-        if self.num_decay_steps is not None and self.num_decay_steps < 1:
-            wrong.append(f"num_decay_steps is {self.num_decay_steps}; wanted 1 or more")
+        wrong = find_choice_errors(self, {"type": SCHEDULES, "name": NAMES})
+        wrong += find_number_errors(self)
         if not self.peak_lr > 0 or not 0 <= self.decay_lr <= self.peak_lr:
             wrong.append(f"decay_lr is {self.decay_lr} and peak_lr {self.peak_lr}; wanted 0 <= decay_lr <= peak_lr")
         if wrong:
             raise ConfigError("scheduler: " + "; ".join(wrong))
 
     def factor(self, step: Int[Array, ""] | int, steps: int) -> Float[Array, ""]:
-        """Factor of the learning rate at a step (the first is 0) of a training of `steps`."""
+        """Return the factor of the learning rate at a step, counted from 0, of a training of `steps`."""
         now = jnp.asarray(step, jnp.float32)
         if self.type == "cosine_decay_with_warmup":
             return self._decay(now, steps)
@@ -114,34 +110,16 @@ class OptimizerConfig:
     """
 
     type: str = "adamw"
-    lr: float = 1e-3
-    lr_backbone: float | None = None
-    weight_decay: float = 1e-2
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    grad_clip_norm: float = 10.0
+    lr: Annotated[float, POSITIVE] = 1e-3
+    lr_backbone: Annotated[float | None, NOT_NEGATIVE] = None
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-2
+    betas: Annotated[tuple[float, float], SHARE_BELOW_ONE] = (0.9, 0.999)
+    eps: Annotated[float, POSITIVE] = 1e-8
+    grad_clip_norm: Annotated[float, NOT_NEGATIVE] = 10.0
     decayed: str = "all"
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}"
-            for name, known in (("type", OPTIMIZERS), ("decayed", DECAYED))
-            if getattr(self, name) not in known
-        ]
-        wrong += [
-            f"{name} is {getattr(self, name)!r}; wanted a number above 0"
-            for name in ("lr", "eps")
-            if not 0 < getattr(self, name) < float("inf")
-        ]
-        wrong += [
-            f"{name} is {getattr(self, name)!r}; wanted a number of 0 or more"
-            for name in ("weight_decay", "grad_clip_norm", "lr_backbone")
-            if getattr(self, name) is not None and not 0 <= getattr(self, name) < float("inf")
-        ]
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            wrong.append(f"betas are {self.betas!r}; wanted two numbers from 0 to below 1")
-        if wrong:
-            raise ConfigError("optimizer: " + "; ".join(wrong))
+        check_fields(self, "optimizer", {"type": OPTIMIZERS, "decayed": DECAYED})
 
 
 def optimizer_preset(policy: object) -> OptimizerConfig:
@@ -162,12 +140,14 @@ def make_optimizer(
     """
     groups = {name: "backbone" if "backbone" in name.split(".") else "others" for name in names}
     rates = {"others": config.lr, "backbone": config.lr if config.lr_backbone is None else config.lr_backbone}
-    is_all = config.decayed == "all"
-    decay = optax.add_decayed_weights(config.weight_decay, mask=None if is_all else _are_matrices)
+
+    def are_matrices(parameters: Any) -> Any:
+        return {name: array.ndim > 1 for name, array in parameters.items()}
 
     def factor(step: Any) -> Any:
         return scheduler.factor(step, steps)
 
+    decay = optax.add_decayed_weights(config.weight_decay, mask=None if config.decayed == "all" else are_matrices)
     adam = optax.scale_by_adam(*config.betas, config.eps)
     return optax.chain(
         optax.clip_by_global_norm(config.grad_clip_norm) if config.grad_clip_norm else optax.identity(),
@@ -175,10 +155,6 @@ def make_optimizer(
         optax.scale_by_schedule(factor),
         optax.partition({group: optax.scale(-rate) for group, rate in rates.items()}, groups),
     )
-
-
-def _are_matrices(parameters: Any) -> Any:
-    return {name: array.ndim > 1 for name, array in parameters.items()}
 
 
 def update_average(average: Any, parameters: Any, step: Any, decay: float) -> Any:

@@ -40,12 +40,12 @@ def claim_folder(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
     text = json.dumps(setup, indent=2) + "\n"
     if not path.exists():
         if output.is_dir() and any(entry != _draft_path(path) for entry in output.iterdir()):
-            raise TrainingError(f"{output}: is there and holds no training; choose another --output_dir")
+            raise TrainingError(f"{output}: exists and holds no training; choose another --output_dir")
         output.mkdir(parents=True, exist_ok=True)
         _replace(path, text)
         return
     if not resume:
-        raise TrainingError(f"{output}: holds a training; add --resume=true to go on with it, or choose another folder")
+        raise TrainingError(f"{output}: holds a training; add --resume=true to continue it, or choose another folder")
     try:
         stored = json.loads(path.read_text())
     except ValueError as error:
@@ -90,8 +90,8 @@ def explain_write_errors(output: Path) -> Iterator[None]:
         if error.errno is not None and error.errno not in FULL:
             raise
         raise OSError(
-            f"{output}: cannot be written ({error.strerror or error}); make room there, or give rights, and go on with "
-            "the run (--resume=true): the checkpoints in it are whole"
+            f"{output}: cannot be written ({error.strerror or error}); free space or grant write access, then continue "
+            "the run (--resume=true): its checkpoints are complete"
         ) from error
 
 

@@ -22,12 +22,10 @@ __all__ = [
     "Transformer2DModelOutput",
 ]
 
-_HOMES = {
-    "CompiledTransformer2D": "jaxmodels.transformer2d.compiled",
-    "Conditioning": "jaxmodels.transformer2d.block",
-    "Modulations": "jaxmodels.transformer2d.block",
-    "Transformer2DConfig": "jaxmodels.transformer2d.config",
-    "Transformer2DModel": "jaxmodels.transformer2d.model",
-    "Transformer2DModelOutput": "jaxmodels.transformer2d.model",
+_NAMES = {
+    "jaxmodels.transformer2d.block": "Conditioning Modulations",
+    "jaxmodels.transformer2d.compiled": "CompiledTransformer2D",
+    "jaxmodels.transformer2d.config": "Transformer2DConfig",
+    "jaxmodels.transformer2d.model": "Transformer2DModel Transformer2DModelOutput",
 }
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

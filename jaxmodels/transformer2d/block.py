@@ -57,8 +57,7 @@ class TimeNorm(nnx.Module):
     """ada_norm: a table of learned timesteps, and their scale and shift; here the scale is first."""
 
     def __init__(self, width: int, timesteps: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
-        table = nnx.initializers.normal(1.0)(rngs.params(), (timesteps, width), dtypes.parameters)
-        self.emb = Table(table)
+        self.emb = Table(timesteps, width, dtypes, rngs=rngs)
         self.linear = linear(width, 2 * width, ("embed", "mlp"), dtypes, rngs=rngs)
 
     def __call__(self, timestep: Int[Array, " b"]) -> Affine:
@@ -70,8 +69,9 @@ class TimeNorm(nnx.Module):
 class Table(nnx.Module):
     """Embedding table; indices must be checked before compiled code, which would clip them silently."""
 
-    def __init__(self, rows: Float[Array, "e d"]):
-        self.embedding = nnx.Param(rows, axes=("vocabulary", "embed"))
+    def __init__(self, rows: int, width: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        table = nnx.initializers.normal(1.0)(rngs.params(), (rows, width), dtypes.parameters)
+        self.embedding = nnx.Param(table, axes=("vocabulary", "embed"))
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... d"]:
         return jnp.take(self.embedding[...], ids, axis=0, mode="clip")
@@ -82,8 +82,7 @@ class TimeAndClass(nnx.Module):
 
     def __init__(self, width: int, classes: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
         self.timestep_embedder = Mlp(TIME_CHANNELS, width, dtypes, rngs=rngs)
-        table = nnx.initializers.normal(1.0)(rngs.params(), (classes + 1, width), dtypes.parameters)
-        self.class_embedder = ClassEmbedder(table)
+        self.class_embedder = ClassEmbedder(classes + 1, width, dtypes, rngs=rngs)
 
     def __call__(self, timestep: Float[Array, " b"], labels: Int[Array, " b2"]) -> Float[Array, "b3 d"]:
         time = self.timestep_embedder(time_sinusoid(timestep, TIME_CHANNELS, shift=1))
@@ -93,8 +92,8 @@ class TimeAndClass(nnx.Module):
 class ClassEmbedder(nnx.Module):
     """Embedding table of classes, nested as in diffusers' files."""
 
-    def __init__(self, rows: Float[Array, "e d"]):
-        self.embedding_table = Table(rows)
+    def __init__(self, rows: int, width: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        self.embedding_table = Table(rows, width, dtypes, rngs=rngs)
 
     def __call__(self, labels: Int[Array, " b"]) -> Float[Array, "b d"]:
         return self.embedding_table(labels)

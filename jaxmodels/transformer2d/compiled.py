@@ -38,8 +38,9 @@ class CompiledTransformer2D:
         self._config, self._dtype = model.config, model.dtype
         paths, self._tree = jax.tree_util.tree_flatten_with_path(state)
         names = [".".join(str(getattr(key, "key", key)) for key in path) for path, _ in paths]
-        is_split = [model.config.num_layers <= WRITTEN_OUT and _belongs_to_a_layer(name) for name in names]
-        self._parts = [model.config.num_layers if split else None for split in is_split]
+        layers, modulating = model.config.num_layers, tuple(f"{BLOCKS}.{part}" for part in MODULATING)
+        is_split = [name.startswith(f"{BLOCKS}.") and not name.startswith(modulating) for name in names]
+        self._parts = [layers if split and layers <= WRITTEN_OUT else None for split in is_split]
         self._weights = self._flatten([array for _, array in paths])
         self._executables: dict[Shapes, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
@@ -127,11 +128,6 @@ class _Parts:
 
     def __init__(self, parts: list[Array]):
         self.parts = parts
-
-
-def _belongs_to_a_layer(name: str) -> bool:
-    path = name.removeprefix(f"{BLOCKS}.")
-    return path != name and not path.startswith(MODULATING)
 
 
 def _shapes(arguments: Any) -> Shapes:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
 from jaxmodels.errors import ConfigError
@@ -13,6 +12,7 @@ from jaxmodels.ranges import (
     SHARE_BELOW_ONE,
     WIDTH,
     Range,
+    find_choice_errors,
     find_value_errors,
     list_numbers,
     read_number_type,
@@ -59,7 +59,7 @@ class Transformer2DConfig:
             convolutions, which are equivalent.
         only_cross_attention: whether the first attention of a block also attends to `encoder_hidden_states`.
         double_self_attention: whether the second attention has keys as wide as the tokens.
-        upcast_attention: kept for files; softmax is always float32 here.
+        upcast_attention: has no effect, because softmax is always float32; written to files.
         norm_type: ``layer_norm`` with `num_embeds_ada_norm` means ``ada_norm``, as in older files (`block_norm`).
         norm_elementwise_affine: whether plain layer norms have weights.
         norm_eps: epsilon of plain layer norms.
@@ -143,9 +143,8 @@ class Transformer2DConfig:
         if self.activation_fn not in DIFFUSERS_ACTIVATIONS:
             known = ", ".join(DIFFUSERS_ACTIVATIONS)
             wrong.append(f"activation_fn is {shorten_value(self.activation_fn)}; known (in lower case): {known}")
-        if self.attention_type not in ATTENTION_TYPES:
-            wrong.append(f"attention_type is {shorten_value(self.attention_type)}; known: {', '.join(ATTENTION_TYPES)}")
-        elif self.has_fuser and self.cross_attention_dim is None:
+        wrong += find_choice_errors(self, {"attention_type": ATTENTION_TYPES})
+        if self.has_fuser and self.cross_attention_dim is None:
             wrong.append(f"attention_type {self.attention_type!r} needs cross_attention_dim, the width of its objects")
         if self.norm_type not in NORMS:
             reason = _UNUSABLE_NORMS.get(self.norm_type, f"known: {', '.join(NORMS)}")
@@ -227,13 +226,11 @@ class Transformer2DConfig:
         return asdict(self)
 
 
-_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
-    {
-        "<class 'bool'>": ("true or false", (bool,)),
-        "<class 'str'>": ("a string", (str,)),
-        "bool | None": ("true, false or null", (bool, type(None))),
-    }
-)
+_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "<class 'bool'>": ("true or false", (bool,)),
+    "<class 'str'>": ("a string", (str,)),
+    "bool | None": ("true, false or null", (bool, type(None))),
+}
 _UNUSABLE_NORMS = {
     "ada_norm_continuous": "diffusers' Transformer2DModel cannot be built with it either; wanted " + ", ".join(NORMS),
     "layer_norm_i2vgen": "diffusers builds it but fails in the forward pass; wanted " + ", ".join(NORMS),
@@ -277,7 +274,7 @@ def _wrong_patches(config: Transformer2DConfig) -> list[str]:
     if config.has_conditions and config.inner_dim % 3:
         wrong.append(f"inner_dim {config.inner_dim} is not a multiple of 3, which use_additional_conditions needs")
     if config.caption_channels is not None and not (config.has_cross_attention or config.only_cross_attention):
-        wrong.append("caption_channels is given without cross_attention_dim; nothing would look at the captions")
+        wrong.append("caption_channels is given without cross_attention_dim; no attention would read the captions")
     return wrong
 
 

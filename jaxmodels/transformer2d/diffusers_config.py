@@ -5,7 +5,6 @@ models/unets/unet_2d_condition.py and unet_2d_blocks.py, models/controlnets/cont
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from jaxmodels.errors import ConfigError
@@ -30,46 +29,42 @@ PATCHED = {
     "norm_elementwise_affine": False,
 }
 # Arguments and defaults of the classes that replaced Transformer2DModel; diffusers ignores other keys.
-SPLIT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "DiTTransformer2DModel": {**PATCHED, "sample_size": 32, "norm_type": "ada_norm_zero", "norm_eps": 1e-5},
-        "PixArtTransformer2DModel": {
-            **PATCHED,
-            "out_channels": 8,
-            "cross_attention_dim": 1152,
-            "sample_size": 128,
-            "norm_type": "ada_norm_single",
-            "norm_eps": 1e-6,
-            "interpolation_scale": None,
-            "use_additional_conditions": None,
-            "caption_channels": None,
-            "attention_type": "default",
-        },
-    }
-)
-# DiT never scales positions, independently of its sample size.
-FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType({"DiTTransformer2DModel": {"interpolation_scale": 1.0}})
-UNETS = ("UNet2DConditionModel", "ControlNetModel")
-UNET_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-        "mid_block_type": "UNetMidBlock2DCrossAttn",
-        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-        "only_cross_attention": False,
-        "block_out_channels": (320, 640, 1280, 1280),
-        "layers_per_block": 2,
-        "norm_num_groups": 32,
-        "cross_attention_dim": 1280,
-        "transformer_layers_per_block": 1,
-        "reverse_transformer_layers_per_block": None,
-        "attention_head_dim": 8,
-        "num_attention_heads": None,
-        "dual_cross_attention": False,
-        "use_linear_projection": False,
-        "upcast_attention": False,
+SPLIT: Mapping[str, Mapping[str, Any]] = {
+    "DiTTransformer2DModel": {**PATCHED, "sample_size": 32, "norm_type": "ada_norm_zero", "norm_eps": 1e-5},
+    "PixArtTransformer2DModel": {
+        **PATCHED,
+        "out_channels": 8,
+        "cross_attention_dim": 1152,
+        "sample_size": 128,
+        "norm_type": "ada_norm_single",
+        "norm_eps": 1e-6,
+        "interpolation_scale": None,
+        "use_additional_conditions": None,
+        "caption_channels": None,
         "attention_type": "default",
-    }
-)
+    },
+}
+# DiT never scales positions, independently of its sample size.
+FIXED: Mapping[str, Mapping[str, Any]] = {"DiTTransformer2DModel": {"interpolation_scale": 1.0}}
+UNETS = ("UNet2DConditionModel", "ControlNetModel")
+UNET_DEFAULTS: Mapping[str, Any] = {
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "mid_block_type": "UNetMidBlock2DCrossAttn",
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    "only_cross_attention": False,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+    "cross_attention_dim": 1280,
+    "transformer_layers_per_block": 1,
+    "reverse_transformer_layers_per_block": None,
+    "attention_head_dim": 8,
+    "num_attention_heads": None,
+    "dual_cross_attention": False,
+    "use_linear_projection": False,
+    "upcast_attention": False,
+    "attention_type": "default",
+}
 STAGES = 16  # Stages of a UNet; published UNets have four.
 LAYER_LIMIT = 64  # Attentions in one block of a UNet; published UNets have two or three.
 
@@ -136,10 +131,10 @@ def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     contexts = _per_stage(values, "cross_attention_dim", stages)
     layers = _per_stage(values, "layers_per_block", stages)
     only_context = _per_stage(values, "only_cross_attention", stages, kind=bool)
-    depths = _depths(values, "transformer_layers_per_block", stages)
+    depths = _per_stage(values, "transformer_layers_per_block", stages, may_nest=True)
     up_depths = depths[::-1]
     if values["reverse_transformer_layers_per_block"] is not None:
-        up_depths = _depths(values, "reverse_transformer_layers_per_block", stages)
+        up_depths = _per_stage(values, "reverse_transformer_layers_per_block", stages, may_nest=True)
     if too_many := [count for count in layers if count > LAYER_LIMIT]:
         raise ConfigError(f"config.json: layers_per_block has {too_many[0]}; wanted at most {LAYER_LIMIT}")
 
@@ -150,7 +145,14 @@ def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             return
         is_context_only = only_context[stage] and block != "mid_block"
         for number in range(count):
-            arguments = _arguments(values, channels[stage], heads[stage], contexts[stage])
+            arguments = {
+                "num_attention_heads": heads[stage],
+                "attention_head_dim": channels[stage] // heads[stage],
+                "in_channels": channels[stage],
+                "num_layers": 1,
+                "cross_attention_dim": contexts[stage],
+                "norm_num_groups": values["norm_num_groups"],
+            }
             name = f"{block}.attentions.{number}"
             if values["dual_cross_attention"]:
                 yield f"{name}.transformers.0", arguments
@@ -183,40 +185,24 @@ def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return arguments_by_prefix
 
 
-def _arguments(values: Mapping[str, Any], channels: int, heads: int, context: int) -> dict[str, Any]:
-    return {
-        "num_attention_heads": heads,
-        "attention_head_dim": channels // heads,
-        "in_channels": channels,
-        "num_layers": 1,
-        "cross_attention_dim": context,
-        "norm_num_groups": values["norm_num_groups"],
-    }
+def _per_stage(
+    values: Mapping[str, Any], name: str, stages: int, *, kind: type = int, may_nest: bool = False
+) -> list[Any]:
+    """Return one value for each block of the way down; a single value is repeated.
 
-
-def _per_stage(values: Mapping[str, Any], name: str, stages: int, *, kind: type = int) -> list[Any]:
-    """Return one value for each block of the way down; a single value is repeated."""
+    Args:
+        kind: type of a value, int or bool.
+        may_nest: whether a block may have a list of values.
+    """
     value = values[name]
     per_stage = list(value) if isinstance(value, list | tuple) else [value] * stages
-    is_right = (lambda entry: isinstance(entry, bool)) if kind is bool else _is_count
-    if len(per_stage) != stages or not all(is_right(entry) for entry in per_stage):
+    flat = [entry for part in per_stage for entry in (part if may_nest and isinstance(part, list | tuple) else [part])]
+    if len(per_stage) != stages or not all(isinstance(x, bool) if kind is bool else _is_count(x) for x in flat):
         expected = "true or false" if kind is bool else "a positive integer"
+        nested = " (or of a list of them)" if may_nest else ""
         raise ConfigError(
-            f"config.json: {name} is {shorten_value(value)}; wanted {expected}, or a list of one for each "
+            f"config.json: {name} is {shorten_value(value)}; wanted {expected}, or a list of one{nested} for each "
             f"of {stages} blocks"
-        )
-    return per_stage
-
-
-def _depths(values: Mapping[str, Any], name: str, stages: int) -> list[Any]:
-    """Return the layers of the transformers of each block: a number for all of them, or a list."""
-    value = values[name]
-    per_stage = list(value) if isinstance(value, list | tuple) else [value] * stages
-    flat = [entry for part in per_stage for entry in (part if isinstance(part, list | tuple) else [part])]
-    if len(per_stage) != stages or not all(_is_count(entry) for entry in flat):
-        raise ConfigError(
-            f"config.json: {name} is {shorten_value(value)}; wanted a positive integer, or a list of one (or of a "
-            f"list of them) for each of {stages} blocks"
         )
     return per_stage
 

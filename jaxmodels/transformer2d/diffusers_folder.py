@@ -10,6 +10,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,13 @@ from jaxmodels.checkpoints.files import (
     STEM,
     Stored,
     find_shards,
-    is_shard,
     list_shard_patterns,
     read_json,
     write_json,
     write_shards,
 )
 from jaxmodels.checkpoints.folder import empty_aligned
-from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, Layout, Shape, TensorTarget
+from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, Layout, TensorTarget
 from jaxmodels.errors import CheckpointError
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
 from jaxmodels.memory import check_host
@@ -306,10 +306,10 @@ def _read_arrays(
     dtypes: dict[str, set[np.dtype[Any]]] = {}
     for target in table:
         dtypes.setdefault(target.ours, set()).add(stored[target.theirs].dtype)
-    wholes = {target.ours: target.whole for target in table}
-    arrays = {
-        name: _aligned(whole, _common_dtype(dtypes[name]) if dtype is None else dtype) for name, whole in wholes.items()
-    }
+    arrays: dict[str, np.ndarray] = {}
+    for name, whole in {target.ours: target.whole for target in table}.items():
+        kind = _common_dtype(dtypes[name]) if dtype is None else dtype
+        arrays[name] = empty_aligned(math.prod(whole) * kind.itemsize).view(kind).reshape(whole)
     broken: list[str] = []
     for target in sorted(table, key=lambda target: (stored[target.theirs].path.name, stored[target.theirs].start)):
         with np.errstate(over="ignore"):  # A number too large for a narrower dtype becomes an infinity, reported below.
@@ -334,10 +334,6 @@ def _common_dtype(dtypes: set[np.dtype[Any]]) -> np.dtype[Any]:
     return dtypes.pop() if len(dtypes) == 1 and not dtypes & {np.dtype(np.float64)} else np.dtype(np.float32)
 
 
-def _aligned(shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    return empty_aligned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
-
-
 def _publish(draft: Path, folder: Path, variant: str | None) -> None:
     new = {path.name for path in draft.iterdir()}
     if not folder.exists():
@@ -346,7 +342,9 @@ def _publish(draft: Path, folder: Path, variant: str | None) -> None:
     # Readers look for an index first: it is written after its shards, and an old index is removed before its shards.
     for name in sorted(new, key=lambda name: (name == CONFIG, name.endswith(".json"))):
         os.replace(draft / name, folder / name)
-    old = [path for path in folder.iterdir() if is_shard(path.name, variant) and path.name not in new]
+    patterns = list_shard_patterns(variant)
+    weights = [path for path in folder.iterdir() if any(fnmatchcase(path.name, pattern) for pattern in patterns)]
+    old = [path for path in weights if path.name not in new]
     for path in sorted(old, key=lambda path: not path.name.endswith(".json")):
         path.unlink()
 

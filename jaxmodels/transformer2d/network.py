@@ -47,12 +47,10 @@ class LatentEmbedding(nnx.Module):
     """Embeddings of classes plus learned embeddings of rows and columns of the latent square."""
 
     def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs):
-        def table(rows: int) -> Table:
-            return Table(nnx.initializers.normal(1.0)(rngs.params(), (rows, config.inner_dim), dtypes.parameters))
-
-        self.emb = table(config.num_vector_embeds or 0)
-        self.height_emb = table(config.sample_size or 0)
-        self.width_emb = table(config.sample_size or 0)
+        side, width = config.sample_size or 0, config.inner_dim
+        self.emb = Table(config.num_vector_embeds or 0, width, dtypes, rngs=rngs)
+        self.height_emb = Table(side, width, dtypes, rngs=rngs)
+        self.width_emb = Table(side, width, dtypes, rngs=rngs)
         self.dtype = dtypes.compute
 
     def __call__(self, ids: Int[Array, "b n"]) -> Float[Array, "b n d"]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jaxmodels.checkpoints.tensor_layouts import SAME, Tensor
+from jaxmodels.checkpoints.tensor_layouts import Tensor, module_tensor
 from jaxmodels.layers.feed_forward import GatedFeedForward
 from jaxmodels.layers.grouped_attention import GroupedQueryAttention, KeyValues, Rotation, append
 from jaxmodels.layers.norm import EPSILON, RMSNorm
@@ -26,6 +26,13 @@ class DecoderSizes:
     kv_heads: Annotated[int, Range(1, HEADS)]
     head_width: Annotated[int, Range(2, WIDTH)]
     epsilon: Annotated[float, Range(0, 1, above=True, below=True)] = EPSILON
+
+
+class PrefixCache(NamedTuple):
+    """Keys and values of an observation for each layer, perhaps padded (`pad_keys`), and which tokens count."""
+
+    layers: tuple[KeyValues, ...]
+    is_valid: Bool[Array, "b m"]
 
 
 class DecoderLayer(nnx.Module):
@@ -95,5 +102,4 @@ _PARTS = {
 
 def decoder_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
     """Return transformers' name of a `DecoderLayer`'s weight `inside`, with prefix `theirs` in place of `ours`."""
-    part = inside.rpartition(".")[0]
-    return Tensor(f"{theirs}{_PARTS[part]}.weight", (f"{ours}{inside}",), SAME)
+    return module_tensor(f"{theirs}{_PARTS[inside.rpartition('.')[0]]}", f"{ours}{inside}")

@@ -4,14 +4,12 @@ Sources: https://arxiv.org/abs/2407.07726 (PaliGemma), https://arxiv.org/abs/241
 layer by layer in one attention), openpi/models/gemma.py (pi0.5: the time modulates the expert's norms).
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Tensor
+from jaxmodels.checkpoints.tensor_layouts import Tensor, module_tensor
 from jaxmodels.layers.feed_forward import GatedFeedForward, tanh_gelu
 from jaxmodels.layers.grouped_attention import (
     GroupedQueryAttention,
@@ -25,18 +23,11 @@ from jaxmodels.layers.grouped_attention import (
     pad_mask,
 )
 from jaxmodels.layers.norm import AdaptiveRMSNorm, Modulation, RMSNorm
-from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes, decoder_tensor
+from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes, PrefixCache, decoder_tensor
 from jaxmodels.vlm.siglip import VisionSizes, VisionTower
 
 EPSILON = 1e-6  # Epsilon of every norm of Gemma.
 OFFSET = 1.0  # Offset of the norms' scales, because files have scale - 1.
-
-
-class PrefixCache(NamedTuple):
-    """Keys and values of images and words for each layer, and which tokens count."""
-
-    layers: tuple[KeyValues, ...]
-    is_valid: Bool[Array, "b m"]
 
 
 class PaliGemma(nnx.Module):
@@ -172,15 +163,11 @@ def locate_suffix(
 def gemma_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
     """Return transformers' tensor of a weight ``layers.N.…`` or ``norm.…``; the prefixes end with a dot."""
     if ".dense." in inside:
-        norm = inside.partition(".dense.")[0]
+        above, dot, norm = inside.partition(".dense.")[0].rpartition(".")
         place = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
-        above, _, last = norm.rpartition(".")
-        name = f"{theirs}{above}{'.' if above else ''}{place.get(last, last)}.dense"
-        is_kernel = inside.endswith("kernel")
-        layout = LINEAR if is_kernel else SAME
-        return Tensor(f"{name}.{'weight' if is_kernel else 'bias'}", (f"{ours}{inside}",), layout)
+        return module_tensor(f"{theirs}{above}{dot}{place.get(norm, norm)}.dense", f"{ours}{inside}")
     if inside == "norm.scale":
-        return Tensor(f"{theirs}norm.weight", (f"{ours}{inside}",), SAME)
+        return module_tensor(f"{theirs}norm", f"{ours}{inside}")
     stack, number, rest = inside.split(".", 2)
     layer = f"{stack}.{number}."
     return decoder_tensor(rest, ours=f"{ours}{layer}", theirs=f"{theirs}{layer}")

@@ -12,7 +12,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, LINEAR, SAME, Tensor
+from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, SAME, Tensor, module_tensor
 from jaxmodels.layers.attention import Attention
 from jaxmodels.layers.feed_forward import Activation, FeedForward, tanh_gelu
 from jaxmodels.layers.norm import LayerNorm
@@ -95,7 +95,7 @@ def assign_positions(rows: int, columns: int, side: int) -> Int[np.ndarray, " n"
     return (row[:, None] * side + column).reshape(-1)
 
 
-_PARTS = {
+PARTS = {
     "attention_norm": "layer_norm1",
     "feed_forward_norm": "layer_norm2",
     "attention.query": "self_attn.q_proj",
@@ -109,18 +109,14 @@ _PARTS = {
 
 def vision_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
     """Return transformers' name of a `VisionTower`'s weight `inside`; the prefixes end with a dot."""
-    name = (f"{ours}{inside}",)
-    match inside:
-        case "kernel":
-            return Tensor(f"{theirs}embeddings.patch_embedding.weight", name, CONVOLUTION)
-        case "bias":
-            return Tensor(f"{theirs}embeddings.patch_embedding.bias", name, SAME)
-        case "positions":
-            return Tensor(f"{theirs}embeddings.position_embedding.weight", name, SAME)
-    part, _, kind = inside.rpartition(".")
+    name = f"{ours}{inside}"
+    if inside in ("kernel", "bias"):
+        return module_tensor(f"{theirs}embeddings.patch_embedding", name, CONVOLUTION)
+    if inside == "positions":
+        return Tensor(f"{theirs}embeddings.position_embedding.weight", (name,), SAME)
+    part = inside.rpartition(".")[0]
     place = "post_layernorm"
     if part != "norm":
         _, layer, part = part.split(".", 2)
-        place = f"encoder.layers.{layer}.{_PARTS[part]}"
-    layout = LINEAR if kind == "kernel" else SAME
-    return Tensor(f"{theirs}{place}.{'bias' if kind == 'bias' else 'weight'}", name, layout)
+        place = f"encoder.layers.{layer}.{PARTS[part]}"
+    return module_tensor(f"{theirs}{place}", name)

@@ -58,20 +58,17 @@ class SmolVlmSizes:
 
     def __post_init__(self) -> None:
         parts = {"": self, "text_config: ": self.text, "vision_config: ": self.vision}
-        wrong = [
-            where + error
-            for where, part in parts.items()
-            for integers in (True, False)
-            for error in find_number_errors(part, integers=integers)
-        ]
+        wrong = [where + error for where, part in parts.items() for error in find_number_errors(part)]
         if wrong:
             raise ConfigError("config.json of the vision-language model: " + "; ".join(wrong))
         if self.text.heads % self.text.kv_heads:
-            wrong.append(f"{self.text.heads} heads are no multiple of {self.text.kv_heads} heads of keys and values")
+            wrong.append(f"{self.text.heads} heads are not a multiple of {self.text.kv_heads} heads of keys and values")
         if self.text.head_width % 2:
-            wrong.append(f"head_dim is {self.text.head_width}; wanted an even number, which positions turn by pairs")
+            wrong.append(f"head_dim is {self.text.head_width}; wanted an even number, because positions rotate pairs")
         if self.vision.width % self.vision.heads:
-            wrong.append(f"vision_config: hidden_size {self.vision.width} is no multiple of {self.vision.heads} heads")
+            wrong.append(
+                f"vision_config: hidden_size {self.vision.width} is not a multiple of {self.vision.heads} heads"
+            )
         if self.vision.side < 1:
             wrong.append(f"vision_config: image_size is {self.vision.image_size}, less than one patch")
         for token in (self.around_image, self.before_image):

@@ -161,9 +161,9 @@ SPOILS = {
     "sidecar is a pipe": (at("robojax.json", partial(replace, make=os.mkfifo)), NOT_REGULAR),
     "statistics are a pipe": (at(STATE, partial(replace, make=os.mkfifo)), NOT_REGULAR),
     "odd statistics are a pipe": (rename_and(partial(replace, make=os.mkfifo)), NOT_REGULAR),
-    "statistics of 6 GB": (at(STATE, partial(sparse, size=6 << 30)), "longer than 16777216"),
-    "odd statistics of 6 GB": (rename_and(partial(sparse, size=6 << 30)), "longer than 16777216"),
-    "config of 6 GB": (at("config.json", lambda path: os.truncate(path, 6 << 30)), "longer than 1048576"),
+    "statistics of 6 GB": (at(STATE, partial(sparse, size=6 << 30)), "wanted at most 16777216"),
+    "odd statistics of 6 GB": (rename_and(partial(sparse, size=6 << 30)), "wanted at most 16777216"),
+    "config of 6 GB": (at("config.json", lambda path: os.truncate(path, 6 << 30)), "wanted at most 1048576"),
     "weights of 6 GB that were never written": (
         at("model.safetensors", lambda path: sparse(path, 6 << 30)),
         "were ever written",

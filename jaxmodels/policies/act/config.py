@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
@@ -38,10 +37,8 @@ class ActConfig(LerobotConfig):
 
     type: ClassVar[str] = "act"
     advice: ClassVar[str] = "this reads the fields of LeRobot 0.4.4"
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"feedforward_activation": tuple(LEROBOT_ACTIVATIONS)}
-    )
-    names: ClassVar[Mapping[str, str]] = MappingProxyType({"ENV": ENVIRONMENT_STATE})
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"feedforward_activation": tuple(LEROBOT_ACTIVATIONS)}
+    names: ClassVar[Mapping[str, str]] = {"ENV": ENVIRONMENT_STATE}
     indifferent: ClassVar[tuple[str, ...]] = (
         *LerobotConfig.indifferent,
         "n_vae_encoder_layers",
@@ -93,7 +90,7 @@ class ActConfig(LerobotConfig):
         if self.cameras:
             if self.vision_backbone not in BACKBONES:
                 wrong.append(f"vision_backbone is {shorten_value(self.vision_backbone)}; known: {', '.join(BACKBONES)}")
-            elif self.replace_final_stride_with_dilation and not self._is_bottleneck:
+            elif self.replace_final_stride_with_dilation and not RESNETS.get(self.vision_backbone, (False,))[0]:
                 wrong.append(
                     f"replace_final_stride_with_dilation is set, but {self.vision_backbone} has no bottlenecks to "
                     "dilate; set it to false or use resnet50"
@@ -101,10 +98,6 @@ class ActConfig(LerobotConfig):
             if self.dim_model % 4:
                 wrong.append(f"dim_model {self.dim_model} is not a multiple of 4, which image positions need")
         return wrong
-
-    @property
-    def _is_bottleneck(self) -> bool:
-        return RESNETS.get(self.vision_backbone, (False,))[0]
 
     @property
     def table_numbers(self) -> int:

@@ -346,6 +346,11 @@ class Serving:
         x = self._self_attention(f"{layer}.attention", f"{layer}.norm1", x)
         return self._feed_forward(f"{layer}.feed_forward", f"{layer}.norm2", x)
 
+    def _add_residual(self, norm: str, x: Tokens, compute: Callable[[Tokens], Tokens]) -> Tokens:
+        """Return `x` plus the result of `compute`, with the norm before or after it."""
+        x = x + compute(self._norm(norm, x) if self._config.pre_norm else x)
+        return x if self._config.pre_norm else self._norm(norm, x)
+
     def _decoder_layer(self, layer: str, x: Actions, memory: Tokens, *, is_first: bool) -> Actions:
         weights, pre_norm = self._weights, self._config.pre_norm
         cross = f"{layer}.cross_attention"
@@ -365,23 +370,22 @@ class Serving:
         return self._feed_forward(f"{layer}.feed_forward", f"{layer}.norm3", x)
 
     def _self_attention(self, name: str, norm: str, x: Tokens) -> Tokens:
-        weights, pre_norm = self._weights, self._config.pre_norm
-        normed = self._norm(norm, x) if pre_norm else x
-        query, key, value = jnp.split(
-            normed @ weights[f"{name}.joint.kernel"] + weights[f"{name}.joint.table"], 3, axis=-1
-        )
-        x = x + self._linear(f"{name}.out", self._attend(query, key, value))
-        return x if pre_norm else self._norm(norm, x)
+        def attend(x: Tokens) -> Tokens:
+            joint = x @ self._weights[f"{name}.joint.kernel"] + self._weights[f"{name}.joint.table"]
+            return self._linear(f"{name}.out", self._attend(*jnp.split(joint, 3, axis=-1)))
+
+        return self._add_residual(norm, x, attend)
 
     def _attend(self, query: Tokens, key: Float[Array, "b m d"], value: Float[Array, "b m d"]) -> Tokens:
         q, k, v = (rearrange(x, "b n (h k) -> b n h k", h=self._config.n_heads) for x in (query, key, value))
         return attend(q, k, v, scale=1.0).reshape(query.shape)  # The scale is folded into the weights.
 
     def _feed_forward(self, name: str, norm: str, x: Tokens) -> Tokens:
-        activation = LEROBOT_ACTIVATIONS[self._config.feedforward_activation].function
-        normed = self._norm(norm, x) if self._config.pre_norm else x
-        x = x + self._linear(f"{name}.down", activation(self._linear(f"{name}.up", normed)))
-        return x if self._config.pre_norm else self._norm(norm, x)
+        def forward(x: Tokens) -> Tokens:
+            activation = LEROBOT_ACTIVATIONS[self._config.feedforward_activation].function
+            return self._linear(f"{name}.down", activation(self._linear(f"{name}.up", x)))
+
+        return self._add_residual(norm, x, forward)
 
     def _linear(self, name: str, x: Float[Array, "... c"]) -> Float[Array, "... d"]:
         return x @ self._weights[f"{name}.kernel"] + self._weights[f"{name}.bias"]
@@ -448,12 +452,12 @@ class TemporalEnsembler:
         chunk = np.asarray(chunk, np.float32)
         if chunk.ndim != 3 or chunk.shape[1] != self._chunk:
             raise ObservationError(f"ensembled chunk has shape {chunk.shape}; wanted (batch, {self._chunk}, action)")
+        counts = self._counts
         if self._actions is None:
-            actions, counts = chunk.copy(), np.ones((self._chunk, 1), np.int64)
+            actions = chunk.copy()
         elif self._actions.shape[::2] != chunk.shape[::2]:
             raise ObservationError(f"ensembled chunk has shape {chunk.shape}; reset() before changing batch or action")
         else:
-            counts = self._counts
             mean = self._actions * self._sums[counts - 1]
             mean = mean + chunk[:, :-1] * self._weights[counts]
             mean = mean / self._sums[counts]

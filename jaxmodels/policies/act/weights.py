@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.checkpoints.backbones import backbone_tensor
-from jaxmodels.checkpoints.tensor_layouts import JOINT_LINEAR, JOINT_VECTOR, LINEAR, POINTWISE, SAME, Tensor
+from jaxmodels.checkpoints.tensor_layouts import (
+    JOINT_LINEAR,
+    JOINT_VECTOR,
+    POINTWISE,
+    SAME,
+    Tensor,
+    module_tensor,
+)
 from jaxmodels.layers import vision
 from jaxmodels.layers.embeddings import sinusoidal_2d
 from jaxmodels.layers.norm import EPSILON
@@ -37,36 +44,28 @@ def fold(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndar
     folded: dict[str, np.ndarray] = {}
     if config.cameras:
         folded |= _backbone(config, weights, platform)
-        folded |= {f"image_in.{part}": weights[f"image_in.{part}"] for part in ("kernel", "bias")}
-    for name in ("state_in", "environment_in", "action_out"):
-        folded |= {key: array for key, array in weights.items() if key.startswith(f"{name}.")}
+    folded |= _select_weights(weights, "image_in", "state_in", "environment_in", "action_out", "decoder.norm")
     folded["latent"] = weights["latent_in.bias"]
     dilated, width = config.replace_final_stride_with_dilation, config.dim_model
     maps = [vision.measure_feature_map(config.vision_backbone, frame, dilated) for frame in config.frames]
     tables = [sinusoidal_2d(rows, columns, width).reshape(-1, width) for rows, columns in maps]
     positions = np.concatenate((weights["vector_positions"], *tables))
     for i in range(config.n_encoder_layers):
-        folded |= _encoder_layer(config, weights, f"encoder.layers.{i}", positions)
+        layer = f"encoder.layers.{i}"
+        folded |= _joint_projection(config, weights, f"{layer}.attention", positions)
+        parts = ("attention.out", "feed_forward", "norm1", "norm2")
+        folded |= _select_weights(weights, *(f"{layer}.{part}" for part in parts))
     if config.pre_norm:
         folded |= _select_weights(weights, "encoder.norm")
     for i in range(config.n_decoder_layers):
         folded |= _decoder_layer(config, weights, f"decoder.layers.{i}", positions, is_first=i == 0)
-    folded |= _select_weights(weights, "decoder.norm")
     return folded
 
 
-def _select_weights(weights: Arrays, prefix: str) -> dict[str, np.ndarray]:
-    return {name: array for name, array in weights.items() if name.startswith(f"{prefix}.")}
-
-
-def _encoder_layer(config: ActConfig, weights: Arrays, layer: str, positions: np.ndarray) -> dict[str, np.ndarray]:
-    return {
-        **_joint_projection(config, weights, f"{layer}.attention", positions),
-        **_select_weights(weights, f"{layer}.attention.out"),
-        **_select_weights(weights, f"{layer}.feed_forward"),
-        **_select_weights(weights, f"{layer}.norm1"),
-        **_select_weights(weights, f"{layer}.norm2"),
-    }
+def _select_weights(weights: Arrays, *modules: str) -> dict[str, np.ndarray]:
+    """Return the weights of these modules as they are."""
+    prefixes = tuple(f"{module}." for module in modules)
+    return {name: array for name, array in weights.items() if name.startswith(prefixes)}
 
 
 def _joint_projection(config: ActConfig, weights: Arrays, name: str, positions: np.ndarray) -> dict[str, np.ndarray]:
@@ -102,10 +101,7 @@ def _decoder_layer(
             ),
             axis=1,
         ),
-        **_select_weights(weights, f"{cross}.out"),
-        **_select_weights(weights, f"{layer}.feed_forward"),
-        **_select_weights(weights, f"{layer}.norm2"),
-        **_select_weights(weights, f"{layer}.norm3"),
+        **_select_weights(weights, f"{cross}.out", f"{layer}.feed_forward", f"{layer}.norm2", f"{layer}.norm3"),
     }
     if is_first:
         start = _first_self_attention(config, weights, layer)
@@ -115,8 +111,7 @@ def _decoder_layer(
         **folded,
         **{f"{cross}.query.{part}": array for part, array in query.items()},
         **_joint_projection(config, weights, f"{layer}.self_attention", queries),
-        **_select_weights(weights, f"{layer}.self_attention.out"),
-        **_select_weights(weights, f"{layer}.norm1"),
+        **_select_weights(weights, f"{layer}.self_attention.out", f"{layer}.norm1"),
     }
 
 
@@ -186,7 +181,6 @@ SINGLE = {
     "action_queries": "decoder_pos_embed.weight",
     "latent_encoder.class_token": "vae_encoder_cls_embed.weight",
     "latent_encoder.positions": "vae_encoder_pos_enc",
-    "image_in.bias": "encoder_img_feat_input_proj.bias",
 }
 STACKS = {"encoder": "encoder", "decoder": "decoder", "latent_encoder.encoder": "vae_encoder"}
 ATTENTIONS = {"attention": "self_attn", "self_attention": "self_attn", "cross_attention": "multihead_attn"}
@@ -200,13 +194,13 @@ def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
 
 
 def _tensor(name: str) -> Tensor:
-    prefix, _, last = name.rpartition(".")
+    prefix = name.rpartition(".")[0]
     if name in SINGLE:
         return Tensor(f"model.{SINGLE[name]}", (name,), SAME)
-    if name == "image_in.kernel":
-        return Tensor("model.encoder_img_feat_input_proj.weight", (name,), POINTWISE)
+    if prefix == "image_in":
+        return module_tensor("model.encoder_img_feat_input_proj", name, POINTWISE)
     if prefix in LINEARS:
-        return _linear(LINEARS[prefix], name, last)
+        return module_tensor(f"model.{LINEARS[prefix]}", name)
     if name.startswith("backbone."):
         prefix = "backbone."
         return backbone_tensor(name.removeprefix(prefix), ours=prefix, theirs=f"model.{prefix}")
@@ -214,30 +208,22 @@ def _tensor(name: str) -> Tensor:
     return _transformer(STACKS[stack], name, name.removeprefix(stack + "."))
 
 
-def _linear(theirs: str, name: str, last: str) -> Tensor:
-    return (
-        Tensor(f"model.{theirs}.weight", (name,), LINEAR)
-        if last == "kernel"
-        else Tensor(f"model.{theirs}.bias", (name,), SAME)
-    )
-
-
 def _transformer(stack: str, name: str, rest: str) -> Tensor:
     parts = rest.split(".")
     last = parts[-1]
     if parts[0] == "norm":
-        return Tensor(f"model.{stack}.norm.{'weight' if last == 'scale' else 'bias'}", (name,), SAME)
-    layer = f"{stack}.layers.{parts[1]}"
+        return module_tensor(f"model.{stack}.norm", name)
+    layer = f"model.{stack}.layers.{parts[1]}"
     part = parts[2]
     if part.startswith("norm"):
-        return Tensor(f"model.{layer}.{part}.{'weight' if last == 'scale' else 'bias'}", (name,), SAME)
+        return module_tensor(f"{layer}.{part}", name)
     if part == "feed_forward":
-        return _linear(f"{layer}.{'linear1' if parts[3] == 'up' else 'linear2'}", name, last)
+        return module_tensor(f"{layer}.{'linear1' if parts[3] == 'up' else 'linear2'}", name)
     attention = f"{layer}.{ATTENTIONS[part]}"
     if parts[3] == "out":
-        return _linear(f"{attention}.out_proj", name, last)
+        return module_tensor(f"{attention}.out_proj", name)
     base = name.removesuffix(f"query.{last}")
     ours = tuple(f"{base}{which}.{last}" for which in ("query", "key", "value"))
     if last == "kernel":
-        return Tensor(f"model.{attention}.in_proj_weight", ours, JOINT_LINEAR)
-    return Tensor(f"model.{attention}.in_proj_bias", ours, JOINT_VECTOR)
+        return Tensor(f"{attention}.in_proj_weight", ours, JOINT_LINEAR)
+    return Tensor(f"{attention}.in_proj_bias", ours, JOINT_VECTOR)

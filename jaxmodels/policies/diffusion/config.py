@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, cast
 
 from jaxmodels.layers.vision import RESNETS
@@ -46,11 +45,13 @@ class DiffusionConfig(LerobotConfig):
     """
 
     type: ClassVar[str] = "diffusion"
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"noise_scheduler_type": NOISE_SCHEDULERS, "prediction_type": PREDICTION_TYPES, "beta_schedule": BETA_SCHEDULES}
-    )
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "noise_scheduler_type": NOISE_SCHEDULERS,
+        "prediction_type": PREDICTION_TYPES,
+        "beta_schedule": BETA_SCHEDULES,
+    }
     needs_state: ClassVar[bool] = True
-    optimizer_type: ClassVar[str] = "adam"  # LeRobot's preset
+    optimizer_type: ClassVar[str] = "adam"  # LeRobot's preset.
     indifferent: ClassVar[tuple[str, ...]] = (
         *LerobotConfig.indifferent,
         "drop_n_last_frames",
@@ -133,9 +134,9 @@ class DiffusionConfig(LerobotConfig):
                 f"kernel_size is {self.kernel_size}; wanted an odd number, with which a chunk keeps its length"
             )
         if odd := [width for width in self.down_dims if width % self.n_groups]:
-            wrong.append(f"down_dims has {odd[0]}, which is no multiple of n_groups {self.n_groups}")
+            wrong.append(f"down_dims has {odd[0]}, which is not a multiple of n_groups {self.n_groups}")
         if self.down_dims[0] % STEP_GROUPS:
-            wrong.append(f"down_dims begins with {self.down_dims[0]}, which is no multiple of {STEP_GROUPS}")
+            wrong.append(f"down_dims begins with {self.down_dims[0]}, which is not a multiple of {STEP_GROUPS}")
         if self.diffusion_step_embed_dim % 2:
             wrong.append(f"diffusion_step_embed_dim is {self.diffusion_step_embed_dim}; wanted an even number")
         if (self.num_inference_steps or 0) > self.num_train_timesteps:

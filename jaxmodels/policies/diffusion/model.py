@@ -15,7 +15,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxmodels.checkpoints.backbones import backbone_tensor
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, POINTWISE, SAME, TIME_CONVOLUTION, UPSAMPLE, Layout, Tensor
+from jaxmodels.checkpoints.tensor_layouts import (
+    POINTWISE,
+    SAME,
+    TIME_CONVOLUTION,
+    UPSAMPLE,
+    Tensor,
+    module_tensor,
+)
 from jaxmodels.layers.norm import BatchNorm, GroupNorm
 from jaxmodels.layers.vision import ResNet, SpatialSoftmax, measure_feature_map
 from jaxmodels.policies import Stage
@@ -321,15 +328,14 @@ def condition_width(config: DiffusionConfig) -> int:
 
 def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation) -> Chunk:
     """Return a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
-    model = assemble(config, weights)
-    of_steps, of_condition = encode(config, model, observation)
+    of_steps, of_condition = _encode(config, weights, observation, None)
     schedule, steps = config.schedule, config.steps
     key, noise, step_noise = jax.random.key(config.noise_seed), observation.noise, observation.step_noise
     first, each = jax.random.split(key)
     if noise is None:
         noise = draw_for_each(first, config.noise, of_condition[0].shape[0])
     shape = noise.shape
-    predict = Partial(_predict, model.unet, of_condition)
+    predict = Partial(_predict, assemble(config, weights).unet, of_condition)
     options: dict[str, Any] = {"steps": steps, "start": noise, "extras": of_steps}
     if config.noise_scheduler_type == "DDIM":
         chunk = ddim(predict, shape, key, schedule, **options)
@@ -346,14 +352,12 @@ def assemble(config: DiffusionConfig, weights: Mapping[str, Array]) -> Diffusion
     return blueprint_of(DiffusionPolicyModel, config).assemble(weights)
 
 
-def encode(config: DiffusionConfig, model: DiffusionPolicyModel, observation: Observation) -> tuple[StepFilms, Films]:
+def _encode(
+    config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: None
+) -> tuple[StepFilms, Films]:
     """Return the FiLM terms of all steps and of the observation, once per chunk (see `UNet.prepare`)."""
-    timesteps = jnp.asarray(config.schedule.timesteps(config.steps))
+    model, timesteps = assemble(config, weights), jnp.asarray(config.schedule.timesteps(config.steps))
     return model.unet.prepare(timesteps, model.condition(observation))
-
-
-def _encode(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: None) -> Any:
-    return encode(config, assemble(config, weights), observation)
 
 
 def _denoise(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: Any) -> Chunk:
@@ -399,22 +403,20 @@ def _image_encoder(name: str) -> Tensor:
             return Tensor(f"{theirs}backbone.{PARTS[head]}.{tail}", tensor.ours, tensor.layout)
         case "pool", "grid":
             return Tensor(f"{theirs}pool.pos_grid", (name,), SAME)
-        case "pool", "maps.kernel":
-            return Tensor(f"{theirs}pool.nets.weight", (name,), POINTWISE)
         case "pool", _:
-            return Tensor(f"{theirs}pool.nets.bias", (name,), SAME)
-    return _linear(f"{theirs}out", name)
+            return module_tensor(f"{theirs}pool.nets", name, POINTWISE)
+    return module_tensor(f"{theirs}out", name)
 
 
 def _unet(name: str) -> Tensor:
     stack, _, rest = name.removeprefix("unet.").partition(".")
     match stack:
         case "step_up" | "step_down":
-            return _linear(f"diffusion.unet.diffusion_step_encoder.{1 if stack == 'step_up' else 3}", name)
+            return module_tensor(f"diffusion.unet.diffusion_step_encoder.{1 if stack == 'step_up' else 3}", name)
         case "last":
-            return _block("diffusion.unet.final_conv.0", name, rest)
+            return _block("diffusion.unet.final_conv.0.block", name, rest)
         case "out":
-            return _convolution("diffusion.unet.final_conv.1", name)
+            return module_tensor("diffusion.unet.final_conv.1", name, TIME_CONVOLUTION)
         case "middle":
             block, _, rest = rest.partition(".")
             return _residual(f"diffusion.unet.mid_modules.{block}", name, rest)
@@ -422,30 +424,18 @@ def _unet(name: str) -> Tensor:
     theirs = f"diffusion.unet.{stack}_modules.{level}.{BLOCKS[part]}"
     if part != "change":
         return _residual(theirs, name, rest)
-    return _convolution(theirs, name, UPSAMPLE if stack == "up" else TIME_CONVOLUTION)
+    return module_tensor(theirs, name, UPSAMPLE if stack == "up" else TIME_CONVOLUTION)
 
 
 def _residual(theirs: str, name: str, rest: str) -> Tensor:
     part, _, inside = rest.partition(".")
     if part == "film":
-        return _linear(f"{theirs}.cond_encoder.1", name)
+        return module_tensor(f"{theirs}.cond_encoder.1", name)
     if part == "skip":
-        return _convolution(f"{theirs}.residual_conv", name)
+        return module_tensor(f"{theirs}.residual_conv", name, TIME_CONVOLUTION)
     return _block(f"{theirs}.conv{1 if part == 'first' else 2}.block", name, inside)
 
 
 def _block(theirs: str, name: str, rest: str) -> Tensor:
     """Return a tensor of a convolution or its group norm."""
-    theirs = theirs if theirs.endswith(".block") else f"{theirs}.block"
-    if rest.startswith("convolution."):
-        return _convolution(f"{theirs}.0", name)
-    return Tensor(f"{theirs}.1.{'weight' if rest == 'norm.scale' else 'bias'}", (name,), SAME)
-
-
-def _convolution(theirs: str, name: str, layout: Layout = TIME_CONVOLUTION) -> Tensor:
-    is_kernel = name.endswith("kernel")
-    return Tensor(f"{theirs}.{'weight' if is_kernel else 'bias'}", (name,), layout if is_kernel else SAME)
-
-
-def _linear(theirs: str, name: str) -> Tensor:
-    return _convolution(theirs, name, LINEAR)
+    return module_tensor(f"{theirs}.{0 if rest.startswith('convolution.') else 1}", name, TIME_CONVOLUTION)

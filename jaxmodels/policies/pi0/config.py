@@ -1,8 +1,7 @@
-"""Config of pi0: every field of LeRobot's, the sizes that LeRobot keeps in its code, and the joints of ALOHA."""
+"""Config of pi0: LeRobot's fields, sizes that are constants in LeRobot's code, and the joints of ALOHA."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmodels.errors import ConfigError
+from jaxmodels.normalization import mask_relative
 from jaxmodels.policies import TOKENIZER_MODELS
 from jaxmodels.policies.config import LEROBOT_VERSIONS, VlaConfig
 from jaxmodels.policies.openpi_configs import OpenpiConfig
@@ -58,7 +58,7 @@ class SiglipSizes:
 
 @dataclass(frozen=True)
 class PaliGemmaSizes:
-    """Sizes that LeRobot and openpi keep in their code; a policy's ``architecture.json`` overrides them.
+    """Sizes that are constants in LeRobot's and openpi's code; a policy's ``architecture.json`` overrides them.
 
     Attributes:
         gemma_2b, gemma_300m: models for `paligemma_variant` and `action_expert_variant`.
@@ -76,13 +76,13 @@ class PaliGemmaSizes:
 
     def __post_init__(self) -> None:
         parts = {"": self, "gemma_2b: ": self.gemma_2b, "gemma_300m: ": self.gemma_300m, "vision: ": self.vision}
-        wrong = [where + error for where, part in parts.items() for error in find_number_errors(part, integers=True)]
+        wrong = [where + error for where, part in parts.items() for error in find_number_errors(part)]
         if not wrong:
             for variant in VARIANTS:
                 wrong += _describe_heads(variant, getattr(self, variant))
             if self.vision.hidden_size % self.vision.num_attention_heads:
                 wrong.append(
-                    f"vision: hidden_size {self.vision.hidden_size} is no multiple of num_attention_heads "
+                    f"vision: hidden_size {self.vision.hidden_size} is not a multiple of num_attention_heads "
                     f"{self.vision.num_attention_heads}"
                 )
         if wrong:
@@ -104,9 +104,9 @@ class PaliGemmaSizes:
 def _describe_heads(variant: str, sizes: GemmaSizes) -> list[str]:
     wrong = []
     if sizes.num_heads % sizes.num_kv_heads:
-        wrong.append(f"{variant}: num_heads {sizes.num_heads} is no multiple of num_kv_heads {sizes.num_kv_heads}")
+        wrong.append(f"{variant}: num_heads {sizes.num_heads} is not a multiple of num_kv_heads {sizes.num_kv_heads}")
     if sizes.head_dim % 2:
-        wrong.append(f"{variant}: head_dim is {sizes.head_dim}; wanted an even number, which positions turn by pairs")
+        wrong.append(f"{variant}: head_dim is {sizes.head_dim}; wanted an even number, because positions rotate pairs")
     if sizes.width % 2:
         wrong.append(f"{variant}: width is {sizes.width}; wanted an even number, sines and cosines of the time")
     return wrong
@@ -198,9 +198,12 @@ class Pi0Config(VlaConfig):
     """
 
     type: ClassVar[str] = "pi0"
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"paligemma_variant": VARIANTS, "action_expert_variant": VARIANTS, "dtype": DTYPES, "lerobot": LEROBOT_VERSIONS}
-    )
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "paligemma_variant": VARIANTS,
+        "action_expert_variant": VARIANTS,
+        "dtype": DTYPES,
+        "lerobot": LEROBOT_VERSIONS,
+    }
     processor_steps: ClassVar[frozenset[str]] = frozenset(
         {"tokenizer_processor", "pi0_new_line_processor", "relative_actions_processor", "absolute_actions_processor"}
     )
@@ -237,7 +240,7 @@ class Pi0Config(VlaConfig):
     def _wrong_numbers(self) -> list[str]:
         wrong = super()._wrong_numbers()
         if self.image_resolution[0] != self.image_resolution[1]:
-            wrong.append(f"image_resolution is {list(self.image_resolution)}; PaliGemma looks at squares")
+            wrong.append(f"image_resolution is {list(self.image_resolution)}; PaliGemma reads squares")
         elif self.image_resolution[0] < self.sizes.vision.patch_size:
             wrong.append(
                 f"image_resolution is {list(self.image_resolution)}; wanted {self.sizes.vision.patch_size} or more, "
@@ -281,27 +284,18 @@ class Pi0Config(VlaConfig):
         return getattr(self.sizes, self.action_expert_variant)
 
     @property
-    def image_tokens(self) -> int:
-        """Tokens of one image."""
-        return (self.image_resolution[0] // self.sizes.vision.patch_size) ** 2
-
-    @property
     def vocabulary(self) -> int:
         """Number of tokens of the vocabulary."""
         return self.sizes.vocab_size
 
     @property
     def prefix_tokens(self) -> int:
-        return len(self.frames) * self.image_tokens + self.prompt_length
+        image_tokens = (self.image_resolution[0] // self.sizes.vision.patch_size) ** 2
+        return len(self.frames) * image_tokens + self.prompt_length
 
     @property
     def tokenizer_name(self) -> str:
         return TOKENIZER_MODELS["pi0"]
-
-    @property
-    def trained_delay(self) -> int:
-        """Longest delay after which the policy is trained to continue a plan; 0 if it is guided."""
-        return 0
 
     @property
     def client_metadata(self) -> Mapping[str, Any]:
@@ -325,10 +319,7 @@ class Pi0Config(VlaConfig):
         """Which numbers of an un-normalised action are relative to the raw state; None for none."""
         if not self.use_relative_actions:
             return None
-        excluded = [part.lower() for part in self.relative_exclude_joints if part]
-        names = (self.action_feature_names or ())[: self.action.shape[0]]
-        mask = [not any(part in name.lower() for part in excluded) for name in names]
-        return (*mask, *(True,) * (self.action.shape[0] - len(mask)))
+        return mask_relative(self.action_feature_names, self.relative_exclude_joints, self.action.shape[0])
 
     def format_prompt(self, task: str, state: np.ndarray | None = None) -> str:
         """Return the task on its own line."""

@@ -1,28 +1,25 @@
 """The network of pi0, and its parts that pi0.5 shares: PaliGemma encodes, an expert denoises a chunk of actions."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
+from jaxmodels.checkpoints.tensor_layouts import SAME, Shape, Tensor, module_tensor
 from jaxmodels.errors import ObservationError
 from jaxmodels.layers.embeddings import flow_time_sinusoid
 from jaxmodels.layers.images import resize_as_pillow, resize_with_padding
-from jaxmodels.policies import Stage
 from jaxmodels.policies.pi0.config import GemmaSizes, Pi0Config
-from jaxmodels.samplers import begin_with, continuing, flow_euler, given
+from jaxmodels.policies.vla import Chunk, VlaModel, apply_linear, read_linear
 from jaxmodels.types import Observation
-from jaxmodels.vlm.decoder import DecoderSizes
-from jaxmodels.vlm.gemma import EPSILON, Expert, PaliGemma, PrefixCache
-from jaxmodels.vlm.siglip import VisionSizes
-from jaxmodels.weights import blueprint_of
+from jaxmodels.vlm.decoder import DecoderSizes, PrefixCache
+from jaxmodels.vlm.gemma import EPSILON, Expert, PaliGemma, gemma_tensor
+from jaxmodels.vlm.siglip import VisionSizes, vision_tensor
 
-Chunk: TypeAlias = Float[Array, "b t a"]
 StateToken: TypeAlias = Float[Array, "b 1 d"]
 
 
@@ -73,8 +70,8 @@ def fit_into_square(config: Pi0Config, frames: Float[Array, "b h w 3"]) -> Float
     return 2 * frames - 1
 
 
-class PiModel(nnx.Module):
-    """Base of pi0 and pi0.5: images and words become keys and values once per chunk."""
+class PiModel(VlaModel):
+    """Base of pi0 and pi0.5, which differ in how the expert reads the state and the time."""
 
     has_state_token: ClassVar[bool]
 
@@ -95,7 +92,6 @@ class PiModel(nnx.Module):
         )
 
     def encode(self, observation: Observation, seen: Float[Array, "n m d"] | None = None) -> PrefixCache:
-        """Return keys and values of images and words, once per chunk; `seen` is `embed_images`' result, if known."""
         seen = self.embed_images(observation) if seen is None else seen
         images, masks = observation.images, observation.image_masks
         present = [camera for camera, frames in enumerate(images) if frames is not None]
@@ -108,18 +104,6 @@ class PiModel(nnx.Module):
         is_seen = jnp.ones((batch, len(present)), bool) if masks is None else masks[:, np.asarray(present)]
         is_valid = jnp.concatenate((jnp.repeat(is_seen, each, axis=1), language.mask), axis=1)
         return self.paligemma.compute_cache(tokens, is_valid, self.config.chunk_size + self.has_state_token)
-
-    def prepare_steps(self, times: Float[np.ndarray, " s"]) -> StepInputs:
-        """Return the terms of times, for all steps of a sampler at once; in float32."""
-        raise NotImplementedError
-
-    def embed_state(self, state: Float[Array, "b s"]) -> StateToken | None:
-        """Return the token of a normalised state; None without a state token."""
-        raise NotImplementedError
-
-    def denoise(self, prefix: PrefixCache, state: StateToken | None, x: Chunk, step: StepInputs) -> Chunk:
-        """Return the velocity (noise - actions) at a noisy chunk, float32."""
-        raise NotImplementedError
 
     def embed_times(self, times: Float[np.ndarray, " s"]) -> Float[Array, "s d"]:
         config = self.config
@@ -162,87 +146,56 @@ class Pi0Model(PiModel):
         return apply_linear(self.action_out, out[:, 1:])
 
 
-def read_linear(linear: nnx.Linear) -> tuple[Float[Array, "d e"], Float[Array, " e"]]:
-    """Return kernel and bias in float32."""
-    bias = linear.bias
-    assert bias is not None
-    return linear.kernel[...].astype(jnp.float32), bias[...].astype(jnp.float32)
+# Tensors of pi0 and pi0.5 by LeRobot's names.
+ROOT = "model."
+_BOTH = f"{ROOT}paligemma_with_expert."
+_PALIGEMMA, _EXPERT = f"{_BOTH}paligemma.", f"{_BOTH}gemma_expert."
+_WORDS = f"{_PALIGEMMA}model.language_model."
+EMBEDDING, HEAD = f"{_WORDS}embed_tokens.weight", f"{_PALIGEMMA}lm_head.weight"
+_LINEARS = {
+    "action_in": "action_in_proj",
+    "action_out": "action_out_proj",
+    "state_in": "state_proj",
+    "paligemma.projector": "paligemma_with_expert.paligemma.model.multi_modal_projector.linear",
+}
+# A file may contain the embedding of words only as the weight of the head; if it has both, the embedding counts.
+TIED = {EMBEDDING: HEAD}
+TIMES = {
+    "pi0": {"time_in": "action_time_mlp_in", "time_out": "action_time_mlp_out"},
+    "pi05": {"time_in": "time_mlp_in", "time_out": "time_mlp_out"},
+}
 
 
-def apply_linear(linear: nnx.Linear, x: Float[Array, "... d"]) -> Float[Array, "... e"]:
-    """Apply a linear layer in float32."""
-    kernel, bias = read_linear(linear)
-    return x.astype(jnp.float32) @ kernel + bias
+def tensors(names: Iterable[str], *, kind: str = "pi0") -> tuple[Tensor, ...]:
+    """Return the table for the weights of one config, from our names."""
+    return tuple(_tensor(name, _LINEARS | TIMES[kind]) for name in names)
 
 
-def act(
-    config: Pi0Config, weights: Mapping[str, Array], observation: Observation, *, network: type[PiModel] = Pi0Model
-) -> Chunk:
-    """Return a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
-    model = assemble(network, config, weights)
-    prefix = model.encode(observation)
-    schedule, steps, action = config.schedule, config.num_inference_steps, config.action.shape[0]
-    key, noise = jax.random.key(config.noise_seed), config.make_noise(observation)
-    predict = Partial(denoise, model, prefix, model.embed_state(observation.state))
-    plan = observation.prefix
-    if plan is not None and config.trained_delay:
-        # Longer delays do not occur in training.
-        width = config.max_action_dim - plan.actions.shape[-1]
-        padded = jnp.pad(plan.actions.astype(jnp.float32), ((0, 0), (0, 0), (0, width)))
-        begun = plan._replace(actions=padded, delay=jnp.minimum(plan.delay, config.trained_delay))
-        still = jax.tree.map(lambda array: array[0], model.prepare_steps(np.zeros(1, np.float32)))
-        predict = given(Partial(denoise_behind, model, prefix, still), begun, schedule)
-    elif plan is not None:
-        predict = continuing(predict, plan, schedule)
-    extras = model.prepare_steps(schedule.euler_rows(steps).sigma)
-    chunk = flow_euler(predict, noise.shape, key, schedule, steps=steps, extras=extras, start=noise)[..., :action]
-    return chunk if plan is None else begin_with(plan, chunk)
+def _tensor(name: str, linears: Mapping[str, str]) -> Tensor:
+    part, _, inside = name.partition(".")
+    if part == "expert":
+        return gemma_tensor(inside, ours="expert.", theirs=f"{_EXPERT}model.")
+    if part == "paligemma":
+        first, _, rest = inside.partition(".")
+        if first == "vision":
+            return vision_tensor(rest, ours=f"{part}.vision.", theirs=f"{_PALIGEMMA}model.vision_tower.vision_model.")
+        if first == "layers":
+            return gemma_tensor(inside, ours=f"{part}.", theirs=_WORDS)
+        if first == "embedding":
+            return Tensor(EMBEDDING, (name,), SAME)
+    return module_tensor(f"{ROOT}{linears[name.rpartition('.')[0]]}", name)
 
 
-def assemble(network: type[PiModel], config: Pi0Config, weights: Mapping[str, Array]) -> PiModel:
-    """Return the network over serving weights."""
-    return blueprint_of(network, config).assemble(weights)
+def rename(name: str) -> str:
+    """Return the table's name of a tensor; files that were converted from openpi's lack the prefix ``model.``."""
+    return name if name.startswith(ROOT) else f"{ROOT}{name}"
 
 
-def denoise(model: PiModel, prefix: PrefixCache, state: StateToken | None, x: Chunk, t: Any, step: StepInputs) -> Chunk:
-    """Return the velocity of a noisy chunk at one step."""
-    del t  # `step` contains the time.
-    return model.denoise(prefix, state, x, step)
-
-
-def list_stages(network: type[PiModel] = Pi0Model) -> tuple[Stage, ...]:
-    """Return parts of `act` that can be timed separately."""
-
-    def look(
-        config: Pi0Config, weights: Mapping[str, Array], observation: Observation, given: None
-    ) -> Float[Array, "n m d"]:
-        return assemble(network, config, weights).embed_images(observation)
-
-    def read(
-        config: Pi0Config, weights: Mapping[str, Array], observation: Observation, given: Float[Array, "n m d"]
-    ) -> PrefixCache:
-        return assemble(network, config, weights).encode(observation, given)
-
-    def take_step(
-        config: Pi0Config, weights: Mapping[str, Array], observation: Observation, given: PrefixCache
-    ) -> Chunk:
-        model = assemble(network, config, weights)
-        times = config.schedule.euler_rows(config.num_inference_steps).sigma[:1]
-        step = jax.tree.map(lambda rows: rows[0], model.prepare_steps(times))
-        return model.denoise(given, model.embed_state(observation.state), config.make_noise(observation), step)
-
-    return (
-        Stage("vision", look),
-        Stage("prefix", read),
-        Stage("denoise", take_step, count=lambda config: config.num_inference_steps),
-    )
-
-
-def denoise_behind(
-    model: PiModel, prefix: PrefixCache, still: StepInputs, x: Chunk, t: Float[Array, "b t"], step: StepInputs
-) -> Chunk:
-    """Return the velocity of a chunk of pi0.5 whose first actions have no noise; `still` are the terms of time 0."""
-    step = jax.tree.map(
-        lambda noisy, clean: jnp.where((t == 0).reshape(*t.shape, *(1,) * noisy.ndim), clean, noisy), step, still
-    )
-    return model.denoise(prefix, None, x, step)
+def find_unused(config: Pi0Config) -> dict[str, Shape]:
+    """Return the shapes of the tensors of LeRobot's files that no action depends on."""
+    words, actions = config.vlm.width, config.expert.width
+    return {
+        HEAD: (config.vocabulary, words),
+        f"{_EXPERT}lm_head.weight": (config.vocabulary, actions),
+        f"{_WORDS}norm.weight": (words,),
+    }

@@ -6,7 +6,7 @@ Sources: openpi/models/{gemma,siglip,pi0,lora,model}.py (https://github.com/Phys
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from jaxmodels.checkpoints import orbax
-from jaxmodels.checkpoints.folder import ALIGNMENT, empty_aligned
-from jaxmodels.checkpoints.tensor_layouts import Shape
+from jaxmodels.checkpoints.tensor_layouts import Shape, align_array
 from jaxmodels.errors import CheckpointError, WeightsMismatch
 from jaxmodels.policies import get_policy_type
 from jaxmodels.policies.pi0.config import GemmaSizes, PaliGemmaSizes, Pi0Config, SiglipSizes
@@ -27,7 +26,7 @@ _LANGUAGE, _VISION = "PaliGemma/llm", "PaliGemma/img"
 _LAYERS, _BLOCKS = f"{_LANGUAGE}/layers", f"{_VISION}/Transformer/encoderblock"
 _ATTENTION = f"{_BLOCKS}/MultiHeadDotProductAttention_0"
 _UNUSED = f"{_LANGUAGE}/final_norm/scale"
-# openpi's variants gemma_2b_lora and gemma_300m_lora have alpha = rank, so that their updates count once.
+# openpi's variants gemma_2b_lora and gemma_300m_lora have alpha = rank, so that the factor of their updates is 1.
 LORA_RANKS = {"": 16, "_1": 32}
 _LORA = ("lora_a", "lora_b")
 
@@ -51,12 +50,7 @@ class Source:
         part = array[self.index]
         if self.has_heads_first:
             part = part.transpose(1, 0, 2)
-        part = part.reshape(shape[::-1]).T if self.is_transposed else part.reshape(shape)
-        if part.dtype == np.float32 and part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0:
-            return part
-        ours = empty_aligned(4 * part.size).view(np.float32).reshape(shape)
-        ours[...] = part
-        return ours
+        return align_array(part.reshape(shape[::-1]).T if self.is_transposed else part.reshape(shape))
 
 
 def complete_config(tree: Path, config: Pi0Config) -> Pi0Config:
@@ -70,7 +64,7 @@ def complete_config(tree: Path, config: Pi0Config) -> Pi0Config:
     if config.sizes not in (PaliGemmaSizes(), sizes):
         wrong.append(f"sizes {sizes.to_json()}, wanted architecture.json's: {config.sizes.to_json()}")
     if wrong:
-        raise CheckpointError(f"{tree.name}: is not of the config that robojax.json says: found {'; '.join(wrong)}")
+        raise CheckpointError(f"{tree.name}: does not fit the config in robojax.json: found {'; '.join(wrong)}")
     return replace(config, sizes=sizes)
 
 
@@ -87,12 +81,12 @@ def read_weights(tree: Path, config: Pi0Config) -> dict[str, np.ndarray]:
     sources = {name: find_source(name, config.type) for name in ours}
     expected, updates = _list_shapes(config, ours, sources), _find_updates(stored)
     check_fit({name: shape.shape for name, shape in stored.items() if name not in updates}, expected, where=tree.name)
-    kept = _read_updates(tree, config, stored, updates, expected)
+    kept = _read_updates(tree, config, updates, expected)
     by_array: dict[str, dict[str, Source]] = {}
     for name, source in sources.items():
         by_array.setdefault(source.theirs, {})[name] = source
     weights: dict[str, np.ndarray] = {}
-    for theirs, array in _restore(tree, {name: stored[name] for name in by_array}):
+    for theirs, array in _restore(tree, by_array):
         if theirs in kept:
             array = np.asarray(array, np.float32) + kept.pop(theirs)
         weights |= {name: source.take(array, ours[name]) for name, source in by_array[theirs].items()}
@@ -102,15 +96,19 @@ def read_weights(tree: Path, config: Pi0Config) -> dict[str, np.ndarray]:
 
 def _list_arrays(tree: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shapes and dtypes of the arrays of a tree, by names without openpi's prefix and suffix."""
-    return {name.removeprefix(_ROOT).removesuffix(VALUE): shape for name, shape in orbax.float_shapes(tree).items()}
+    return {_get_plain_name(name): shape for name, shape in orbax.float_shapes(tree).items()}
 
 
-def _restore(tree: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, np.ndarray]]:
-    names = {name.removeprefix(_ROOT).removesuffix(VALUE): name for name in orbax.float_shapes(tree)}
-    plain = {theirs: name for name, theirs in names.items()}
-    for batch in orbax.restore_parts(tree, {names[name]: shape for name, shape in wanted.items()}):
-        for theirs in list(batch):
-            yield plain[theirs], batch.pop(theirs)
+def _get_plain_name(name: str) -> str:
+    return name.removeprefix(_ROOT).removesuffix(VALUE)
+
+
+def _restore(tree: Path, wanted: Container[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the arrays of these names, without openpi's prefix and suffix."""
+    shapes = orbax.float_shapes(tree)
+    for batch in orbax.restore_parts(tree, {name: x for name, x in shapes.items() if _get_plain_name(name) in wanted}):
+        for name in list(batch):
+            yield _get_plain_name(name), batch.pop(name)
 
 
 def _find_updates(stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[str, str]]:
@@ -128,13 +126,12 @@ def _find_updates(stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple
 def _read_updates(
     tree: Path,
     config: Pi0Config,
-    stored: Mapping[str, jax.ShapeDtypeStruct],
     updates: Mapping[str, tuple[str, str]],
     expected: Mapping[str, Shape],
 ) -> dict[str, np.ndarray]:
     """Return the low-rank updates by the names of their weights."""
     factors: dict[str, dict[str, np.ndarray]] = {}
-    for name, array in _restore(tree, {name: stored[name] for name in updates}) if updates else ():
+    for name, array in _restore(tree, updates) if updates else ():
         base, factor = updates[name]
         factors.setdefault(base, {})[factor] = np.asarray(array, np.float32)
     added: dict[str, np.ndarray] = {}
@@ -162,13 +159,13 @@ def _find_scale(where: str, config: Pi0Config, base: str, rank: int) -> float:
     if rank != LORA_RANKS["_1" if base.endswith("_1/w") else ""]:
         raise CheckpointError(
             f"{where}: the low-rank update of {base} is of rank {rank}, which is none of openpi's variants, and files "
-            'do not say its alpha; write "lora_scale": alpha / rank into the object of openpi in robojax.json'
+            'do not contain its alpha; write "lora_scale": alpha / rank into the object of openpi in robojax.json'
         )
     return 1.0
 
 
 def merge_update(base: str, down: np.ndarray, up: np.ndarray, scale: float) -> np.ndarray:
-    """Return what a low-rank update adds to a weight: the product of its factors, over the last two axes.
+    """Return the low-rank update of a weight: the product of its factors over the last two axes.
 
     In openpi's einsum of attention outputs both factors are summed over the heads, so each head gets the sum of all
     second factors.
@@ -184,11 +181,10 @@ def find_source(name: str, kind: str) -> Source:
     if part == "expert":
         return _find_in_gemma(inside, "_1")
     if part != "paligemma":
-        module, _, leaf = name.partition(".")
         time = "time_mlp" if kind == "pi05" else "action_time_mlp"
         place = {"action_in": "action_in_proj", "action_out": "action_out_proj", "state_in": "state_proj"}
         place |= {"time_in": f"{time}_in", "time_out": f"{time}_out"}
-        return Source(f"{place[module]}/{leaf}")
+        return Source(f"{place[part]}/{inside}")
     first, _, rest = inside.partition(".")
     match first:
         case "embedding":

@@ -1,4 +1,4 @@
-"""SmolVLA, as LeRobot defines it: a small vision-language model, and an expert of actions that follows a flow.
+"""SmolVLA, as LeRobot defines it: a small vision-language model, and an action expert that follows a flow.
 
 Sources: https://arxiv.org/abs/2506.01844; lerobot/policies/smolvla (https://github.com/huggingface/lerobot, 0.6.1).
 """
@@ -7,6 +7,7 @@ from jaxmodels.policies import PolicyType
 from jaxmodels.policies.smolvla import model
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
 from jaxmodels.policies.smolvla.model import SmolVlaModel
+from jaxmodels.policies.vla import list_stages
 
 POLICY = PolicyType(
     config=SmolVlaConfig.from_json,
@@ -18,7 +19,7 @@ POLICY = PolicyType(
     unused=model.find_unused,
     tied=model.TIED,
     accelerator_dtype="bfloat16",
-    stages=model.STAGES,
+    stages=list_stages(model.SmolVlaModel),
     parts={"vlm.vision.": "vision", "vlm.connector.": "vision", "vlm.": "language", "": "expert"},
 )
 

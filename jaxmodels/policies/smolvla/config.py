@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies.config import VlaConfig
 from jaxmodels.ranges import LAYERS_WRITTEN_OUT, NOT_NEGATIVE, POSITIVE, Range, is_number, shorten_value
-from jaxmodels.samplers.real_time_chunking import BOUND
 from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.vlm.decoder import DecoderSizes
 from jaxmodels.vlm.smolvlm import AROUND_IMAGE, BEFORE_IMAGE, SMOLVLM2_500M, VLMS, SmolVlmSizes
@@ -55,9 +53,7 @@ class SmolVlaConfig(VlaConfig):
 
     type: ClassVar[str] = "smolvla"
     processor_steps: ClassVar[frozenset[str]] = frozenset({"tokenizer_processor", "smolvla_new_line_processor"})
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"attention_mode": MODES, "pad_language_to": PADDINGS}
-    )
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention_mode": MODES, "pad_language_to": PADDINGS}
     # Nothing attends to the padding of the prefix (`prefix_length`, `pad_language_to`).
     indifferent: ClassVar[tuple[str, ...]] = (
         *VlaConfig.indifferent,
@@ -224,9 +220,12 @@ class SmolVlaConfig(VlaConfig):
         return task if task.endswith("\n") else f"{task}\n"
 
     @property
+    def num_inference_steps(self) -> int:
+        return self.num_steps
+
+    @property
     def prefix_bound(self) -> float:
-        """Maximum pull of a plan, see `jaxmodels.samplers.continuing`."""
-        return dict(self.rtc_config or ()).get("max_guidance_weight") or BOUND
+        return dict(self.rtc_config or ()).get("max_guidance_weight") or super().prefix_bound
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SmolVlaConfig":

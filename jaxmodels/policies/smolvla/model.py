@@ -1,44 +1,34 @@
 """SmolVLA's network: images, words and state as keys and values, and an action expert that attends to them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.tree_util import Partial
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Shape, Tensor
+from jaxmodels.checkpoints.tensor_layouts import SAME, Shape, Tensor, module_tensor, their_shapes
 from jaxmodels.errors import InputError
 from jaxmodels.layers.embeddings import flow_time_sinusoid
-from jaxmodels.layers.grouped_attention import KeyValues, compute_rotation, mask_after_prefix, pad_keys, pad_mask
+from jaxmodels.layers.grouped_attention import compute_rotation, mask_after_prefix, pad_keys, pad_mask
 from jaxmodels.layers.images import resize_with_padding
 from jaxmodels.layers.norm import RMSNorm
-from jaxmodels.policies import Stage
+from jaxmodels.policies import vla
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
-from jaxmodels.samplers import begin_with, continuing, flow_euler
-from jaxmodels.types import Language, Observation
-from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes, decoder_tensor
+from jaxmodels.policies.vla import Chunk, VlaModel, apply_linear
+from jaxmodels.samplers import begin_with
+from jaxmodels.types import Observation
+from jaxmodels.vlm.decoder import DecoderLayer, PrefixCache, decoder_tensor
 from jaxmodels.vlm.siglip import vision_tensor
 from jaxmodels.vlm.smolvlm import SmolVlm, Tokens
-from jaxmodels.weights import blueprint_of
+from jaxmodels.weights import blueprint
 
 
-class Encoded(NamedTuple):
-    """Keys and values of an observation for each layer of the action expert, for all steps of one chunk.
-
-    They may end with zeros (`pad_keys`); `is_valid` marks the tokens that count.
-    """
-
-    key_values: tuple[KeyValues, ...]
-    is_valid: Bool[Array, "b m"]
-
-
-class SmolVlaModel(nnx.Module):
-    """The velocity of a noisy chunk, for a normalised observation."""
+class SmolVlaModel(VlaModel):
+    """Network that predicts the velocity of a noisy chunk for a normalised observation."""
 
     def __init__(self, config: SmolVlaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         del dtype  # The weights determine it.
@@ -61,20 +51,22 @@ class SmolVlaModel(nnx.Module):
         """Dtype of the weights and of most arithmetic."""
         return self.action_in.kernel.dtype
 
-    def encode(self, observation: Observation, images: Sequence[Tokens] | None = None) -> Encoded:
+    def encode(self, observation: Observation, seen: Sequence[Tokens] | None = None) -> PrefixCache:
         """Encode images, words and state, once per chunk.
 
         Args:
-            images: result of `embed_images`; computed when None.
+            seen: result of `embed_images`; computed when None.
 
         Raises:
             InputError: the observation has no language, no image, or images that make no square of tokens.
         """
         if observation.language is None:
-            raise InputError("the observation has no language; SmolVLA wants the tokens of an instruction")
-        seen = self.embed_images(observation) if images is None else images
-        parts = [*seen, self._embed_words(observation.language)]
-        state = observation.state.astype(self.dtype)
+            raise InputError("the observation has no language; SmolVLA needs the tokens of an instruction")
+        seen = self.embed_images(observation) if seen is None else seen
+        ids, mask = observation.language
+        parts = [*seen, Tokens(self.vlm.embed_words(ids) * self.config.vlm.text.width**0.5, mask)]
+        state = observation.state
+        state = (read_aloha_state(state) if self.config.adapt_to_pi_aloha else state).astype(self.dtype)
         padded = jnp.pad(state, ((0, 0), (0, self.config.max_state_dim - state.shape[1])))
         one = jnp.ones((state.shape[0], 1), bool)
         parts.append(Tokens(self.state_in(padded)[:, None], one))
@@ -88,10 +80,7 @@ class SmolVlaModel(nnx.Module):
             # Without cross-attention, actions also attend to their own keys.
             behind = 0 if step.is_cross else self.config.chunk_size
             context.append(pad_keys(layer.attention.project_again(own) if step.is_cross else own, behind))
-        return Encoded(tuple(context), tokens.is_valid)
-
-    def _embed_words(self, language: Language) -> Tokens:
-        return Tokens(self.vlm.embed_words(language.tokens) * self.config.vlm.text.width**0.5, language.mask)
+        return PrefixCache(tuple(context), tokens.is_valid)
 
     def embed_images(self, observation: Observation) -> list[Tokens]:
         """Return the tokens of each present camera, in the config's order.
@@ -101,7 +90,7 @@ class SmolVlaModel(nnx.Module):
         config = self.config
         present = [(i, image) for i, image in enumerate(observation.images) if image is not None]
         if not present:
-            raise InputError("the observation has no image; SmolVLA looks at one camera at least")
+            raise InputError("the observation has no image; SmolVLA needs one camera or more")
         batch, parts = present[0][1].shape[0], []
         prepared = [self._prepare(image) for _, image in present]
         if len({image.shape for image in prepared}) == 1:
@@ -152,17 +141,17 @@ class SmolVlaModel(nnx.Module):
         assert bias is not None
         return waves @ self.time_in.kernel[...][width:] + bias[...]
 
-    def denoise(self, encoded: Encoded, x: Float[Array, "b t a"], step: Float[Array, " d"]) -> Float[Array, "b t a"]:
-        """Return the velocity, float32, of a noisy chunk at one step of `prepare_steps`."""
+    def denoise(self, prefix: PrefixCache, state: Any, x: Chunk, step: Float[Array, " d"]) -> Chunk:
+        del state  # The prefix contains it.
         config, width = self.config, self.config.expert.width
         count = x.shape[1]
         actions = self.action_in(x.astype(self.dtype)) @ self.time_in.kernel[...][:width] + step
         tokens = self.time_out(jax.nn.silu(actions))
         own = jnp.arange(count, dtype=jnp.int32)[None]
-        first = jnp.sum(encoded.is_valid, axis=1, dtype=jnp.int32)[:, None]
+        first = jnp.sum(prefix.is_valid, axis=1, dtype=jnp.int32)[:, None]
         behind, alone = (compute_rotation(at, config.expert.head_width) for at in (first + own, own))
-        for layer, seen, plan in zip(self.layers, encoded.key_values, config.expert_steps, strict=True):
-            is_valid = pad_mask(encoded.is_valid, seen)
+        for layer, seen, plan in zip(self.layers, prefix.layers, config.expert_steps, strict=True):
+            is_valid = pad_mask(prefix.is_valid, seen)
             if plan.is_cross:
                 tokens = layer.cross_attend(tokens, alone, seen, is_valid[:, None])
             else:
@@ -170,72 +159,18 @@ class SmolVlaModel(nnx.Module):
                 causal = mask_after_prefix(is_valid, np.ones(count, bool))
                 tokens, _ = layer(tokens, behind, causal, seen)
         # In float32, like the integration that follows.
-        kernel, bias = self.action_out.kernel, self.action_out.bias
-        assert bias is not None
-        return self.norm(tokens).astype(jnp.float32) @ kernel[...].astype(jnp.float32) + bias[...].astype(jnp.float32)
+        return apply_linear(self.action_out, self.norm(tokens))
 
 
-def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
-    """Return a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
-    model = assemble(config, weights)
-    encoded = encode(model, observation)
-    schedule, steps, action = config.schedule, config.num_steps, config.action.shape[0]
-    key, noise = jax.random.key(config.noise_seed), config.make_noise(observation)
-    predict, plan = Partial(denoise, model, encoded), observation.prefix
+def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation) -> Chunk:
+    """Return a normalised chunk as `vla.act`; with `adapt_to_pi_aloha`, for ALOHA's joints."""
+    plan = observation.prefix
+    if not config.adapt_to_pi_aloha:
+        return vla.act(SmolVlaModel, config, weights, observation)
     if plan is not None:
-        actions = plan.actions
-        inside = plan._replace(actions=write_aloha_actions(actions) if config.adapt_to_pi_aloha else actions)
-        predict = continuing(predict, inside, schedule, bound=config.prefix_bound)
-    extras = model.prepare_steps(schedule.euler_rows(steps).sigma)
-    chunk = flow_euler(predict, noise.shape, key, schedule, steps=steps, extras=extras, start=noise)[..., :action]
-    if config.adapt_to_pi_aloha:
-        chunk = read_aloha_actions(chunk)
+        observation = observation._replace(prefix=plan._replace(actions=write_aloha_actions(plan.actions)))
+    chunk = read_aloha_actions(vla.act(SmolVlaModel, config, weights, observation))
     return chunk if plan is None else begin_with(plan, chunk)
-
-
-def assemble(config: SmolVlaConfig, weights: Mapping[str, Array]) -> SmolVlaModel:
-    """Return the network over serving weights."""
-    return blueprint_of(SmolVlaModel, config).assemble(weights)
-
-
-def encode(model: SmolVlaModel, observation: Observation, images: Sequence[Tokens] | None = None) -> Encoded:
-    """Encode an observation for the action expert, once per chunk."""
-    if model.config.adapt_to_pi_aloha:
-        observation = observation._replace(state=read_aloha_state(observation.state))
-    return model.encode(observation, images)
-
-
-def denoise(
-    model: SmolVlaModel, encoded: Encoded, x: Float[Array, "b t a"], t: Any, step: Float[Array, " d"]
-) -> Float[Array, "b t a"]:
-    """Return the velocity of a noisy chunk at one step."""
-    del t  # `step` contains the time.
-    return model.denoise(encoded, x, step)
-
-
-def _look(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: None) -> list[Tokens]:
-    return assemble(config, weights).embed_images(observation)
-
-
-def _read(
-    config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: Sequence[Tokens]
-) -> Encoded:
-    return encode(assemble(config, weights), observation, given)
-
-
-def _denoise(
-    config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: Encoded
-) -> Float[Array, "b t a"]:
-    model = assemble(config, weights)
-    step = model.prepare_steps(config.schedule.euler_rows(config.num_steps).sigma[:1])[0]
-    return model.denoise(given, config.make_noise(observation), step)
-
-
-STAGES = (
-    Stage("vision", _look),
-    Stage("prefix", _read),
-    Stage("denoise", _denoise, count=lambda config: config.num_steps),
-)
 
 
 # LeRobot's `adapt_to_pi_aloha` reverses joints and converts gripper openings to angles (modeling_smolvla.py).
@@ -316,34 +251,21 @@ def _tensor(name: str, last: int) -> Tensor:
             return decoder_tensor(name.removeprefix(ours), ours=ours, theirs=f"{_EXPERT}{ours}")
         case ["norm", _]:
             return Tensor(f"{_EXPERT}norm.weight", (name,), SAME)
-    module, _, kind = name.rpartition(".")
-    is_kernel = kind == "kernel"
-    return Tensor(f"{_LINEARS[module]}.{'weight' if is_kernel else 'bias'}", (name,), LINEAR if is_kernel else SAME)
+    return module_tensor(_LINEARS[name.rpartition(".")[0]], name)
 
 
 def find_unused(config: SmolVlaConfig) -> dict[str, Shape]:
-    """Return the shapes of unused tensors of LeRobot's files: of the language model the head, the last norm, and the
-    layers after the keys and values of the last layer that the action expert attends to."""
+    """Return the shapes of unused tensors of LeRobot's files.
+
+    They are the language model's head, its last norm, and everything after the keys and values of the last layer that
+    the action expert attends to.
+    """
     text, last = config.vlm.text, config.expert_steps[-1].vlm_layer
     unused: dict[str, Shape] = {HEAD: (config.vocabulary, text.width), f"{_TEXT}norm.weight": (text.width,)}
+    layer = {name: shape.shape for name, shape in blueprint(lambda rngs: DecoderLayer(text, rngs=rngs)).shapes.items()}
+    shapes = their_shapes([decoder_tensor(name, ours="", theirs="") for name in layer], layer)
     for number in range(last, config.vlm_layers):
-        for name, shape in _list_shapes(text).items():
-            if number > last or name not in ("input_layernorm", "self_attn.k_proj", "self_attn.v_proj"):
-                unused[f"{_TEXT}layers.{number}.{name}.weight"] = shape
+        for name, shape in shapes.items():
+            if number > last or not name.startswith(("input_layernorm", "self_attn.k_proj", "self_attn.v_proj")):
+                unused[f"{_TEXT}layers.{number}.{name}"] = shape
     return unused
-
-
-def _list_shapes(text: DecoderSizes) -> dict[str, Shape]:
-    """Return the shapes of the tensors of one layer of the language model."""
-    inner, keys, width, hidden = text.heads * text.head_width, text.kv_heads * text.head_width, text.width, text.hidden
-    return {
-        "input_layernorm": (width,),
-        "post_attention_layernorm": (width,),
-        "self_attn.q_proj": (inner, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, inner),
-        "mlp.gate_proj": (hidden, width),
-        "mlp.up_proj": (hidden, width),
-        "mlp.down_proj": (width, hidden),
-    }

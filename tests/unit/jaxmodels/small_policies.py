@@ -54,7 +54,7 @@ TOYS: dict[str, Any] = {
     "tokens2d": Tokens2dConfig(**TOY, n_layers=1, bins=32, neighbours=4, num_inference_steps=4),
 }
 _ALL_INPUTS = (*TOY["input_features"], ENVIRONMENT, CAMERA)
-_TEXT = dataclasses.replace(TextConfig.small(), length=6, width=8, n_heads=2, n_layers=1, hidden=16)
+_TEXT = dataclasses.replace(TextConfig(), length=6, width=8, n_heads=2, n_layers=1, hidden=16)
 _WHOLE: dict[str, Any] = {"input_features": _ALL_INPUTS, "n_encoder_layers": 1}
 # Policies with all inputs that their type may read.
 WHOLES: dict[str, Any] = {

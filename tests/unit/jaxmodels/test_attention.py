@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jaxtyping import Array
 
-from jaxmodels.layers import attention_kernels
+from jaxmodels.layers import attention
 from jaxmodels.layers.attention import attend
 
 # Path on a CPU -> batch, queries, keys, heads, channels per head.
@@ -158,14 +158,14 @@ def test_dropout_leaves_probabilities_out_and_keeps_their_sum_on_average(shape: 
 def test_attention_in_parts_is_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(2, 11, 7, 3, 4)
     bias = bias_for(name, 2, 11, 7, 3)
-    monkeypatch.setattr(attention_kernels, "WHOLE_SCORES", 100)
-    found = jax.jit(attention_kernels.attend_in_parts)(q * 0.5, k, v, bias)
+    monkeypatch.setattr(attention, "WHOLE_SCORES", 100)
+    found = jax.jit(attention.attend_in_parts)(q * 0.5, k, v, bias)
     np.testing.assert_allclose(found, formula(q, k, v, bias), atol=2e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_shapes_of_these_tests_reach_the_ways_they_are_named_for(shape: tuple[int, ...]) -> None:
     name = next(name for name, other in SHAPES.items() if other == shape)
-    program = str(jax.make_jaxpr(lambda q, k, v: attention_kernels.attend_blocked(q, k, v, None))(*inputs(*shape)))
+    program = str(jax.make_jaxpr(lambda q, k, v: attention.attend_blocked(q, k, v, None))(*inputs(*shape)))
     blocks = 4 if name == "head by head" else int("loop" in name)
     assert (program.count("remat2["), program.count("scan[")) == (blocks, 2 * ("loop" in name))

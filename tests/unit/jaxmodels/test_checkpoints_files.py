@@ -47,6 +47,11 @@ def with_header(path: Path, header: bytes, data: bytes = b"", length: int | None
     return path
 
 
+def save_tree(folder: Path, tree: Any) -> None:
+    with orbax.Writer() as writer:
+        writer.save(folder, tree)
+
+
 def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
@@ -114,14 +119,14 @@ SHAPES = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array i
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    orbax.save(tmp_path / "weights", TREE)
+    save_tree(tmp_path / "weights", TREE)
     return tmp_path / "weights"
 
 
 def test_orbax_restores_any_tree_with_its_classes(tmp_path: Path) -> None:
     parameters = {"a": jnp.ones(3), "b": [jnp.zeros((2, 2)), jnp.ones(())]}
     tree = (parameters, optax.adamw(1e-3).init(parameters))
-    orbax.save(tmp_path / "state", tree)
+    save_tree(tmp_path / "state", tree)
     back = orbax.restore(tmp_path / "state", tree)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(tree), strict=True))
@@ -185,10 +190,10 @@ def test_a_policy_folder_may_hold_orbax_weights(small, checkpoint_of, observatio
     lerobot_folder.write_checkpoint(folder, checkpoint)
     wanted = jaxmodels.load_policy(folder).act(observation_of(config))
     (folder / "model.safetensors").unlink()
-    orbax.save(folder / orbax.FOLDER, dict(checkpoint.weights))
+    save_tree(folder / folder_module.ORBAX, dict(checkpoint.weights))
     np.testing.assert_array_equal(jaxmodels.load_policy(folder).act(observation_of(config)), wanted)
-    shutil.rmtree(folder / orbax.FOLDER)
-    orbax.save(folder / orbax.FOLDER, {**checkpoint.weights, "extra": np.zeros(2, np.float32)})
+    shutil.rmtree(folder / folder_module.ORBAX)
+    save_tree(folder / folder_module.ORBAX, {**checkpoint.weights, "extra": np.zeros(2, np.float32)})
     with pytest.raises(WeightsMismatch, match=r"unused: extra \[2\]"):
         lerobot_folder.read_checkpoint(folder)
 
@@ -264,7 +269,7 @@ def test_a_folder_opens_a_bounded_number_of_files(policy: Path, monkeypatch: pyt
     with PolicyFolder(policy) as opened:
         assert len(opened.descriptors) < 80
         assert lerobot_folder.read_checkpoint(opened).weights
-        with pytest.raises(CheckpointError, match=r"one of over 64 \.safetensors files"):
+        with pytest.raises(CheckpointError, match=r"more than 64 \.safetensors files"):
             read_floats(opened / "other79.safetensors")
     assert len(os.listdir("/proc/self/fd")) == before
     monkeypatch.setattr(folder_module, "ENTRIES", len(list(policy.iterdir())) - 1)
@@ -276,7 +281,7 @@ def test_weights_have_the_size_that_the_operator_allows(policy: Path) -> None:
     size = (policy / "model.safetensors").stat().st_size
     assert jaxmodels.load_policy(policy, largest=size).needs.device > 0
     for read in (PolicyFolder, jaxmodels.load_policy):
-        with pytest.raises(CheckpointError, match=rf"model\.safetensors: {size} bytes, longer than {size - 1}"):
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: {size} bytes; wanted at most {size - 1}"):
             read(policy, largest=size - 1)
 
 
@@ -330,7 +335,7 @@ def test_weights_of_another_config_are_refused_unread(policy: Path) -> None:
     header = json.dumps({"huge": entry([count], 0, 4 * count)}).encode()
     with_header(policy / "model.safetensors", header)
     os.truncate(policy / "model.safetensors", 8 + len(header) + 4 * count)
-    with pytest.raises(CheckpointError, match="longer than"):
+    with pytest.raises(CheckpointError, match=r"wanted at most 1099511627776"):
         PolicyFolder(policy)
     kind = get_policy_type("act")
     config = lerobot_folder.build_description(integrity.describe_folder(policy)).config
@@ -379,7 +384,7 @@ def test_a_header_is_judged_as_the_library_judges_it(data: st.DataObject) -> Non
 @pytest.mark.parametrize("spoil", ["link", "link to a folder", "pipe", "too deep"])
 def test_an_orbax_checkpoint_is_made_of_regular_files_and_folders(tmp_path: Path, spoil: str) -> None:
     tree = {"a": jnp.arange(4.0)}
-    orbax.save(tmp_path / "orbax", tree)
+    save_tree(tmp_path / "orbax", tree)
     assert orbax.restore(tmp_path / "orbax", tree)["a"].tolist() == [0, 1, 2, 3]
     (tmp_path / "outside").mkdir()
     place = tmp_path / "orbax" / "zz"
@@ -395,7 +400,7 @@ def test_an_orbax_checkpoint_is_made_of_regular_files_and_folders(tmp_path: Path
 
 
 def test_an_orbax_checkpoint_has_so_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    orbax.save(tmp_path / "orbax", {"a": jnp.arange(4.0)})
+    save_tree(tmp_path / "orbax", {"a": jnp.arange(4.0)})
     monkeypatch.setattr(folder_module, "TREE_ENTRIES", len(folder_module.check_tree(tmp_path / "orbax")))
     folder_module.check_tree(tmp_path / "orbax")
     (tmp_path / "orbax" / "zz").touch()
@@ -405,7 +410,7 @@ def test_an_orbax_checkpoint_has_so_many_files(tmp_path: Path, monkeypatch: pyte
 
 def test_an_orbax_checkpoint_changed_during_reading_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree, read = {"a": jnp.arange(4.0)}, ocp.StandardCheckpointer.restore
-    orbax.save(tmp_path / "orbax", tree)
+    save_tree(tmp_path / "orbax", tree)
 
     def read_and_exchange(*of: Any, **how: Any) -> Any:
         found = read(*of, **how)

@@ -24,7 +24,7 @@ def read(name: str = "diffusion_two_cameras_ddpm", **changes: Any) -> DiffusionC
         ({"horizon": 18}, "horizon is 18; wanted a multiple of 4"),
         ({"n_action_steps": 16}, "n_action_steps is 16; wanted 15 at most"),
         ({"kernel_size": 4}, "kernel_size is 4; wanted an odd number"),
-        ({"down_dims": [32, 60]}, "down_dims has 60, which is no multiple of n_groups 8"),
+        ({"down_dims": [32, 60]}, "down_dims has 60, which is not a multiple of n_groups 8"),
         ({"down_dims": []}, r"down_dims is \[\]; wanted 1 to 16 integers"),
         ({"down_dims": 64}, "down_dims is 64; wanted a list of integers"),
         ({"noise_scheduler_type": "PNDM"}, "noise_scheduler_type is 'PNDM'; known: DDPM, DDIM"),
@@ -88,7 +88,7 @@ def test_answers_without_noise_do_not_depend_on_the_batch(policy: jaxmodels.Poli
         ({"observation.state": np.zeros((1, 3, 2), np.float32)}, {}, "3 observations on the axis of time, wanted 2"),
         ({}, {"noise": np.zeros((1, 8, 2), np.float32)}, r"noise is float32\[1, 8, 2\]; wanted float32\[1, 16, 2\]"),
         ({}, {"noise": np.full((1, 16, 2), np.nan, np.float32)}, "noise holds nan at"),
-        ({}, {"step_noise": np.zeros((7, 1, 16, 2), np.float32)}, "the policy's sampler adds no noise on its way"),
+        ({}, {"step_noise": np.zeros((7, 1, 16, 2), np.float32)}, "the policy's sampler adds no noise in its steps"),
     ],
 )
 def test_invalid_histories_and_noises_are_refused(

@@ -153,7 +153,7 @@ def test_steps_that_mean_something_else_are_refused(name: str, change, text: str
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("robojax.json", {"statistics": "so101"}, "'so101', of which there are none for observation.state"),
+        ("robojax.json", {"statistics": "so101"}, "'so101', which has no statistics for observation.state"),
         ("stats.json", {"action": {"mean": "a lot"}}, r"stats.json: action.mean is 'a lot'; wanted numbers"),
     ],
 )

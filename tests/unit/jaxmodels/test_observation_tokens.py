@@ -25,7 +25,7 @@ CONFIG = Diffusion2dConfig(
     n_heads=2,
     n_encoder_layers=1,
     n_layers=1,
-    text_encoder=dataclasses.replace(TextConfig.small(), length=5, width=12, n_heads=2, n_layers=1),
+    text_encoder=dataclasses.replace(TextConfig(), length=5, width=12, n_heads=2, n_layers=1),
 )
 PIXELS, LETTERS = 2 * 3, 5  # of a 32x48 frame's feature map; of an instruction
 

@@ -340,7 +340,7 @@ def test_openpi_folders_of_another_config_are_refused(tmp_path: Path) -> None:
             jaxmodels.load_policy(folder)
 
     refused(None, r'write a file robojax.json next to params with {"openpi": "pi05_droid"}')
-    refused("pi05_droid", "params: is not of the config .* action_dim 16, wanted 32; image_size 28, wanted 224")
+    refused("pi05_droid", "params: does not fit the config .* action_dim 16, wanted 32; image_size 28, wanted 224")
     refused({"config": "pi0_droid", **SMALL}, "found model pi05, wanted pi0")
     refused({"config": "pi05_libero", **SMALL}, "norm_stats.json of droid; wanted 'physical-intelligence/libero'")
     wide = {"model": "pi05", "robot": "aloha", "asset_id": "droid", **SMALL}

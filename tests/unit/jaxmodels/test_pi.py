@@ -44,17 +44,17 @@ def read(name: str = "pi0_two_cameras", **changes: Any) -> Pi0Config:
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"n_obs_steps": 2}, "n_obs_steps is 2; pi0 looks at 1 observation"),
+        ({"n_obs_steps": 2}, "n_obs_steps is 2; pi0 reads 1 observation"),
         ({"n_action_steps": 11}, "n_action_steps is 11, more than chunk_size 10"),
         ({"paligemma_variant": "gemma_7b"}, "paligemma_variant is 'gemma_7b'; known: gemma_300m, gemma_2b"),
         ({"dtype": "float16"}, "dtype is 'float16'; known: bfloat16, float32"),
-        ({"image_resolution": [56, 70]}, r"image_resolution is \[56, 70\]; PaliGemma looks at squares"),
+        ({"image_resolution": [56, 70]}, r"image_resolution is \[56, 70\]; PaliGemma reads squares"),
         ({"image_resolution": [13, 13]}, "wanted 14 or more, a patch"),
         ({"max_state_dim": 5}, "the state has 6 numbers; max_state_dim is 5, to which it is padded"),
         ({"max_action_dim": 5}, "the action has 6 numbers; max_action_dim is 5"),
         ({"min_period": 4.0}, "min_period is 4.0; wanted less than max_period 4.0"),
         ({"use_peft": True}, "merge the adapter"),
-        ({"input_features": {"observation.state": {"type": "STATE", "shape": [6]}}}, "has no image; pi0 looks at one"),
+        ({"input_features": {"observation.state": {"type": "STATE", "shape": [6]}}}, "has no image; pi0 reads one"),
         ({"relative_exclude_joints": "gripper"}, "relative_exclude_joints is 'gripper'; wanted a list of strings"),
         ({"rtc_config": [1]}, r"rtc_config is \[1\]; wanted an object"),
         ({"sizes": {}}, "unknown fields sizes; they belong to architecture.json"),
@@ -65,7 +65,7 @@ def read(name: str = "pi0_two_cameras", **changes: Any) -> Pi0Config:
         ({"architecture": TINY | {"vocab_size": 0}}, "vocab_size is 0; wanted an integer of 1 or more"),
         ({"architecture": TINY | {"gemma_2b": {"width": 10, **TINY_GEMMA, "head_dim": 5}}}, "wanted an even number"),
         ({"architecture": TINY | {"gemma_2b": {"width": 10, **TINY_GEMMA, "depth": 3}}}, "depth of gemma_2b is 3 and"),
-        ({"architecture": TINY | {"vision": {"hidden_size": 9}}}, "no multiple of num_attention_heads 16"),
+        ({"architecture": TINY | {"vision": {"hidden_size": 9}}}, "not a multiple of num_attention_heads 16"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[str, Any], wrong: str) -> None:
@@ -85,7 +85,7 @@ def test_tied_embeddings_and_names_without_a_root_are_read(golden_folder, tmp_pa
     np.testing.assert_array_equal(weights["paligemma.embedding"], stored[head])
     np.testing.assert_array_equal(weights["action_in.kernel"], stored["model.action_in_proj.weight"].T)
     save_file({**tied, "model.action_in_proj.bias": tied["action_in_proj.bias"]}, folder / "model.safetensors")
-    with pytest.raises(WeightsMismatch, match=r"action_in_proj\.bias is there under two names; keep one of them"):
+    with pytest.raises(WeightsMismatch, match=r"action_in_proj\.bias has two names in the file; keep one of them"):
         lerobot_folder.read_checkpoint(folder)
     other = np.zeros((7, 8), np.float32)
     save_file({**tied, "paligemma_with_expert.gemma_expert.lm_head.weight": other}, folder / "model.safetensors")

@@ -137,7 +137,7 @@ def test_an_observation_that_does_not_fit_says_why(policy, config, observation_o
 
 def test_missing_features_and_unused_noise_are_refused(policy, config, observation_of) -> None:
     observation = observation_of(config)
-    with pytest.raises(ObservationError, match="makes its chunks of none that could be given"):
+    with pytest.raises(ObservationError, match="this policy takes no noise"):
         policy.act(observation, noise=np.zeros((1, 6, 5), np.float32))
     del observation["observation.images.wrist"]
     with pytest.raises(ObservationError, match=r"images.wrist is missing; found \['observation.images.front'"):

@@ -107,7 +107,7 @@ def test_every_delay_runs_in_one_program(policy: jaxmodels.Policy, kind: str, mo
 
 @with_text
 def test_a_saved_policy_follows_the_same_instructions(kind: str, tmp_path: Path) -> None:
-    text = dataclasses.replace(TextConfig.small(), length=24, width=8, n_heads=2, n_layers=1, hidden=16)
+    text = dataclasses.replace(TextConfig(), length=24, width=8, n_heads=2, n_layers=1, hidden=16)
     inputs = (*CONFIGS[kind].input_features, CAMERA)
     config = dataclasses.replace(CONFIGS[kind], input_features=inputs, text_encoder=text, n_encoder_layers=1)
     policy = jaxmodels.Policy(make_checkpoint(config))
@@ -163,9 +163,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"scheduler_name": "linear"}, "scheduler_name is 'linear'; known: constant, cosine"),
     ],
     "tokens2d": [
-        ({"bins": 1}, "bins is 1; wanted 2 or more"),
+        ({"bins": 1}, "bins is 1; wanted an integer of 2 or more"),
         ({"neighbours": 32}, "neighbours is 32; wanted 0 to 31, less than bins"),
-        ({"normalization_mapping": UNBOUNDED}, "ACTION: MEAN_STD; bins lie in .* MIN_MAX, QUANTILES"),
+        ({"normalization_mapping": UNBOUNDED}, "ACTION: MEAN_STD; bins are in .* MIN_MAX, QUANTILES"),
         ({"n_action_steps": 9, "temperature": -1.0}, "n_action_steps is 9, more than chunk_size 8; temperature is -1"),
     ],
 }

@@ -31,7 +31,7 @@ VALUES: dict[str, Any] = {
     },
     "output_features": {"action": {"type": "ACTION", "shape": [6]}},
 }
-TEXT = TextConfig.small().to_json()
+TEXT = TextConfig().to_json()
 PATCHES = {"in_channels": 4, "patch_size": 2, "sample_size": 32, "norm_type": "ada_norm_single"}
 
 

@@ -175,7 +175,7 @@ def test_a_config_of_any_size_is_refused_before_it_is_built(folder: Path, change
 @pytest.mark.usefixtures("nothing_is_built")
 def test_weights_of_another_config_are_seen_by_their_number(folder: Path) -> None:
     edit_json(folder / "config.json", n_encoder_layers=64, n_decoder_layers=64, n_vae_encoder_layers=64)
-    with pytest.raises(WeightsMismatch, match=r"\d+ tensors; the config asks for 192 layers, which have 768 or more"):
+    with pytest.raises(WeightsMismatch, match=r"\d+ tensors; the config has 192 layers, which have 768 or more"):
         lerobot_folder.read_checkpoint(folder)
 
 

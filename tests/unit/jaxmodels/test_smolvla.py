@@ -53,7 +53,7 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"n_obs_steps": 2}, "n_obs_steps is 2; smolvla looks at 1 observation"),
+        ({"n_obs_steps": 2}, "n_obs_steps is 2; smolvla reads 1 observation"),
         ({"n_action_steps": 11}, "n_action_steps is 11, more than chunk_size 10"),
         ({"attention_mode": "cross"}, "attention_mode is 'cross'; known: cross_attn, self_attn"),
         ({"pad_language_to": "shortest"}, "pad_language_to is 'shortest'; known: longest, max_length"),
@@ -85,9 +85,9 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
         ({"vlm": vlm(scale_factor=0)}, "scale_factor is 0"),
         ({"vlm": vlm("text_config", hidden_act="gelu")}, "text_config.hidden_act is 'gelu'; wanted silu"),
         ({"vlm": vlm("text_config", hidden_size="48")}, "text_config.hidden_size is '48'; wanted an integer"),
-        ({"vlm": vlm("text_config", num_key_value_heads=2)}, "3 heads are no multiple of 2 heads of keys"),
+        ({"vlm": vlm("text_config", num_key_value_heads=2)}, "3 heads are not a multiple of 2 heads of keys"),
         ({"vlm": vlm("text_config", head_dim=15)}, "head_dim is 15; wanted an even number"),
-        ({"vlm": vlm("vision_config", hidden_size=33)}, "hidden_size 33 is no multiple of 2 heads"),
+        ({"vlm": vlm("vision_config", hidden_size=33)}, "hidden_size 33 is not a multiple of 2 heads"),
         ({"vlm": vlm("vision_config", image_size=4)}, "image_size is 4, less than one patch"),
     ],
 )

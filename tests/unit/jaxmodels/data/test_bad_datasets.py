@@ -84,7 +84,7 @@ def test_everything_wrong_with_a_description_is_said_at_once(copy):
 
 BAD_NAMES = ("../../etc/passwd", "observation.images.a/b", ".hidden", "a\\b", "a" * 200, "a\nb")
 HUGE = {"dtype": "video", "shape": [1 << 20, 1 << 20, 3], "names": ["height", "width", "channel"]}
-WRONG_TOTAL = f"speaks of 3 episodes and {ROWS + 1} frames; meta/episodes describes 3 and {ROWS}"
+WRONG_TOTAL = f"has 3 episodes and {ROWS + 1} frames; meta/episodes describes 3 and {ROWS}"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ EPISODES = [{"episode_index": 0, "length": 6}, {"episode_index": 2, "length": 14
 @pytest.mark.parametrize(
     ("file", "rows", "said"),
     [
-        ("episodes", [{"episode_index": 0, "length": 20}], "speaks of 3 episodes"),
+        ("episodes", [{"episode_index": 0, "length": 20}], "has 3 episodes"),
         ("episodes", EPISODES, "not numbered 0, 1, 2"),
         ("episodes", [{"episode_index": 0}], "'length'"),
         ("episodes", [{"episode_index": "../x", "length": 1}], "episode_index, which is ../x"),
@@ -176,9 +176,9 @@ def test_invalid_rows_of_episodes_and_tasks_are_refused(copy, file, rows, said):
         (lambda table: replaced(table, "index", list(range(9))), "index of episode 1 is 0 in its row 0, after 5"),
         (lambda table: table.drop(["episode_index"]), "has no column episode_index"),
         (lambda table: table.drop(["action"]), "has no column action"),
-        (lambda table: replaced(table, "action", [[1.0, 2.0]] * 8 + [[1.0]]), "rows of other sizes than 2"),
-        (lambda table: replaced(table, "action", [[1.0, None]] * 9), "or empty ones"),
-        (lambda table: replaced(table, "action", [["a", "b"]] * 9), "is no number"),
+        (lambda table: replaced(table, "action", [[1.0, 2.0]] * 8 + [[1.0]]), "do not have 2 numbers"),
+        (lambda table: replaced(table, "action", [[1.0, None]] * 9), "rows are empty or"),
+        (lambda table: replaced(table, "action", [["a", "b"]] * 9), "is not a number"),
         (lambda table: replaced(table, "action", [[1.0, float("nan")]] * 9), "wanted finite numbers"),
         (lambda table: replaced(table, "timestamp", [float("nan")] * 9), "timestamp is not finite"),
     ],
@@ -325,14 +325,14 @@ def test_a_span_that_is_half_a_frame_late_is_refused(copy):
 
 def test_a_file_that_claims_too_many_rows_is_not_read(copy, monkeypatch):
     monkeypatch.setattr(table_files, "MAX_ROWS", 8)
-    refused(copy("v2.1"), "9 rows; allowed are 8")
+    refused(copy("v2.1"), "9 rows; a file of this size has at most 8")
 
 
 @pytest.mark.parametrize(
     ("last", "options", "said"),
     [
         (12, {}, ("episode_000001.mp4 has no frame at 0.300 s", "shorter than its rows")),
-        (15, {"size": (48, 32)}, ("has frames of 48x32; the dataset speaks of 32x48",)),
+        (15, {"size": (48, 32)}, ("has frames of 48x32; the dataset has 32x48",)),
     ],
 )
 def test_a_video_of_another_length_or_size_is_refused(copy, last, options, said):

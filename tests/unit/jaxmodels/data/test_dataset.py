@@ -121,8 +121,8 @@ def test_what_is_asked_for_wrongly_is_refused(folder):
     dataset = open_dataset(folder)
     for ask, said in (
         (lambda: dataset.vectors("reward"), "it has observation.state"),
-        (lambda: dataset.vectors(FRONT), "is a camera's"),
-        (lambda: dataset.frames("action", np.array([0])), "is no camera"),
+        (lambda: dataset.vectors(FRONT), "is a camera; call frames"),
+        (lambda: dataset.frames("action", np.array([0])), "is not a camera"),
         (lambda: open_dataset(folder, episodes=[3]), "it has 0 to 2"),
         (lambda: open_dataset(folder, episodes=[]), "wanted some of 0 to 2"),
         (lambda: open_dataset(folder, revision="main"), "a revision is of a repo"),

@@ -95,7 +95,7 @@ def test_a_step_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, more, 
         (0, "pick", "of 0 steps"),
         (1, " ", "the task ' '"),
         (1, None, "belong to no episode"),
-        (0, None, "no episode was added"),
+        (0, None, "the dataset has no episodes"),
     ],
 )
 def test_an_episode_needs_steps_and_a_task(tmp_path, steps, task, said):

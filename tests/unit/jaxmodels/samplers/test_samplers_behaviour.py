@@ -223,7 +223,7 @@ def test_a_flow_goes_from_the_sample_to_the_noise() -> None:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: NoiseSchedule(beta_schedule="cosine"), "beta_schedule is 'cosine'; wanted one of linear"),  # type: ignore
+        (lambda: NoiseSchedule(beta_schedule="cosine"), "beta_schedule is 'cosine'; known: linear"),  # type: ignore
         (lambda: NoiseSchedule(num_train_timesteps=0), "num_train_timesteps is 0"),
         (lambda: NoiseSchedule(beta_start=0.5, beta_end=0.1), "betas go from 0.5 to 0.1"),
         (lambda: NoiseSchedule(clip_sample_range=0.0), "clip_sample_range is 0.0"),
