@@ -14,7 +14,7 @@ EVERY = slice(None)
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A reversible rearrangement of one PyTorch tensor into one or more of our arrays."""
 
     read: Callable[[np.ndarray], Sequence[np.ndarray]]
@@ -28,35 +28,35 @@ class Tensor:
 
     theirs: str
     ours: tuple[str, ...]
-    layout: Layout
+    layout: TensorLayout
 
 
-SAME = Layout(lambda x: (x,), lambda a: a[0], lambda s: s[0])
+SAME = TensorLayout(lambda x: (x,), lambda a: a[0], lambda s: s[0])
 # torch.nn.Linear keeps (out, in)
-LINEAR = Layout(lambda x: (x.T,), lambda a: a[0].T, lambda s: s[0][::-1])
+LINEAR = TensorLayout(lambda x: (x.T,), lambda a: a[0].T, lambda s: s[0][::-1])
 # torch.nn.Conv2d keeps (out, in, height, width); ours is (height, width, in, out)
-CONVOLUTION = Layout(
+CONVOLUTION = TensorLayout(
     lambda x: (x.transpose(2, 3, 1, 0),),
     lambda a: a[0].transpose(3, 2, 0, 1),
     lambda s: (s[0][3], s[0][2], s[0][0], s[0][1]),
 )
 # torch.nn.Conv1d keeps (out, in, length); ours is (length, in, out)
-TIME_CONVOLUTION = Layout(
+TIME_CONVOLUTION = TensorLayout(
     lambda x: (x.transpose(2, 1, 0),), lambda a: a[0].transpose(2, 1, 0), lambda s: (s[0][2], s[0][1], s[0][0])
 )
 # torch.nn.ConvTranspose1d keeps (in, out, length)
-UPSAMPLE = Layout(
+UPSAMPLE = TensorLayout(
     lambda x: (x.transpose(2, 0, 1),), lambda a: a[0].transpose(1, 2, 0), lambda s: (s[0][1], s[0][2], s[0][0])
 )
 # a 1x1 convolution is a linear layer over channels
-POINTWISE = Layout(lambda x: (x[:, :, 0, 0].T,), lambda a: a[0].T[:, :, None, None], lambda s: (s[0][1], s[0][0], 1, 1))
+POINTWISE = TensorLayout(lambda x: (x[:, :, 0, 0].T,), lambda a: a[0].T[:, :, None, None], lambda s: (s[0][1], s[0][0], 1, 1))
 # torch.nn.MultiheadAttention keeps query, key and value under each other
-JOINT_LINEAR = Layout(
+JOINT_LINEAR = TensorLayout(
     lambda x: tuple(part.T for part in np.split(x, 3)),
     lambda a: np.concatenate([part.T for part in a]),
     lambda s: (sum(part[1] for part in s), s[0][0]),
 )
-JOINT_VECTOR = Layout(lambda x: np.split(x, 3), lambda a: np.concatenate(a), lambda s: (sum(part[0] for part in s),))
+JOINT_VECTOR = TensorLayout(lambda x: np.split(x, 3), lambda a: np.concatenate(a), lambda s: (sum(part[0] for part in s),))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TensorTarget:
     ours: str
     whole: Shape
     index: Index = ()
-    layout: Layout = SAME
+    layout: TensorLayout = SAME
 
     @property
     def shape(self) -> Shape:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from jaxmodels.training.initial_policy import Start, new_policy, policy_fields, trained_policy
     from jaxmodels.training.loop import train
     from jaxmodels.training.optimizers import OptimizerConfig, SchedulerConfig, optimizer_preset, scheduler_preset
-    from jaxmodels.training.progress import Progress, draw_curve
+    from jaxmodels.training.progress import TrainingProgress, draw_curve
 
 __all__ = [
     "ImageTransforms",
     "OptimizerConfig",
-    "Progress",
+    "TrainingProgress",
     "SchedulerConfig",
     "Start",
     "TrainingConfig",

@@ -4,10 +4,10 @@
 it does not import JAX, the server or WebRTC.
 """
 
-from robojax.client.answers import Action, Chunk, Rooms, SessionStatus
+from robojax.client.answers import Action, Chunk, SessionRooms, SessionStatus
 from robojax.client.client import AsyncClient, AsyncSession, Client, Session
-from robojax.client.errors import ClientError, Garbled, Refused, StreamClosed, Unreachable, Unusable
-from robojax.client.stream import AsyncStream, Command, Message, Pong, Status, Stopped, Stream, Welcome, Wrong
+from robojax.client.errors import RobojaxError, ProtocolError, RequestRefused, StreamClosed, ServerUnreachable, InvalidArgument
+from robojax.client.stream import AsyncStream, Command, Message, Pong, StatusMessage, StopMessage, Stream, Welcome, MessageRefused
 
 __all__ = [
     "Action",
@@ -16,21 +16,21 @@ __all__ = [
     "AsyncStream",
     "Chunk",
     "Client",
-    "ClientError",
+    "RobojaxError",
     "Command",
-    "Garbled",
+    "ProtocolError",
     "Message",
     "Pong",
-    "Refused",
-    "Rooms",
+    "RequestRefused",
+    "SessionRooms",
     "Session",
     "SessionStatus",
-    "Status",
-    "Stopped",
+    "StatusMessage",
+    "StopMessage",
     "Stream",
     "StreamClosed",
-    "Unreachable",
-    "Unusable",
+    "ServerUnreachable",
+    "InvalidArgument",
     "Welcome",
-    "Wrong",
+    "MessageRefused",
 ]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from robojax.client import http
 from robojax.client.answers import Action, Chunk, SessionStatus, read_status, read_statuses
 from robojax.client.codec import Image, pack_observation
-from robojax.client.errors import ClientError, Refused
+from robojax.client.errors import RobojaxError, RequestRefused
 from robojax.client.http import (
     DEFAULT_TIMEOUT,
     LOADED,
     Call,
-    Connections,
+    HttpConnections,
     blocking,
     build_call,
     credentials,
@@ -43,7 +43,7 @@ class _Connected:
         self._key = key
         self._headers = credentials(key)
         self._timeout = timeout
-        self._http = Connections(self.url, self._headers, timeout, is_async=self._is_async)
+        self._http = HttpConnections(self.url, self._headers, timeout, is_async=self._is_async)
 
 
 class AsyncClient(_Connected):
@@ -225,10 +225,10 @@ def _judge_stop(session_id: str, error: BaseException | None) -> Iterator[None]:
     """
     try:
         yield
-    except Refused as refused:
+    except RequestRefused as refused:
         if refused.status not in (404, 409):
             raise
-    except ClientError as lost:
+    except RobojaxError as lost:
         if error is None:
             raise
         error.add_note(f"session {session_id} could not be stopped: {lost}")

@@ -15,10 +15,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxmodels.checkpoints.backbones import backbone_tensor
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, POINTWISE, SAME, TIME_CONVOLUTION, UPSAMPLE, Layout, Tensor
+from jaxmodels.checkpoints.tensor_layouts import LINEAR, POINTWISE, SAME, TIME_CONVOLUTION, UPSAMPLE, TensorLayout, Tensor
 from jaxmodels.layers.norm import BatchNorm, GroupNorm
 from jaxmodels.layers.vision import ResNet, SpatialSoftmax, measure_feature_map
-from jaxmodels.policies import Stage
+from jaxmodels.policies import ActStage
 from jaxmodels.policies.diffusion.config import CHANNELS_PER_GROUP, STEP_GROUPS, DiffusionConfig
 from jaxmodels.samplers import ddim, ddpm
 from jaxmodels.samplers.sampling import draw_for_each
@@ -364,7 +364,7 @@ def _denoise(config: DiffusionConfig, weights: Mapping[str, Array], observation:
     return _predict(assemble(config, weights).unet, of_condition, x, None, [rows[0] for rows in of_steps])
 
 
-STAGES = (Stage("encode", _encode), Stage("denoise", _denoise, count=lambda config: config.steps))
+STAGES = (ActStage("encode", _encode), ActStage("denoise", _denoise, count=lambda config: config.steps))
 
 
 def _predict(unet: UNet, of_condition: Films, x: Chunk, t: Any, of_step: list[Float[Array, " _"]]) -> Chunk:
@@ -442,7 +442,7 @@ def _block(theirs: str, name: str, rest: str) -> Tensor:
     return Tensor(f"{theirs}.1.{'weight' if rest == 'norm.scale' else 'bias'}", (name,), SAME)
 
 
-def _convolution(theirs: str, name: str, layout: Layout = TIME_CONVOLUTION) -> Tensor:
+def _convolution(theirs: str, name: str, layout: TensorLayout = TIME_CONVOLUTION) -> Tensor:
     is_kernel = name.endswith("kernel")
     return Tensor(f"{theirs}.{'weight' if is_kernel else 'bias'}", (name,), layout if is_kernel else SAME)
 

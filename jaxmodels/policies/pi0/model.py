@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxmodels.errors import ObservationError
 from jaxmodels.layers.embeddings import flow_time_sinusoid
 from jaxmodels.layers.images import resize_as_pillow, resize_with_padding
-from jaxmodels.policies import Stage
+from jaxmodels.policies import ActStage
 from jaxmodels.policies.pi0.config import GemmaSizes, Pi0Config
 from jaxmodels.samplers import begin_with, continuing, flow_euler, given
 from jaxmodels.types import Observation
@@ -210,7 +210,7 @@ def denoise(model: PiModel, prefix: PrefixCache, state: StateToken | None, x: Ch
     return model.denoise(prefix, state, x, step)
 
 
-def list_stages(network: type[PiModel] = Pi0Model) -> tuple[Stage, ...]:
+def list_stages(network: type[PiModel] = Pi0Model) -> tuple[ActStage, ...]:
     """Return parts of `act` that can be timed separately."""
 
     def look(
@@ -232,9 +232,9 @@ def list_stages(network: type[PiModel] = Pi0Model) -> tuple[Stage, ...]:
         return model.denoise(given, model.embed_state(observation.state), config.make_noise(observation), step)
 
     return (
-        Stage("vision", look),
-        Stage("prefix", read),
-        Stage("denoise", take_step, count=lambda config: config.num_inference_steps),
+        ActStage("vision", look),
+        ActStage("prefix", read),
+        ActStage("denoise", take_step, count=lambda config: config.num_inference_steps),
     )
 
 

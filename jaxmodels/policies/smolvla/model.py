@@ -17,13 +17,13 @@ from jaxmodels.layers.embeddings import flow_time_sinusoid
 from jaxmodels.layers.grouped_attention import KeyValues, compute_rotation, mask_after_prefix, pad_keys, pad_mask
 from jaxmodels.layers.images import resize_with_padding
 from jaxmodels.layers.norm import RMSNorm
-from jaxmodels.policies import Stage
+from jaxmodels.policies import ActStage
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
 from jaxmodels.samplers import begin_with, continuing, flow_euler
 from jaxmodels.types import Language, Observation
 from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes, decoder_tensor
 from jaxmodels.vlm.siglip import vision_tensor
-from jaxmodels.vlm.smolvlm import SmolVlm, Tokens
+from jaxmodels.vlm.smolvlm import SmolVlm, PrefixTokens
 from jaxmodels.weights import blueprint_of
 
 
@@ -61,7 +61,7 @@ class SmolVlaModel(nnx.Module):
         """Dtype of the weights and of most arithmetic."""
         return self.action_in.kernel.dtype
 
-    def encode(self, observation: Observation, images: Sequence[Tokens] | None = None) -> Encoded:
+    def encode(self, observation: Observation, images: Sequence[PrefixTokens] | None = None) -> Encoded:
         """Encode images, words and state, once per chunk.
 
         Args:
@@ -77,8 +77,8 @@ class SmolVlaModel(nnx.Module):
         state = observation.state.astype(self.dtype)
         padded = jnp.pad(state, ((0, 0), (0, self.config.max_state_dim - state.shape[1])))
         one = jnp.ones((state.shape[0], 1), bool)
-        parts.append(Tokens(self.state_in(padded)[:, None], one))
-        tokens = Tokens(*(jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
+        parts.append(PrefixTokens(self.state_in(padded)[:, None], one))
+        tokens = PrefixTokens(*(jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
         # Images and words do not see the state.
         starts = np.arange(tokens.is_valid.shape[1]) == tokens.is_valid.shape[1] - 1
         cache = self.vlm.compute_cache(tokens, starts)
@@ -90,10 +90,10 @@ class SmolVlaModel(nnx.Module):
             context.append(pad_keys(layer.attention.project_again(own) if step.is_cross else own, behind))
         return Encoded(tuple(context), tokens.is_valid)
 
-    def _embed_words(self, language: Language) -> Tokens:
-        return Tokens(self.vlm.embed_words(language.tokens) * self.config.vlm.text.width**0.5, language.mask)
+    def _embed_words(self, language: Language) -> PrefixTokens:
+        return PrefixTokens(self.vlm.embed_words(language.tokens) * self.config.vlm.text.width**0.5, language.mask)
 
-    def embed_images(self, observation: Observation) -> list[Tokens]:
+    def embed_images(self, observation: Observation) -> list[PrefixTokens]:
         """Return the tokens of each present camera, in the config's order.
 
         At most `empty_cameras` absent cameras have special tokens.
@@ -112,22 +112,22 @@ class SmolVlaModel(nnx.Module):
         masks = observation.image_masks
         for (i, _), tokens in zip(present, embedded, strict=True):
             is_there = jnp.ones(batch, bool) if masks is None else masks[:, i]
-            parts.append(Tokens(tokens, jnp.broadcast_to(is_there[:, None], tokens.shape[:2])))
+            parts.append(PrefixTokens(tokens, jnp.broadcast_to(is_there[:, None], tokens.shape[:2])))
         if not config.add_image_special_tokens:
             return parts
         before, after = self._special_tokens(batch)
         missing = min(len(observation.images) - len(present), config.empty_cameras)
         return [token for part in parts for token in (before, part, after)] + [before, after] * missing
 
-    def _special_tokens(self, batch: int) -> tuple[Tokens, Tokens]:
+    def _special_tokens(self, batch: int) -> tuple[PrefixTokens, PrefixTokens]:
         """Return the tokens before and after each image, which unlike words are not scaled."""
         around, before = self.config.vlm.around_image, self.config.vlm.before_image
         assert around is not None  # The config checks this.
         assert before is not None
 
-        def embed(*ids: int) -> Tokens:
+        def embed(*ids: int) -> PrefixTokens:
             values = self.vlm.embed_words(jnp.asarray([ids]))
-            return Tokens(jnp.broadcast_to(values, (batch, *values.shape[1:])), jnp.ones((batch, len(ids)), bool))
+            return PrefixTokens(jnp.broadcast_to(values, (batch, *values.shape[1:])), jnp.ones((batch, len(ids)), bool))
 
         return embed(around, before), embed(around)
 
@@ -198,7 +198,7 @@ def assemble(config: SmolVlaConfig, weights: Mapping[str, Array]) -> SmolVlaMode
     return blueprint_of(SmolVlaModel, config).assemble(weights)
 
 
-def encode(model: SmolVlaModel, observation: Observation, images: Sequence[Tokens] | None = None) -> Encoded:
+def encode(model: SmolVlaModel, observation: Observation, images: Sequence[PrefixTokens] | None = None) -> Encoded:
     """Encode an observation for the action expert, once per chunk."""
     if model.config.adapt_to_pi_aloha:
         observation = observation._replace(state=read_aloha_state(observation.state))
@@ -213,12 +213,12 @@ def denoise(
     return model.denoise(encoded, x, step)
 
 
-def _look(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: None) -> list[Tokens]:
+def _look(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: None) -> list[PrefixTokens]:
     return assemble(config, weights).embed_images(observation)
 
 
 def _read(
-    config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: Sequence[Tokens]
+    config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: Sequence[PrefixTokens]
 ) -> Encoded:
     return encode(assemble(config, weights), observation, given)
 
@@ -232,9 +232,9 @@ def _denoise(
 
 
 STAGES = (
-    Stage("vision", _look),
-    Stage("prefix", _read),
-    Stage("denoise", _denoise, count=lambda config: config.num_steps),
+    ActStage("vision", _look),
+    ActStage("prefix", _read),
+    ActStage("denoise", _denoise, count=lambda config: config.num_steps),
 )
 
 

@@ -16,8 +16,8 @@ from service.errors import InvalidRequest, RobotTaken, TransportError
 from service.transport.address import Address, Kind
 from service.transport.client.connection import KERNEL_SEND_BUFFER, Membership, TransportTimeouts, retry_delay
 from service.transport.client.rooms_link import COMMAND_LIFETIME
-from service.transport.link import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
-from service.transport.protocol import EmergencyStop as StopMessage
+from service.transport.link import EmergencyStopMessage, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
+from service.transport.protocol import EmergencyStopMessage as StopMessage
 from service.transport.protocol import WireError, rooms_of
 from service.transport.server.rooms import RoomPath, RoomTable
 
@@ -352,7 +352,7 @@ async def test_an_emergency_stop_in_any_room_reaches_the_session(connect, server
         async with session.ws_connect(url) as socket:
             await socket.send_json({"participant_id": "bystander", "role": "consumer"})
             await socket.send_json({"type": "emergency_stop", "reason": "smoke"})
-            stop = (await until(lambda: seen.of(EmergencyStop)))[0]
+            stop = (await until(lambda: seen.of(EmergencyStopMessage)))[0]
     assert stop.reason == "smoke"
 
 
@@ -361,8 +361,8 @@ async def test_a_robot_stops_the_session_and_hears_the_stops_of_others(both, see
     async with both() as (link, robot):
         robot.on_emergency_stop = heard.append
         assert robot.emergency_stop("a hand in the way")
-        await until(lambda: len(seen.of(EmergencyStop)) == 2)  # once in each joint room
-        stop = seen.of(EmergencyStop)[0]
+        await until(lambda: len(seen.of(EmergencyStopMessage)) == 2)  # once in each joint room
+        stop = seen.of(EmergencyStopMessage)[0]
         assert stop.reason == "a hand in the way"
         assert stop.source.startswith("robot-")
         await asyncio.sleep(0.05)
@@ -378,7 +378,7 @@ async def test_a_stop_that_could_not_be_sent_is_sent_after_the_next_join(both, s
         await until(lambda: not robot.is_connected)
         assert not robot.emergency_stop("while the server was away")
         await server.start()
-        stop = (await until(lambda: seen.of(EmergencyStop)))[0]
+        stop = (await until(lambda: seen.of(EmergencyStopMessage)))[0]
         assert stop.reason == "while the server was away"
 
 
