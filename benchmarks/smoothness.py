@@ -27,7 +27,7 @@ import jaxmodels
 from benchmarks.measured import RESULTS, SHIPPED, result, write
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, JOINTS, RATE, SimulatedArm, to_radians
 from service.control.aggregation import AGGREGATIONS, DEFAULT_AGGREGATION
-from service.control.chunk_scheduler import PolicyAnswer, ChunkRequest
+from service.control.chunk_scheduler import ChunkRequest, PolicyAnswer
 from service.control.controller import Controller
 from service.control.observation_buffer import ObservationBuffer
 from service.sessions.compatibility import configure_control, make_limits

@@ -271,7 +271,15 @@ def finish_event(connection: sqlite3.Connection, event_id: str, answer: Answer, 
     connection.execute(
         "UPDATE events SET status=?, finished_at=?, error=NULL, answer_status=?, answer_type=?, answer_headers=?,"
         " answer_body=? WHERE id=?",
-        (EventStatus.DONE, now, answer.status, answer.content_type, json.dumps(dict(answer.headers)), answer.body, event_id),
+        (
+            EventStatus.DONE,
+            now,
+            answer.status,
+            answer.content_type,
+            json.dumps(dict(answer.headers)),
+            answer.body,
+            event_id,
+        ),
     )
 
 

@@ -271,7 +271,9 @@ class Receiver:
             )
         except StoreError as error:
             log.error("a delivery to %s is not acknowledged: %s", endpoint.path, error)
-            raise DeliveryRefused(build_error(503, "The event could not be written.", retry_after=RETRY_AFTER)) from None
+            raise DeliveryRefused(
+                build_error(503, "The event could not be written.", retry_after=RETRY_AFTER)
+            ) from None
 
     async def events(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None

@@ -19,7 +19,7 @@ from hooks.queue import QueueRunner
 from hooks.receiver import endpoint as answers
 from hooks.receiver import inbox as ledger
 from hooks.receiver.endpoint import Endpoint, ReceiverSettings, backoff
-from hooks.receiver.inbox import Acceptance, Answer, Event, EventInbox, IncomingEvent, EventStatus
+from hooks.receiver.inbox import Acceptance, Answer, Event, EventInbox, EventStatus, IncomingEvent
 from hooks.receiver.parsing import InvalidPayload, build_payload, parse_json
 from hooks.threads import start_in_thread
 

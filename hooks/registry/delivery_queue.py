@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hooks.queue import OPEN, Queue
-from hooks.registry.delivery import DeliveryRequest, DeliveryOutcome, format_time
+from hooks.registry.delivery import DeliveryOutcome, DeliveryRequest, format_time
 
 
 def delete_log(connection: sqlite3.Connection, webhook_id: str) -> None:

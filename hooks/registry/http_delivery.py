@@ -12,9 +12,9 @@ from hooks.addresses import Resolve, TargetRules
 from hooks.errors import UnsafeTarget
 from hooks.registry.delivery import (
     MAX_READ,
+    DeliveryOutcome,
     DeliveryRequest,
     Destination,
-    DeliveryOutcome,
     make_excerpt,
     parse_retry_after,
     resolve_host,

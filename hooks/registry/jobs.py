@@ -25,7 +25,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from hooks.errors import InvalidSettings
-from hooks.registry.delivery import MAX_JOB_SECRET, DeliveryRequest, Destination, DeliveryOutcome, make_excerpt
+from hooks.registry.delivery import MAX_JOB_SECRET, DeliveryOutcome, DeliveryRequest, Destination, make_excerpt
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from hooks.payload import WebhookPayload
 from hooks.queue import QueueRunner
 from hooks.registry import delivery_queue
 from hooks.registry.api import add_routes
-from hooks.registry.delivery import WAITS, DeliveryRequest, Destination, DeliveryOutcome, format_time, get_wait
+from hooks.registry.delivery import WAITS, DeliveryOutcome, DeliveryRequest, Destination, format_time, get_wait
 from hooks.registry.delivery import resolve_host as ask_name_server
 from hooks.registry.delivery_queue import DueDelivery, Message, generate_id
 from hooks.registry.jobs import JobDeliverer, load_jobs
@@ -174,7 +174,9 @@ class Sender:
         except Exception as error:
             # A bug in one delivery must not stop the others, and its retries must wait.
             logger.exception("delivery %s failed in this server", delivery.id)
-            outcome = DeliveryOutcome(error=f"this server failed to send it ({type(error).__name__}); its log says more")
+            outcome = DeliveryOutcome(
+                error=f"this server failed to send it ({type(error).__name__}); its log says more"
+            )
         if outcome.is_interrupted:
             return outcome
         wait = get_wait(self._settings.waits, delivery.failed_attempts + 1, self._random, outcome.retry_after)

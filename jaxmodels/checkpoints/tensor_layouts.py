@@ -49,14 +49,18 @@ UPSAMPLE = TensorLayout(
     lambda x: (x.transpose(2, 0, 1),), lambda a: a[0].transpose(1, 2, 0), lambda s: (s[0][1], s[0][2], s[0][0])
 )
 # a 1x1 convolution is a linear layer over channels
-POINTWISE = TensorLayout(lambda x: (x[:, :, 0, 0].T,), lambda a: a[0].T[:, :, None, None], lambda s: (s[0][1], s[0][0], 1, 1))
+POINTWISE = TensorLayout(
+    lambda x: (x[:, :, 0, 0].T,), lambda a: a[0].T[:, :, None, None], lambda s: (s[0][1], s[0][0], 1, 1)
+)
 # torch.nn.MultiheadAttention keeps query, key and value under each other
 JOINT_LINEAR = TensorLayout(
     lambda x: tuple(part.T for part in np.split(x, 3)),
     lambda a: np.concatenate([part.T for part in a]),
     lambda s: (sum(part[1] for part in s), s[0][0]),
 )
-JOINT_VECTOR = TensorLayout(lambda x: np.split(x, 3), lambda a: np.concatenate(a), lambda s: (sum(part[0] for part in s),))
+JOINT_VECTOR = TensorLayout(
+    lambda x: np.split(x, 3), lambda a: np.concatenate(a), lambda s: (sum(part[0] for part in s),)
+)
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,13 @@ class ObservationTokens(nnx.Module):
         bias = None if mask is None else to_bias(mask, tokens.shape[0], self.config.n_heads)
         key = None if rngs is None or self.config.dropout == 0 else rngs.dropout()
         return run_blocks(
-            self.blocks, tokens, BlockModulation(), BlockKeyValues(), Biases(bias), Execution(scan=True, remat=False), key=key
+            self.blocks,
+            tokens,
+            BlockModulation(),
+            BlockKeyValues(),
+            Biases(bias),
+            Execution(scan=True, remat=False),
+            key=key,
         )
 
 

@@ -12,7 +12,7 @@ A sampler takes ``predict(x, t)`` and a shape. With a prepared transformer::
 
 from jaxmodels.samplers.diffusion import DiffusionRow, NoiseSchedule, ddim, ddim_step, ddpm, ddpm_step
 from jaxmodels.samplers.flow import FlowRow, FlowSchedule, euler_step, flow_euler, flow_heun
-from jaxmodels.samplers.maskgit import MaskRow, MaskSchedule, MaskedTokens, maskgit, maskgit_step
+from jaxmodels.samplers.maskgit import MaskedTokens, MaskRow, MaskSchedule, maskgit, maskgit_step
 from jaxmodels.samplers.real_time_chunking import (
     Example,
     begin_with,
@@ -32,8 +32,8 @@ __all__ = [
     "FlowSchedule",
     "MaskRow",
     "MaskSchedule",
-    "NoiseSchedule",
     "MaskedTokens",
+    "NoiseSchedule",
     "begin_with",
     "combine",
     "continuing",

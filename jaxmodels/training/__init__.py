@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ImageTransforms",
     "OptimizerConfig",
-    "TrainingProgress",
     "SchedulerConfig",
     "Start",
     "TrainingConfig",
+    "TrainingProgress",
     "Transform",
     "draw_curve",
     "join",

@@ -19,7 +19,7 @@ from jaxmodels.errors import TrainingError
 from jaxmodels.normalization import Normalization
 from jaxmodels.training.config import TrainingConfig
 from jaxmodels.training.initial_policy import Start
-from jaxmodels.training.progress import TrainingProgress, Reports, Throughput, draw_curve
+from jaxmodels.training.progress import Reports, Throughput, TrainingProgress, draw_curve
 from jaxmodels.training.run_folder import (
     METRICS,
     POLICY_FOLDER,

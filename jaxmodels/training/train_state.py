@@ -52,7 +52,9 @@ class TrainingInstructions:
             language = model.read(self.ids[tasks], self.mask[tasks])
         return Language(language.tokens.astype(dtype), language.mask)
 
-    def read_ahead(self, plan: Blueprint[Any], weights: Mapping[str, Any], sharding: NamedSharding) -> "TrainingInstructions":
+    def read_ahead(
+        self, plan: Blueprint[Any], weights: Mapping[str, Any], sharding: NamedSharding
+    ) -> "TrainingInstructions":
         """Return these with `language`, so that a frozen text encoder runs once and not in every step."""
 
         @partial(jax.jit, out_shardings=sharding)

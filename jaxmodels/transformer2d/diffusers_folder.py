@@ -29,7 +29,15 @@ from jaxmodels.checkpoints.files import (
     write_shards,
 )
 from jaxmodels.checkpoints.folder import empty_aligned
-from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, TensorLayout, Shape, TensorTarget
+from jaxmodels.checkpoints.tensor_layouts import (
+    CONVOLUTION,
+    EVERY,
+    LINEAR,
+    POINTWISE,
+    Shape,
+    TensorLayout,
+    TensorTarget,
+)
 from jaxmodels.errors import CheckpointError
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
 from jaxmodels.memory import check_host

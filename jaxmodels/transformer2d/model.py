@@ -26,7 +26,7 @@ from jaxmodels.transformer2d.arguments import (
     read_timing,
 )
 from jaxmodels.transformer2d.attention import Dtypes
-from jaxmodels.transformer2d.block import Conditioning, BlockKeyValues, Modulations
+from jaxmodels.transformer2d.block import BlockKeyValues, Conditioning, Modulations
 from jaxmodels.transformer2d.compiled import CompiledTransformer2D
 from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.transformer2d.network import Execution, Network

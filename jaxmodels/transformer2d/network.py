@@ -22,13 +22,13 @@ from jaxmodels.transformer2d.arguments import Arguments, Timing
 from jaxmodels.transformer2d.attention import Dtypes, linear, linear_init, to_bias
 from jaxmodels.transformer2d.block import (
     CLASS_DROPOUT,
-    BlockAffine,
     Biases,
     Block,
-    Conditioning,
+    BlockAffine,
     BlockKeyValues,
-    Mlp,
     BlockModulation,
+    Conditioning,
+    Mlp,
     Modulations,
     Table,
     TimeAndClassNorm,

@@ -184,7 +184,7 @@ def call(
         silent: advice if the server was reached and does not respond.
         session_id: session of the request; if its state forbids the request, the advice depends on its state.
     """
-    from robojax.client import Client, ProtocolError, RequestRefused, ServerUnreachable, InvalidArgument
+    from robojax.client import Client, InvalidArgument, ProtocolError, RequestRefused, ServerUnreachable
 
     try:
         with Client(base, key=key, timeout=timeout) as client:

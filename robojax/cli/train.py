@@ -25,8 +25,7 @@ from robojax.cli.train_flags import (
 
 if TYPE_CHECKING:
     from jaxmodels.data import Dataset
-    from jaxmodels.training import TrainingProgress
-    from jaxmodels.training import Start, TrainingConfig
+    from jaxmodels.training import Start, TrainingConfig, TrainingProgress
 
 HELP = """Usage: robojax train --policy.type=act --dataset.root=DIR --output_dir=DIR [--name=value ...]
 

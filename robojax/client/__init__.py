@@ -6,8 +6,25 @@ it does not import JAX, the server or WebRTC.
 
 from robojax.client.answers import Action, Chunk, SessionRooms, SessionStatus
 from robojax.client.client import AsyncClient, AsyncSession, Client, Session
-from robojax.client.errors import RobojaxError, ProtocolError, RequestRefused, StreamClosed, ServerUnreachable, InvalidArgument
-from robojax.client.stream import AsyncStream, Command, Message, Pong, StatusMessage, StopMessage, Stream, Welcome, MessageRefused
+from robojax.client.errors import (
+    InvalidArgument,
+    ProtocolError,
+    RequestRefused,
+    RobojaxError,
+    ServerUnreachable,
+    StreamClosed,
+)
+from robojax.client.stream import (
+    AsyncStream,
+    Command,
+    Message,
+    MessageRefused,
+    Pong,
+    StatusMessage,
+    StopMessage,
+    Stream,
+    Welcome,
+)
 
 __all__ = [
     "Action",
@@ -16,21 +33,21 @@ __all__ = [
     "AsyncStream",
     "Chunk",
     "Client",
-    "RobojaxError",
     "Command",
-    "ProtocolError",
+    "InvalidArgument",
     "Message",
+    "MessageRefused",
     "Pong",
+    "ProtocolError",
     "RequestRefused",
-    "SessionRooms",
+    "RobojaxError",
+    "ServerUnreachable",
     "Session",
+    "SessionRooms",
     "SessionStatus",
     "StatusMessage",
     "StopMessage",
     "Stream",
     "StreamClosed",
-    "ServerUnreachable",
-    "InvalidArgument",
     "Welcome",
-    "MessageRefused",
 ]

@@ -156,7 +156,9 @@ def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
 
 def _object(value: Any, what: str) -> Any:
     if not isinstance(value, dict):
-        raise ProtocolError(f"the server answered a {type(value).__name__} in place of {what}; is this a robojax server?")
+        raise ProtocolError(
+            f"the server answered a {type(value).__name__} in place of {what}; is this a robojax server?"
+        )
     return value
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from robojax.client import http
 from robojax.client.answers import Action, Chunk, SessionStatus, read_status, read_statuses
 from robojax.client.codec import Image, pack_observation
-from robojax.client.errors import RobojaxError, RequestRefused
+from robojax.client.errors import RequestRefused, RobojaxError
 from robojax.client.http import (
     DEFAULT_TIMEOUT,
     LOADED,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Literal
 
-from robojax.client.errors import ProtocolError, InvalidArgument
+from robojax.client.errors import InvalidArgument, ProtocolError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +63,9 @@ def pack_picture(name: str, image: Any, is_compressed: bool) -> object:
         return [pack_picture(name, one, is_compressed) for one in image]
     if getattr(image, "dtype", None) != "uint8" or getattr(image, "ndim", 0) not in (3, 4) or image.shape[-1] != 3:
         actual = f"{getattr(image, 'dtype', type(image).__name__)} {getattr(image, 'shape', '')}".rstrip()
-        raise InvalidArgument(f"picture {name!r} is {actual}; wanted uint8 (height, width, 3) in RGB, or the bytes of a JPEG")
+        raise InvalidArgument(
+            f"picture {name!r} is {actual}; wanted uint8 (height, width, 3) in RGB, or the bytes of a JPEG"
+        )
     return encode_jpeg(image) if is_compressed else pack_array(image)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from robojax.client.answers import Action, Chunk, read_action, read_chunk
-from robojax.client.errors import ProtocolError, RequestRefused, ServerUnreachable, InvalidArgument
+from robojax.client.errors import InvalidArgument, ProtocolError, RequestRefused, ServerUnreachable
 
 SERVER_VARIABLE, PORT_VARIABLE = "ROBOJAX_SERVER", "ROBOJAX_PORT"
 USUAL = "http://127.0.0.1:8001"
@@ -40,11 +40,15 @@ def server_url(url: str | None) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         # urlsplit takes the host of "gpu-box:8001" for a scheme.
         meant = USUAL if "://" in url else f"http://{url}"
-        raise InvalidArgument(f"{url!r} is not the URL of a server: it must begin with http:// or https://; try {meant}")
+        raise InvalidArgument(
+            f"{url!r} is not the URL of a server: it must begin with http:// or https://; try {meant}"
+        )
     if port == 0:
         raise InvalidArgument(f"{url!r} has port 0, which means any free port; use the address that the server printed")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise InvalidArgument(f"the URL of {parts.hostname} holds more than an address; give a key as key, or as ROBOJAX_KEY")
+        raise InvalidArgument(
+            f"the URL of {parts.hostname} holds more than an address; give a key as key, or as ROBOJAX_KEY"
+        )
     return url
 
 
@@ -54,7 +58,9 @@ def _default_url() -> str:
     if not (port := os.environ.get(PORT_VARIABLE)):
         return USUAL
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
-        raise InvalidArgument(f"{PORT_VARIABLE} is {port!r}, not a port; set a number from 1 to 65535, or {SERVER_VARIABLE}")
+        raise InvalidArgument(
+            f"{PORT_VARIABLE} is {port!r}, not a port; set a number from 1 to 65535, or {SERVER_VARIABLE}"
+        )
     return f"http://127.0.0.1:{port}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from robojax.client.answers import Action, Chunk, read_action, read_chunk
 from robojax.client.codec import Image, pack_observation
-from robojax.client.errors import RobojaxError, ProtocolError, RequestRefused, StreamClosed, ServerUnreachable
+from robojax.client.errors import ProtocolError, RequestRefused, RobojaxError, ServerUnreachable, StreamClosed
 from robojax.client.http import blocking, build_refusal, finish, run_blocking
 
 
@@ -177,7 +177,9 @@ READERS = {
     ),
     "stopped": lambda fields: StopMessage(str(fields.get("reason") or "no reason given")),
     "pong": lambda fields: Pong(fields.get("number"), fields.get("time"), fields.get("server_time")),
-    "error": lambda fields: MessageRefused(str(fields.get("code") or ""), str(fields.get("detail") or ""), fields.get("number")),
+    "error": lambda fields: MessageRefused(
+        str(fields.get("code") or ""), str(fields.get("detail") or ""), fields.get("number")
+    ),
 }
 
 

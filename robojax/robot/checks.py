@@ -14,8 +14,8 @@ from robojax.robot.cameras import Camera, CameraConfig, OpenSource
 from robojax.robot.config import RobotConfig, load_calibration, open_bus
 from robojax.robot.errors import RobotError
 from robojax.robot.fit import (
-    RobotFinding,
     PolicyFit,
+    RobotFinding,
     compare_joints,
     compare_rates,
     compare_units,
@@ -178,7 +178,9 @@ def _check_server(runner: RobotRunner) -> Generator[RobotFinding, None, PolicyFi
             request, cameras = _build_policy_check(runner, client)
             fit = read_policy_fit(client.request("POST", "/policies/check", request, timeout=600))
         except RobojaxError as error:
-            yield RobotFinding("policy", "fail", str(error), "robojax sessions lists sessions, robojax check reads a policy")
+            yield RobotFinding(
+                "policy", "fail", str(error), "robojax sessions lists sessions, robojax check reads a policy"
+            )
             return None
     lacking = sorted(set(cameras) - set(runner.robot.cameras))
     if lacking:

@@ -126,11 +126,15 @@ def compare_units(fit: PolicyFit, use_degrees: bool | None, calibration: Calibra
     reach = f"{name} reaches {farthest[name]:.4g} in training"
     if all(abs(value) <= RADIANS_LIMIT for value in farthest.values()):
         text = f"no joint goes beyond {RADIANS_LIMIT:g} in training ({reach}): these are radians"
-        return RobotFinding("units", "fail", text, "use a policy that was trained in degrees or in -100..100 of the range")
+        return RobotFinding(
+            "units", "fail", text, "use a policy that was trained in degrees or in -100..100 of the range"
+        )
     is_degrees = abs(farthest[name]) > PERCENT_LIMIT
     if use_degrees is None:
         advice = f"give --robot.use_degrees={'true' if is_degrees else 'true or false'}, as the demonstrations were "
-        return RobotFinding("units", "fail", f"--robot.use_degrees is missing; {reach}", f"{advice}recorded. {STATISTICS}")
+        return RobotFinding(
+            "units", "fail", f"--robot.use_degrees is missing; {reach}", f"{advice}recorded. {STATISTICS}"
+        )
     if is_degrees and not use_degrees:
         text = f"{reach}, which is not -100..100 of its range but degrees"
         return RobotFinding("units", "fail", text, "give --robot.use_degrees=true")
@@ -167,7 +171,9 @@ def compare_rates(
     rate = fit.rate
     measured = "" if readings is None else f", the servos can be read {readings:.0f} times"
     if rate is None:
-        return RobotFinding("rate", "warn", "the policy's rate is unknown, because it does not fit", "see the lines above")
+        return RobotFinding(
+            "rate", "warn", "the policy's rate is unknown, because it does not fit", "see the lines above"
+        )
     text = f"the policy acts {rate:g} times a second, the arm is observed {fps:g} times (--fps){measured}"
     slow = [f"{name} ({pictures:g})" for name, pictures in cameras.items() if pictures < SLACK * rate]
     if readings is not None and readings < SLACK * rate:

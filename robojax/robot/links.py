@@ -9,16 +9,16 @@ import numpy as np
 
 from robojax.client import (
     AsyncSession,
-    RobojaxError,
     Command,
+    MessageRefused,
     ProtocolError,
     RequestRefused,
+    RobojaxError,
+    ServerUnreachable,
     SessionStatus,
     StatusMessage,
     StopMessage,
     StreamClosed,
-    ServerUnreachable,
-    MessageRefused,
 )
 from robojax.client.codec import pack_observation
 from robojax.client.stream import AsyncStream, encode_message

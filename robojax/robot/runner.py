@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from robojax.client import AsyncClient, AsyncSession, RobojaxError, RequestRefused
+from robojax.client import AsyncClient, AsyncSession, RequestRefused, RobojaxError
 from robojax.robot.arm import JOINTS
 from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.cameras import Camera

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from robojax.client import AsyncClient, RobojaxError, RequestRefused
+from robojax.client import AsyncClient, RequestRefused, RobojaxError
 from robojax.sim.arm import CAMERA
 from robojax.sim.tasks import PICK, Outcome, Score, Task
 from service.processes import Child, child

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from robojax.client import AsyncClient, AsyncSession, RobojaxError, RequestRefused
+from robojax.client import AsyncClient, AsyncSession, RequestRefused, RobojaxError
 from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, SimulatedArm, to_wire
 from robojax.sim.evaluation import save_film
 from robojax.sim.tasks import PICK, TASKS, Outcome, Task

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from service.control.action_queue import ActionQueue
-from service.control.chunk_scheduler import COMPILING, STUCK, ChunkScheduler, PolicyAnswer, ChunkRequest
+from service.control.chunk_scheduler import COMPILING, STUCK, ChunkRequest, ChunkScheduler, PolicyAnswer
 from service.control.config import ControlConfig
 from service.control.guard import CommandHistory, Guard, Ramp
 from service.control.limits import MotionLimits, create_motion_limits

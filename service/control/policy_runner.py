@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmodels.types import CUT_TASK, describe_cut
-from service.control.chunk_scheduler import COMPILING, STUCK, PolicyAnswer, ChunkRequest
+from service.control.chunk_scheduler import COMPILING, STUCK, ChunkRequest, PolicyAnswer
 from service.control.controller import TickResult
 from service.control.shadow import Shadow
 from service.errors import PolicyFailed

@@ -282,7 +282,9 @@ class InferenceWorker:
         is_busy = bool(self._requests) or batch is not None
         self._timer = loop.call_later(self.stuck_after / CHECKS, self._check, loop) if is_busy else None
 
-    def _set_results(self, batch: BatchPlan[InferenceRequest], results: Sequence[InferenceResult] | BaseException) -> None:
+    def _set_results(
+        self, batch: BatchPlan[InferenceRequest], results: Sequence[InferenceResult] | BaseException
+    ) -> None:
         if isinstance(results, BaseException):
             if batch.members[0].is_awaited:
                 batch.members[0].outcome.set_exception(as_plain_exception(results))

@@ -14,10 +14,10 @@ from service.errors import SourceFailed, UnknownDeployment, UpdateFailed
 from service.rollout.config import DeploymentSettings
 from service.rollout.deployment import (
     ROLLED_BACK_TEXT,
-    PolicyDeployment,
     DeploymentEnded,
     DeployReason,
     DeployRequest,
+    PolicyDeployment,
     RefMoved,
     RolloutState,
 )
@@ -27,9 +27,9 @@ from service.rollout.sources import FolderSource, PolicySource, SourceError
 from service.rollout.triggers import (
     Interpretation,
     Retries,
-    TriggerTarget,
     Trigger,
     TriggerQueue,
+    TriggerTarget,
     interpret_delivery,
     newest_ids,
 )

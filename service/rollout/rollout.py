@@ -20,10 +20,10 @@ from service.errors import MoveRefused, ServiceError, UnknownSession
 from service.inference.loaded_policy import STATE, LoadedPolicy, select_features, task_input
 from service.rollout.gates import (
     GateLimits,
+    GateVerdict,
     Probation,
     ProbationSettings,
     Trial,
-    GateVerdict,
     cost_since,
     joint_widths,
     judge_trial,

@@ -136,7 +136,11 @@ class SessionRecords:
     """
 
     def __init__(
-        self, database: RecordsDatabase | None = None, write_errors: type[Exception] = OSError, *, is_shared: bool = False
+        self,
+        database: RecordsDatabase | None = None,
+        write_errors: type[Exception] = OSError,
+        *,
+        is_shared: bool = False,
     ):
         """Read all records.
 

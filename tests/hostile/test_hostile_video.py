@@ -33,7 +33,7 @@ from service.transport.protocol import ParticipantJoined, ParticipantRole, Webrt
 from service.transport.webrtc import ice
 from service.transport.webrtc import peer as peers
 from service.transport.webrtc.decoding import DECODE_RATE, MAX_PENDING, DecoderThread, FrameDecoder
-from service.transport.webrtc.encoding import RETRANSMIT_RATE, VideoCamera, CameraTrack, limit_retransmissions
+from service.transport.webrtc.encoding import RETRANSMIT_RATE, CameraTrack, VideoCamera, limit_retransmissions
 from service.transport.webrtc.ice import (
     MAX_CANDIDATES,
     MAX_SOURCES,

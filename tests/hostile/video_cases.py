@@ -28,7 +28,7 @@ from aiortc.codecs.vpx import Vp8Encoder
 from aiortc.rtp import HeaderExtensionsMap, RtpPacket
 
 from service.transport.webrtc.decoding import FrameDecoder
-from service.transport.webrtc.encoding import VideoCamera, CameraTrack
+from service.transport.webrtc.encoding import CameraTrack, VideoCamera
 from service.transport.webrtc.ice import transports_of
 from service.transport.webrtc.peer import BadSignal, PeerConnection
 from tests.testing.waiting import until

@@ -15,7 +15,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxmodels.checkpoints.backbones import backbone_tensor
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, POINTWISE, SAME, TIME_CONVOLUTION, UPSAMPLE, TensorLayout, Tensor
+from jaxmodels.checkpoints.tensor_layouts import (
+    LINEAR,
+    POINTWISE,
+    SAME,
+    TIME_CONVOLUTION,
+    UPSAMPLE,
+    Tensor,
+    TensorLayout,
+)
 from jaxmodels.layers.norm import BatchNorm, GroupNorm
 from jaxmodels.layers.vision import ResNet, SpatialSoftmax, measure_feature_map
 from jaxmodels.policies import ActStage

@@ -23,7 +23,7 @@ from jaxmodels.samplers import begin_with, continuing, flow_euler
 from jaxmodels.types import Language, Observation
 from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes, decoder_tensor
 from jaxmodels.vlm.siglip import vision_tensor
-from jaxmodels.vlm.smolvlm import SmolVlm, PrefixTokens
+from jaxmodels.vlm.smolvlm import PrefixTokens, SmolVlm
 from jaxmodels.weights import blueprint_of
 
 
@@ -213,7 +213,9 @@ def denoise(
     return model.denoise(encoded, x, step)
 
 
-def _look(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: None) -> list[PrefixTokens]:
+def _look(
+    config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: None
+) -> list[PrefixTokens]:
     return assemble(config, weights).embed_images(observation)
 
 

@@ -27,7 +27,7 @@ from service.transport.protocol import (
     WebrtcOffer,
 )
 from service.transport.webrtc.decoding import FrameDecoder
-from service.transport.webrtc.encoding import VideoCamera, CameraTrack
+from service.transport.webrtc.encoding import CameraTrack, VideoCamera
 from service.transport.webrtc.ice import EarlyCandidates, trim_candidate
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, PeerConnection
 

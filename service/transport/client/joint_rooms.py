@@ -6,8 +6,7 @@ from collections.abc import Callable
 from service.transport.client.connection import RoomListener
 from service.transport.client.rest import Presence, RoomsApi
 from service.transport.link import BadInput, EmergencyStop, Inbox, LinkDown, LinkUp, RobotLeft, Rooms
-from service.transport.protocol import EmergencyStopMessage
-from service.transport.protocol import JointUpdate, Message
+from service.transport.protocol import EmergencyStopMessage, JointUpdate, Message
 
 REST_SOURCE = "api"  # Source of joints that were set over REST.
 

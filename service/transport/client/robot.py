@@ -19,8 +19,15 @@ from service.transport.client.rest import RedirectRefused, RoomsApi, TransportTi
 from service.transport.client.room_keys import auth_headers
 from service.transport.client.rooms_link import run_beside
 from service.transport.link import EmergencyStop, Rooms
-from service.transport.protocol import EmergencyStopMessage
-from service.transport.protocol import JointUpdate, Message, ParticipantRole, WireError, is_finite, session_of
+from service.transport.protocol import (
+    EmergencyStopMessage,
+    JointUpdate,
+    Message,
+    ParticipantRole,
+    WireError,
+    is_finite,
+    session_of,
+)
 from service.transport.webrtc.encoding import VideoCamera
 
 log = logging.getLogger(__name__)
@@ -135,8 +142,12 @@ class Robot:
                 listener=listener,
             )
 
-        self._input = room(Kind.ROBOTICS, rooms.joint_input, "joint-input", ParticipantRole.PRODUCER, self._input_listener)
-        self._output = room(Kind.ROBOTICS, rooms.joint_output, "joint-output", ParticipantRole.CONSUMER, self._output_listener)
+        self._input = room(
+            Kind.ROBOTICS, rooms.joint_input, "joint-input", ParticipantRole.PRODUCER, self._input_listener
+        )
+        self._output = room(
+            Kind.ROBOTICS, rooms.joint_output, "joint-output", ParticipantRole.CONSUMER, self._output_listener
+        )
         self._input_listener.connection, self._output_listener.connection = self._input, self._output
         self._videos = {
             camera: room(Kind.VIDEO, rooms.cameras[camera], camera, ParticipantRole.PRODUCER, sender)

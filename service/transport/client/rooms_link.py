@@ -104,7 +104,9 @@ class RoomsLink:
             room: CameraReceiver(camera, room, api, inbox, ice_servers) for camera, room in rooms.cameras.items()
         }
 
-        def connection(kind: Kind, room: str, name: str, role: ParticipantRole, listener: RoomListener) -> RoomConnection:
+        def connection(
+            kind: Kind, room: str, name: str, role: ParticipantRole, listener: RoomListener
+        ) -> RoomConnection:
             return RoomConnection(
                 api,
                 kind,
@@ -118,10 +120,14 @@ class RoomsLink:
 
         output_room, input_room = rooms.joint_output, rooms.joint_input
         self._output_listener = JointOutputListener(output_room, inbox, lambda message: self._output.send(message))
-        self._output = connection(Kind.ROBOTICS, output_room, "joint-output", ParticipantRole.PRODUCER, self._output_listener)
+        self._output = connection(
+            Kind.ROBOTICS, output_room, "joint-output", ParticipantRole.PRODUCER, self._output_listener
+        )
         self._connections = {
             output_room: self._output,
-            input_room: connection(Kind.ROBOTICS, input_room, "joint-input", ParticipantRole.CONSUMER, self._input_listener),
+            input_room: connection(
+                Kind.ROBOTICS, input_room, "joint-input", ParticipantRole.CONSUMER, self._input_listener
+            ),
             **{
                 room: connection(Kind.VIDEO, room, receiver.camera, ParticipantRole.CONSUMER, receiver)
                 for room, receiver in self._receivers.items()

@@ -8,8 +8,7 @@ from urllib.parse import unquote
 
 from sanic import HTTPResponse, Request
 
-from service.auth.caller import Role
-from service.auth.caller import caller_of
+from service.auth.caller import Role, caller_of
 from service.errors import Forbidden
 from service.http.bodies import json_response
 from service.transport import protocol

@@ -274,7 +274,11 @@ class RoomTable:
     def is_commanded_by(self, connection: Connection) -> bool:
         """Whether a connection belongs to this server's session that commands the robot of its room."""
         participant = self._participants.get(connection)
-        if participant is None or participant.role is not ParticipantRole.PRODUCER or not is_output_room(participant.path):
+        if (
+            participant is None
+            or participant.role is not ParticipantRole.PRODUCER
+            or not is_output_room(participant.path)
+        ):
             return False
         commander = self._authority(participant.path, self.rooms[participant.path].owner)
         return commander is not None and commander.is_own(participant.claim)
@@ -414,7 +418,11 @@ class RoomTable:
 
     def participants(self, room: Room | None) -> list[Participant]:
         """Return the producer, then the consumers."""
-        producer = self.find(room.path, ParticipantRole.PRODUCER, room.producer) if room and room.producer is not None else None
+        producer = (
+            self.find(room.path, ParticipantRole.PRODUCER, room.producer)
+            if room and room.producer is not None
+            else None
+        )
         return [*([] if producer is None else [producer]), *self.consumers(room)]
 
     def others(self, room: Room | None, excluded: Participant) -> list[Participant]:

@@ -16,8 +16,7 @@ from sanic.exceptions import WebsocketClosed
 from sanic.server.websockets.impl import WebsocketImplProtocol
 from websockets.protocol import State
 
-from service.auth.caller import ANYBODY, Caller, caller_of
-from service.auth.caller import Role
+from service.auth.caller import ANYBODY, Caller, Role, caller_of
 from service.http.fair_queue import FairQueue
 from service.http.protocol import DeadlineProtocol
 from service.transport import protocol

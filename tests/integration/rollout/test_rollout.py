@@ -18,7 +18,7 @@ import pytest
 from service.errors import PolicyFailed
 from service.inference.batching import LatencyModel
 from service.inference.device_worker import DeviceGone
-from service.rollout.gates import GateLimits, ProbationSettings, GateVerdict
+from service.rollout.gates import GateLimits, GateVerdict, ProbationSettings
 from service.rollout.rollout import LATENCY_RUNS, Rollout, RolloutSettings
 from service.sessions.store import NewSession, Session
 from service.stage import Stage

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from service.auth.caller import Role
-from service.auth.guard import Admissions, AccessGuard
+from service.auth.guard import AccessGuard, Admissions
 from service.auth.keys import KeyFile, OwnKey
 from service.errors import TransportError
 from service.reloading_file import FileUnusable

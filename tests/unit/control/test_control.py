@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.control.aggregation import AGGREGATIONS, EnsembleAggregation
-from service.control.chunk_scheduler import PolicyAnswer, ChunkRequest
+from service.control.chunk_scheduler import ChunkRequest, PolicyAnswer
 from service.control.config import ControlConfig, ControlSettings, SafetySettings
 from service.control.controller import ControlEvent, Controller, TickResult
 from service.control.joints import SO100, JointTable

@@ -1,6 +1,6 @@
 import pytest
 
-from service.rollout.triggers import MAX_DELIVERY_IDS, Retries, TriggerTarget, Trigger, TriggerQueue
+from service.rollout.triggers import MAX_DELIVERY_IDS, Retries, Trigger, TriggerQueue, TriggerTarget
 
 MAIN, DEV = TriggerTarget("a/b", "main"), TriggerTarget("a/b", "dev")
 

@@ -16,9 +16,9 @@ from service.transport.webrtc.encoding import (
     MAX_IMAGE_AGE,
     MIN_BITRATE,
     TIME_BASE,
-    VideoCamera,
     CameraEncoder,
     CameraTrack,
+    VideoCamera,
 )
 from service.transport.webrtc.jitter_buffer import is_keyframe
 

@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from service.transport.webrtc.decoding import FrameDecoder
-from service.transport.webrtc.encoding import VideoCamera, CameraTrack
+from service.transport.webrtc.encoding import CameraTrack, VideoCamera
 from service.transport.webrtc.peer import PeerConnection
 
 TURNS = 8  # of the event loop: in each of them something else is going on when the cancellation comes

@@ -11,7 +11,7 @@ import pytest
 
 from hooks.database import Database
 from hooks.registry import delivery_queue
-from hooks.registry.delivery import DeliveryRequest, Destination, DeliveryOutcome
+from hooks.registry.delivery import DeliveryOutcome, DeliveryRequest, Destination
 from hooks.registry.delivery_queue import Message
 from hooks.registry.registry import RegistrySettings, Sender
 from hooks.registry.store import WebhookStore
@@ -99,7 +99,11 @@ def sending() -> Iterator[Sending]:
 
 
 async def test_failed_delivery_is_retried_with_the_same_id_and_body(sending: Sending) -> None:
-    sending.deliverer.answers = [DeliveryOutcome(status=500), DeliveryOutcome(error="no connection"), DeliveryOutcome(status=200)]
+    sending.deliverer.answers = [
+        DeliveryOutcome(status=500),
+        DeliveryOutcome(error="no connection"),
+        DeliveryOutcome(status=200),
+    ]
     await sending.run(1)
     await sending.run(after=4.9)
     assert len(sending.deliverer.got) == 1

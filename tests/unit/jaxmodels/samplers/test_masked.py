@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.tree_util import Partial
 
-from jaxmodels.samplers import MaskSchedule, MaskedTokens, maskgit
+from jaxmodels.samplers import MaskedTokens, MaskSchedule, maskgit
 
 CLASSES, SHAPE = 5, (3, 6)
 KEY = jax.random.key(0)

@@ -11,7 +11,7 @@ import jaxmodels
 from jaxmodels.data import Dataset, open_dataset
 from jaxmodels.errors import ConfigError, DatasetError
 from jaxmodels.policies import lerobot_folder, trained_types
-from jaxmodels.training import OptimizerConfig, TrainingProgress, Start, new_policy, policy_fields, train
+from jaxmodels.training import OptimizerConfig, Start, TrainingProgress, new_policy, policy_fields, train
 from jaxmodels.training.initial_policy import read_clip_text
 from jaxmodels.training.train_state import read_instructions
 from tests.unit.jaxmodels.training.conftest import TINY, MakeConfig, write_demos

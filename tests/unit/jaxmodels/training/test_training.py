@@ -21,9 +21,9 @@ from jaxmodels.errors import CheckpointError, ConfigError, DatasetError, Trainin
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.training import (
     OptimizerConfig,
-    TrainingProgress,
     Start,
     TrainingConfig,
+    TrainingProgress,
     draw_curve,
     loop,
     new_policy,

@@ -12,7 +12,17 @@ import msgpack
 import numpy as np
 import pytest
 
-from robojax.client import AsyncClient, Client, Command, ProtocolError, RequestRefused, ServerUnreachable, InvalidArgument, http, stream
+from robojax.client import (
+    AsyncClient,
+    Client,
+    Command,
+    InvalidArgument,
+    ProtocolError,
+    RequestRefused,
+    ServerUnreachable,
+    http,
+    stream,
+)
 from robojax.client.codec import pack_array, pack_observation, unpack_array
 from service.sessions.request import SessionRequest
 

@@ -15,10 +15,10 @@ from robojax.client import (
     Client,
     Command,
     RequestRefused,
+    ServerUnreachable,
     StopMessage,
     Stream,
     StreamClosed,
-    ServerUnreachable,
 )
 from robojax.client.stream import open_async_stream
 from service.auth.caller import Role
