@@ -1,4 +1,4 @@
-"""``python -m tests.hostile.video_cases --cases 5000 --seed 7``: cases of a hostile camera for a real ``PeerConnection``.
+"""``python -m tests.hostile.video_cases --cases 5000 --seed 7``: cases of a hostile camera for a `PeerConnection`.
 
 Half are mutated packets of an encoder. The result is one line of JSON.
 """
