@@ -54,7 +54,7 @@ def pack_picture(name: str, image: Any, is_compressed: bool) -> object:
         is_compressed: whether an array is sent as JPEG.
 
     Raises:
-        Unusable: the value is not a picture.
+        InvalidArgument: the value is not a picture.
     """
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
@@ -82,7 +82,7 @@ def pack_numbers(what: str, values: Any) -> object:
     """Encode a state for msgpack: an array, a map by name, or a list; for several observations a list of these.
 
     Raises:
-        Unusable: a value is not a finite number.
+        InvalidArgument: a value is not a finite number.
     """
     if isinstance(values, Mapping):
         return {str(name): _finite(f"{what} {name!r}", value) for name, value in values.items()}
@@ -135,7 +135,7 @@ def pack_observation(
         is_compressed: whether arrays are sent as JPEG: a tenth of the bytes, some milliseconds at each end.
 
     Raises:
-        Unusable: the observation cannot be sent; the text says why.
+        InvalidArgument: the observation cannot be sent; the text says why.
     """
     fields: dict[str, object] = {}
     if images:

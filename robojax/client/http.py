@@ -29,7 +29,7 @@ def server_url(url: str | None) -> str:
         url: the server's URL. None: ROBOJAX_SERVER, else this machine at ROBOJAX_PORT, else at port 8001.
 
     Raises:
-        Unusable: it is not the URL of a server.
+        InvalidArgument: it is not the URL of a server.
     """
     url = (url or _default_url()).rstrip("/")
     try:
@@ -65,7 +65,7 @@ def _default_url() -> str:
 
 
 def credentials(key: str | None) -> dict[str, str]:
-    """Return the Authorization header of a key or ROBOJAX_KEY, if any; raises Unusable for invalid characters."""
+    """Return the Authorization header of a key or ROBOJAX_KEY, if any; raises InvalidArgument for bad characters."""
     sent = (key or os.environ.get("ROBOJAX_KEY") or "").strip()
     if not sent:
         return {}
@@ -148,7 +148,7 @@ SESSION_FIELDS = (
 
 
 def create(session_id: str, policy_path: str, transport_server_url: str, fields: Mapping[str, object]) -> Call[Any]:
-    """Return the request for a new session, answered when its policy is loaded; raises Unusable for unknown fields."""
+    """Return the request for a new session, answered when its policy is ready; raises InvalidArgument for bad fields."""
     for name in fields:
         if name not in SESSION_FIELDS:
             from difflib import get_close_matches
@@ -189,7 +189,7 @@ def _act(session_id: str, observation: Mapping[str, object], want: str, read: Ca
 
 
 def read_result(call: Call[T], status: int, headers: Mapping[str, str], body: bytes) -> T:
-    """Return the result of a response; raises Refused for an error, Garbled for an unreadable response."""
+    """Return the result of a response; raises RequestRefused for an error, ProtocolError for an unreadable response."""
     if not 200 <= status < 300:
         raise build_refusal(status, headers, body)
     return call.read(_decode_body(headers.get("content-type", ""), body))

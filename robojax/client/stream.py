@@ -105,7 +105,7 @@ Message = Welcome | Command | StatusMessage | StopMessage | Pong | MessageRefuse
 
 
 def decode_message(data: bytes | str) -> Message | None:
-    """Decode a message of the server; None for an unknown kind; raises Garbled if it is unreadable."""
+    """Decode a message of the server; None for an unknown kind; raises ProtocolError if it is unreadable."""
     fields = _map(data)
     kind = fields.get("kind")
     reader = READERS.get(kind) if isinstance(kind, str) else None
@@ -202,7 +202,7 @@ class AsyncStream:
         """Send an observation (see ``pack_observation``) for the session's control loop.
 
         Raises:
-            Unusable: the observation cannot be sent.
+            InvalidArgument: the observation cannot be sent.
             StreamClosed: the stream is closed.
         """
         await self._send(encode_message("observation", pack_observation(images, state, **more)))
@@ -213,7 +213,7 @@ class AsyncStream:
         Other messages are kept for ``next``.
 
         Raises:
-            Refused: the server refuses the observation.
+            RequestRefused: the server refuses the observation.
             StreamClosed: the stream is closed.
         """
         with convert_timeouts():

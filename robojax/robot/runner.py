@@ -122,7 +122,7 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
 
     Raises:
         RobotError: a part of the robot cannot be used, or was lost. The remaining joints are held.
-        ClientError: the server does not respond, or refuses.
+        RobojaxError: the server does not respond, or refuses.
     """
     end_requested = asyncio.Event()
     loop = asyncio.get_running_loop()

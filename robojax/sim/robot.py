@@ -124,7 +124,7 @@ class Player:
             is_again: whether a person stopped and continued this episode before, so that the session may run already.
 
         Raises:
-            ClientError: the server refused the instruction or the start, or does not respond.
+            RobojaxError: the server refused the instruction or the start, or does not respond.
             EpisodeFailed: the session sent no command, or had an emergency stop that no person requested.
             EpisodeStopped: a person stopped the session.
         """

@@ -155,7 +155,7 @@ def test_server_of_the_environment(
 )
 def test_create_refuses_unknown_fields_before_it_sends(field: str, said: str) -> None:
     fields: dict[str, Any] = {field: True}
-    # No server listens there: a request would end in Unreachable.
+    # No server listens there: a request would end in ServerUnreachable.
     with (
         Client("http://127.0.0.1:1") as client,
         pytest.raises(InvalidArgument, match=rf"unknown field '{field}'; ") as refused,
