@@ -148,7 +148,7 @@ SESSION_FIELDS = (
 
 
 def create(session_id: str, policy_path: str, transport_server_url: str, fields: Mapping[str, object]) -> Call[Any]:
-    """Return the request for a new session, answered when its policy is ready; raises InvalidArgument for bad fields."""
+    """Return the request for a new session, answered when its policy is ready; raises InvalidArgument."""
     for name in fields:
         if name not in SESSION_FIELDS:
             from difflib import get_close_matches
