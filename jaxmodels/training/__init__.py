@@ -47,7 +47,7 @@ _HOMES = list_homes(
         "jaxmodels.training.initial_policy": "Start new_policy policy_fields trained_policy",
         "jaxmodels.training.loop": "train",
         "jaxmodels.training.optimizers": "OptimizerConfig SchedulerConfig optimizer_preset scheduler_preset",
-        "jaxmodels.training.progress": "Progress draw_curve",
+        "jaxmodels.training.progress": "TrainingProgress draw_curve",
     }
 )
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -16,9 +16,8 @@ from service.errors import InvalidRequest, RobotTaken, TransportError
 from service.transport.address import Address, Kind
 from service.transport.client.connection import KERNEL_SEND_BUFFER, Membership, TransportTimeouts, retry_delay
 from service.transport.client.rooms_link import COMMAND_LIFETIME
-from service.transport.link import EmergencyStopMessage, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
-from service.transport.protocol import EmergencyStopMessage as StopMessage
-from service.transport.protocol import WireError, rooms_of
+from service.transport.link import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
+from service.transport.protocol import EmergencyStopMessage, WireError, rooms_of
 from service.transport.server.rooms import RoomPath, RoomTable
 
 SERVER_SIDE = ("sockets.py", "outbox.py", "cleanup.py", "server.py", "impl.py", "http_protocol.py", "frame.py")
@@ -314,7 +313,7 @@ async def test_a_pause_drops_a_command_but_not_an_emergency_stop(both, until):
         await until(lambda: heard == [{"Jaw": 1.0}])
         assert link.send([JointValue("Jaw", 2.0)])
         connection = link._connections["s-joint-output"]
-        assert connection.send(StopMessage("test"))
+        assert connection.send(EmergencyStopMessage("test"))
         time.sleep(1.5 * COMMAND_LIFETIME)  # noqa: ASYNC251 - nothing of this process runs, as when it is suspended
         await until(lambda: len(stops) == 1)
         robot.unlatch()
@@ -352,7 +351,7 @@ async def test_an_emergency_stop_in_any_room_reaches_the_session(connect, server
         async with session.ws_connect(url) as socket:
             await socket.send_json({"participant_id": "bystander", "role": "consumer"})
             await socket.send_json({"type": "emergency_stop", "reason": "smoke"})
-            stop = (await until(lambda: seen.of(EmergencyStopMessage)))[0]
+            stop = (await until(lambda: seen.of(EmergencyStop)))[0]
     assert stop.reason == "smoke"
 
 
@@ -361,13 +360,13 @@ async def test_a_robot_stops_the_session_and_hears_the_stops_of_others(both, see
     async with both() as (link, robot):
         robot.on_emergency_stop = heard.append
         assert robot.emergency_stop("a hand in the way")
-        await until(lambda: len(seen.of(EmergencyStopMessage)) == 2)  # once in each joint room
-        stop = seen.of(EmergencyStopMessage)[0]
+        await until(lambda: len(seen.of(EmergencyStop)) == 2)  # once in each joint room
+        stop = seen.of(EmergencyStop)[0]
         assert stop.reason == "a hand in the way"
         assert stop.source.startswith("robot-")
         await asyncio.sleep(0.05)
         assert heard == []  # not its own echo
-        link._output.send(StopMessage(reason="the operator"))
+        link._output.send(EmergencyStopMessage(reason="the operator"))
         await until(lambda: heard)
         assert heard[0].reason == "the operator"
 
@@ -378,7 +377,7 @@ async def test_a_stop_that_could_not_be_sent_is_sent_after_the_next_join(both, s
         await until(lambda: not robot.is_connected)
         assert not robot.emergency_stop("while the server was away")
         await server.start()
-        stop = (await until(lambda: seen.of(EmergencyStopMessage)))[0]
+        stop = (await until(lambda: seen.of(EmergencyStop)))[0]
         assert stop.reason == "while the server was away"
 
 

@@ -68,8 +68,8 @@ def test_a_picture_is_rgb_in_the_size_asked_for_and_the_same_each_time(arm: Simu
 
 def test_arm_moves_without_OpenGL_and_drawing_is_explained():
     code = (
-        "from robojax.sim.arm import Arm\n"
-        "arm = Arm(); arm.reset(0); arm.step(arm.joints); print('moved')\n"
+        "from robojax.sim.arm import SimulatedArm\n"
+        "arm = SimulatedArm(); arm.reset(0); arm.step(arm.joints); print('moved')\n"
         "try: arm.picture('front', 32, 32)\n"
         "except RuntimeError as error: print(error)\n"
     )
