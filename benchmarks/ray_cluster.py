@@ -35,8 +35,8 @@ from benchmarks.measured import RESULTS, SHIPPED, quietness, result, write
 from benchmarks.postgres import postgres
 from benchmarks.processes import Child, call
 from robojax.client import AsyncClient
-from robojax.client.errors import ClientError
-from robojax.client.stream import Command, Status
+from robojax.client.errors import RobojaxError
+from robojax.client.stream import Command, StatusMessage
 
 ROBOTS = 16
 PATIENCE = 60.0
@@ -230,7 +230,7 @@ class ObedientRobot:
                             self._hear(message)
                     finally:
                         seeing.cancel()
-            except (ClientError, OSError, TimeoutError) as error:
+            except (RobojaxError, OSError, TimeoutError) as error:
                 self.troubles.append(type(error).__name__)
             await asyncio.sleep(0.2)
 
@@ -246,7 +246,7 @@ class ObedientRobot:
         if isinstance(message, Command):
             self.heard.commands.append(now)
             self._state |= message.joints
-        elif isinstance(message, Status):
+        elif isinstance(message, StatusMessage):
             self.heard.holds.append((now, message.hold_code))
 
 

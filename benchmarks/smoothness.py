@@ -25,9 +25,9 @@ import numpy as np
 
 import jaxmodels
 from benchmarks.measured import RESULTS, SHIPPED, result, write
-from robojax.sim.arm import CAMERA, FRAME, HORIZON, JOINTS, RATE, Arm, to_radians
+from robojax.sim.arm import CAMERA, FRAME, HORIZON, JOINTS, RATE, SimulatedArm, to_radians
 from service.control.aggregation import AGGREGATIONS, DEFAULT_AGGREGATION
-from service.control.chunk_scheduler import PolicyAnswer, PolicyRequest
+from service.control.chunk_scheduler import ChunkRequest, PolicyAnswer
 from service.control.controller import Controller
 from service.control.observation_buffer import ObservationBuffer
 from service.sessions.compatibility import configure_control, make_limits
@@ -75,7 +75,7 @@ class Robot:
         self._answers: list[tuple[float, PolicyAnswer]] = []
         self._blank = np.zeros((*FRAME, 3), np.uint8)
 
-    def play(self, arm: Arm, seed: int) -> Episode:
+    def play(self, arm: SimulatedArm, seed: int) -> Episode:
         """One episode, from the first command on ``HORIZON`` ticks."""
         arm.reset(seed)
         self.control.begin(self.now)
@@ -105,7 +105,7 @@ class Robot:
             self._pass(1 / RATE)
         return Episode(lifted, to_radians(np.array(joints)), to_radians(np.array(commands)))
 
-    def _answer(self, request: PolicyRequest, arm: Arm) -> tuple[float, PolicyAnswer]:
+    def _answer(self, request: ChunkRequest, arm: SimulatedArm) -> tuple[float, PolicyAnswer]:
         snapshot = request.snapshot
         observation = snapshot.observation() | dict(snapshot.prefix)
         observation[f"observation.images.{CAMERA}"] = arm.picture(CAMERA, *FRAME)[None]
@@ -127,7 +127,7 @@ def jerk(positions: np.ndarray) -> np.ndarray:
 
 def measure(policy: Any, overlap: str, delay: int, jitter: int, seeds: Sequence[int], asked: dict[str, Any]) -> Any:
     """One row: ``delay`` and ``jitter`` in milliseconds."""
-    arm, robot = Arm(), Robot(policy, overlap, delay / 1e3, jitter / 1e3, asked)
+    arm, robot = SimulatedArm(), Robot(policy, overlap, delay / 1e3, jitter / 1e3, asked)
     try:
         episodes = [robot.play(arm, seed) for seed in seeds]
     finally:

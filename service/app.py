@@ -71,12 +71,12 @@ from service.shared_sessions import SharedDatabase, front_name
 from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
 from service.streaming.direct_transport import TransportByUrl
-from service.threads import Worker
+from service.threads import WorkerThread
 from service.transport.address import AddressRules, Destinations
 from service.transport.client.room_keys import RoomKeys
 from service.transport.link import Transport
 from service.transport.protocol import build_validators
-from service.transport.server.app import TransportSettings, add_transport
+from service.transport.server.app import RoomsSettings, add_transport
 
 if TYPE_CHECKING:
     from hooks.registry.http_delivery import PinnedResolver
@@ -230,7 +230,7 @@ def create_app(
         read_requirements: reads the requirements of a policy before it is loaded; None for the same.
     """
     settings = settings or Settings()
-    rooms = TransportSettings(origins=settings.server.origins)
+    rooms = RoomsSettings(origins=settings.server.origins)
     context = _create_context(settings, rooms, read_requirements or make_requirements_reader(settings.policies))
     # Sanic registers apps by name, and refuses a second app with the same name.
     name = f"robojax-{secrets.token_hex(4)}"
@@ -276,7 +276,7 @@ def create_app(
     return app
 
 
-def _create_context(settings: Settings, rooms: TransportSettings, read: ReadRequirements) -> Context:
+def _create_context(settings: Settings, rooms: RoomsSettings, read: ReadRequirements) -> Context:
     """Create what the routes share; sessions, models, recordings and updates are added when the server starts."""
     authority = RoomAuthority(lambda: getattr(context, "sessions", None))
     table = rooms.table(authority) if settings.transport.embedded_transport else None
@@ -361,7 +361,7 @@ def register_lifespan(
     async def open_all(app: App) -> None:
         opened.enter_context(capture_logs(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
-        app.ctx.list_worker = Worker("lists")
+        app.ctx.list_worker = WorkerThread("lists")
         opened.callback(app.ctx.list_worker.close, 0.0)
         folder = state_folder(settings.webhooks.state)
         durations = None if folder is None else folder / "durations.json"

@@ -52,7 +52,7 @@ def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *a
             raise
 
 
-class Worker:
+class WorkerThread:
     """Daemon thread that runs calls in order, except calls that were cancelled before their turn.
 
     A call that never returns does not keep the process from ending.

@@ -269,3 +269,16 @@ def test_public_names_are_of_the_field() -> None:
         for package in packages
     }
     assert {package: names for package, names in found.items() if names} == FIXED_NAMES
+
+
+# `hooks` does not import `service`, and users know a policy and a session in two packages by these names.
+SHARED_NAMES = {"CannotListen", "DeadlineProtocol", "Policy", "Session"}
+
+
+def test_a_public_class_name_is_defined_once() -> None:
+    homes: dict[str, set[str]] = {}
+    for name, path in house.modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(name)
+    assert {name for name, modules in homes.items() if len(modules) > 1} == SHARED_NAMES

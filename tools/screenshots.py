@@ -12,7 +12,7 @@ import numpy as np
 from playwright.async_api import Browser, Page, async_playwright
 
 from robojax.sim.arm import CAMERA, JOINTS
-from robojax.sim.demo import Demo, Request, serve_demo
+from robojax.sim.demo import Demo, DemoRequest, serve_demo
 from service.transport.client.robot import connect_robot
 from service.transport.link import Rooms
 
@@ -23,7 +23,7 @@ BLIND = "arm-2"
 
 
 @asynccontextmanager
-async def playing(running: Demo, request: Request) -> AsyncIterator[None]:
+async def playing(running: Demo, request: DemoRequest) -> AsyncIterator[None]:
     """The demo's arm picks up cubes meanwhile."""
 
     async def watch() -> None:

@@ -19,7 +19,7 @@ from sanic import HTTPResponse
 
 from hooks.errors import InvalidWebhook
 from hooks.payload import WebhookPayload
-from hooks.receiver.inbox import Answer, Event, Status
+from hooks.receiver.inbox import Answer, Event, EventStatus
 from hooks.registry.api import is_valid_secret
 
 log = logging.getLogger(__name__)
@@ -69,10 +69,10 @@ def shorten_answer(answer: Answer) -> Answer:
 def build_duplicate_answer(event: Event) -> Answer:
     """Build the answer to a duplicate of an accepted event."""
     headers = {"x-webhook-duplicate": "true"}
-    if event.answer is not None and event.status is Status.DONE:
+    if event.answer is not None and event.status is EventStatus.DONE:
         answer = event.answer
         return Answer(answer.status, answer.body, answer.content_type, {**answer.headers, **headers})
-    if event.status in (Status.WAITING, Status.RUNNING):
+    if event.status in (EventStatus.WAITING, EventStatus.RUNNING):
         return Answer(202, build_accepted_answer(event.id).body, headers=headers)
     return build_answer({"status": str(event.status), "event_id": event.id}, 200, headers)
 

@@ -57,7 +57,7 @@ BRIEF = (
 )
 
 
-class Status(StrEnum):
+class EventStatus(StrEnum):
     """State of an event.
 
     ``failed``: the handler failed while the sender waited, and the response 500 asks the sender to repeat the event.
@@ -103,7 +103,7 @@ class Event:
     id: str
     number: int
     path: str
-    status: Status
+    status: EventStatus
     attempt: int
     received_at: float
     delivery_id: str | None = None
@@ -172,7 +172,7 @@ def prune_events(
 def read_event(row: sqlite3.Row) -> Event:
     """Read an event from a row with all columns, or with those in ``BRIEF``."""
     fields: dict[str, Any] = {name: row[name] for name in BRIEF.split(", ")}
-    fields |= {"status": Status(row["status"]), "webhook_id": row["webhook_id"] or None}
+    fields |= {"status": EventStatus(row["status"]), "webhook_id": row["webhook_id"] or None}
     if "body" in row.keys():  # noqa: SIM118 (a Row is no dict)
         fields |= {"headers": json.loads(row["headers"]), "body": row["body"]}
         if row["answer_status"] is not None:
@@ -221,16 +221,16 @@ def accept_event(
         f"SELECT count(*) FROM events WHERE {OPEN} AND path IN ({', '.join('?' * len(paths))})", tuple(paths)
     ).fetchone()
     known = _find_duplicate(connection, incoming, now - window, now + window)
-    if known is not None and known["status"] != Status.FAILED:
+    if known is not None and known["status"] != EventStatus.FAILED:
         # The sender gets 202, so it will not send the event again after a later failure.
         connection.execute(f"UPDATE events SET is_acknowledged=1 WHERE {OPEN} AND number=?", (known["number"],))
         return Acceptance.DUPLICATE, read_event(known)
     if count >= max_waiting:
-        return Acceptance.FULL, Event(incoming.id, 0, incoming.path, Status.WAITING, 0, now)
+        return Acceptance.FULL, Event(incoming.id, 0, incoming.path, EventStatus.WAITING, 0, now)
     if known is not None:
         connection.execute(
             "UPDATE events SET status=?, due=?, finished_at=NULL, is_acknowledged=0 WHERE number=?",
-            (Status.WAITING, now, known["number"]),
+            (EventStatus.WAITING, now, known["number"]),
         )
         return Acceptance.NEW, read_event(known)
     identity = (
@@ -240,7 +240,7 @@ def accept_event(
         connection,
         "events",
         **vars(incoming) | {"identity": identity},
-        status=Status.WAITING,
+        status=EventStatus.WAITING,
         due=now,
         received_at=now,
         size=len(incoming.body),
@@ -271,7 +271,15 @@ def finish_event(connection: sqlite3.Connection, event_id: str, answer: Answer, 
     connection.execute(
         "UPDATE events SET status=?, finished_at=?, error=NULL, answer_status=?, answer_type=?, answer_headers=?,"
         " answer_body=? WHERE id=?",
-        (Status.DONE, now, answer.status, answer.content_type, json.dumps(dict(answer.headers)), answer.body, event_id),
+        (
+            EventStatus.DONE,
+            now,
+            answer.status,
+            answer.content_type,
+            json.dumps(dict(answer.headers)),
+            answer.body,
+            event_id,
+        ),
     )
 
 
@@ -284,7 +292,7 @@ def fail_event(
     attempts: int,
     retry_at: float | None,
     to_sender: bool,
-) -> Status:
+) -> EventStatus:
     """Record a failed run; return ``failed`` (its sender sends it again), ``waiting`` (for another run) or ``dead``.
 
     Args:
@@ -294,12 +302,12 @@ def fail_event(
     row = connection.execute("SELECT failures, is_acknowledged FROM events WHERE id=?", (event_id,)).fetchone()
     failures = row["failures"] + 1
     if failures >= attempts or (retry_at is None and not (to_sender and not row["is_acknowledged"])):
-        status = Status.DEAD
+        status = EventStatus.DEAD
     elif to_sender and not row["is_acknowledged"]:
-        status = Status.FAILED
+        status = EventStatus.FAILED
     else:
-        status = Status.WAITING
-    is_open = status is Status.WAITING
+        status = EventStatus.WAITING
+    is_open = status is EventStatus.WAITING
     connection.execute(
         "UPDATE events SET status=?, failures=?, error=?, due=?, finished_at=? WHERE id=?",
         (status, failures, error, retry_at if is_open else now, None if is_open else now, event_id),
@@ -307,10 +315,10 @@ def fail_event(
     return status
 
 
-def requeue_event(connection: sqlite3.Connection, event_id: str, *, due: float) -> Status:
+def requeue_event(connection: sqlite3.Connection, event_id: str, *, due: float) -> EventStatus:
     """Set an event back to waiting after its outcome could not be written."""
-    connection.execute("UPDATE events SET status=?, due=? WHERE id=?", (Status.WAITING, due, event_id))
-    return Status.WAITING
+    connection.execute("UPDATE events SET status=?, due=? WHERE id=?", (EventStatus.WAITING, due, event_id))
+    return EventStatus.WAITING
 
 
 def resume_events(connection: sqlite3.Connection, *, now: float, max_crashes: int) -> dict[str, int]:
@@ -319,7 +327,7 @@ def resume_events(connection: sqlite3.Connection, *, now: float, max_crashes: in
         "UPDATE events SET crashes=crashes+1, status=CASE WHEN crashes+1>? THEN ? ELSE ? END,"
         " finished_at=CASE WHEN crashes+1>? THEN ? END,"
         " error='the process ended while it ran' WHERE status=?",
-        (max_crashes, Status.DEAD, Status.WAITING, max_crashes, now, Status.RUNNING),
+        (max_crashes, EventStatus.DEAD, EventStatus.WAITING, max_crashes, now, EventStatus.RUNNING),
     )
     rows = connection.execute(f"SELECT path, count(*) AS count FROM events WHERE {OPEN} GROUP BY path")
     return {row["path"]: row["count"] for row in rows}
@@ -333,15 +341,15 @@ def get_data_version(connection: sqlite3.Connection) -> int:
 def replay_event(connection: sqlite3.Connection, event_id: str, *, now: float) -> Event:
     """Make an event in any state due now, unless it runs already."""
     event = get_event(connection, event_id)
-    if event.status is not Status.RUNNING:
+    if event.status is not EventStatus.RUNNING:
         connection.execute(
             "UPDATE events SET status=?, failures=0, crashes=0, is_acknowledged=1, due=?, finished_at=NULL WHERE id=?",
-            (Status.WAITING, now, event_id),
+            (EventStatus.WAITING, now, event_id),
         )
     return get_event(connection, event_id)
 
 
-class Inbox:
+class EventInbox:
     """Inbox of events in a file, or in memory when ``path`` is None.
 
     The methods block; they are for programs that read and replay events while a receiver may run in another process.

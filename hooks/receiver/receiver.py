@@ -33,7 +33,7 @@ from hooks.receiver.endpoint import (
 )
 from hooks.receiver.inbox import Answer, Event, IncomingEvent
 from hooks.receiver.parsing import Facts, InvalidPayload, check_payload, is_quick_to_parse, parse_json, read_facts
-from hooks.receiver.worker import Worker
+from hooks.receiver.worker import EventWorker
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ ID_HEADERS = ("webhook-id", "x-github-delivery")
 LONGEST_ID = 256
 
 
-class Refused(Exception):
+class DeliveryRefused(Exception):
     """The request is refused and not stored as an event."""
 
     def __init__(self, answer: Answer):
@@ -53,19 +53,19 @@ class Refused(Exception):
 
 
 async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
-    """Read the whole body; raise ``Refused`` if it is too large, too slow (``timeout`` seconds) or broken."""
+    """Read the whole body; raise ``DeliveryRefused`` if it is too large, too slow (``timeout`` seconds) or broken."""
     body = bytearray()
     try:
         async with asyncio.timeout(timeout):
             async for piece in _iterate_body(request):
                 body += piece
                 if len(body) > max_bytes:
-                    raise Refused(_build_size_error(max_bytes))
+                    raise DeliveryRefused(_build_size_error(max_bytes))
     except TimeoutError:
         close_after_answer(request)
-        raise Refused(build_error(408, f"The body took more than {timeout:g} s.")) from None
+        raise DeliveryRefused(build_error(408, f"The body took more than {timeout:g} s.")) from None
     except SanicException:
-        raise Refused(build_error(400, "The body cannot be read.")) from None
+        raise DeliveryRefused(build_error(400, "The body cannot be read.")) from None
     return bytes(body)
 
 
@@ -110,18 +110,18 @@ def _build_size_error(max_bytes: int) -> Answer:
 
 
 async def read_verified_body(request: Request, settings: ReceiverSettings) -> bytes:
-    """Check the declared size and the secret, then read the body; raise ``Refused`` if a check fails."""
+    """Check the declared size and the secret, then read the body; raise ``DeliveryRefused`` if a check fails."""
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > settings.max_body:
-        raise Refused(_build_size_error(settings.max_body))
+        raise DeliveryRefused(_build_size_error(settings.max_body))
     refusal = check_sender(request.headers, settings.secrets)
     if refusal is not None:
-        raise Refused(refusal)
+        raise DeliveryRefused(refusal)
     return await read_body(request, settings.max_body, settings.read_within)
 
 
 def build_incoming_event(endpoint: Endpoint, request: Request, content: bytes) -> IncomingEvent:
-    """Build the event to store; raise ``Refused`` if the body or the id of the delivery is invalid."""
+    """Build the event to store; raise ``DeliveryRefused`` if the body or the id of the delivery is invalid."""
     takes_payload = endpoint.handler.takes("payload")
     facts = Facts()
     try:
@@ -134,10 +134,10 @@ def build_incoming_event(endpoint: Endpoint, request: Request, content: bytes) -
         # A handler without a payload accepts any body.
         if takes_payload:
             more: dict[str, Any] = {"fields": list(error.fields)} if error.fields else {}
-            raise Refused(build_error(422, f"{str(error).capitalize()}.", **more)) from None
+            raise DeliveryRefused(build_error(422, f"{str(error).capitalize()}.", **more)) from None
     delivery_id = next((request.headers[name] for name in ID_HEADERS if request.headers.get(name)), None)
     if delivery_id is not None and (len(delivery_id) > LONGEST_ID or not delivery_id.isprintable()):
-        raise Refused(build_error(422, "The id of the delivery is too long or not printable."))
+        raise DeliveryRefused(build_error(422, "The id of the delivery is too long or not printable."))
     headers = {name.lower(): text for name, text in request.headers.items() if name.lower() not in SECRET_HEADERS}
     return IncomingEvent(
         id=secrets.token_hex(12),
@@ -167,7 +167,7 @@ class Receiver:
         self.settings = settings or ReceiverSettings()
         self.prefix = "/" + prefix.strip("/") if prefix.strip("/") else ""
         self._endpoints: dict[str, Endpoint] = {}
-        self._worker: Worker | None = None
+        self._worker: EventWorker | None = None
         self._is_built = False
 
     @property
@@ -228,7 +228,7 @@ class Receiver:
             if not self.settings.secrets and not self._is_guarded:
                 paths = ", ".join(self._endpoints)
                 log.warning("no webhook secret is set: any client that reaches this server may deliver to %s", paths)
-            self._worker = await Worker.open(self.settings, self._endpoints, app)
+            self._worker = await EventWorker.open(self.settings, self._endpoints, app)
 
         @blueprint.before_server_stop
         async def stop_webhooks(app: Sanic) -> None:
@@ -248,7 +248,7 @@ class Receiver:
                 answer = build_error(503, "The receiver is not running.", retry_after=RETRY_AFTER)
             else:
                 return to_response(await self._receive(self._worker, endpoint, request))
-        except Refused as refused:
+        except DeliveryRefused as refused:
             answer = refused.answer
         except Exception:
             log.exception("a delivery to %s failed", endpoint.path)
@@ -256,7 +256,7 @@ class Receiver:
         await discard_body(request)
         return to_response(answer)
 
-    async def _receive(self, worker: Worker, endpoint: Endpoint, request: Request) -> Answer:
+    async def _receive(self, worker: EventWorker, endpoint: Endpoint, request: Request) -> Answer:
         # The app that mounts the blueprint may have a shorter timeout for responses.
         longest = max(0.1, 0.8 * request.app.config.RESPONSE_TIMEOUT)
         answer_by = time.monotonic() + min(self.settings.answer_within, longest)
@@ -271,7 +271,9 @@ class Receiver:
             )
         except StoreError as error:
             log.error("a delivery to %s is not acknowledged: %s", endpoint.path, error)
-            raise Refused(build_error(503, "The event could not be written.", retry_after=RETRY_AFTER)) from None
+            raise DeliveryRefused(
+                build_error(503, "The event could not be written.", retry_after=RETRY_AFTER)
+            ) from None
 
     async def events(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
@@ -290,7 +292,7 @@ class Receiver:
         return await self._running.replay(event_id)
 
     @property
-    def _running(self) -> Worker:
+    def _running(self) -> EventWorker:
         if self._worker is None:
             raise HooksError("the receiver is not running; start the server, or open its file with Inbox")
         return self._worker

@@ -19,7 +19,7 @@ from hooks.queue import QueueRunner
 from hooks.receiver import endpoint as answers
 from hooks.receiver import inbox as ledger
 from hooks.receiver.endpoint import Endpoint, ReceiverSettings, backoff
-from hooks.receiver.inbox import Acceptance, Answer, Event, Inbox, IncomingEvent, Status
+from hooks.receiver.inbox import Acceptance, Answer, Event, EventInbox, EventStatus, IncomingEvent
 from hooks.receiver.parsing import InvalidPayload, build_payload, parse_json
 from hooks.threads import start_in_thread
 
@@ -63,10 +63,10 @@ class Reply:
         return self._answer.result() if self._answer.done() else None
 
 
-class Worker:
+class EventWorker:
     """Running part of a receiver, from the server's start to its stop; created on the server's loop."""
 
-    def __init__(self, inbox: Inbox, settings: ReceiverSettings, endpoints: Mapping[str, Endpoint], app: Sanic):
+    def __init__(self, inbox: EventInbox, settings: ReceiverSettings, endpoints: Mapping[str, Endpoint], app: Sanic):
         self.inbox = inbox
         self.is_ending = False
         self._settings = settings
@@ -84,7 +84,7 @@ class Worker:
     @classmethod
     async def open(cls, settings: ReceiverSettings, endpoints: Mapping[str, Endpoint], app: Sanic) -> Self:
         """Open the inbox and resume its events; raise ``StoreError`` if another receiver uses the file."""
-        inbox = await asyncio.to_thread(Inbox, settings.database)
+        inbox = await asyncio.to_thread(EventInbox, settings.database)
         try:
             inbox.lock()
             waiting = await inbox.database.run(ledger.resume_events, now=time.time(), max_crashes=MAX_CRASHES)
@@ -237,13 +237,13 @@ class Worker:
                     answers.build_error(503, "The event could not be written.", retry_after=answers.RETRY_AFTER)
                 )
             status = await self._runner.write(ledger.requeue_event, event.id, due=now + backoff(1, self._settings))
-        if reply is not None and status is Status.WAITING:
+        if reply is not None and status is EventStatus.WAITING:
             reply.set_answer(answers.build_accepted_answer(event.id))
         elif reply is not None:
             # The error's text is only in the log and in the inbox.
             failed = answers.build_error(500, "The handler of this webhook failed.", event_id=event.id)
             reply.set_answer(answer or failed)
-        if status is Status.DEAD:
+        if status is EventStatus.DEAD:
             log.error("event %s of %s is a dead letter after %d attempts", event.id, event.path, event.attempt)
 
     async def _maintain(self) -> None:

@@ -45,7 +45,7 @@ class DeliveryRequest:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DeliveryOutcome:
     """Outcome of one delivery attempt.
 
     Attributes:

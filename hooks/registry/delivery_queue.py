@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hooks.queue import OPEN, Queue
-from hooks.registry.delivery import DeliveryRequest, Outcome, format_time
+from hooks.registry.delivery import DeliveryOutcome, DeliveryRequest, format_time
 
 
 def delete_log(connection: sqlite3.Connection, webhook_id: str) -> None:
@@ -190,7 +190,7 @@ def get_delivery(connection: sqlite3.Connection, webhook_id: str, delivery_id: s
 def record_attempt(
     connection: sqlite3.Connection,
     delivery: DueDelivery,
-    outcome: Outcome,
+    outcome: DeliveryOutcome,
     at: float,
     now: float,
     wait: float | None,

@@ -12,9 +12,9 @@ from hooks.addresses import Resolve, TargetRules
 from hooks.errors import UnsafeTarget
 from hooks.registry.delivery import (
     MAX_READ,
+    DeliveryOutcome,
     DeliveryRequest,
     Destination,
-    Outcome,
     make_excerpt,
     parse_retry_after,
     resolve_host,
@@ -62,7 +62,7 @@ class HttpDeliverer:
         self._rules = rules
         self._resolve = resolve
 
-    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
+    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> DeliveryOutcome:
         """Send the request; return failures in the outcome and never raise them."""
         started_at = time.monotonic()
         try:
@@ -71,8 +71,8 @@ class HttpDeliverer:
         except (aiohttp.ClientError, OSError, ValueError, UnsafeTarget) as error:
             is_late = isinstance(error, TimeoutError)
             text = f"no answer within {self.timeout:g} s" if is_late else _describe_error(error)
-            return Outcome(error=text, seconds=time.monotonic() - started_at)
-        return Outcome(
+            return DeliveryOutcome(error=text, seconds=time.monotonic() - started_at)
+        return DeliveryOutcome(
             status=status,
             excerpt=make_excerpt(body_start, (destination.secret,)),
             retry_after=parse_retry_after(retry_after_header, now),

@@ -25,7 +25,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from hooks.errors import InvalidSettings
-from hooks.registry.delivery import MAX_JOB_SECRET, DeliveryRequest, Destination, Outcome, make_excerpt
+from hooks.registry.delivery import MAX_JOB_SECRET, DeliveryOutcome, DeliveryRequest, Destination, make_excerpt
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class JobDeliverer:
         self._jobs = jobs
         self._stop = threading.Event()
         self._threads = ThreadPoolExecutor(max_jobs, "webhook-job")
-        self._running: set[Future[Outcome]] = set()
+        self._running: set[Future[DeliveryOutcome]] = set()
         if folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="robojax-jobs-"))
             return
@@ -224,13 +224,13 @@ class JobDeliverer:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
 
-    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
+    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> DeliveryOutcome:
         """Run the job to its end."""
         job = self._jobs.get(destination.job or "")
         if job is None:
-            return Outcome(error=f"job {destination.job!r} is no longer in the operator's file")
+            return DeliveryOutcome(error=f"job {destination.job!r} is no longer in the operator's file")
         if self._stop.is_set():
-            return Outcome(is_interrupted=True)
+            return DeliveryOutcome(is_interrupted=True)
         started_at = time.monotonic()
         running = self._threads.submit(self._run_job, job, destination, request)
         self._running.add(running)
@@ -238,9 +238,9 @@ class JobDeliverer:
         outcome = await asyncio.wrap_future(running)
         return replace(outcome, seconds=time.monotonic() - started_at)
 
-    def _run_job(self, job: Job, destination: Destination, request: DeliveryRequest) -> Outcome:
+    def _run_job(self, job: Job, destination: Destination, request: DeliveryRequest) -> DeliveryOutcome:
         if self._stop.is_set():
-            return Outcome(is_interrupted=True)
+            return DeliveryOutcome(is_interrupted=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{request.id}-", dir=self._folder))
         try:
             payload = folder / "payload.json"
@@ -256,16 +256,16 @@ class JobDeliverer:
                 pid_file=folder / "process",
             )
         except OSError as error:
-            return Outcome(error=f"the payload cannot be written: {error.strerror}")
+            return DeliveryOutcome(error=f"the payload cannot be written: {error.strerror}")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if self._stop.is_set() and result.error is not None:
-            return Outcome(is_interrupted=True)
+            return DeliveryOutcome(is_interrupted=True)
         secrets = (destination.secret, *destination.secrets.values())
         output = make_excerpt(
             result.output, secrets, is_end=True, max_bytes=job.max_output, longest_secret=MAX_JOB_SECRET
         )
-        return Outcome(exit_status=result.status, error=result.error, excerpt=output)
+        return DeliveryOutcome(exit_status=result.status, error=result.error, excerpt=output)
 
     async def close(self) -> None:
         """End the running jobs and accept no more."""

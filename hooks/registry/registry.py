@@ -24,7 +24,7 @@ from hooks.payload import WebhookPayload
 from hooks.queue import QueueRunner
 from hooks.registry import delivery_queue
 from hooks.registry.api import add_routes
-from hooks.registry.delivery import WAITS, DeliveryRequest, Destination, Outcome, format_time, get_wait
+from hooks.registry.delivery import WAITS, DeliveryOutcome, DeliveryRequest, Destination, format_time, get_wait
 from hooks.registry.delivery import resolve_host as ask_name_server
 from hooks.registry.delivery_queue import DueDelivery, Message, generate_id
 from hooks.registry.jobs import JobDeliverer, load_jobs
@@ -103,7 +103,7 @@ class Sender:
         self,
         database: Database,
         store: WebhookStore,
-        deliver: Callable[[Destination, DeliveryRequest, float], Awaitable[Outcome]],
+        deliver: Callable[[Destination, DeliveryRequest, float], Awaitable[DeliveryOutcome]],
         settings: RegistrySettings,
         *,
         clock: Callable[[], float] = time.time,
@@ -164,7 +164,7 @@ class Sender:
         if delivery is not None:
             await self._attempt_delivery(delivery)
 
-    async def _attempt_delivery(self, delivery: DueDelivery, *, is_replay: bool = False) -> Outcome | None:
+    async def _attempt_delivery(self, delivery: DueDelivery, *, is_replay: bool = False) -> DeliveryOutcome | None:
         destination = await self.runner.write(self._store.find, delivery.webhook_id)
         if destination is None:
             return None
@@ -174,7 +174,9 @@ class Sender:
         except Exception as error:
             # A bug in one delivery must not stop the others, and its retries must wait.
             logger.exception("delivery %s failed in this server", delivery.id)
-            outcome = Outcome(error=f"this server failed to send it ({type(error).__name__}); its log says more")
+            outcome = DeliveryOutcome(
+                error=f"this server failed to send it ({type(error).__name__}); its log says more"
+            )
         if outcome.is_interrupted:
             return outcome
         wait = get_wait(self._settings.waits, delivery.failed_attempts + 1, self._random, outcome.retry_after)
@@ -202,7 +204,7 @@ class Sender:
             self.runner.wake()  # An accepted replay unblocks the next delivery of its lane.
         return outcome
 
-    async def replay(self, webhook_id: str, delivery_id: str, *, is_awaited: bool = True) -> Outcome | None:
+    async def replay(self, webhook_id: str, delivery_id: str, *, is_awaited: bool = True) -> DeliveryOutcome | None:
         """Send a logged delivery again now; return its outcome (202 if not awaited), or None if it is unknown."""
         delivery = await self._database.run(delivery_queue.get_delivery, webhook_id, delivery_id)
         if delivery is None:
@@ -212,7 +214,7 @@ class Sender:
         task = asyncio.ensure_future(self._attempt_delivery(delivery, is_replay=True))
         self._replays.add(task)
         task.add_done_callback(self._replays.discard)
-        return Outcome(status=202)
+        return DeliveryOutcome(status=202)
 
     async def _prune(self) -> None:
         while True:
@@ -279,7 +281,7 @@ class Registry:
             jobs_folder = settings.database and settings.database.with_name(settings.database.name + ".jobs")
             jobs = JobDeliverer(self._jobs, jobs_folder, settings.jobs_at_once)
 
-            async def deliver(destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
+            async def deliver(destination: Destination, request: DeliveryRequest, now: float) -> DeliveryOutcome:
                 if destination.job is not None:
                     return await jobs.deliver(destination, request, now)
                 from hooks.registry.http_delivery import HttpDeliverer  # Imported late, because it takes 0.2 s.
@@ -354,7 +356,7 @@ class Registry:
         await self.get_webhook(webhook_id)
         return await self._run(delivery_queue.list_deliveries, webhook_id, limit, before)
 
-    async def replay(self, webhook_id: str, delivery_id: str) -> Outcome:
+    async def replay(self, webhook_id: str, delivery_id: str) -> DeliveryOutcome:
         """Send a logged delivery again, or start its job; raise ``HubTrouble`` without an HTTP answer."""
         webhook = await self.get_webhook(webhook_id)
         outcome = await self._running[1].replay(webhook_id, delivery_id, is_awaited=webhook.job is None)

@@ -13,7 +13,7 @@ from sanic.response import json
 
 from hooks.errors import HooksError, UnknownEvent
 from hooks.receiver.endpoint import check_sender, to_response
-from hooks.receiver.inbox import Event, Status
+from hooks.receiver.inbox import Event, EventStatus
 from hooks.receiver.receiver import Receiver
 
 # Accepted form of a Host header, and of an Origin without its scheme; clients may send any text.
@@ -92,7 +92,7 @@ def build_blueprint(
         try:
             limit = min(max(int(request.args.get("limit", "100")), 1), MAX_LISTED)
             before = None if request.args.get("before") is None else min(max(int(request.args.get("before")), 0), LAST)
-            status = None if request.args.get("status") is None else Status(request.args.get("status"))
+            status = None if request.args.get("status") is None else EventStatus(request.args.get("status"))
         except ValueError as error:
             return json({"error": str(error)}, 422)
         events = await receiver.events(status=status, path=request.args.get("path"), limit=limit + 1, before=before)

@@ -14,7 +14,7 @@ EVERY = slice(None)
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A reversible rearrangement of one PyTorch tensor into one or more of our arrays."""
 
     read: Callable[[np.ndarray], Sequence[np.ndarray]]
@@ -28,34 +28,38 @@ class Tensor:
 
     theirs: str
     ours: tuple[str, ...]
-    layout: Layout
+    layout: TensorLayout
 
 
-def _permute(*axes: int) -> Layout:
+def _permute(*axes: int) -> TensorLayout:
     """Return the layout of a tensor whose axes, in this order, are the axes of our array."""
     back = [axes.index(axis) for axis in range(len(axes))]
-    return Layout(
+    return TensorLayout(
         lambda x: (x.transpose(axes),), lambda a: a[0].transpose(back), lambda s: tuple(s[0][axis] for axis in back)
     )
 
 
-SAME = Layout(lambda x: (x,), lambda a: a[0], lambda s: s[0])
+SAME = TensorLayout(lambda x: (x,), lambda a: a[0], lambda s: s[0])
 LINEAR = _permute(1, 0)  # torch.nn.Linear stores (out, in).
 CONVOLUTION = _permute(2, 3, 1, 0)  # torch.nn.Conv2d stores (out, in, height, width).
 TIME_CONVOLUTION = _permute(2, 1, 0)  # torch.nn.Conv1d stores (out, in, length).
 UPSAMPLE = _permute(2, 0, 1)  # torch.nn.ConvTranspose1d stores (in, out, length).
 # A 1x1 convolution is a linear layer over channels.
-POINTWISE = Layout(lambda x: (x[:, :, 0, 0].T,), lambda a: a[0].T[:, :, None, None], lambda s: (s[0][1], s[0][0], 1, 1))
+POINTWISE = TensorLayout(
+    lambda x: (x[:, :, 0, 0].T,), lambda a: a[0].T[:, :, None, None], lambda s: (s[0][1], s[0][0], 1, 1)
+)
 # torch.nn.MultiheadAttention stores query, key and value one below the other.
-JOINT_LINEAR = Layout(
+JOINT_LINEAR = TensorLayout(
     lambda x: tuple(part.T for part in np.split(x, 3)),
     lambda a: np.concatenate([part.T for part in a]),
     lambda s: (sum(part[1] for part in s), s[0][0]),
 )
-JOINT_VECTOR = Layout(lambda x: np.split(x, 3), lambda a: np.concatenate(a), lambda s: (sum(part[0] for part in s),))
+JOINT_VECTOR = TensorLayout(
+    lambda x: np.split(x, 3), lambda a: np.concatenate(a), lambda s: (sum(part[0] for part in s),)
+)
 
 
-def module_tensor(theirs: str, ours: str, layout: Layout = LINEAR) -> Tensor:
+def module_tensor(theirs: str, ours: str, layout: TensorLayout = LINEAR) -> Tensor:
     """Return the weight or bias of a PyTorch module for our ``kernel``, ``scale`` or ``bias``.
 
     Args:
@@ -84,7 +88,7 @@ class TensorTarget:
     ours: str
     whole: Shape
     index: Index = ()
-    layout: Layout = SAME
+    layout: TensorLayout = SAME
 
     @property
     def shape(self) -> Shape:

@@ -121,7 +121,7 @@ def measure_feature_map(name: str, frame: tuple[int, int], dilate_last: bool = F
 Norm: TypeAlias = Callable[[int], nnx.Module]  # Number of channels to a norm.
 
 
-class Block(nnx.Module):
+class ResNetBlock(nnx.Module):
     """Residual block of a ResNet: two 3x3 convolutions (basic), or 1x1, 3x3 and 1x1 (bottleneck)."""
 
     def __init__(self, plan: BlockPlan, *, norm: Norm = FrozenBatchNorm, rngs: nnx.Rngs):
@@ -169,7 +169,7 @@ class ResNet(nnx.Module):
         plans = list(plan_blocks(name, dilate_last))
         self.stages = nnx.List(
             [
-                nnx.List([Block(plan, norm=norm, rngs=rngs) for plan in plans if plan.stage == stage])
+                nnx.List([ResNetBlock(plan, norm=norm, rngs=rngs) for plan in plans if plan.stage == stage])
                 for stage in range(len(STAGE_WIDTHS))
             ]
         )

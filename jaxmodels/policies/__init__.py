@@ -54,12 +54,12 @@ class PolicyType:
     openpi: "TreeReader | None" = None
     small: Mapping[str, Any] = field(default_factory=dict)
     accelerator_dtype: str = "float32"
-    stages: tuple["Stage", ...] = ()
+    stages: tuple["ActStage", ...] = ()
     parts: Mapping[str, str] = field(default_factory=lambda: {"": "network"})
 
 
 @dataclass(frozen=True)
-class Stage:
+class ActStage:
     """Part of a policy's `act`; serving runs all of them as one program.
 
     Attributes:

@@ -45,7 +45,7 @@ from jaxmodels.samplers import (
 from jaxmodels.samplers.diffusion import PREDICTION_TYPES, TIMESTEPS
 from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.transformer2d import Conditioning, Modulations, Transformer2DModel
-from jaxmodels.transformer2d.block import KeyValues
+from jaxmodels.transformer2d.block import BlockKeyValues
 from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.types import Observation, Prefix
 
@@ -290,7 +290,7 @@ def prepare_modulations(
 
 def predict(
     transformer: Transformer2DModel,
-    context: KeyValues,
+    context: BlockKeyValues,
     mask: Bool[Array, "b n"] | None,
     x: Float[Array, "b t a"],
     t: Array,
@@ -370,7 +370,7 @@ def _predict_by_delay(trained: Partial, guided: Partial, is_longer: Bool[Array, 
 
 def _predict_rest(
     transformer: Transformer2DModel,
-    context: KeyValues,
+    context: BlockKeyValues,
     mask: Bool[Array, "b n"] | None,
     clean: Modulations,
     x: Float[Array, "b t a"],

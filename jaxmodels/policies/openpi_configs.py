@@ -43,7 +43,7 @@ EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class Robot:
+class OpenpiRobot:
     """Cameras, state and actions of a robot, by the names that openpi's clients send.
 
     Attributes:
@@ -64,18 +64,18 @@ _ALOHA = tuple(f"{side}_{joint}" for side in ("left", "right") for joint in _ARM
 _PANDA = (*(f"joint_{number}" for number in range(1, 8)), "gripper")
 _DROID_CAMERAS = (("exterior_image_1_left", IMAGE_KEYS[0]), ("wrist_image_left", IMAGE_KEYS[1]))
 _POSE = ("x", "y", "z", "axis_angle_x", "axis_angle_y", "axis_angle_z")
-ROBOTS: Mapping[str, Robot] = {
-    "aloha": Robot(
+ROBOTS: Mapping[str, OpenpiRobot] = {
+    "aloha": OpenpiRobot(
         tuple(zip(("cam_high", "cam_left_wrist", "cam_right_wrist"), IMAGE_KEYS, strict=True)),
         _ALOHA,
         _ALOHA,
         rate=50.0,
     ),
-    "droid": Robot(_DROID_CAMERAS, _PANDA, _PANDA, rate=15.0),
-    "droid_velocity": Robot(
+    "droid": OpenpiRobot(_DROID_CAMERAS, _PANDA, _PANDA, rate=15.0),
+    "droid_velocity": OpenpiRobot(
         _DROID_CAMERAS, _PANDA, (*(f"{joint}.velocity" for joint in _PANDA[:7]), "gripper"), False, rate=15.0
     ),
-    "libero": Robot(
+    "libero": OpenpiRobot(
         (("image", IMAGE_KEYS[0]), ("wrist_image", IMAGE_KEYS[1])),
         (*_POSE, "gripper_left", "gripper_right"),
         (*(f"delta_{part}" for part in _POSE), "gripper"),

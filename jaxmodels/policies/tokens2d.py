@@ -33,7 +33,7 @@ from jaxmodels.samplers import MaskSchedule, begin_with, maskgit
 from jaxmodels.samplers.maskgit import ranks
 from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.transformer2d import Conditioning, Transformer2DModel
-from jaxmodels.transformer2d.block import KeyValues
+from jaxmodels.transformer2d.block import BlockKeyValues
 from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.types import Observation
 
@@ -175,10 +175,10 @@ def mask_tokens(
     return (can_hide & (ranks(order) < count.astype(jnp.int32)[:, None])).reshape(batch, steps, width)
 
 
-class Context(NamedTuple):
+class EncodedObservation(NamedTuple):
     """Keys and values of an observation, which all decoding passes attend to, and the mask (b, n) of valid tokens."""
 
-    key_values: KeyValues
+    key_values: BlockKeyValues
     mask: Bool[Array, "b n"] | None
 
 
@@ -200,10 +200,10 @@ class Tokens2d(Transformer2dPolicy):
         waves = make_bin_embeddings(config.bins, config.dim_model, rngs.params())
         table[...] = table[...].at[:-1].set(waves.astype(table.dtype))
 
-    def encode_observation(self, observation: Observation) -> Context:
+    def encode_observation(self, observation: Observation) -> EncodedObservation:
         """Encode an observation for all decoding passes."""
         tokens, mask = self.observation_tokens(observation)
-        return Context(self.transformer.prepare_context(tokens), mask)
+        return EncodedObservation(self.transformer.prepare_context(tokens), mask)
 
     def loss(
         self,
@@ -245,7 +245,7 @@ class Tokens2d(Transformer2dPolicy):
 
 
 def predict(
-    transformer: Transformer2DModel, context: Context, ids: Int[Array, "b n"], t: Array
+    transformer: Transformer2DModel, context: EncodedObservation, ids: Int[Array, "b n"], t: Array
 ) -> Float[Array, "b v n"]:
     """Return log-probabilities of all classes but the masked class, for each pixel of a chunk."""
     del t  # The number of masked tokens implies the time.

@@ -28,7 +28,7 @@ from jaxmodels.text import TextEncoder
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.transformer2d import Transformer2DModel
 from jaxmodels.transformer2d.attention import Dtypes, to_bias
-from jaxmodels.transformer2d.block import Biases, KeyValues, Modulation
+from jaxmodels.transformer2d.block import Biases, BlockKeyValues, BlockModulation
 from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.transformer2d.network import Execution, run_blocks, stack_blocks
 from jaxmodels.types import Feature, Language, Observation
@@ -226,7 +226,13 @@ class ObservationTokens(nnx.Module):
         bias = None if mask is None else to_bias(mask, tokens.shape[0], self.config.n_heads)
         key = None if rngs is None or self.config.dropout == 0 else rngs.dropout()
         return run_blocks(
-            self.blocks, tokens, Modulation(), KeyValues(), Biases(bias), Execution(scan=True, remat=False), key=key
+            self.blocks,
+            tokens,
+            BlockModulation(),
+            BlockKeyValues(),
+            Biases(bias),
+            Execution(scan=True, remat=False),
+            key=key,
         )
 
 

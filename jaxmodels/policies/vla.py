@@ -11,7 +11,7 @@ from flax import nnx
 from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
-from jaxmodels.policies import Stage
+from jaxmodels.policies import ActStage
 from jaxmodels.policies.config import VlaConfig
 from jaxmodels.samplers import begin_with, continuing, flow_euler, given
 from jaxmodels.types import Observation
@@ -101,12 +101,12 @@ def _denoise_behind(
     return model.denoise(prefix, None, x, step)
 
 
-def list_stages(network: type[VlaModel]) -> tuple[Stage, ...]:
+def list_stages(network: type[VlaModel]) -> tuple[ActStage, ...]:
     """Return the parts of `act` that can be timed separately."""
     return (
-        Stage("vision", partial(_look, network)),
-        Stage("prefix", partial(_read, network)),
-        Stage("denoise", partial(_take_step, network), count=lambda config: config.num_inference_steps),
+        ActStage("vision", partial(_look, network)),
+        ActStage("prefix", partial(_read, network)),
+        ActStage("denoise", partial(_take_step, network), count=lambda config: config.num_inference_steps),
     )
 
 

@@ -12,7 +12,7 @@ A sampler takes ``predict(x, t)`` and a shape. With a prepared transformer::
 
 from jaxmodels.samplers.diffusion import NoiseSchedule, ddim, ddim_step, ddpm, ddpm_step
 from jaxmodels.samplers.flow import FlowSchedule, euler_step, flow_euler, flow_heun
-from jaxmodels.samplers.maskgit import MaskSchedule, Tokens, maskgit, maskgit_step
+from jaxmodels.samplers.maskgit import MaskedTokens, MaskSchedule, maskgit, maskgit_step
 from jaxmodels.samplers.real_time_chunking import (
     Example,
     begin_with,
@@ -29,8 +29,8 @@ __all__ = [
     "Example",
     "FlowSchedule",
     "MaskSchedule",
+    "MaskedTokens",
     "NoiseSchedule",
-    "Tokens",
     "begin_with",
     "combine",
     "continuing",

@@ -23,7 +23,7 @@ LOWEST = -70.0  # Smallest log-probability, so that differences of log-probabili
 MIN_LOG_CONFIDENCE = -46.051702  # log(1e-20), diffusers' minimum of a confidence.
 
 
-class Tokens(NamedTuple):
+class MaskedTokens(NamedTuple):
     """Result of a discrete sampler: tokens and their probabilities; a pytree.
 
     Attributes:
@@ -195,7 +195,7 @@ def maskgit(
     known: Any = None,
     alike: bool = False,
     distributions: bool = False,
-) -> Tokens:
+) -> MaskedTokens:
     """Sample tokens with MaskGIT in one compiled program, compiled again only for other shapes, schedules or steps.
 
     Args:
@@ -207,7 +207,7 @@ def maskgit(
         extras: a pytree with a leading axis of ``schedule.rows(steps).timestep``.
         known: tokens (b, n) to keep, and the masked class for tokens to sample.
         alike: use the same random numbers for each member of the batch.
-        distributions: also return `Tokens.distribution`.
+        distributions: also return `MaskedTokens.distribution`.
 
     Raises:
         InputError: steps, extras, known tokens or the prediction do not fit.
@@ -227,12 +227,12 @@ def _sample(
     steps: int,
     alike: bool,
     distributions: bool,
-) -> Tokens:
+) -> MaskedTokens:
     is_given = first != schedule.mask
     masked_at_first = jnp.sum(~is_given, axis=1)
     expected = (shape[0], schedule.mask, shape[1])
 
-    def step(prediction: Array, state: Tokens, row: MaskRow) -> Tokens:
+    def step(prediction: Array, state: MaskedTokens, row: MaskRow) -> MaskedTokens:
         check_prediction(prediction, expected, "log-probabilities of every class but the masked one")
         class_gumbel, order_gumbel = _noise(schedule, jax.random.fold_in(key, row.timestep), shape, alike)
         surety = jnp.where(is_given, jnp.inf, state.log_probability) if schedule.remasking else None
@@ -242,10 +242,10 @@ def _sample(
         distribution = state.distribution
         if distribution is not None:
             distribution = jnp.where(is_new[:, None], normalized(prediction), distribution)
-        return Tokens(tokens, jnp.where(is_new, sure, state.log_probability), distribution)
+        return MaskedTokens(tokens, jnp.where(is_new, sure, state.log_probability), distribution)
 
     distribution = jnp.zeros(expected, jnp.float32) if distributions else None
-    state = Tokens(first, jnp.zeros(shape, jnp.float32), distribution)
+    state = MaskedTokens(first, jnp.zeros(shape, jnp.float32), distribution)
     return run_steps(predict, step, state, schedule.rows(steps), extras)
 
 

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from jaxmodels.training.initial_policy import Start, new_policy, policy_fields, trained_policy
     from jaxmodels.training.loop import train
     from jaxmodels.training.optimizers import OptimizerConfig, SchedulerConfig, optimizer_preset, scheduler_preset
-    from jaxmodels.training.progress import Progress, draw_curve
+    from jaxmodels.training.progress import TrainingProgress, draw_curve
 
 __all__ = [
     "ImageTransforms",
     "OptimizerConfig",
-    "Progress",
     "SchedulerConfig",
     "Start",
     "TrainingConfig",
+    "TrainingProgress",
     "Transform",
     "draw_curve",
     "join",
@@ -46,6 +46,6 @@ _NAMES = {
     "jaxmodels.training.initial_policy": "Start new_policy policy_fields trained_policy",
     "jaxmodels.training.loop": "train",
     "jaxmodels.training.optimizers": "OptimizerConfig SchedulerConfig optimizer_preset scheduler_preset",
-    "jaxmodels.training.progress": "Progress draw_curve",
+    "jaxmodels.training.progress": "TrainingProgress draw_curve",
 }
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -19,7 +19,7 @@ from jaxmodels.errors import TrainingError
 from jaxmodels.normalization import Normalization
 from jaxmodels.training.config import TrainingConfig
 from jaxmodels.training.initial_policy import Start
-from jaxmodels.training.progress import Progress, Reports, Throughput, draw_curve
+from jaxmodels.training.progress import Reports, Throughput, TrainingProgress, draw_curve
 from jaxmodels.training.run_folder import (
     METRICS,
     POLICY_FOLDER,
@@ -52,7 +52,7 @@ def train(
     *,
     resume: bool = False,
     device: str | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[TrainingProgress], None] | None = None,
     on_decoding: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Train a policy and write it to ``output/policy`` in LeRobot's layout.
@@ -128,7 +128,7 @@ class _Run:
         loader: Loader,
         snapshots: Snapshots,
         reports: Reports,
-        on_progress: Callable[[Progress], None] | None,
+        on_progress: Callable[[TrainingProgress], None] | None,
     ) -> State:
         """Run all steps from the first, after `before` seconds of earlier runs; returns the last state."""
         config = self.config

@@ -20,7 +20,7 @@ EVENTS = "tensorboard"
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Progress of a training at one line of its metrics; speed and losses are since the line before.
 
     Attributes:
@@ -65,7 +65,7 @@ class Reports:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def write(self, progress: Progress, values: Mapping[str, float]) -> None:
+    def write(self, progress: TrainingProgress, values: Mapping[str, float]) -> None:
         """Write one line of metrics with further measured `values`."""
         if not self._is_writing:
             return
@@ -154,11 +154,11 @@ class Throughput:
         if running is None or running.is_ready():
             self._waited += time.monotonic() - began
 
-    def progress(self, step: int, loss: float, rate: float) -> Progress:
+    def progress(self, step: int, loss: float, rate: float) -> TrainingProgress:
         """Return the progress since the last call."""
         now = time.monotonic()
         seconds = max(now - self._last, 1e-9)
-        progress = Progress(
+        progress = TrainingProgress(
             step=step,
             steps=self._steps,
             loss=loss,

@@ -35,7 +35,7 @@ AHEAD = 64  # Tasks that are encoded at a time.
 
 
 @dataclass(frozen=True)
-class Instructions:
+class TrainingInstructions:
     """Tokens and mask of all task texts of a dataset; `language` is the result of a frozen text encoder, else None."""
 
     ids: Int[Any, "k n"]
@@ -52,7 +52,9 @@ class Instructions:
             language = model.read(self.ids[tasks], self.mask[tasks])
         return Language(language.tokens.astype(dtype), language.mask)
 
-    def read_ahead(self, plan: Blueprint[Any], weights: Mapping[str, Any], sharding: NamedSharding) -> "Instructions":
+    def read_ahead(
+        self, plan: Blueprint[Any], weights: Mapping[str, Any], sharding: NamedSharding
+    ) -> "TrainingInstructions":
         """Return these with `language`, so that a frozen text encoder runs once and not in every step."""
 
         @partial(jax.jit, out_shardings=sharding)
@@ -66,10 +68,10 @@ class Instructions:
         return replace(self, language=jax.tree.map(lambda *parts: np.concatenate(parts), *rows))
 
 
-jax.tree_util.register_dataclass(Instructions, data_fields=["ids", "mask", "language"], meta_fields=[])
+jax.tree_util.register_dataclass(TrainingInstructions, data_fields=["ids", "mask", "language"], meta_fields=[])
 
 
-def read_instructions(policy: Any, tasks: Sequence[str], file: bytes | None) -> Instructions | None:
+def read_instructions(policy: Any, tasks: Sequence[str], file: bytes | None) -> TrainingInstructions | None:
     """Return tokens of a dataset's tasks for a policy; None without language. `file` is the ``tokenizer.json``.
 
     Raises:
@@ -84,7 +86,7 @@ def read_instructions(policy: Any, tasks: Sequence[str], file: bytes | None) -> 
             "every episode, or train without them (--policy.text_encoder=null)"
         )
     ids, mask = tokenizer(config, file)(tasks)
-    return Instructions(np.asarray(ids), np.asarray(mask))
+    return TrainingInstructions(np.asarray(ids), np.asarray(mask))
 
 
 Weights = Mapping[str, Any]
@@ -114,7 +116,7 @@ class Fixed(NamedTuple):
     weights: Weights
     scales: Scales
     action: Affine
-    instructions: Instructions | None
+    instructions: TrainingInstructions | None
 
 
 # Measured values by name, and running statistics after the batch.

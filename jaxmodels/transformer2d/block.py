@@ -22,7 +22,7 @@ from jaxmodels.transformer2d.config import TIME_CHANNELS, Transformer2DConfig
 CLASS_DROPOUT = 0.1  # Share of labels that become the null class in training (diffusers' LabelEmbedding).
 
 
-class Affine(NamedTuple):
+class BlockAffine(NamedTuple):
     """``x (1 + scale) + shift`` for each token of an element, or for all tokens (n is 1)."""
 
     scale: Float[Array, "*l b n d"]
@@ -32,13 +32,13 @@ class Affine(NamedTuple):
         return x * (1 + self.scale) + self.shift
 
 
-class Modulation(NamedTuple):
+class BlockModulation(NamedTuple):
     """Scales, shifts and gates of a block's three parts; a leading axis is the layers, None changes nothing."""
 
-    first: Affine | None = None
+    first: BlockAffine | None = None
     first_gate: Float[Array, "*l b n d"] | None = None
-    second: Affine | None = None
-    feed_forward: Affine | None = None
+    second: BlockAffine | None = None
+    feed_forward: BlockAffine | None = None
     feed_forward_gate: Float[Array, "*l b n d"] | None = None
 
 
@@ -60,10 +60,10 @@ class TimeNorm(nnx.Module):
         self.emb = Table(timesteps, width, dtypes, rngs=rngs)
         self.linear = linear(width, 2 * width, ("embed", "mlp"), dtypes, rngs=rngs)
 
-    def __call__(self, timestep: Int[Array, " b"]) -> Affine:
+    def __call__(self, timestep: Int[Array, " b"]) -> BlockAffine:
         parts = self.linear(jax.nn.silu(self.emb(timestep))).astype(jnp.float32)
         scale, shift = jnp.split(parts[:, None], 2, axis=-1)
-        return Affine(scale, shift)
+        return BlockAffine(scale, shift)
 
 
 class Table(nnx.Module):
@@ -106,15 +106,15 @@ class TimeAndClassNorm(nnx.Module):
         self.emb = TimeAndClass(width, classes, dtypes, rngs=rngs)
         self.linear = linear(width, 6 * width, ("embed", "mlp"), dtypes, rngs=rngs)
 
-    def __call__(self, timestep: Float[Array, " b"], labels: Int[Array, " b2"]) -> Modulation:
+    def __call__(self, timestep: Float[Array, " b"], labels: Int[Array, " b2"]) -> BlockModulation:
         parts = self.linear(jax.nn.silu(self.emb(timestep, labels))).astype(jnp.float32)
         return six_parts(parts.reshape(parts.shape[0], 6, -1))
 
 
-def six_parts(parts: Float[Array, "b 6 d"]) -> Modulation:
+def six_parts(parts: Float[Array, "b 6 d"]) -> BlockModulation:
     """Return the modulation of (shift, scale, gate) of attention, then of feed-forward."""
     shift, scale, gate, shift2, scale2, gate2 = (parts[:, i : i + 1] for i in range(6))
-    return Modulation(Affine(scale, shift), gate, None, Affine(scale2, shift2), gate2)
+    return BlockModulation(BlockAffine(scale, shift), gate, None, BlockAffine(scale2, shift2), gate2)
 
 
 class TimeSingle(nnx.Module):
@@ -173,7 +173,7 @@ class PlainNorm(LayerNorm):
         )
 
 
-class KeyValues(NamedTuple):
+class BlockKeyValues(NamedTuple):
     """Keys and values of the context; a leading axis is the layers, None is self-attention."""
 
     first: KeyValue | None = None
@@ -188,7 +188,7 @@ class Biases(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Transformer block for every kind of norm, modulated from outside (`Modulation`)."""
+    """Transformer block for every kind of norm, modulated from outside (`BlockModulation`)."""
 
     def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs):
         width, heads, norm = config.inner_dim, config.num_attention_heads, config.block_norm
@@ -236,16 +236,16 @@ class Block(nnx.Module):
             return TimeAndClassNorm(config.inner_dim, count, dtypes, rngs=rngs)
         return PlainNorm(config, dtypes)
 
-    def project_context(self, context: Float[Array, "b m c"]) -> KeyValues:
+    def project_context(self, context: Float[Array, "b m c"]) -> BlockKeyValues:
         """Return keys and values of the context for the attentions that use it."""
         first = self.attn1.project_context(context) if isinstance(self.attn1, ContextAttention) else None
-        return KeyValues(first, None if self.attn2 is None else self.attn2.project_context(context))
+        return BlockKeyValues(first, None if self.attn2 is None else self.attn2.project_context(context))
 
     def __call__(
         self,
         x: Float[Array, "b n d"],
-        modulation: Modulation,
-        context: KeyValues,
+        modulation: BlockModulation,
+        context: BlockKeyValues,
         biases: Biases,
         objects: Float[Array, "b o c"] | None = None,
         rngs: nnx.Rngs | None = None,
@@ -265,7 +265,7 @@ class Block(nnx.Module):
         normal = self._modulate(self._normalize(norm, x), modulation.feed_forward)
         return x + _gate(self.ff(normal, rngs), modulation.feed_forward_gate)
 
-    def _modulate(self, normal: Float[Array, "b n d"], affine: Affine | None) -> Float[Array, "b n d"]:
+    def _modulate(self, normal: Float[Array, "b n d"], affine: BlockAffine | None) -> Float[Array, "b n d"]:
         return (normal if affine is None else affine(normal)).astype(self.dtype)
 
     @staticmethod
@@ -282,8 +282,8 @@ def _gate(x: Float[Array, "b n d"], gate: Float[Array, "#b #n d"] | None) -> Flo
 class Modulations(NamedTuple):
     """Modulation of all layers (leading axis) and of a patched model's head."""
 
-    blocks: Modulation
-    head: Affine | None = None
+    blocks: BlockModulation
+    head: BlockAffine | None = None
 
 
 class Conditioning(NamedTuple):
@@ -292,7 +292,7 @@ class Conditioning(NamedTuple):
     `context` (keys and values for every layer) is the same for all steps; `modulations` differ for each timestep.
     """
 
-    context: KeyValues
+    context: BlockKeyValues
     modulations: Modulations
 
     @property
@@ -337,6 +337,6 @@ def check_conditioning(config: Transformer2DConfig, conditioning: Conditioning, 
                 )
 
 
-def spread_context(context: KeyValues, batch: int) -> KeyValues:
+def spread_context(context: BlockKeyValues, batch: int) -> BlockKeyValues:
     """Repeat the keys and values of one element for all elements."""
     return jax.tree.map(lambda array: jnp.broadcast_to(array, (array.shape[0], batch, *array.shape[2:])), context)

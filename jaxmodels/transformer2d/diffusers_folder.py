@@ -29,7 +29,7 @@ from jaxmodels.checkpoints.files import (
     write_shards,
 )
 from jaxmodels.checkpoints.folder import empty_aligned
-from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, Layout, TensorTarget
+from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, TensorLayout, TensorTarget
 from jaxmodels.errors import CheckpointError
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
 from jaxmodels.memory import check_host
@@ -169,7 +169,7 @@ def _mlp(name: str, inputs: int, width: int) -> Iterator[TensorTarget]:
 
 
 def _linear(
-    theirs: str, inputs: int, outputs: int, *, ours: str | None = None, bias: bool = True, layout: Layout = LINEAR
+    theirs: str, inputs: int, outputs: int, *, ours: str | None = None, bias: bool = True, layout: TensorLayout = LINEAR
 ) -> Iterator[TensorTarget]:
     ours = theirs if ours is None else ours
     yield TensorTarget(f"{theirs}.weight", f"{ours}.kernel", (inputs, outputs), (), layout)

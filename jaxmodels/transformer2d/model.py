@@ -26,7 +26,7 @@ from jaxmodels.transformer2d.arguments import (
     read_timing,
 )
 from jaxmodels.transformer2d.attention import Dtypes
-from jaxmodels.transformer2d.block import Conditioning, KeyValues, Modulations
+from jaxmodels.transformer2d.block import BlockKeyValues, Conditioning, Modulations
 from jaxmodels.transformer2d.compiled import CompiledTransformer2D
 from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.transformer2d.network import Execution, Network
@@ -255,13 +255,13 @@ class Transformer2DModel(Network):
 
     def prepare_context(
         self, encoder_hidden_states: ArrayLike = None, cross_attention_kwargs: Mapping[str, Any] | None = None
-    ) -> KeyValues:
+    ) -> BlockKeyValues:
         """Return keys and values of `encoder_hidden_states` in every layer; captions are projected first."""
         if encoder_hidden_states is None:
             check_no_context(self.config)
-            return KeyValues()
+            return BlockKeyValues()
         if not (self.config.has_cross_attention or self.config.only_cross_attention):
-            return KeyValues()
+            return BlockKeyValues()
         context = jnp.asarray(encoder_hidden_states)
         check_context(self.config, context)
         return self._run("project_context", context.astype(self.dtype), read_scale(cross_attention_kwargs))

@@ -22,13 +22,13 @@ from jaxmodels.transformer2d.arguments import Arguments, Timing
 from jaxmodels.transformer2d.attention import Dtypes, linear, linear_init, to_bias
 from jaxmodels.transformer2d.block import (
     CLASS_DROPOUT,
-    Affine,
     Biases,
     Block,
+    BlockAffine,
+    BlockKeyValues,
+    BlockModulation,
     Conditioning,
-    KeyValues,
     Mlp,
-    Modulation,
     Modulations,
     Table,
     TimeAndClassNorm,
@@ -118,8 +118,8 @@ def stack_blocks(config: Transformer2DConfig, dtypes: Dtypes, rngs: nnx.Rngs) ->
 def run_blocks(
     blocks: Block,
     x: Float[Array, "b n d"],
-    modulation: Modulation,
-    key_values: KeyValues,
+    modulation: BlockModulation,
+    key_values: BlockKeyValues,
     biases: Biases,
     execution: Execution,
     *,
@@ -139,7 +139,7 @@ def run_blocks(
     graph, stacked = nnx.split(blocks)
     count = jax.tree.leaves(stacked)[0].shape[0] if layers is None else len(layers)
 
-    def step(x: Array, layer: tuple[Any, Modulation, KeyValues, PRNGKeyArray | None]) -> tuple[Array, None]:
+    def step(x: Array, layer: tuple[Any, BlockModulation, BlockKeyValues, PRNGKeyArray | None]) -> tuple[Array, None]:
         weights, modulation, key_values, key = layer
         block = nnx.merge(graph, weights)
         key_values = key_values if context is None else block.project_context(context)
@@ -157,7 +157,7 @@ def run_blocks(
     return x
 
 
-def modulate_by_table(blocks: Block, parts: Float[Array, "b 6 d"]) -> Modulation:
+def modulate_by_table(blocks: Block, parts: Float[Array, "b 6 d"]) -> BlockModulation:
     """Return ada_norm_single's modulation: the timestep's six parts plus each layer's own."""
     tables = blocks.scale_shift_table[...].astype(jnp.float32)
     return jax.vmap(lambda table: six_parts(table[None] + parts))(tables)
@@ -173,10 +173,10 @@ def embed_in_first_layer(blocks: Block, timing: Timing) -> Float[Array, "b d"]:
     return first.emb(timing.timestep, timing.class_labels)
 
 
-def head_affine(parts: Float[Array, "b 2 d"]) -> Affine:
+def head_affine(parts: Float[Array, "b 2 d"]) -> BlockAffine:
     """Return shift and scale of a patched model's head; the parts have the shift first, as in diffusers' files."""
     shift, scale = jnp.split(parts.astype(jnp.float32), 2, axis=1)
-    return Affine(scale, shift)
+    return BlockAffine(scale, shift)
 
 
 def _for_each_layer(norm: nnx.Module, *arguments: Any) -> Any:
@@ -248,7 +248,7 @@ class Network(nnx.Module):
         timing = Timing(arguments.timestep, arguments.class_labels, arguments.conditions)
         keys = (None, None) if key is None else jax.random.split(key)
         if conditioning is None:
-            modulations, key_values = self.modulate(timing, keys[0]), KeyValues()
+            modulations, key_values = self.modulate(timing, keys[0]), BlockKeyValues()
             context = arguments.encoder_hidden_states
             context = None if context is None else self._project_captions(context)
         else:
@@ -281,7 +281,7 @@ class Network(nnx.Module):
             return self.proj_in(pixels.reshape(x.shape[0], -1, x.shape[1]))
         return self.latent_image_embedding(x) if self.config.kind == "discrete" else self.pos_embed(x)
 
-    def _write_output(self, x: Float[Array, "b n d"], head: Affine | None, hidden: Array) -> Float[Array, "..."]:
+    def _write_output(self, x: Float[Array, "b n d"], head: BlockAffine | None, hidden: Array) -> Float[Array, "..."]:
         if self.config.kind == "continuous":
             pixels = self.proj_out(x).swapaxes(1, 2)
             return pixels.reshape(*pixels.shape[:2], *hidden.shape[2:]) + hidden
@@ -307,7 +307,7 @@ class Network(nnx.Module):
         graph, state = nnx.split(self)
         return nnx.merge(graph, lora.scale_adapters(state, scale))
 
-    def project_context(self, context: Array, scale: Array | None = None) -> KeyValues:
+    def project_context(self, context: Array, scale: Array | None = None) -> BlockKeyValues:
         if scale is not None:
             return self._scaled(scale).project_context(context)
         context = self._project_captions(context)
@@ -320,10 +320,10 @@ class Network(nnx.Module):
             return self._scaled(scale).modulate(timing, key)
         blocks, config = self.transformer_blocks, self.config
         if timing.timestep is None:
-            return Modulations(Modulation())
+            return Modulations(BlockModulation())
         if config.block_norm == "ada_norm":
             second = _for_each_layer(blocks.norm2, timing.timestep) if isinstance(blocks.norm2, TimeNorm) else None
-            return Modulations(Modulation(_for_each_layer(blocks.norm1, timing.timestep), None, second))
+            return Modulations(BlockModulation(_for_each_layer(blocks.norm1, timing.timestep), None, second))
         if config.block_norm == "ada_norm_zero":
             timing = timing if key is None else self._drop_labels(timing, key)
             modulation = _for_each_layer(blocks.norm1, timing.timestep, timing.class_labels)

@@ -163,7 +163,7 @@ SMOLVLM2_500M = SmolVlmSizes(
 VLMS: Mapping[str, SmolVlmSizes] = {"HuggingFaceTB/SmolVLM2-500M-Video-Instruct": SMOLVLM2_500M}
 
 
-class Tokens(NamedTuple):
+class PrefixTokens(NamedTuple):
     """Input tokens of the language model, and which tokens count."""
 
     values: Float[Array, "b m d"]
@@ -206,7 +206,7 @@ class SmolVlm(nnx.Module):
         """Return the unscaled embedding of each token."""
         return self.embedding[...][tokens]
 
-    def compute_cache(self, tokens: Tokens, starts: Bool[np.ndarray, " m"]) -> list[KeyValues]:
+    def compute_cache(self, tokens: PrefixTokens, starts: Bool[np.ndarray, " m"]) -> list[KeyValues]:
         """Return keys and values of each layer; tokens before a new block in `starts` do not see it."""
         rotation = compute_rotation(count_positions(tokens.is_valid), self.sizes.text.head_width)
         mask, x, kept = mask_blocks(tokens.is_valid, starts), tokens.values, []

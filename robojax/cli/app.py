@@ -17,8 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from robojax.robot.checks import Finding as OfRobot
-    from service.doctor import Finding as OfServer
+    from robojax.robot.fit import RobotFinding
+    from service.doctor import Finding
 
 
 class Code(IntEnum):
@@ -252,7 +252,7 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-def show_findings(findings: Sequence["OfServer | OfRobot"], *, as_json: bool) -> None:
+def show_findings(findings: Sequence["Finding | RobotFinding"], *, as_json: bool) -> None:
     """Print findings as a table or JSON; ends the process with 1 if a finding failed."""
     failed = [finding for finding in findings if finding.level == "fail"]
     if as_json:

@@ -40,7 +40,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckVerdict:
     """Whether a policy is fast enough for ``rate`` actions per second.
 
     Attributes:
@@ -124,7 +124,7 @@ def _measure_speed(
     return Speed(compiled, float(p50), float(p99), medians, len(samples))
 
 
-def assess_speed(requirements: "Requirements", speed: Speed, rate: float) -> Verdict:
+def assess_speed(requirements: "Requirements", speed: Speed, rate: float) -> CheckVerdict:
     """Return whether a policy of this speed keeps up with ``rate`` actions per second.
 
     A chunk must last until the next chunk arrives, whose frame is one inference old when its own inference starts. So
@@ -139,7 +139,7 @@ def assess_speed(requirements: "Requirements", speed: Speed, rate: float) -> Ver
         fit = "does not fit" if requirements.chunk == 1 else "fits, thinking less often"
     else:
         fit = "fits"
-    return Verdict(rate, fit, budget, covered)
+    return CheckVerdict(rate, fit, budget, covered)
 
 
 def check(
@@ -261,7 +261,7 @@ def _describe_speed(speed: Speed, what: str) -> dict[str, Any]:
     }
 
 
-def _facts(policy: "Policy", speed: Speed, verdict: Verdict, parts: Sequence["StageTime"]) -> dict[str, Any]:
+def _facts(policy: "Policy", speed: Speed, verdict: CheckVerdict, parts: Sequence["StageTime"]) -> dict[str, Any]:
     from dataclasses import asdict
 
     needs, counts = policy.needs, policy.count_parameters()
@@ -285,7 +285,7 @@ def _facts(policy: "Policy", speed: Speed, verdict: Verdict, parts: Sequence["St
     }
 
 
-def _show(policy: "Policy", speed: Speed, verdict: Verdict, parts: Sequence["StageTime"]) -> None:
+def _show(policy: "Policy", speed: Speed, verdict: CheckVerdict, parts: Sequence["StageTime"]) -> None:
     from rich.console import Console
 
     requirements = policy.requirements

@@ -187,7 +187,7 @@ def _open_simulation(config: "RobotConfig") -> "AbstractContextManager[Any]":
 def _run(runner: "RobotRunner") -> None:
     import asyncio
 
-    from robojax.client import ClientError
+    from robojax.client import RobojaxError
     from robojax.robot.errors import ArmLost, BusLost, CameraLost, RobotError
     from robojax.robot.runner import run
 
@@ -196,7 +196,7 @@ def _run(runner: "RobotRunner") -> None:
     except RobotError as error:
         is_lost = isinstance(error, ArmLost | BusLost | CameraLost)
         fail(Code.CHECK if is_lost else Code.USAGE, "the robot cannot go on", str(error), error.then)
-    except ClientError as error:
+    except RobojaxError as error:
         fail(Code.TRANSPORT, "the server cannot be used", str(error), _suggest_next(error))
 
 

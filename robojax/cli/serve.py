@@ -254,7 +254,7 @@ def transport(
     from service.http.server import CannotListen, listen
     from service.settings import Settings
     from service.state import OFF
-    from service.transport.server.app import TransportSettings, run_transport
+    from service.transport.server.app import RoomsSettings, run_transport
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
@@ -278,7 +278,7 @@ def transport(
     with listener:
         refuse_without_keys(listener.getsockname()[0], settings, "transport")
         guard = create_guard(settings.access, host=host, origins=origins, state=OFF)
-        run_transport(listener, TransportSettings(origins=origins), started, guard)
+        run_transport(listener, RoomsSettings(origins=origins), started, guard)
 
 
 def doctor(

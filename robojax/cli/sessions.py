@@ -151,7 +151,7 @@ def _describe_stop(answer: Any) -> str:
 
 def base_url(server: str | None) -> str:
     """Return the URL of the server from the option or the settings; ends the process if it is invalid."""
-    from robojax.client import Unusable
+    from robojax.client import InvalidArgument
 
     if server is None:
         from robojax.cli.serve import settings_or_end
@@ -159,7 +159,7 @@ def base_url(server: str | None) -> str:
         server = settings_or_end().server.local_url
     try:
         return server_url(server)
-    except Unusable as error:
+    except InvalidArgument as error:
         then = f"give the URL that the server printed as --server, or in {SERVER_VARIABLE}"
         fail(Code.USAGE, "the server's address cannot be used", str(error), then)
 
@@ -184,22 +184,22 @@ def call(
         silent: advice if the server was reached and does not respond.
         session_id: session of the request; if its state forbids the request, the advice depends on its state.
     """
-    from robojax.client import Client, Garbled, Refused, Unreachable, Unusable
+    from robojax.client import Client, InvalidArgument, ProtocolError, RequestRefused, ServerUnreachable
 
     try:
         with Client(base, key=key, timeout=timeout) as client:
             return client.request(method, path, body)
-    except Refused as error:
+    except RequestRefused as error:
         usual = then or "robojax sessions shows what there is"
         advice = usual if error.status in (400, 404, 409, 422) else _ADVICE.get(error.status, "read the server's log")
         if error.code == "move_refused" and session_id is not None:
             advice = _advise_after_refusal(base, key, session_id) or advice
         fail(Code.TRANSPORT, f"the server at {base} refused", error.text, advice)
-    except Unusable as error:
+    except InvalidArgument as error:
         fail(Code.USAGE, "the server cannot be called", str(error), "give another --server, or another key")
-    except (Unreachable, Garbled) as error:
-        why = error.why if isinstance(error, Unreachable) else str(error)
-        if silent is not None and isinstance(error, Unreachable) and error.may_have_arrived:
+    except (ServerUnreachable, ProtocolError) as error:
+        why = error.why if isinstance(error, ServerUnreachable) else str(error)
+        if silent is not None and isinstance(error, ServerUnreachable) and error.may_have_arrived:
             fail(Code.TRANSPORT, f"the server at {base} does not answer", why, silent)
         then_start = f"start it with `robojax serve`, or give --server or {SERVER_VARIABLE} with its address"
         fail(Code.TRANSPORT, f"no robojax server answers at {base}", why, then_start)
@@ -207,23 +207,23 @@ def call(
 
 def _advise_after_refusal(base: str, key: str | None, session_id: str) -> str | None:
     """Return the next command after a session refused a request; None if its status cannot be read."""
-    from robojax.client import Client, ClientError
+    from robojax.client import Client, RobojaxError
 
     try:
         with Client(base, key=key) as client:
             session = client.request("GET", session_path(session_id))
-    except ClientError:
+    except RobojaxError:
         return None
     return _suggest_command(session, base)
 
 
 def _is_default(base: str) -> bool:
     """Whether this server is the default without --server."""
-    from robojax.client import Unusable
+    from robojax.client import InvalidArgument
 
     try:
         return base == server_url(None)
-    except Unusable:
+    except InvalidArgument:
         return False
 
 

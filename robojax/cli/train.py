@@ -25,8 +25,7 @@ from robojax.cli.train_flags import (
 
 if TYPE_CHECKING:
     from jaxmodels.data import Dataset
-    from jaxmodels.training import Progress as Step
-    from jaxmodels.training import Start, TrainingConfig
+    from jaxmodels.training import Start, TrainingConfig, TrainingProgress
 
 HELP = """Usage: robojax train --policy.type=act --dataset.root=DIR --output_dir=DIR [--name=value ...]
 
@@ -278,7 +277,7 @@ class ProgressDisplay:
             soft_wrap=True,
         )
 
-    def step(self, step: "Step") -> None:
+    def step(self, step: "TrainingProgress") -> None:
         line = (
             f"loss {step.loss:.4f}  rate {step.learning_rate:.2g}  {step.samples_per_second:.0f} samples/s  "
             f"waited for data {step.waited:.0%}  {_span(step.left)} left"

@@ -17,7 +17,7 @@ from hooks.errors import StoreError
 from robojax.cli.app import Code, fail, flatten, print_table
 
 if TYPE_CHECKING:
-    from hooks.receiver.inbox import Inbox
+    from hooks.receiver.inbox import EventInbox
 
 DATABASE = Path("webhooks.sqlite")
 STATUSES = "waiting, running, done, failed, dead"
@@ -242,16 +242,16 @@ def send(
         raise typer.Exit(Code.CHECK)
 
 
-def open_inbox(database: Path) -> "Inbox":
+def open_inbox(database: Path) -> "EventInbox":
     """Open the events of a server, as a context manager."""
-    from hooks.receiver.inbox import Inbox
+    from hooks.receiver.inbox import EventInbox
     from hooks.server.lifecycle import get_default_folder
 
     if not database.is_file():
         databases = ", ".join(sorted(map(str, get_default_folder().glob("*.sqlite3")))[:5])
         scripts = f"; scripts store their events in {databases}" if databases else ""
         raise StoreError(f"there is no file {str(database)!r}; give --database{scripts}")
-    return Inbox(database)
+    return EventInbox(database)
 
 
 @command("the events cannot be listed", "list", group=events)

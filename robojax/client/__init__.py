@@ -4,10 +4,27 @@
 it does not import JAX, the server or WebRTC.
 """
 
-from robojax.client.answers import Action, Chunk, Rooms, SessionStatus
+from robojax.client.answers import Action, Chunk, SessionRooms, SessionStatus
 from robojax.client.client import AsyncClient, AsyncSession, Client, Session
-from robojax.client.errors import ClientError, Garbled, Refused, StreamClosed, Unreachable, Unusable
-from robojax.client.stream import AsyncStream, Command, Message, Pong, Status, Stopped, Stream, Welcome, Wrong
+from robojax.client.errors import (
+    InvalidArgument,
+    ProtocolError,
+    RequestRefused,
+    RobojaxError,
+    ServerUnreachable,
+    StreamClosed,
+)
+from robojax.client.stream import (
+    AsyncStream,
+    Command,
+    Message,
+    MessageRefused,
+    Pong,
+    StatusMessage,
+    StopMessage,
+    Stream,
+    Welcome,
+)
 
 __all__ = [
     "Action",
@@ -16,21 +33,21 @@ __all__ = [
     "AsyncStream",
     "Chunk",
     "Client",
-    "ClientError",
     "Command",
-    "Garbled",
+    "InvalidArgument",
     "Message",
+    "MessageRefused",
     "Pong",
-    "Refused",
-    "Rooms",
+    "ProtocolError",
+    "RequestRefused",
+    "RobojaxError",
+    "ServerUnreachable",
     "Session",
+    "SessionRooms",
     "SessionStatus",
-    "Status",
-    "Stopped",
+    "StatusMessage",
+    "StopMessage",
     "Stream",
     "StreamClosed",
-    "Unreachable",
-    "Unusable",
     "Welcome",
-    "Wrong",
 ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from robojax.client.codec import unpack_array
-from robojax.client.errors import Garbled
+from robojax.client.errors import ProtocolError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Rooms:
+class SessionRooms:
     """IDs of a session's rooms; empty for a direct session."""
 
     workspace_id: str
@@ -32,7 +32,7 @@ class SessionStatus:
     policy_path: str
     policy_type: str
     camera_names: tuple[str, ...]
-    rooms: Rooms
+    rooms: SessionRooms
     stats: Mapping[str, Any]
     inference_stats: Mapping[str, Any] | None = None
     error_message: str | None = None
@@ -105,14 +105,14 @@ def read_status(answer: Any) -> SessionStatus:
 def read_statuses(answer: Any) -> list[SessionStatus]:
     """Parse a list of statuses."""
     if not isinstance(answer, list):
-        raise Garbled("the server answered no list of sessions; is this a robojax server?")
+        raise ProtocolError("the server answered no list of sessions; is this a robojax server?")
     return [read_status(status) for status in answer]
 
 
-def read_rooms(answer: Any, workspace_id: Any = None) -> Rooms:
+def read_rooms(answer: Any, workspace_id: Any = None) -> SessionRooms:
     """Parse a session's rooms."""
     _object(answer, "rooms")
-    return Rooms(
+    return SessionRooms(
         workspace_id=str(answer.get("workspace_id") or workspace_id or ""),
         cameras=dict(answer.get("camera_room_ids") or {}),
         joint_input=str(answer.get("joint_input_room_id") or ""),
@@ -124,7 +124,7 @@ def read_chunk(answer: Any) -> Chunk:
     """Parse a chunk."""
     actions = unpack_array(_object(answer, "a chunk").get("actions"))
     if actions.ndim != 2:
-        raise Garbled(f"the server answered actions of shape {actions.shape}; the client expects (t, a)")
+        raise ProtocolError(f"the server answered actions of shape {actions.shape}; the client expects (t, a)")
     rate, steps = answer.get("action_rate"), answer.get("action_steps")
     return Chunk(actions, action_rate=rate, action_steps=steps, **_common(answer, actions))
 
@@ -133,7 +133,7 @@ def read_action(answer: Any) -> Action:
     """Parse an action."""
     action = unpack_array(_object(answer, "an action").get("action"))
     if action.ndim != 1:
-        raise Garbled(f"the server answered an action of shape {action.shape}; the client expects (a,)")
+        raise ProtocolError(f"the server answered an action of shape {action.shape}; the client expects (a,)")
     return Action(action, left=int(answer.get("left") or 0), **_common(answer, action))
 
 
@@ -142,9 +142,9 @@ def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
 
     names = tuple(answer.get("joint_names") or ())
     if names and len(names) != array.shape[-1]:
-        raise Garbled(f"the server answered actions of {array.shape[-1]} joints and {len(names)} names")
+        raise ProtocolError(f"the server answered actions of {array.shape[-1]} joints and {len(names)} names")
     if not np.isfinite(array).all():
-        raise Garbled("the server answered actions that are not finite; none of them may be done")
+        raise ProtocolError("the server answered actions that are not finite; none of them may be done")
     return {
         "joint_names": names,
         "clamped": tuple(answer.get("clamped") or ()),
@@ -156,12 +156,14 @@ def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
 
 def _object(value: Any, what: str) -> Any:
     if not isinstance(value, dict):
-        raise Garbled(f"the server answered a {type(value).__name__} in place of {what}; is this a robojax server?")
+        raise ProtocolError(
+            f"the server answered a {type(value).__name__} in place of {what}; is this a robojax server?"
+        )
     return value
 
 
 def _field(answer: Mapping[str, Any], name: str, kind: type[T]) -> T:
     value = answer.get(name)
     if not isinstance(value, kind):
-        raise Garbled(f"the server's session has no usable {name!r}; is this a robojax server?")
+        raise ProtocolError(f"the server's session has no usable {name!r}; is this a robojax server?")
     return value

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from robojax.client import http
 from robojax.client.answers import Action, Chunk, SessionStatus, read_status, read_statuses
 from robojax.client.codec import Image, pack_observation
-from robojax.client.errors import ClientError, Refused
+from robojax.client.errors import RequestRefused, RobojaxError
 from robojax.client.http import (
     DEFAULT_TIMEOUT,
     LOADED,
     Call,
-    Connections,
+    HttpConnections,
     blocking,
     build_call,
     credentials,
@@ -43,7 +43,7 @@ class _Connected:
         self._key = key
         self._headers = credentials(key)
         self._timeout = timeout
-        self._http = Connections(self.url, self._headers, timeout, is_async=self._is_async)
+        self._http = HttpConnections(self.url, self._headers, timeout, is_async=self._is_async)
 
 
 class AsyncClient(_Connected):
@@ -55,9 +55,9 @@ class AsyncClient(_Connected):
         timeout: seconds for a response. Creating and restarting sessions have a longer timeout.
 
     Raises (every method):
-        Refused: the server answered with an error; carries its status, code and text.
-        Unreachable: no response arrived. Only requests that read something or stop a robot were repeated.
-        Garbled: the response is not that of a robojax server.
+        RequestRefused: the server answered with an error; carries its status, code and text.
+        ServerUnreachable: no response arrived. Only requests that read something or stop a robot were repeated.
+        ProtocolError: the response is not that of a robojax server.
     """
 
     async def __aenter__(self) -> Self:
@@ -90,7 +90,7 @@ class AsyncClient(_Connected):
                 page docs/reference/session_fields.md lists them.
 
         Raises:
-            Unusable: sessions have no field of this name; nothing was sent.
+            InvalidArgument: sessions have no field of this name; nothing was sent.
         """
         await self._http.send_call(http.create(session_id, policy_path, transport_server_url, fields))
         return AsyncSession(self, session_id)
@@ -166,8 +166,8 @@ class AsyncSession:
         ``extra="ignore"`` a state may have names that are not joints (``shoulder_pan.vel``), as LeRobot's robots give.
 
         Raises:
-            Unusable: the observation cannot be sent.
-            Refused: with code "compiling" the policy is compiled for pictures of a new size; try again after
+            InvalidArgument: the observation cannot be sent.
+            RequestRefused: with code "compiling" the policy is compiled for pictures of a new size; try again after
                 ``retry_after``.
         """
         return await self._act(http.act, images, state, more)
@@ -225,10 +225,10 @@ def _judge_stop(session_id: str, error: BaseException | None) -> Iterator[None]:
     """
     try:
         yield
-    except Refused as refused:
+    except RequestRefused as refused:
         if refused.status not in (404, 409):
             raise
-    except ClientError as lost:
+    except RobojaxError as lost:
         if error is None:
             raise
         error.add_note(f"session {session_id} could not be stopped: {lost}")

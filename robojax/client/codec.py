@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Literal
 
-from robojax.client.errors import Garbled, Unusable
+from robojax.client.errors import InvalidArgument, ProtocolError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,24 +24,24 @@ def pack_array(array: "np.ndarray") -> dict[str, object]:
 
 
 def unpack_array(packed: object) -> "np.ndarray":
-    """Decode an array from a map or nested lists; raise ``Garbled`` for anything else."""
+    """Decode an array from a map or nested lists; raise ``ProtocolError`` for anything else."""
     import numpy as np
 
     if isinstance(packed, list):
         try:
             return np.asarray(packed, np.float32)
         except (ValueError, TypeError) as error:
-            raise Garbled("the server answered lists that are no array") from error
+            raise ProtocolError("the server answered lists that are no array") from error
     if not isinstance(packed, Mapping):
-        raise Garbled(f"the server answered a {type(packed).__name__} in place of an array")
+        raise ProtocolError(f"the server answered a {type(packed).__name__} in place of an array")
     dtype, shape, data = packed.get("dtype"), packed.get("shape"), packed.get("data")
     if dtype not in DTYPES or not isinstance(data, bytes) or len(data) > MAX_ARRAY_BYTES or not isinstance(shape, list):
-        raise Garbled("the server answered something that is not an array")
+        raise ProtocolError("the server answered something that is not an array")
     if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise Garbled("the server answered an array without a shape")
+        raise ProtocolError("the server answered an array without a shape")
     kind = np.dtype(dtype).newbyteorder("<")
     if math.prod(shape) * kind.itemsize != len(data):
-        raise Garbled(f"the server answered {len(data)} bytes for an array of {shape} {dtype}")
+        raise ProtocolError(f"the server answered {len(data)} bytes for an array of {shape} {dtype}")
     return np.frombuffer(data, kind).reshape(shape)
 
 
@@ -54,7 +54,7 @@ def pack_picture(name: str, image: Any, is_compressed: bool) -> object:
         is_compressed: whether an array is sent as JPEG.
 
     Raises:
-        Unusable: the value is not a picture.
+        InvalidArgument: the value is not a picture.
     """
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
@@ -63,7 +63,9 @@ def pack_picture(name: str, image: Any, is_compressed: bool) -> object:
         return [pack_picture(name, one, is_compressed) for one in image]
     if getattr(image, "dtype", None) != "uint8" or getattr(image, "ndim", 0) not in (3, 4) or image.shape[-1] != 3:
         actual = f"{getattr(image, 'dtype', type(image).__name__)} {getattr(image, 'shape', '')}".rstrip()
-        raise Unusable(f"picture {name!r} is {actual}; wanted uint8 (height, width, 3) in RGB, or the bytes of a JPEG")
+        raise InvalidArgument(
+            f"picture {name!r} is {actual}; wanted uint8 (height, width, 3) in RGB, or the bytes of a JPEG"
+        )
     return encode_jpeg(image) if is_compressed else pack_array(image)
 
 
@@ -80,7 +82,7 @@ def pack_numbers(what: str, values: Any) -> object:
     """Encode a state for msgpack: an array, a map by name, or a list; for several observations a list of these.
 
     Raises:
-        Unusable: a value is not a finite number.
+        InvalidArgument: a value is not a finite number.
     """
     if isinstance(values, Mapping):
         return {str(name): _finite(f"{what} {name!r}", value) for name, value in values.items()}
@@ -88,7 +90,7 @@ def pack_numbers(what: str, values: Any) -> object:
         import numpy as np
 
         if values.dtype.name not in DTYPES or not np.isfinite(values).all():
-            raise Unusable(f"{what} has values that are no finite numbers; nothing was sent")
+            raise InvalidArgument(f"{what} has values that are no finite numbers; nothing was sent")
         return pack_array(values)
     return [
         pack_numbers(f"{what} {index}", value)
@@ -100,10 +102,10 @@ def pack_numbers(what: str, values: Any) -> object:
 
 def _finite(what: str, value: Any) -> float:
     if isinstance(value, bool) or (not isinstance(value, int | float) and not hasattr(value, "__float__")):
-        raise Unusable(f"{what} is {value!r}, which is no number; nothing was sent")
+        raise InvalidArgument(f"{what} is {value!r}, which is no number; nothing was sent")
     number = float(value)
     if not math.isfinite(number):
-        raise Unusable(f"{what} is {number}; nothing was sent")
+        raise InvalidArgument(f"{what} is {number}; nothing was sent")
     return number
 
 
@@ -133,7 +135,7 @@ def pack_observation(
         is_compressed: whether arrays are sent as JPEG: a tenth of the bytes, some milliseconds at each end.
 
     Raises:
-        Unusable: the observation cannot be sent; the text says why.
+        InvalidArgument: the observation cannot be sent; the text says why.
     """
     fields: dict[str, object] = {}
     if images:

@@ -1,15 +1,15 @@
 """Exceptions of the client."""
 
 
-class ClientError(Exception):
+class RobojaxError(Exception):
     """Base class of the client's exceptions; the text says what to do."""
 
 
-class Unusable(ClientError, ValueError):
+class InvalidArgument(RobojaxError, ValueError):
     """An argument (an address, a key, an observation) cannot be sent; nothing was sent."""
 
 
-class Refused(ClientError):
+class RequestRefused(RobojaxError):
     """The server answered with an error.
 
     Attributes:
@@ -24,7 +24,7 @@ class Refused(ClientError):
         self.status, self.code, self.text, self.retry_after = status, code, text, retry_after
 
 
-class Unreachable(ClientError):
+class ServerUnreachable(RobojaxError):
     """The server did not answer.
 
     Attributes:
@@ -37,11 +37,11 @@ class Unreachable(ClientError):
         self.why, self.may_have_arrived = why, may_have_arrived
 
 
-class Garbled(ClientError):
+class ProtocolError(RobojaxError):
     """A response is not that of a robojax server, or cannot be read."""
 
 
-class StreamClosed(ClientError):
+class StreamClosed(RobojaxError):
     """The stream is closed.
 
     Attributes:

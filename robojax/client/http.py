@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from robojax.client.answers import Action, Chunk, read_action, read_chunk
-from robojax.client.errors import Garbled, Refused, Unreachable, Unusable
+from robojax.client.errors import InvalidArgument, ProtocolError, RequestRefused, ServerUnreachable
 
 SERVER_VARIABLE, PORT_VARIABLE = "ROBOJAX_SERVER", "ROBOJAX_PORT"
 USUAL = "http://127.0.0.1:8001"
@@ -29,22 +29,26 @@ def server_url(url: str | None) -> str:
         url: the server's URL. None: ROBOJAX_SERVER, else this machine at ROBOJAX_PORT, else at port 8001.
 
     Raises:
-        Unusable: it is not the URL of a server.
+        InvalidArgument: it is not the URL of a server.
     """
     url = (url or _default_url()).rstrip("/")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise Unusable(f"{url!r} is not a URL ({error}); try {USUAL}") from error
+        raise InvalidArgument(f"{url!r} is not a URL ({error}); try {USUAL}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         # urlsplit takes the host of "gpu-box:8001" for a scheme.
         meant = USUAL if "://" in url else f"http://{url}"
-        raise Unusable(f"{url!r} is not the URL of a server: it must begin with http:// or https://; try {meant}")
+        raise InvalidArgument(
+            f"{url!r} is not the URL of a server: it must begin with http:// or https://; try {meant}"
+        )
     if port == 0:
-        raise Unusable(f"{url!r} has port 0, which means any free port; use the address that the server printed")
+        raise InvalidArgument(f"{url!r} has port 0, which means any free port; use the address that the server printed")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise Unusable(f"the URL of {parts.hostname} holds more than an address; give a key as key, or as ROBOJAX_KEY")
+        raise InvalidArgument(
+            f"the URL of {parts.hostname} holds more than an address; give a key as key, or as ROBOJAX_KEY"
+        )
     return url
 
 
@@ -54,17 +58,19 @@ def _default_url() -> str:
     if not (port := os.environ.get(PORT_VARIABLE)):
         return USUAL
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
-        raise Unusable(f"{PORT_VARIABLE} is {port!r}, not a port; set a number from 1 to 65535, or {SERVER_VARIABLE}")
+        raise InvalidArgument(
+            f"{PORT_VARIABLE} is {port!r}, not a port; set a number from 1 to 65535, or {SERVER_VARIABLE}"
+        )
     return f"http://127.0.0.1:{port}"
 
 
 def credentials(key: str | None) -> dict[str, str]:
-    """Return the Authorization header of a key or ROBOJAX_KEY, if any; raises Unusable for invalid characters."""
+    """Return the Authorization header of a key or ROBOJAX_KEY, if any; raises InvalidArgument for bad characters."""
     sent = (key or os.environ.get("ROBOJAX_KEY") or "").strip()
     if not sent:
         return {}
     if not sent.isascii() or not sent.isprintable() or " " in sent:
-        raise Unusable("the key has characters that no key has")
+        raise InvalidArgument("the key has characters that no key has")
     # Bearer takes both keys and tokens.
     return {"authorization": f"Bearer {sent}"}
 
@@ -142,14 +148,14 @@ SESSION_FIELDS = (
 
 
 def create(session_id: str, policy_path: str, transport_server_url: str, fields: Mapping[str, object]) -> Call[Any]:
-    """Return the request for a new session, answered when its policy is loaded; raises Unusable for unknown fields."""
+    """Return the request for a new session, answered when its policy is ready; raises InvalidArgument."""
     for name in fields:
         if name not in SESSION_FIELDS:
             from difflib import get_close_matches
 
             near = get_close_matches(name.lower().replace("-", "_"), SESSION_FIELDS, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"a session has {', '.join(SESSION_FIELDS)}."
-            raise Unusable(f"unknown field {name!r}; {hint} Nothing was sent.")
+            raise InvalidArgument(f"unknown field {name!r}; {hint} Nothing was sent.")
     required = {"session_id": session_id, "policy_path": policy_path, "transport_server_url": transport_server_url}
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     body = required | {name: value for name, value in listed.items() if value is not None}
@@ -183,17 +189,17 @@ def _act(session_id: str, observation: Mapping[str, object], want: str, read: Ca
 
 
 def read_result(call: Call[T], status: int, headers: Mapping[str, str], body: bytes) -> T:
-    """Return the result of a response; raises Refused for an error, Garbled for an unreadable response."""
+    """Return the result of a response; raises RequestRefused for an error, ProtocolError for an unreadable response."""
     if not 200 <= status < 300:
         raise build_refusal(status, headers, body)
     return call.read(_decode_body(headers.get("content-type", ""), body))
 
 
-def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
+def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> RequestRefused:
     """Return the exception of a response with an error status."""
     try:
         answer = _decode_body(headers.get("content-type", ""), body)
-    except Garbled:
+    except ProtocolError:
         answer = None
     problem = answer if isinstance(answer, dict) else {}
     detail, code = problem.get("detail"), problem.get("code")
@@ -206,7 +212,7 @@ def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refus
         wait = float(headers["retry-after"])
     except (KeyError, ValueError):
         wait = None
-    return Refused(status, code if isinstance(code, str) else "", detail, wait)
+    return RequestRefused(status, code if isinstance(code, str) else "", detail, wait)
 
 
 def _describe_misfit(misfit: Any) -> str:
@@ -223,11 +229,11 @@ def _decode_body(content_type: str, body: bytes) -> Any:
         try:
             return msgpack.unpackb(body)
         except (ValueError, msgpack.exceptions.ExtraData, msgpack.exceptions.UnpackException) as error:
-            raise Garbled("the server answered msgpack that cannot be read") from error
+            raise ProtocolError("the server answered msgpack that cannot be read") from error
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Garbled("the server answered no JSON; is this a robojax server?") from error
+        raise ProtocolError("the server answered no JSON; is this a robojax server?") from error
 
 
 DEFAULT_TIMEOUT = 10.0
@@ -263,7 +269,7 @@ async def finish(result: Any) -> Any:
     return await result if isawaitable(result) else result
 
 
-class Connections:
+class HttpConnections:
     """Connections to the named server (``base``), and to other servers that share its database.
 
     The key is sent only to addresses that the named server lists, and only with its scheme: a client that began with
@@ -296,7 +302,7 @@ class Connections:
         while True:
             try:
                 answer = await self._ask(call)
-            except Unreachable:
+            except ServerUnreachable:
                 if (pause := next(pauses, None)) is None:
                     raise
                 await finish((asyncio if self._is_async else time).sleep(pause))
@@ -310,7 +316,7 @@ class Connections:
         at = self.get_url(session_id)
         try:
             answer = await self._send(at, call)
-        except Unreachable as error:
+        except ServerUnreachable as error:
             if self._urls.pop(session_id, None) is None or error.may_have_arrived:
                 raise
             return await self._ask(call)
@@ -371,12 +377,12 @@ def build_client_options(httpx2: Any, base: str, headers: dict[str, str]) -> dic
     }
 
 
-def build_unreachable(httpx2: Any, error: Exception, base: str, call: Call[Any]) -> Unreachable:
+def build_unreachable(httpx2: Any, error: Exception, base: str, call: Call[Any]) -> ServerUnreachable:
     """Return the exception of a failed connection."""
     never = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.InvalidURL)
     why = "no answer in time" if isinstance(error, httpx2.TimeoutException) else str(error) or type(error).__name__
     if never:
         then = f"start one with `robojax serve`, or set {SERVER_VARIABLE} to its URL"
-        return Unreachable(f"no robojax server answers at {base}: {why}; {then}", why, may_have_arrived=False)
+        return ServerUnreachable(f"no robojax server answers at {base}: {why}; {then}", why, may_have_arrived=False)
     doubt = "" if call.is_safe else "; it may have been done all the same, so look before you ask again"
-    return Unreachable(f"{call.method} {call.path} at {base}: {why}{doubt}", why, may_have_arrived=True)
+    return ServerUnreachable(f"{call.method} {call.path} at {base}: {why}{doubt}", why, may_have_arrived=True)

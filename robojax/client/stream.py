@@ -11,7 +11,7 @@ from typing import Any
 
 from robojax.client.answers import Action, Chunk, read_action, read_chunk
 from robojax.client.codec import Image, pack_observation
-from robojax.client.errors import ClientError, Garbled, Refused, StreamClosed, Unreachable
+from robojax.client.errors import ProtocolError, RequestRefused, RobojaxError, ServerUnreachable, StreamClosed
 from robojax.client.http import blocking, build_refusal, finish, run_blocking
 
 
@@ -60,7 +60,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Status:
+class StatusMessage:
     """Message about a change of the session's status, the reason of its hold, or its latch.
 
     Before the welcome, it says that the policy is being loaded.
@@ -77,7 +77,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class StopMessage:
     """Message of an emergency stop by any client."""
 
     reason: str
@@ -93,7 +93,7 @@ class Pong:
 
 
 @dataclass(frozen=True)
-class Wrong:
+class MessageRefused:
     """Message about an error: the server cannot use a message of this client."""
 
     code: str
@@ -101,18 +101,18 @@ class Wrong:
     number: int | None = None
 
 
-Message = Welcome | Command | Status | Stopped | Pong | Wrong | Chunk | Action
+Message = Welcome | Command | StatusMessage | StopMessage | Pong | MessageRefused | Chunk | Action
 
 
 def decode_message(data: bytes | str) -> Message | None:
-    """Decode a message of the server; None for an unknown kind; raises Garbled if it is unreadable."""
+    """Decode a message of the server; None for an unknown kind; raises ProtocolError if it is unreadable."""
     fields = _map(data)
     kind = fields.get("kind")
     reader = READERS.get(kind) if isinstance(kind, str) else None
     try:
         return None if reader is None else reader(fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise Garbled(f"the server's message of kind {kind!r} is incomplete: {error!r}") from error
+        raise ProtocolError(f"the server's message of kind {kind!r} is incomplete: {error!r}") from error
 
 
 def encode_message(kind: str, fields: Mapping[str, object]) -> bytes:
@@ -135,9 +135,9 @@ def _map(data: bytes | str) -> dict[str, Any]:
         else:
             fields = msgpack.unpackb(data)
     except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise Garbled("the server sent a message that cannot be read") from error
+        raise ProtocolError("the server sent a message that cannot be read") from error
     if not isinstance(fields, dict):
-        raise Garbled("the server sent a message that is not a map")
+        raise ProtocolError("the server sent a message that is not a map")
     return fields
 
 
@@ -163,7 +163,7 @@ def _command(fields: dict[str, Any]) -> Command:
 
     joints = {str(name): float(value) for name, value in fields["joints"].items()}
     if not all(map(math.isfinite, joints.values())):
-        raise Garbled("the server sent a command that is not finite; it is not done")
+        raise ProtocolError("the server sent a command that is not finite; it is not done")
     return Command(joints, fields.get("number"), fields.get("observation"), fields.get("age_ms"), fields.get("time"))
 
 
@@ -172,17 +172,19 @@ READERS = {
     "command": _command,
     "chunk": read_chunk,
     "action": read_action,
-    "status": lambda fields: Status(
+    "status": lambda fields: StatusMessage(
         str(fields["status"]), fields.get("reason"), fields.get("hold"), fields.get("hold_code"), fields.get("latch")
     ),
-    "stopped": lambda fields: Stopped(str(fields.get("reason") or "no reason given")),
+    "stopped": lambda fields: StopMessage(str(fields.get("reason") or "no reason given")),
     "pong": lambda fields: Pong(fields.get("number"), fields.get("time"), fields.get("server_time")),
-    "error": lambda fields: Wrong(str(fields.get("code") or ""), str(fields.get("detail") or ""), fields.get("number")),
+    "error": lambda fields: MessageRefused(
+        str(fields.get("code") or ""), str(fields.get("detail") or ""), fields.get("number")
+    ),
 }
 
 
 MAX_MESSAGE_BYTES = 64 << 20  # bytes of one message that a server may send
-ACT_STATUS = 409  # HTTP status of ``Refused`` for errors on the stream, which have none
+ACT_STATUS = 409  # HTTP status of ``RequestRefused`` for errors on the stream, which have none
 
 
 class AsyncStream:
@@ -200,7 +202,7 @@ class AsyncStream:
         """Send an observation (see ``pack_observation``) for the session's control loop.
 
         Raises:
-            Unusable: the observation cannot be sent.
+            InvalidArgument: the observation cannot be sent.
             StreamClosed: the stream is closed.
         """
         await self._send(encode_message("observation", pack_observation(images, state, **more)))
@@ -211,7 +213,7 @@ class AsyncStream:
         Other messages are kept for ``next``.
 
         Raises:
-            Refused: the server refuses the observation.
+            RequestRefused: the server refuses the observation.
             StreamClosed: the stream is closed.
         """
         with convert_timeouts():
@@ -222,8 +224,8 @@ class AsyncStream:
                 return action
 
     def _take_action(self, message: Message | None) -> Chunk | Action | None:
-        """Return an action or chunk; keep other messages for ``next``; raise ``Refused`` for an error."""
-        if isinstance(message, Wrong):
+        """Return an action or chunk; keep other messages for ``next``; raise ``RequestRefused`` for an error."""
+        if isinstance(message, MessageRefused):
             raise _build_refusal(message)
         if message is None or isinstance(message, Chunk | Action):
             return message
@@ -297,7 +299,7 @@ class Stream:
         self._reading = threading.Lock()
         until = time.monotonic() + timeout
         first = self._next(timeout)
-        while isinstance(first, Status):  # The policy is still being loaded.
+        while isinstance(first, StatusMessage):  # The policy is still being loaded.
             first = self._next(max(until - time.monotonic(), 0.0))
         self.welcome: Welcome = _read_welcome(first)
 
@@ -380,7 +382,7 @@ async def open_async_stream(url: str, headers: Mapping[str, str], timeout: float
         with convert_close_errors(), convert_timeouts():
             async with asyncio.timeout(timeout):
                 first = decode_message(await socket.recv())
-                while isinstance(first, Status):  # The policy is still being loaded.
+                while isinstance(first, StatusMessage):  # The policy is still being loaded.
                     first = decode_message(await socket.recv())
         yield AsyncStream(socket, _read_welcome(first), timeout)
 
@@ -410,7 +412,7 @@ def convert_open_errors(url: str) -> Iterator[None]:
     except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
         address = url.split("?")[0]
         why = str(error) or type(error).__name__
-        raise Unreachable(f"{address} cannot be opened: {why}", why, may_have_arrived=False) from error
+        raise ServerUnreachable(f"{address} cannot be opened: {why}", why, may_have_arrived=False) from error
 
 
 @contextmanager
@@ -427,20 +429,20 @@ def convert_close_errors() -> Iterator[None]:
 
 @contextmanager
 def convert_timeouts() -> Iterator[None]:
-    """Convert a timeout to ``Unreachable``, as a context manager."""
+    """Convert a timeout to ``ServerUnreachable``, as a context manager."""
     try:
         yield
     except TimeoutError as error:
-        raise Unreachable("the stream: no answer in time", "no answer in time", may_have_arrived=True) from error
+        raise ServerUnreachable("the stream: no answer in time", "no answer in time", may_have_arrived=True) from error
 
 
 def _read_welcome(first: Message | None) -> Welcome:
-    if isinstance(first, Wrong):
+    if isinstance(first, MessageRefused):
         raise _build_refusal(first)
     if not isinstance(first, Welcome):
-        raise Garbled("the stream did not begin with a welcome; is this a robojax server?")
+        raise ProtocolError("the stream did not begin with a welcome; is this a robojax server?")
     return first
 
 
-def _build_refusal(wrong: Wrong) -> ClientError:
-    return Refused(ACT_STATUS, wrong.code, wrong.detail)
+def _build_refusal(wrong: MessageRefused) -> RobojaxError:
+    return RequestRefused(ACT_STATUS, wrong.code, wrong.detail)

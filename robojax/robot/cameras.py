@@ -69,7 +69,7 @@ class CameraConfig:
             raise ValueError("; ".join(wrong))
 
 
-class Source(NamedTuple):
+class PictureSource(NamedTuple):
     """Source of a camera's pictures, for one thread.
 
     ``read`` waits for the next picture, uint8 (h, w, 3) RGB; it returns None after a failed reading.
@@ -79,7 +79,7 @@ class Source(NamedTuple):
     close: Callable[[], None]
 
 
-OpenSource = Callable[[str, CameraConfig], Source]
+OpenSource = Callable[[str, CameraConfig], PictureSource]
 
 
 class Camera:
@@ -129,7 +129,7 @@ class Camera:
         self._end.set()
         self._thread.join(FRAME_TIMEOUT)
 
-    def _run(self, source: Source) -> None:
+    def _run(self, source: PictureSource) -> None:
         failed = 0
         try:
             while not self._end.is_set():
@@ -153,7 +153,7 @@ class Camera:
             source.close()
 
 
-def _open_device(name: str, config: CameraConfig) -> Source:
+def _open_device(name: str, config: CameraConfig) -> PictureSource:
     try:
         import cv2
     except ImportError as error:
@@ -201,10 +201,10 @@ def _open_device(name: str, config: CameraConfig) -> Source:
         picture = cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)
         return picture if turn is None else cv2.rotate(picture, turn)
 
-    return Source(read, capture.release)
+    return PictureSource(read, capture.release)
 
 
-def _open_test_picture(name: str, config: CameraConfig) -> Source:
+def _open_test_picture(name: str, config: CameraConfig) -> PictureSource:
     height, width = int(config.height or 0), int(config.width or 0)
     ground = np.zeros((height, width, 3), np.uint8)
     ground[..., 1] = np.linspace(0, 200, width, dtype=np.uint8)
@@ -220,4 +220,4 @@ def _open_test_picture(name: str, config: CameraConfig) -> Source:
         picture[: height // 4, left : left + 8] = 255
         return picture
 
-    return Source(read, lambda: None)
+    return PictureSource(read, lambda: None)

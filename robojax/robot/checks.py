@@ -7,15 +7,15 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from robojax.client import Client, ClientError
+from robojax.client import Client, RobojaxError
 from robojax.robot.arm import JOINTS, Arm, Calibration
 from robojax.robot.bus import PRESENT_POSITION, Bus
 from robojax.robot.cameras import Camera, CameraConfig, OpenSource
 from robojax.robot.config import RobotConfig, load_calibration, open_bus
 from robojax.robot.errors import RobotError
 from robojax.robot.fit import (
-    Finding,
     PolicyFit,
+    RobotFinding,
     compare_joints,
     compare_rates,
     compare_units,
@@ -28,17 +28,17 @@ COUNTED, ENOUGH = 1.0, 0.8  # seconds of counting a camera's pictures, and the r
 WARM = 10  # degrees Celsius below the limit
 READINGS = 20  # readings of all servos, whose median time gives the measured rate
 COMPARED = ("joints", "units", "rate")
-UNREACHED = Finding("policy", "warn", "not checked: the server refuses requests", "repair the line above")
-Findings = Generator[Finding, None, Any]
+UNREACHED = RobotFinding("policy", "warn", "not checked: the server refuses requests", "repair the line above")
+Findings = Generator[RobotFinding, None, Any]
 
 
-def check_robot(runner: RobotRunner, problems: Mapping[str, RobotError] | None = None) -> Iterator[Finding]:
+def check_robot(runner: RobotRunner, problems: Mapping[str, RobotError] | None = None) -> Iterator[RobotFinding]:
     """Run all checks of a robot; ``problems`` are invalid flags by part of the robot (``read_robot_config``)."""
     problems, config, simulation = problems or {}, runner.robot, runner.simulation
     calibration = readings = None
     for name, problem in problems.items():
         if name != "units":  # The unit is compared with the policy below.
-            yield Finding(name, "fail", str(problem), problem.then)
+            yield RobotFinding(name, "fail", str(problem), problem.then)
     if not problems.keys() & {"type", "id"}:
         calibration = yield from _run_check("calibration", partial(_check_calibration, config))
     if not problems.keys() & {"type", "port"}:
@@ -48,15 +48,15 @@ def check_robot(runner: RobotRunner, problems: Mapping[str, RobotError] | None =
     for name, camera in config.cameras.items():
         yield from _run_check(f"camera {name}", partial(_check_camera, name, camera, open_simulated))
     if not config.cameras and "cameras" not in problems:
-        yield Finding("cameras", "warn", "none given", "most policies need some: --robot.cameras")
+        yield RobotFinding("cameras", "warn", "none given", "most policies need some: --robot.cameras")
     fit = yield from _check_server(runner)
     unit = problems.get("units")
     if fit is None:
         for name in COMPARED:
             if name == "units" and unit is not None:
-                yield Finding(name, "fail", str(unit), unit.then)
+                yield RobotFinding(name, "fail", str(unit), unit.then)
             else:
-                yield Finding(name, "warn", "not compared: no policy was read", "see the line about the policy")
+                yield RobotFinding(name, "warn", "not compared: no policy was read", "see the line about the policy")
         return
     yield compare_joints(fit, runner.joint_names)
     yield compare_units(fit, None if unit is not None else config.use_degrees, calibration)
@@ -69,48 +69,48 @@ def _run_check(name: str, check: Callable[[], Findings]) -> Findings:
     try:
         return (yield from check())
     except RobotError as error:
-        yield Finding(name, "fail", str(error), error.then)
+        yield RobotFinding(name, "fail", str(error), error.then)
     except (OSError, RuntimeError, ValueError) as error:
-        yield Finding(name, "fail", f"{type(error).__name__}: {error}", "report it if the cause is unclear")
+        yield RobotFinding(name, "fail", f"{type(error).__name__}: {error}", "report it if the cause is unclear")
 
 
-def _check_calibration(config: RobotConfig) -> Generator[Finding, None, Calibration]:
+def _check_calibration(config: RobotConfig) -> Generator[RobotFinding, None, Calibration]:
     calibration = load_calibration(config)
     narrow = [name for name, joint in calibration.items() if joint.range_max - joint.range_min < 300]
     if narrow:
         text = f"{', '.join(narrow)} can hardly move"
-        yield Finding("calibration", "warn", text, "calibrate again and move every joint through its whole range")
+        yield RobotFinding("calibration", "warn", text, "calibrate again and move every joint through its whole range")
     else:
-        yield Finding("calibration", "ok", f"{config.id}: {len(calibration)} joints")
+        yield RobotFinding("calibration", "ok", f"{config.id}: {len(calibration)} joints")
     return calibration
 
 
 def _check_port(config: RobotConfig, servos: Any, calibration: Calibration | None) -> Findings:
     """Check the port and each servo; return the rate at which all servos can be read, in Hz."""
     with open_bus(config, servos) as bus:
-        yield Finding("port", "ok", config.port or "simulated")
+        yield RobotFinding("port", "ok", config.port or "simulated")
         arm = Arm(bus, calibration or {}, config.use_degrees)
         missing = arm.find_missing_servos()
         if len(missing) == len(JOINTS):
             fix = "is the arm's power supply on? the USB cable gives none"
-            yield Finding("power", "fail", "no servo answers at all", fix)
+            yield RobotFinding("power", "fail", "no servo answers at all", fix)
         for name in JOINTS:
             if name in missing:
                 fix = "check the cables to it and from the previous servo, and its id"
-                yield Finding(name, "fail", missing[name], fix)
+                yield RobotFinding(name, "fail", missing[name], fix)
             else:
                 yield from _run_check(name, partial(_check_servo, arm, name, calibration is not None))
         return None if missing else (yield from _run_check("readings", partial(_measure_readings, bus)))
 
 
-def _measure_readings(bus: Bus) -> Generator[Finding, None, float]:
+def _measure_readings(bus: Bus) -> Generator[RobotFinding, None, float]:
     seconds = []
     for _ in range(READINGS):
         began = perf_counter()
         bus.read_all(list(JOINTS.values()), PRESENT_POSITION)
         seconds.append(perf_counter() - began)
     rate = 1 / median(seconds)
-    yield Finding("readings", "ok", f"all servos can be read {rate:.0f} times a second")
+    yield RobotFinding("readings", "ok", f"all servos can be read {rate:.0f} times a second")
     return rate
 
 
@@ -120,18 +120,18 @@ def _check_servo(arm: Arm, name: str, is_calibrated: bool) -> Findings:
     wrong = arm.find_miscalibrated_servos([name]).get(name) if is_calibrated else None
     if alarms:
         fix = "switch the arm's power off and on; let the servo cool"
-        yield Finding(name, "fail", f"{text}; {', '.join(alarms)}", fix)
+        yield RobotFinding(name, "fail", f"{text}; {', '.join(alarms)}", fix)
     elif not figures.lowest <= figures.volts <= figures.highest:
         allowed = f"{figures.lowest:g} to {figures.highest:g} V"
         fix = "use a power supply for these servos"
-        yield Finding(name, "fail", f"{text}; it needs {allowed}", fix)
+        yield RobotFinding(name, "fail", f"{text}; it needs {allowed}", fix)
     elif wrong is not None:
         fix = "give the right --robot.id, or let lerobot-calibrate write the file to the servos"
-        yield Finding(name, "fail", f"{text}; {wrong}", fix)
+        yield RobotFinding(name, "fail", f"{text}; {wrong}", fix)
     elif figures.celsius > figures.hottest - WARM:
-        yield Finding(name, "warn", f"{text}; it switches itself off at {figures.hottest} °C", "let it cool")
+        yield RobotFinding(name, "warn", f"{text}; it switches itself off at {figures.hottest} °C", "let it cool")
     else:
-        yield Finding(name, "ok", text)
+        yield RobotFinding(name, "ok", text)
 
 
 def _check_camera(name: str, config: CameraConfig, open_simulated: OpenSource | None) -> Findings:
@@ -147,48 +147,50 @@ def _check_camera(name: str, config: CameraConfig, open_simulated: OpenSource | 
     text = f"{picture.shape[1]}x{picture.shape[0]}, {rate:.0f} pictures a second"
     if rate < ENOUGH * float(config.fps or 0):
         fix = "more light, fourcc: MJPG, or another USB port"
-        yield Finding(f"camera {name}", "warn", f"{text}, instead of {config.fps:g}", fix)
+        yield RobotFinding(f"camera {name}", "warn", f"{text}, instead of {config.fps:g}", fix)
     elif picture.max() < 20:
-        yield Finding(f"camera {name}", "warn", f"{text}, all dark", "is its lid on?")
+        yield RobotFinding(f"camera {name}", "warn", f"{text}, all dark", "is its lid on?")
     else:
-        yield Finding(f"camera {name}", "ok", text)
+        yield RobotFinding(f"camera {name}", "ok", text)
 
 
-def _check_server(runner: RobotRunner) -> Generator[Finding, None, PolicyFit | None]:
+def _check_server(runner: RobotRunner) -> Generator[RobotFinding, None, PolicyFit | None]:
     """Check the server, the key and the policy; return the policy's requirements, or None."""
     try:
         client = Client(runner.server, key=runner.key)
         client.request("GET", "/health")
-    except ClientError as error:
-        yield Finding("server", "fail", str(error), "start it with `robojax serve`, or give --server")
+    except RobojaxError as error:
+        yield RobotFinding("server", "fail", str(error), "start it with `robojax serve`, or give --server")
         yield UNREACHED
         return None
     with client:
-        yield Finding("server", "ok", client.url)
+        yield RobotFinding("server", "ok", client.url)
         try:
             client.sessions()
-        except ClientError as error:
-            yield Finding("key", "fail", str(error), "put an operator's key into ROBOJAX_KEY")
+        except RobojaxError as error:
+            yield RobotFinding("key", "fail", str(error), "put an operator's key into ROBOJAX_KEY")
             yield UNREACHED
             return None
         if runner.policy is None and runner.session is None:
-            yield Finding("policy", "warn", "none given", "give --policy.path=user/act_so101, or --session")
+            yield RobotFinding("policy", "warn", "none given", "give --policy.path=user/act_so101, or --session")
             return None
         try:
             request, cameras = _build_policy_check(runner, client)
             fit = read_policy_fit(client.request("POST", "/policies/check", request, timeout=600))
-        except ClientError as error:
-            yield Finding("policy", "fail", str(error), "robojax sessions lists sessions, robojax check reads a policy")
+        except RobojaxError as error:
+            yield RobotFinding(
+                "policy", "fail", str(error), "robojax sessions lists sessions, robojax check reads a policy"
+            )
             return None
     lacking = sorted(set(cameras) - set(runner.robot.cameras))
     if lacking:
         text = f"session {runner.session} has the cameras {', '.join(cameras)}; {', '.join(lacking)} not given"
-        yield Finding("policy", "fail", text, "use these names in --robot.cameras")
+        yield RobotFinding("policy", "fail", text, "use these names in --robot.cameras")
     elif not fit.fits:
-        yield Finding("policy", "fail", "; ".join(fit.misfits), suggest_cameras(fit))
+        yield RobotFinding("policy", "fail", "; ".join(fit.misfits), suggest_cameras(fit))
     else:
         rate = "" if fit.rate is None else f", {fit.rate:g} Hz"
-        yield Finding("policy", "ok", f"{fit.policy_type}{rate}")
+        yield RobotFinding("policy", "ok", f"{fit.policy_type}{rate}")
     return fit
 
 

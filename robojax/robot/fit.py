@@ -16,7 +16,7 @@ STATISTICS = "look at min and max in the dataset's meta/stats.json: a joint beyo
 
 
 @dataclass(frozen=True)
-class Finding:
+class RobotFinding:
     """Result of one check.
 
     Attributes:
@@ -86,23 +86,23 @@ def suggest_cameras(fit: PolicyFit) -> str:
     )
 
 
-def compare_joints(fit: PolicyFit, given: Sequence[str] | None) -> Finding:
+def compare_joints(fit: PolicyFit, given: Sequence[str] | None) -> RobotFinding:
     """Compare the policy's joints with the arm's; ``given`` are the names in ``--policy.joint_names``."""
     arm, names = ", ".join(JOINTS), fit.joint_names or given
     give = f"give their names in the order of the dataset's action: --policy.joint_names={','.join(JOINTS)}"
     other = "use a policy that was trained on this type of arm"
     if not fit.controls_joints:
-        return Finding("joints", "fail", "the policy's actions are not targets of joints", other)
+        return RobotFinding("joints", "fail", "the policy's actions are not targets of joints", other)
     if fit.width != len(JOINTS):
         named = f" ({', '.join(names)})" if names else ""
         text = f"the policy moves {fit.width} joints{named}, this arm has {len(JOINTS)}: {arm}"
-        return Finding("joints", "fail", text, other)
+        return RobotFinding("joints", "fail", text, other)
     if names is None:
         refused = [text for text in fit.misfits if "joint" in text]
-        return Finding("joints", "fail", "; ".join(refused) or "the checkpoint does not name its joints", give)
+        return RobotFinding("joints", "fail", "; ".join(refused) or "the checkpoint does not name its joints", give)
     if unknown := compare_joint_names(names):
-        return Finding("joints", "fail", unknown, other if fit.is_named else give)
-    return Finding("joints", "ok", ", ".join(map(normalize_joint_name, names)))
+        return RobotFinding("joints", "fail", unknown, other if fit.is_named else give)
+    return RobotFinding("joints", "ok", ", ".join(map(normalize_joint_name, names)))
 
 
 def compare_joint_names(names: Sequence[str]) -> str | None:
@@ -113,39 +113,43 @@ def compare_joint_names(names: Sequence[str]) -> str | None:
     return f"the policy moves {', '.join(names)}; this arm has {', '.join(JOINTS)}"
 
 
-def compare_units(fit: PolicyFit, use_degrees: bool | None, calibration: Calibration | None) -> Finding:
+def compare_units(fit: PolicyFit, use_degrees: bool | None, calibration: Calibration | None) -> RobotFinding:
     """Compare the arm's unit (``use_degrees``, None if not given) with the values in the policy's training."""
     trained = _trained_ranges(fit)
     if trained is None:
         text = "the checkpoint has no ranges of its joints, so their unit cannot be compared"
         if use_degrees is None:
-            return Finding("units", "fail", f"--robot.use_degrees is missing; {text}", STATISTICS)
-        return Finding("units", "warn", f"{_describe(use_degrees)}; {text}", STATISTICS)
+            return RobotFinding("units", "fail", f"--robot.use_degrees is missing; {text}", STATISTICS)
+        return RobotFinding("units", "warn", f"{_describe(use_degrees)}; {text}", STATISTICS)
     farthest = {name: max(ends, key=abs) for name, ends in trained.items()}
     name = max((name for name in farthest if name != GRIPPER), key=lambda name: abs(farthest[name]))
     reach = f"{name} reaches {farthest[name]:.4g} in training"
     if all(abs(value) <= RADIANS_LIMIT for value in farthest.values()):
         text = f"no joint goes beyond {RADIANS_LIMIT:g} in training ({reach}): these are radians"
-        return Finding("units", "fail", text, "use a policy that was trained in degrees or in -100..100 of the range")
+        return RobotFinding(
+            "units", "fail", text, "use a policy that was trained in degrees or in -100..100 of the range"
+        )
     is_degrees = abs(farthest[name]) > PERCENT_LIMIT
     if use_degrees is None:
         advice = f"give --robot.use_degrees={'true' if is_degrees else 'true or false'}, as the demonstrations were "
-        return Finding("units", "fail", f"--robot.use_degrees is missing; {reach}", f"{advice}recorded. {STATISTICS}")
+        return RobotFinding(
+            "units", "fail", f"--robot.use_degrees is missing; {reach}", f"{advice}recorded. {STATISTICS}"
+        )
     if is_degrees and not use_degrees:
         text = f"{reach}, which is not -100..100 of its range but degrees"
-        return Finding("units", "fail", text, "give --robot.use_degrees=true")
+        return RobotFinding("units", "fail", text, "give --robot.use_degrees=true")
     if use_degrees and is_degrees:
         text = f"degrees; {reach}, and the server cuts targets at 100 and -100"
-        return Finding("units", "warn", text, "the policy moves this arm only within 100 degrees of the middle")
+        return RobotFinding("units", "warn", text, "the policy moves this arm only within 100 degrees of the middle")
     if use_degrees and abs(farthest[name]) >= SATURATED:
         text = f"degrees; but {reach}, where -100..100 of a range ends"
-        return Finding("units", "warn", text, f"{STATISTICS}; else give --robot.use_degrees=false")
+        return RobotFinding("units", "warn", text, f"{STATISTICS}; else give --robot.use_degrees=false")
     if use_degrees and (beyond := _find_beyond_range(trained, calibration)):
         text = f"degrees; in training {beyond} of this arm's calibration"
-        return Finding(
+        return RobotFinding(
             "units", "warn", text, "the demonstrations' arm had a different calibration; use that calibration"
         )
-    return Finding("units", "ok", f"{_describe(use_degrees)}; {reach}")
+    return RobotFinding("units", "ok", f"{_describe(use_degrees)}; {reach}")
 
 
 def compare_rates(
@@ -155,7 +159,7 @@ def compare_rates(
     readings: float | None,
     cameras: Mapping[str, float],
     command_timeout: float,
-) -> Finding:
+) -> RobotFinding:
     """Compare the rate of the policy's actions with the rate of observations and the timeout of commands.
 
     Args:
@@ -167,26 +171,28 @@ def compare_rates(
     rate = fit.rate
     measured = "" if readings is None else f", the servos can be read {readings:.0f} times"
     if rate is None:
-        return Finding("rate", "warn", "the policy's rate is unknown, because it does not fit", "see the lines above")
+        return RobotFinding(
+            "rate", "warn", "the policy's rate is unknown, because it does not fit", "see the lines above"
+        )
     text = f"the policy acts {rate:g} times a second, the arm is observed {fps:g} times (--fps){measured}"
     slow = [f"{name} ({pictures:g})" for name, pictures in cameras.items() if pictures < SLACK * rate]
     if readings is not None and readings < SLACK * rate:
-        return Finding("rate", "fail", text, "check the USB port and its latency timer, or use a slower policy")
+        return RobotFinding("rate", "fail", text, "check the USB port and its latency timer, or use a slower policy")
     if fps < SLACK * rate:
-        return Finding("rate", "fail", text, f"give --fps={rate:g}")
+        return RobotFinding("rate", "fail", text, f"give --fps={rate:g}")
     if command_timeout < 2 / rate:
         text = f"the policy acts {rate:g} times a second; {command_timeout * 1e3:g} ms without a command hold the arm"
-        return Finding("rate", "fail", text, f"give --watchdog-ms={2e3 / rate:.0f} or more")
+        return RobotFinding("rate", "fail", text, f"give --watchdog-ms={2e3 / rate:.0f} or more")
     if readings is not None and readings < SLACK * fps:
-        return Finding("rate", "warn", text, f"give --fps={rate:g}")
+        return RobotFinding("rate", "warn", text, f"give --fps={rate:g}")
     if slow:
         text = f"the policy acts {rate:g} times a second; cameras are slower: {', '.join(slow)}"
-        return Finding("rate", "warn", text, "give the fps that the demonstrations were recorded with")
+        return RobotFinding("rate", "warn", text, "give the fps that the demonstrations were recorded with")
     if fit.trained_rate is None:
         text = f"{text}; the checkpoint does not say its rate"
         fix = f"if the dataset's fps is not {rate:g}, write {{\"rate\": FPS}} into the policy's robojax.json"
-        return Finding("rate", "warn", text, fix)
-    return Finding("rate", "ok", text)
+        return RobotFinding("rate", "warn", text, fix)
+    return RobotFinding("rate", "ok", text)
 
 
 def _trained_ranges(fit: PolicyFit) -> dict[str, tuple[float, float]] | None:

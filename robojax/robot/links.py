@@ -9,16 +9,16 @@ import numpy as np
 
 from robojax.client import (
     AsyncSession,
-    ClientError,
     Command,
-    Garbled,
-    Refused,
+    MessageRefused,
+    ProtocolError,
+    RequestRefused,
+    RobojaxError,
+    ServerUnreachable,
     SessionStatus,
-    Status,
-    Stopped,
+    StatusMessage,
+    StopMessage,
     StreamClosed,
-    Unreachable,
-    Wrong,
 )
 from robojax.client.codec import pack_observation
 from robojax.client.stream import AsyncStream, encode_message
@@ -71,12 +71,12 @@ class StreamLink:
                     await run_until_first_ends(
                         self._read(stream), self._send(stream, linked), self._report_stops(stream)
                     )
-            except (Refused, Unreachable, StreamClosed, Garbled) as error:
-                if isinstance(error, Refused) and error.status not in FOR_NOW:
+            except (RequestRefused, ServerUnreachable, StreamClosed, ProtocolError) as error:
+                if isinstance(error, RequestRefused) and error.status not in FOR_NOW:
                     raise RobotError(f"the server refused: {error}", "robojax sessions lists the sessions") from error
                 if isinstance(error, StreamClosed) and error.code == ROBOT_TAKEN:
                     raise RobotError(str(error), "end the other client first") from error
-                if isinstance(error, Refused):
+                if isinstance(error, RequestRefused):
                     self._report_once(error.code, f"the server says: {error.text}")
                     self._arm_thread.stop(f"the server refuses for now ({error.code})")
                 else:
@@ -149,14 +149,14 @@ class StreamLink:
             match await stream.next():
                 case Command(joints=joints):
                     self._arm_thread.command(joints)
-                case Stopped(reason=reason):
+                case StopMessage(reason=reason):
                     self._arm_thread.stop(f"emergency stop: {reason}", is_latched=True)
                     self._take_latch(stream.welcome.instance, reason)
-                case Status(status=status, hold=hold, reason=reason, latch=latch):
+                case StatusMessage(status=status, hold=hold, reason=reason, latch=latch):
                     self._take_latch(stream.welcome.instance, latch)
                     why = hold or reason
                     self._on_event(f"session {self._session.id}: {status}" + (f" ({why})" if why else ""))
-                case Wrong(code=code, detail=detail):
+                case MessageRefused(code=code, detail=detail):
                     self._report_once(code, f"the server cannot use what is sent: {detail} ({code})")
                 case _:
                     pass
@@ -176,7 +176,7 @@ def release_latch(arm_thread: ArmThread, number: int, session_id: str, on_event:
         arm_thread.stop(problem, is_latched=True)
 
 
-class RoomsLink:
+class RobotRoomsLink:
     """Connection over the rooms of a session."""
 
     def __init__(
@@ -257,7 +257,7 @@ class RoomsLink:
                 if (description := describe_status(status)) != last:
                     self._on_event(description)
                     last = description
-            except ClientError:
+            except RobojaxError:
                 last = None
             await asyncio.sleep(1)
 

@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from robojax.client import AsyncClient, AsyncSession, ClientError, Refused
+from robojax.client import AsyncClient, AsyncSession, RequestRefused, RobojaxError
 from robojax.robot.arm import JOINTS
 from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.cameras import Camera
 from robojax.robot.config import RobotConfig, load_calibration, open_arm
 from robojax.robot.errors import RobotError
 from robojax.robot.fit import compare_joint_names, compare_joints, compare_units, read_policy_fit, suggest_cameras
-from robojax.robot.links import OnEvent, RoomsLink, StreamLink, describe_status, run_until_first_ends
+from robojax.robot.links import OnEvent, RobotRoomsLink, StreamLink, describe_status, run_until_first_ends
 
 
 @asynccontextmanager
@@ -122,7 +122,7 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
 
     Raises:
         RobotError: a part of the robot cannot be used, or was lost. The remaining joints are held.
-        ClientError: the server does not respond, or refuses.
+        RobojaxError: the server does not respond, or refuses.
     """
     end_requested = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -176,7 +176,7 @@ async def _run_linked(
     linked, simulation, rate = asyncio.Event(), runner.simulation, runner.rate
     if (await session.status()).rooms.joint_output:
         transport = client.url if runner.transport in (None, "direct") else runner.transport
-        link = RoomsLink(session, transport, arm_thread, pictures, rate, on_event)
+        link = RobotRoomsLink(session, transport, arm_thread, pictures, rate, on_event)
     else:
         is_near = urlsplit(client.url).hostname in ON_THIS_MACHINE
         is_compressed = not is_near if runner.is_compressed is None else runner.is_compressed
@@ -191,11 +191,11 @@ async def _run_linked(
                 end_requested.wait(),
                 *([] if simulation is None else [simulation.play(session, arm_thread, on_event)]),
             )
-    except (RobotError, ClientError) as error:
+    except (RobotError, RobojaxError) as error:
         return error
     finally:
         arm_thread.stop("the program ends", is_latched=True)
-        with contextlib.suppress(ClientError, TimeoutError):
+        with contextlib.suppress(RobojaxError, TimeoutError):
             async with asyncio.timeout(LEAVE):
                 await session.stop()
     return None
@@ -262,7 +262,7 @@ def build_check(runner: RobotRunner, cameras: Iterable[str]) -> dict[str, object
 
 
 async def _remove_session(session: AsyncSession) -> None:
-    with contextlib.suppress(ClientError, TimeoutError):
+    with contextlib.suppress(RobojaxError, TimeoutError):
         async with asyncio.timeout(LEAVE):
             await session.delete()
 
@@ -297,7 +297,7 @@ async def _start_session(runner: RobotRunner, session: AsyncSession, linked: asy
     else:
         try:
             await session.start()
-        except Refused as error:
+        except RequestRefused as error:
             # Another client may have started it.
             if not (await session.status()).is_moving:
                 raise error
@@ -336,7 +336,7 @@ async def _keys(
             arm_thread.stop("emergency stop by key", is_latched=True)
             try:
                 await session.emergency_stop("key at the robot")
-            except ClientError as error:
+            except RobojaxError as error:
                 on_event(f"the arm is held; the server could not be reached: {error}")
         elif key == QUIT:
             end_requested.set()

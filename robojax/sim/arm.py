@@ -192,7 +192,7 @@ CAMERA, FRAME = "front", (240, 240)  # camera of the policies; height and width 
 DEBIAN_PACKAGES = "libegl1 libgles2 libgl1-mesa-dri"
 
 
-class Arm:
+class SimulatedArm:
     """Deterministic simulation of an arm and a task's cubes.
 
     Attributes:

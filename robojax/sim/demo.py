@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from robojax.client import AsyncClient, ClientError, Refused
+from robojax.client import AsyncClient, RequestRefused, RobojaxError
 from robojax.sim.arm import CAMERA
 from robojax.sim.tasks import PICK, Outcome, Score, Task
 from service.processes import Child, child
@@ -19,7 +19,7 @@ SESSION = "demo-arm"
 
 
 @dataclass(frozen=True)
-class Request:
+class DemoRequest:
     """Settings of the demo's session.
 
     Attributes:
@@ -104,27 +104,27 @@ class Demo:
 
     async def create_session(
         self, policy: str, task: Task = PICK, seed: int = 0, *, revision: str | None = None
-    ) -> Request:
+    ) -> DemoRequest:
         """Create the session with a warm policy and the instruction of ``seed``; raise ``DemoFailed`` if refused."""
         named = {"policy_path": policy} | ({} if revision is None else {"revision": revision})
         needs = (await self._request("policy", "POST", "/policies/check", named))["requirements"]
         instruction = task.choose_cube(seed).instruction if needs["language"] else None
-        request = Request(self.url, policy, revision, needs["policy_type"], instruction, self._is_recorded)
+        request = DemoRequest(self.url, policy, revision, needs["policy_type"], instruction, self._is_recorded)
         await self._request("session", "POST", "/sessions", request.body())
         return request
 
     async def _request(self, what: str, method: str, path: str, body: object = None, timeout: float = LOADING) -> Any:
         try:
             return await self._client.request(method, path, body, timeout=timeout)
-        except Refused as error:
+        except RequestRefused as error:
             raise DemoFailed(f"the server refused the {what} with {error.status}: {error.text}") from error
-        except ClientError as error:
+        except RobojaxError as error:
             self._server.check()
             raise DemoFailed(f"the server does not answer: {error}") from error
 
     async def views(
         self,
-        request: Request,
+        request: DemoRequest,
         *,
         seed: int,
         episodes: int,
@@ -208,7 +208,7 @@ class Demo:
                     if newest.get("state") != "on" and newest.get("dataset") in ("ready", "failed"):
                         return newest
                     await asyncio.sleep(0.2)
-        except (ClientError, TimeoutError) as error:
+        except (RobojaxError, TimeoutError) as error:
             raise DemoFailed(f"the recording was not finished: {error or 'it took too long'}") from error
 
 

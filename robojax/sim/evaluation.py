@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 import jaxmodels
 from jaxmodels.types import TASK
-from robojax.sim.arm import CAMERA, FRAME, HORIZON, LIFTED, RATE, Arm
+from robojax.sim.arm import CAMERA, FRAME, HORIZON, LIFTED, RATE, SimulatedArm
 from robojax.sim.tasks import PICK, Outcome, Score, Task
 
 REPORT, FILMS = "eval.json", "films"
@@ -134,7 +134,7 @@ def evaluate(
             f"{steps} actions of each chunk after a delay of {delay} exceed its {policy.requirements.chunk} actions; "
             "give a shorter delay"
         )
-    arm = Arm(task)
+    arm = SimulatedArm(task)
     try:
         for number, seed in enumerate(seeds, 1):
             arm.reset(seed)
@@ -147,7 +147,7 @@ def evaluate(
         arm.close()
 
 
-def _play(arm: Arm, policy: "jaxmodels.Policy", steps: int, delay: int, is_filmed: bool) -> list[np.ndarray]:
+def _play(arm: SimulatedArm, policy: "jaxmodels.Policy", steps: int, delay: int, is_filmed: bool) -> list[np.ndarray]:
     """Play one episode; return its frames, one per tick if it is filmed."""
     plan: list[np.ndarray] = []
     frames: list[np.ndarray] = []
@@ -162,7 +162,7 @@ def _play(arm: Arm, policy: "jaxmodels.Policy", steps: int, delay: int, is_filme
     return frames
 
 
-def _observation(arm: Arm, picture: np.ndarray, reads_language: bool) -> dict[str, np.ndarray]:
+def _observation(arm: SimulatedArm, picture: np.ndarray, reads_language: bool) -> dict[str, np.ndarray]:
     observation = {
         "observation.state": arm.joints[None].astype(np.float32),
         f"observation.images.{CAMERA}": picture[None],

@@ -20,7 +20,7 @@ import mujoco
 import numpy as np
 
 from robojax.sim import arm as scene
-from robojax.sim.arm import CAMERA, FRAME, HIGH, HOME, JOINTS, LOW, RATE, Arm, to_radians, to_wire
+from robojax.sim.arm import CAMERA, FRAME, HIGH, HOME, JOINTS, LOW, RATE, SimulatedArm, to_radians, to_wire
 from robojax.sim.tasks import TASKS, Task, TaskName
 from service.processes import exit_with_parent
 
@@ -40,7 +40,7 @@ LONGEST_STEP = 0.2  # radians per iteration
 class Kinematics:
     """Inverse kinematics of the arm, on a copy of its state, so that the simulated arm does not move."""
 
-    def __init__(self, arm: Arm):
+    def __init__(self, arm: SimulatedArm):
         self.model = arm.model
         self._data = mujoco.MjData(arm.model)
         self._addresses = arm.addresses
@@ -69,7 +69,7 @@ class Kinematics:
         return pose
 
 
-def plan_legs(arm: Arm, kinematics: Kinematics) -> list[tuple[np.ndarray, int]]:
+def plan_legs(arm: SimulatedArm, kinematics: Kinematics) -> list[tuple[np.ndarray, int]]:
     """Plan the path that lifts the target cube: poses in radians, each with the ticks to reach it, 90 in all."""
     cube = arm.cube
     above = kinematics.solve(HOME, cube + HOVER * UP)
@@ -99,7 +99,7 @@ PUSH, PUSH_MEMORY, PUSHED_TICKS = 0.04, 0.8, 30  # radians, per tick, ticks
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
-_arms: dict[TaskName, tuple[Arm, Kinematics]] = {}
+_arms: dict[TaskName, tuple[SimulatedArm, Kinematics]] = {}
 # In a worker: returns whether the parent needs no more demonstrations.
 _is_over: Callable[[], bool] = bool
 
@@ -118,7 +118,7 @@ def demonstrate(name: TaskName, seed: int) -> Demonstration | None:
     """Play one episode with the expert; return None if it failed or was interrupted."""
     # One arm per process, because compiling the scene takes longer than an episode.
     if name not in _arms:
-        arm = Arm(TASKS[name])
+        arm = SimulatedArm(TASKS[name])
         _arms[name] = (arm, Kinematics(arm))
     arm, kinematics = _arms[name]
     arm.reset(seed)

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from robojax.client import AsyncClient, AsyncSession, ClientError, Refused
-from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, Arm, to_wire
+from robojax.client import AsyncClient, AsyncSession, RequestRefused, RobojaxError
+from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, SimulatedArm, to_wire
 from robojax.sim.evaluation import save_film
 from robojax.sim.tasks import PICK, TASKS, Outcome, Task
 from service.errors import ServiceError
@@ -35,7 +35,7 @@ class SimulatedRobot:
     def __init__(self, task: Task = PICK, films: Path | None = None) -> None:
         self._thread = ThreadPoolExecutor(1, "arm")
         self._task, self._films = task, films
-        self._arm: Arm | None = None
+        self._arm: SimulatedArm | None = None
         self._frames: list[np.ndarray] = []
         self._noise = np.random.default_rng(0)
 
@@ -59,7 +59,7 @@ class SimulatedRobot:
         return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def _reset(self, seed: int) -> str:
-        self._arm = self._arm or Arm(self._task)
+        self._arm = self._arm or SimulatedArm(self._task)
         self._arm.reset(seed)
         self._noise = np.random.default_rng(seed)
         self._frames.clear()
@@ -124,7 +124,7 @@ class Player:
             is_again: whether a person stopped and continued this episode before, so that the session may run already.
 
         Raises:
-            ClientError: the server refused the instruction or the start, or does not respond.
+            RobojaxError: the server refused the instruction or the start, or does not respond.
             EpisodeFailed: the session sent no command, or had an emergency stop that no person requested.
             EpisodeStopped: a person stopped the session.
         """
@@ -141,7 +141,7 @@ class Player:
         begin = self._session.restart if is_again else self._session.start
         try:
             await self._while_showing(begin(), robot, clock, home)
-        except Refused:
+        except RequestRefused:
             await self._raise_if_stopped(by_request=False)
             raise
         watching = asyncio.create_task(self._watch_for_stop())
@@ -302,7 +302,7 @@ def main() -> int:
         return asyncio.run(run(args))
     except KeyboardInterrupt:
         return 0
-    except (EpisodeFailed, ServiceError, ClientError, RuntimeError, OSError) as error:
+    except (EpisodeFailed, ServiceError, RobojaxError, RuntimeError, OSError) as error:
         print_event("failed", reason=str(error))
         return 1
 

@@ -15,16 +15,16 @@ from collections.abc import Callable
 import mujoco
 import numpy as np
 
-from robojax.client import AsyncSession, ClientError
+from robojax.client import AsyncSession, RobojaxError
 from robojax.robot.arm import GRIPPER, Unit, from_steps, to_steps
 from robojax.robot.arm import JOINTS as SERVOS
 from robojax.robot.arm_thread import ArmThread, normalize_joint_name
 from robojax.robot.bus import GOAL_POSITION, PRESENT_POSITION, TORQUE_ENABLE
-from robojax.robot.cameras import CameraConfig, Source
+from robojax.robot.cameras import CameraConfig, PictureSource
 from robojax.robot.config import RobotConfig, load_calibration
 from robojax.robot.errors import RobotError
 from robojax.robot.simulated_bus import Servo
-from robojax.sim.arm import HORIZON, JOINTS, RATE, Arm, open_renderer
+from robojax.sim.arm import HORIZON, JOINTS, RATE, SimulatedArm, open_renderer
 from robojax.sim.tasks import PICK, Outcome, Score
 
 FIRST_SEED = 5000  # seed of the first episode's cubes
@@ -44,7 +44,7 @@ class ServoArm:
         self._joints = [(name, calibration[name]) for name in map(normalize_joint_name, JOINTS)]
         self.servos = {servo: Servo(speed=None) for servo in SERVOS.values()}
         self.score = Score()
-        self._arm = Arm(PICK)
+        self._arm = SimulatedArm(PICK)
         self._lock, self._end = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="physics", daemon=True)
         self._lay_cube()
@@ -57,7 +57,7 @@ class ServoArm:
         self._end.set()
         self._thread.join()
 
-    def open_camera(self, name: str, config: CameraConfig) -> Source:
+    def open_camera(self, name: str, config: CameraConfig) -> PictureSource:
         """Open a camera of the scene, which renders in its reader's thread; raise ``RobotError`` if it is unknown."""
         camera, model = str(config.index_or_path or name), self._arm.model
         cameras = [model.camera(number).name for number in range(model.ncam)]
@@ -84,7 +84,7 @@ class ServoArm:
             for renderer in renderers:
                 renderer.close()
 
-        return Source(read, close)
+        return PictureSource(read, close)
 
     def _run(self) -> None:
         due = time.monotonic()
@@ -126,7 +126,7 @@ class ServoArm:
                 if status.status == "running":  # Otherwise a person stopped it just now, and this cube stays.
                     self._score(on_event)
                     await self._begin_episode(session, status.stats.get("stops"), arm_thread, on_event)
-            except ClientError as error:
+            except RobojaxError as error:
                 on_event(f"no new cube: {error}")
 
     def _score(self, on_event: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from sanic.config import Config
 
 from service.api.metrics import Metrics
 from service.auth.caller import Role, caller_of
-from service.auth.guard import Guard
+from service.auth.guard import AccessGuard
 from service.dashboard.live import Live
 from service.engines.engine_set import EngineSet
 from service.engines.model_server import ModelServer
@@ -28,7 +28,7 @@ from service.rollout.deployments import Deployments
 from service.sessions.store import AnySession, Sessions
 from service.settings import Settings
 from service.streaming.clients import StreamClients
-from service.threads import Worker
+from service.threads import WorkerThread
 from service.transport.server.rooms import RoomTable
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Context:
     metrics: Metrics
     logs: RecentLogs
     room_table: RoomTable | None
-    guard: Guard
+    guard: AccessGuard
     source_rules: SourceRules
     policy_reader: PolicyReader
     live: Live
@@ -155,7 +155,7 @@ class Context:
     models: ModelServer = field(init=False)
     updates: Deployments = field(init=False)
     recordings: Recordings = field(init=False)
-    list_worker: Worker = field(init=False)
+    list_worker: WorkerThread = field(init=False)
 
 
 App: TypeAlias = sanic.Sanic[Config, Context]

@@ -10,7 +10,7 @@ from sanic import HTTPResponse
 from service.api.context import Query, Request
 from service.errors import InvalidRequest
 from service.http.bodies import encode_json
-from service.threads import Worker
+from service.threads import WorkerThread
 
 Entry = TypeVar("Entry")
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
@@ -57,7 +57,9 @@ def take_page(
     return page[:limit], identify(page[limit - 1]) if len(page) > limit else None
 
 
-async def answer_page(request: Request, worker: Worker, build: BuildPage, field: str | None = None) -> HTTPResponse:
+async def answer_page(
+    request: Request, worker: WorkerThread, build: BuildPage, field: str | None = None
+) -> HTTPResponse:
     """Answer with a page of a list, which is built and encoded in a thread.
 
     Args:

@@ -18,7 +18,7 @@ from service.http.origins import Origins
 from service.sessions.store import AnySession
 from service.streaming.direct_inference import DirectInference
 from service.streaming.openpi import OpenpiProtocol
-from service.streaming.stream import Stream
+from service.streaming.stream import ClientStream
 from service.streaming.websocket import SocketClosed, StreamSocket
 
 
@@ -29,7 +29,7 @@ def build_streams_blueprint(origins: Origins) -> Blueprint:
     async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
         settings = request.app.ctx.stream_clients.settings
         create = partial(
-            Stream,
+            ClientStream,
             caller=caller_of(request),
             silence_timeout=settings.silence,
             max_bytes=settings.socket.bytes,
@@ -119,7 +119,7 @@ async def _serve_openpi(request: Request, websocket: WebsocketImplProtocol) -> N
 async def _serve_client(
     request: Request,
     websocket: WebsocketImplProtocol,
-    create: Callable[[StreamSocket, DirectInference], Stream | OpenpiProtocol],
+    create: Callable[[StreamSocket, DirectInference], ClientStream | OpenpiProtocol],
 ) -> None:
     """Take the connection over from Sanic and serve it, unless the caller has too many sockets."""
     clients, leave = request.app.ctx.stream_clients, None

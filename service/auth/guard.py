@@ -195,7 +195,7 @@ SAFE_METHODS = ("GET", "HEAD")
 REFUSALS = (1 / 6, 10)
 
 
-class Guard:
+class AccessGuard:
     """Guard of all routes of an app: the API, the rooms, the dashboard and its socket.
 
     The ``ctx_role`` of a route is the required role, or None. For routes without it, the first matching rule counts;
@@ -300,13 +300,13 @@ class Guard:
     def _check_host(self, request: "Request[Any, Any]", route: Any) -> None:
         host = request.headers.get("host")
         if self._is_local and hasattr(route.ctx, "role") and not self._origins.allows_host(host):
-            raise HostRefused(
+            raise HostHeaderRefused(
                 "this server is only for its own machine, and the request's Host header has another name; use "
                 "http://127.0.0.1 or localhost, or add the page's origin to the setting origins"
             )
 
 
-class HostRefused(Forbidden):
+class HostHeaderRefused(Forbidden):
     """The Host header names another host: a page's name may have been pointed at this machine (DNS rebinding)."""
 
     code = "host_refused"
@@ -328,7 +328,7 @@ def _with_article(role: Role) -> str:
 
 def create_guard(
     access: AccessSettings, *, host: str, origins: Sequence[str], state: str | None, rules: Sequence[Rule] = ()
-) -> Guard:
+) -> AccessGuard:
     """Create the guard of a server that listens on `host` and keeps its keys in the folder `state`.
 
     Raises:
@@ -350,4 +350,4 @@ def create_guard(
         admissions.check_files()
     except FileUnusable as error:
         raise SettingsError(str(error)) from error
-    return Guard(admissions, origins=Origins(origins), is_local=is_loopback(host), rules=rules)
+    return AccessGuard(admissions, origins=Origins(origins), is_local=is_loopback(host), rules=rules)

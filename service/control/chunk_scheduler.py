@@ -20,7 +20,7 @@ EARLY, ON_TIME, LATE = "early", "on_time", "late"
 
 
 @dataclass(frozen=True)
-class PolicyRequest:
+class ChunkRequest:
     """One request to the policy for a chunk.
 
     Attributes:
@@ -44,7 +44,7 @@ class PolicyAnswer(NamedTuple):
         inputs: inputs of the policy, for its runner.
     """
 
-    request: PolicyRequest
+    request: ChunkRequest
     chunk: object = None
     error: tuple[str, str] | None = None
     fade: int | None = None
@@ -67,7 +67,7 @@ class ChunkScheduler:
     def __init__(self, config: ControlConfig):
         self.config = config
         self.ahead = config.ask_ahead or 0.0
-        self.in_flight: PolicyRequest | None = None
+        self.in_flight: ChunkRequest | None = None
         self.discarded = 0
         self.latency, self.delays = Recent(32), Recent(16)
         self.delay: int | None = None
@@ -82,7 +82,7 @@ class ChunkScheduler:
 
     def next_request(
         self, snapshot: Snapshot, history: ObservationHistory, queue: ActionQueue, now: float
-    ) -> PolicyRequest | None:
+    ) -> ChunkRequest | None:
         """Return a request for a chunk that follows this snapshot and the plan, or None if it is not needed yet."""
         if self.in_flight is not None:
             return None
@@ -96,7 +96,7 @@ class ChunkScheduler:
             snapshot = replace(snapshot, past=history.before(now, snapshot))
         if self.config.overlap.sends_plan:
             snapshot = replace(snapshot, prefix=self.prefix(queue, snapshot.observed_at))
-        self.in_flight = PolicyRequest(snapshot, now, queue.dry_at if queue.left else None, self._motion)
+        self.in_flight = ChunkRequest(snapshot, now, queue.dry_at if queue.left else None, self._motion)
         self._is_hurried = False
         return self.in_flight
 

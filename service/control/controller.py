@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from service.control.action_queue import ActionQueue
-from service.control.chunk_scheduler import COMPILING, STUCK, ChunkScheduler, PolicyAnswer, PolicyRequest
+from service.control.chunk_scheduler import COMPILING, STUCK, ChunkRequest, ChunkScheduler, PolicyAnswer
 from service.control.config import ControlConfig
 from service.control.guard import CommandHistory, Guard, Ramp
 from service.control.limits import MotionLimits, create_motion_limits
@@ -41,7 +41,7 @@ class TickResult(NamedTuple):
     """
 
     command: np.ndarray | None = None
-    request: PolicyRequest | None = None
+    request: ChunkRequest | None = None
     events: tuple[ControlEvent, ...] = ()
     is_accepted: bool = False
     failure: tuple[str, str] | None = None
@@ -365,14 +365,14 @@ class Controller:
             self._enter_hold(not_ready or NotReady("policy_late", text), now)
         return TickResult(is_accepted=True)
 
-    def _count_executed(self, request: PolicyRequest) -> int | None:
+    def _count_executed(self, request: ChunkRequest) -> int | None:
         """Return the number of actions that a resting robot executed since a request; None while it moves."""
         if request.due is None:
             return 0  # The plan was empty at the request, so the robot executed nothing since.
         return None if self._is_moving else self.queue.count_taken_since(request.snapshot.observed_at)
 
     def _plan(
-        self, chunk: object, request: PolicyRequest, now: float, fade: int | None, executed: int | None
+        self, chunk: object, request: ChunkRequest, now: float, fade: int | None, executed: int | None
     ) -> np.ndarray | tuple[str, str]:
         """Return the plan (t, 2 a) for a policy's chunk (1, t, a), or code and text of why it is refused.
 

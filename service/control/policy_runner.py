@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmodels.types import CUT_TASK, describe_cut
-from service.control.chunk_scheduler import COMPILING, STUCK, PolicyAnswer, PolicyRequest
+from service.control.chunk_scheduler import COMPILING, STUCK, ChunkRequest, PolicyAnswer
 from service.control.controller import TickResult
 from service.control.shadow import Shadow
 from service.errors import PolicyFailed
@@ -96,7 +96,7 @@ class PolicyRunner:
         self._answered_motion = -1
         self._first_failure: asyncio.Future[tuple[str, str]] | None = None
 
-    async def ask(self, request: PolicyRequest) -> PolicyAnswer:
+    async def ask(self, request: ChunkRequest) -> PolicyAnswer:
         """Run the policy on a request, before ``due`` if possible, and return a chunk or an error."""
         snapshot, sizes = request.snapshot, request.snapshot.sizes
         if self._successor is not None and self._successor.loaded.is_compiled(sizes):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import numpy as np
 
-from service.control.chunk_scheduler import COMPILING, PolicyRequest
+from service.control.chunk_scheduler import COMPILING, ChunkRequest
 from service.control.controller import ControlEvent, Controller, TickResult
 from service.control.joints import JointTable
 from service.control.observers import SessionObservers, Tick
@@ -204,7 +204,7 @@ class RobotIO:
             self._has_events.set()
             self.wake()
 
-    async def _infer(self, request: PolicyRequest) -> None:
+    async def _infer(self, request: ChunkRequest) -> None:
         """Run the policy on a request, and give the controller its answer."""
         answer = await self.runner.ask(request)
         outcome = self.controller.accept(answer, self._clock())

@@ -25,7 +25,7 @@ from service.inference.engine import Engine
 from service.inference.policy_sources import allowed_roots
 from service.inference.progress import LoadDurations
 from service.inference.sandbox import CheckpointSandbox
-from service.threads import Worker
+from service.threads import WorkerThread
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Cluster(HostProcess):
         variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
         if address == "local":
             variables |= LOCAL_VARIABLES
-        super().__init__("the gateway to the cluster", EngineSet(address), Worker("gateway"), variables)
+        super().__init__("the gateway to the cluster", EngineSet(address), WorkerThread("gateway"), variables)
         self.engines.read_trouble = lambda: self.trouble or self._listing_trouble
         self.front = front
         self._options, self._bounds = options, bounds

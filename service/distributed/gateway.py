@@ -22,7 +22,7 @@ from service.distributed.ray_connection import CannotJoin, NoAnswer, call_actor,
 from service.distributed.scaling import Bounds
 from service.engines.messages import EngineFacts, EngineOptions, LocalFolder, Refusal
 from service.engines.process import METHODS, Answer, AnswerNow, SendEvent, main
-from service.threads import Worker, call_in_thread, settle
+from service.threads import WorkerThread, call_in_thread, settle
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Gateway:
     def __init__(self, send_event: SendEvent):
         self._send_event = send_event
         # A local Ray ends with the thread that started it, so this thread lives until the process ends.
-        self._thread = Worker("cluster")
+        self._thread = WorkerThread("cluster")
         self._pool: Any = None
         self._front = ""
         self._engines: dict[str, _RemoteEngine] = {}

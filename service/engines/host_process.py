@@ -16,7 +16,7 @@ from service.engines.engine_set import EngineMember, EngineSet
 from service.engines.launch import Launched, launch
 from service.engines.messages import Refusal, make_codec
 from service.engines.shared_memory import SharedMemory
-from service.threads import Worker
+from service.threads import WorkerThread
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class SupervisedProcess(ABC):
     longest_pause = LONGEST_PAUSE
     niceness = 0
 
-    def __init__(self, name: str, starter: Worker, variables: Mapping[str, str]):
+    def __init__(self, name: str, starter: WorkerThread, variables: Mapping[str, str]):
         """Prepare; nothing is started yet.
 
         Args:
@@ -168,7 +168,7 @@ class HostProcess(SupervisedProcess):
         members: engines of the process, by the names that it has for them.
     """
 
-    def __init__(self, name: str, engines: EngineSet, starter: Worker, variables: Mapping[str, str]):
+    def __init__(self, name: str, engines: EngineSet, starter: WorkerThread, variables: Mapping[str, str]):
         """Prepare; see `SupervisedProcess`."""
         super().__init__(name, starter, variables)
         self.engines = engines

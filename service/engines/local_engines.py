@@ -25,7 +25,7 @@ from service.inference.engine import Engine
 from service.inference.policy_sources import allowed_roots
 from service.inference.progress import LoadDurations
 from service.inference.sandbox import CheckpointSandbox
-from service.threads import Worker
+from service.threads import WorkerThread
 
 # Seconds in which a process names the devices.
 NAME_TIMEOUT = 120.0
@@ -85,7 +85,7 @@ class EngineProcess(HostProcess):
 
     module, niceness = ENGINE_MODULE, ENGINE_NICENESS
 
-    def __init__(self, plan: EnginePlan, options: EngineOptions, engines: EngineSet, starter: Worker):
+    def __init__(self, plan: EnginePlan, options: EngineOptions, engines: EngineSet, starter: WorkerThread):
         super().__init__(f"engine {plan.name or 'of the default device'}", engines, starter, plan.variables)
         self._plan = plan
         self._options = replace(options, devices=plan.devices, together=plan.together)
@@ -175,7 +175,7 @@ class LocalEngines:
             load_timeout=policies.load_timeout,
         )
         together, devices = policies.placement == "shard", policies.devices
-        starter = Worker("engines")
+        starter = WorkerThread("engines")
         if devices:
             devices = await starter.submit(partial(_name_devices, devices))
         elif policies.device:

@@ -18,7 +18,7 @@ from service.http.array_formats import ARRAY_FORMS, ArrayFormat, ArrayLimits
 from service.inference.config import ModelSettings
 from service.inference.sandbox import CheckpointSandbox
 from service.processes import pause_garbage_collection
-from service.threads import Worker
+from service.threads import WorkerThread
 
 if TYPE_CHECKING:
     from jaxmodels import LoadedModel  # An import at runtime takes seconds, because it imports JAX.
@@ -49,7 +49,7 @@ class ModelHost:
         self._models: dict[str, LoadedModel] = {}
         self._body: list[bytes] = []
         self._answer = b""
-        self._worker = Worker("models")
+        self._worker = WorkerThread("models")
 
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
         """Call a method, as another process does; see `ModelProcess.call`."""

@@ -18,7 +18,7 @@ from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, S
 from service.http.array_formats import ArrayFormat
 from service.inference.config import ModelSettings, PolicySettings, set_cache_folders
 from service.stats import Recent
-from service.threads import Worker
+from service.threads import WorkerThread
 
 STAGES = ("queue", "read", "to_device", "compute", "to_host", "total")
 _SAMPLES = 512
@@ -39,7 +39,7 @@ class ModelProcess(SupervisedProcess):
         tokens = {name: os.environ[name] for name in _HUB_TOKENS if name in os.environ}
         # An engine on the same GPU takes most of its memory at once.
         memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")}
-        super().__init__("the process of the models", Worker("models"), tokens | memory)
+        super().__init__("the process of the models", WorkerThread("models"), tokens | memory)
         self._arguments: tuple[Any, ...] = ()
         self._facts: Mapping[str, ModelFacts] | None = None
         self._load_error: str | None = None

@@ -9,7 +9,7 @@ from service.inference.loaded_policy import FrameSizes, LoadedPolicy, describe_s
 
 
 @dataclass(frozen=True)
-class Admission:
+class DeviceAdmission:
     """Whether a policy's devices have time for more inferences per second.
 
     Attributes:
@@ -62,7 +62,7 @@ def compute_admission(
     *,
     limit: float,
     frames: FrameSizesKey | None = None,
-) -> Admission:
+) -> DeviceAdmission:
     """Return whether a policy's devices have time for this many more inferences per second.
 
     Args:
@@ -87,7 +87,7 @@ def compute_admission(
         f"sessions like it and {before:.0%} of the device's time are promised (engine_load allows {limit:.0%}); "
         f"this session asks for {per_second:.1f} inferences per second and there is time for {possible:.1f}"
     )
-    return Admission(before + share <= limit + 1e-9 and per_second <= alone, share, possible, text)
+    return DeviceAdmission(before + share <= limit + 1e-9 and per_second <= alone, share, possible, text)
 
 
 # Frame sizes that a session sends; None while unknown.
@@ -123,7 +123,7 @@ class Reservations:
 
     def check_admission(
         self, loaded: LoadedPolicy, per_second: float, *, read_sizes: ReadFrameSizes, holder: object = None
-    ) -> Admission:
+    ) -> DeviceAdmission:
         """Return whether the devices have time for this many more inferences per second; reserves nothing.
 
         Args:

@@ -127,7 +127,7 @@ CLOSED_MESSAGE = "the device is closed: the server is ending"
 
 
 @dataclass(eq=False)
-class Request:
+class InferenceRequest:
     """One observation and the future of its result.
 
     Attributes:
@@ -176,13 +176,13 @@ class InferenceWorker:
         self.stuck_after = stuck_after
         self.last_used_at = 0.0
         self.batches: dict[int, int] = {}
-        self._requests: set[Request] = set()
+        self._requests: set[InferenceRequest] = set()
         self._is_closed = False
         self._busy_spans: deque[tuple[float, float]] = deque(maxlen=256)
-        self._arriving: SimpleQueue[Request | None] = SimpleQueue()
-        self._scheduler: BatchScheduler[Request] = BatchScheduler()
-        self._current: BatchPlan[Request] | None = None
-        self._checked: BatchPlan[Request] | None = None
+        self._arriving: SimpleQueue[InferenceRequest | None] = SimpleQueue()
+        self._scheduler: BatchScheduler[InferenceRequest] = BatchScheduler()
+        self._current: BatchPlan[InferenceRequest] | None = None
+        self._checked: BatchPlan[InferenceRequest] | None = None
         self._check_count = 0
         self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -219,7 +219,7 @@ class InferenceWorker:
         if self._is_closed:
             raise WorkerClosed(CLOSED_MESSAGE)
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        request = Request(replica, observation, due, loop.create_future(), now)
+        request = InferenceRequest(replica, observation, due, loop.create_future(), now)
         self._requests.add(request)
         self.last_used_at = now
         self._arriving.put(request)
@@ -243,7 +243,7 @@ class InferenceWorker:
         if not is_short or self._is_closed or self._requests or self._current is not None:
             return None
         self.last_used_at = began = time.monotonic()
-        request = Request(replica, observation, None, asyncio.get_running_loop().create_future(), began)
+        request = InferenceRequest(replica, observation, None, asyncio.get_running_loop().create_future(), began)
         results = _run_batch(BatchPlan(None, [request], 1, latency), began, StackingBuffers())
         self._busy_spans.append((began, time.monotonic()))
         if isinstance(results, BaseException):
@@ -282,7 +282,9 @@ class InferenceWorker:
         is_busy = bool(self._requests) or batch is not None
         self._timer = loop.call_later(self.stuck_after / CHECKS, self._check, loop) if is_busy else None
 
-    def _set_results(self, batch: BatchPlan[Request], results: Sequence[InferenceResult] | BaseException) -> None:
+    def _set_results(
+        self, batch: BatchPlan[InferenceRequest], results: Sequence[InferenceResult] | BaseException
+    ) -> None:
         if isinstance(results, BaseException):
             if batch.members[0].is_awaited:
                 batch.members[0].outcome.set_exception(as_plain_exception(results))
@@ -329,12 +331,12 @@ class InferenceWorker:
             wait = False
         return True
 
-    def _schedule_alone(self, requests: Sequence[Request]) -> None:
+    def _schedule_alone(self, requests: Sequence[InferenceRequest]) -> None:
         """Run the members of a failed batch again one by one, so that only the request fails that is the cause."""
         for request in requests:
             self._schedule(request, is_alone=True)
 
-    def _schedule(self, request: Request, *, is_alone: bool = False) -> None:
+    def _schedule(self, request: InferenceRequest, *, is_alone: bool = False) -> None:
         replica = request.replica
         try:
             frames, shape = read_layout(request.observation)
@@ -346,7 +348,7 @@ class InferenceWorker:
 
 
 def _run_batch(
-    batch: BatchPlan[Request], began: float, stacks: StackingBuffers
+    batch: BatchPlan[InferenceRequest], began: float, stacks: StackingBuffers
 ) -> Sequence[InferenceResult] | BaseException:
     """Run a batch; returns a result for each of its members, or the error of the policy."""
     members, policy, shape = batch.members, batch.members[0].replica.policy, batch.members[0].shape

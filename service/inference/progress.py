@@ -59,7 +59,7 @@ class LoadDurations:
         return median(others) if others else None
 
 
-class Progress:
+class LoadProgress:
     """Progress of one session until it is ready, at ``stage``; ``report`` may be called from any thread."""
 
     def __init__(self, policy: str, durations: LoadDurations, clock: Callable[[], float] = time.monotonic):

@@ -25,7 +25,7 @@ from service.sessions.session import Session
 from service.sessions.store import AnySession
 from service.stage import MOVING
 from service.state import state_folder
-from service.threads import Worker, call_in_thread
+from service.threads import WorkerThread, call_in_thread
 
 if TYPE_CHECKING:
     from service.recording.library import RecordingEntry
@@ -60,7 +60,7 @@ class Recordings:
         self._dataset_states: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_export = asyncio.Semaphore(1)
-        self.list_worker = Worker("recordings")
+        self.list_worker = WorkerThread("recordings")
         self._is_closing = False
         if settings.recordings is not None:
             folder = Path(settings.recordings).expanduser()

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from service.rollout.config import DeploymentSettings
-from service.rollout.gates import Verdict
+from service.rollout.gates import GateVerdict
 from service.rollout.records import Quarantine, Record
-from service.rollout.rollout import EXCUSED_REASONS, SESSION_REASONS, Follower, Rollout
-from service.rollout.sources import COMMIT_ERRORS, TRANSFER_ERRORS, Source, SourceError
-from service.rollout.triggers import Target
+from service.rollout.rollout import EXCUSED_REASONS, SESSION_REASONS, PolicyFollower, Rollout
+from service.rollout.sources import COMMIT_ERRORS, TRANSFER_ERRORS, PolicySource, SourceError
+from service.rollout.triggers import TriggerTarget
 
 Result = TypeVar("Result")
 
@@ -30,13 +30,13 @@ class DeploymentEnded(Exception):
         self.is_commit_at_fault = is_commit_at_fault
 
 
-class Deployment:
+class PolicyDeployment:
     """The steps of one deployment. While it ``is_preparing``, it affects no robot, and can be superseded."""
 
     def __init__(
         self,
         record: Record,
-        source: Source,
+        source: PolicySource,
         rollout: Rollout,
         settings: DeploymentSettings,
         save: Callable[[Record], Awaitable[None]],
@@ -155,7 +155,7 @@ class Deployment:
         await self.swap(session)
         await self.wait_for_probation(session)
 
-    def _record_verdict(self, session: str, step: str, verdict: Verdict, result: str) -> None:
+    def _record_verdict(self, session: str, step: str, verdict: GateVerdict, result: str) -> None:
         """Record a verdict's figures. A verdict with a reason ends the deployment with this result."""
         figures = self.record.figures.setdefault(session, {})
         if verdict.figures:
@@ -196,38 +196,38 @@ class RolloutState:
         declined: session id to the head that is deployed to it only by request.
     """
 
-    def __init__(self, rollout: Rollout, sources: Callable[[str], Source], quarantine: Quarantine):
+    def __init__(self, rollout: Rollout, sources: Callable[[str], PolicySource], quarantine: Quarantine):
         self.sources = sources
         self.staged: dict[str, str] = {}
         self.declined: dict[str, str] = {}
         self._rollout, self._quarantine = rollout, quarantine
-        self._unknown: set[Target] = set()
+        self._unknown: set[TriggerTarget] = set()
 
-    def get_session(self, id: str) -> Follower:
+    def get_session(self, id: str) -> PolicyFollower:
         """Return a session, or raise SourceError (``unknown_session``)."""
         for one in self._rollout.list_followers():
             if one.session_id == id:
                 return one
         raise SourceError("unknown_session", f"session {id!r} runs no policy")
 
-    def list_targets(self) -> Sequence[Target]:
+    def list_targets(self) -> Sequence[TriggerTarget]:
         """Return all refs that sessions follow."""
-        followed = (Target.of_session(one) for one in self._rollout.list_followers() if one.mode != "off")
+        followed = (TriggerTarget.of_session(one) for one in self._rollout.list_followers() if one.mode != "off")
         return [*dict.fromkeys(followed)]
 
-    def list_outdated(self, target: Target, head: str) -> Sequence[Follower]:
+    def list_outdated(self, target: TriggerTarget, head: str) -> Sequence[PolicyFollower]:
         """Return the followers that do not run this head yet; followers that swap come first."""
         found = [
             one
             for one in self._rollout.list_followers()
-            if Target.of_session(one) == target
+            if TriggerTarget.of_session(one) == target
             and one.mode != "off"
             and head not in (one.sha, self.declined.get(one.session_id))
             and not (one.mode == "stage" and self.staged.get(one.session_id) == head)
         ]
         return sorted(found, key=lambda one: one.mode != "swap")
 
-    async def get_head(self, target: Target) -> str | None:
+    async def get_head(self, target: TriggerTarget) -> str | None:
         """Return the commit that a ref points to, or None if it is unknown now. Log the first of several failures."""
         what = f"{target.repo} at {target.ref!r}"
         try:
@@ -263,11 +263,11 @@ class DeployTarget(NamedTuple):
 class RefMoved:
     """Reason to deploy: sessions follow a ref, which may have moved."""
 
-    target: Target
+    target: TriggerTarget
     state: RolloutState
     requeue: Callable[[], None] | None  # queues the ref again if it has moved on; None deploys the older commit
 
-    async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
+    async def choose_sessions(self, source: PolicySource, repo: str, head: str) -> Sequence[DeployTarget]:
         """Choose the followers that do not run it yet, unless they are ahead of it."""
         outdated = self.state.list_outdated(self.target, head)
         if outdated:
@@ -304,7 +304,7 @@ class DeployRequest:
     is_withdrawn: bool = False  # whether the session was rolled back after the request
     target: None = None
 
-    async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
+    async def choose_sessions(self, source: PolicySource, repo: str, head: str) -> Sequence[DeployTarget]:
         """Choose that session, unless it runs the commit already."""
         if self.is_withdrawn:
             raise DeploymentEnded("superseded", "rollback", ROLLED_BACK_TEXT)

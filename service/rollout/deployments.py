@@ -14,22 +14,22 @@ from service.errors import SourceFailed, UnknownDeployment, UpdateFailed
 from service.rollout.config import DeploymentSettings
 from service.rollout.deployment import (
     ROLLED_BACK_TEXT,
-    Deployment,
     DeploymentEnded,
     DeployReason,
     DeployRequest,
+    PolicyDeployment,
     RefMoved,
     RolloutState,
 )
 from service.rollout.records import SCHEMA, Journal, OnEvent, Record
-from service.rollout.rollout import Follower, Rollout
-from service.rollout.sources import FolderSource, Source, SourceError
+from service.rollout.rollout import PolicyFollower, Rollout
+from service.rollout.sources import FolderSource, PolicySource, SourceError
 from service.rollout.triggers import (
     Interpretation,
     Retries,
-    Target,
     Trigger,
     TriggerQueue,
+    TriggerTarget,
     interpret_delivery,
     newest_ids,
 )
@@ -50,7 +50,7 @@ class Deployments:
     def __init__(
         self,
         *,
-        sources: Callable[[str], Source],
+        sources: Callable[[str], PolicySource],
         rollout: Rollout,
         database: Path | None = None,
         settings: DeploymentSettings | None = None,
@@ -71,12 +71,12 @@ class Deployments:
         self._now = now
         self._state = RolloutState(rollout, sources, self.quarantine)
         self._lock = asyncio.Lock()  # One deployment runs at a time.
-        self._current: Deployment | None = None
-        self._target: Target | None = None
+        self._current: PolicyDeployment | None = None
+        self._target: TriggerTarget | None = None
         self._retries = Retries(self.settings.retry, self.settings.retry_longest)
         self._trigger_queue = TriggerQueue(self.settings.quiet, self.settings.longest, now)
-        self._waiting: dict[Target, Trigger] = {}
-        self._superseded: dict[Target, int] = {}  # Count in a row.
+        self._waiting: dict[TriggerTarget, Trigger] = {}
+        self._superseded: dict[TriggerTarget, int] = {}  # Count in a row.
         self._requests: set[DeployRequest] = set()
         self._has_waiting = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -173,7 +173,7 @@ class Deployments:
         await asyncio.shield(self._start_task(self._roll_back(record, session_id)))  # the client may disconnect
         return _raise_error(record)
 
-    def _get_session(self, session_id: str) -> Follower:
+    def _get_session(self, session_id: str) -> PolicyFollower:
         try:
             return self._state.get_session(session_id)
         except SourceError as error:
@@ -213,7 +213,7 @@ class Deployments:
             ):
                 self._trigger_queue.put(self._make_trigger(target))
 
-    def _make_trigger(self, target: Target) -> Trigger:
+    def _make_trigger(self, target: TriggerTarget) -> Trigger:
         return Trigger(target, "folder" if isinstance(self._state.sources(target.repo), FolderSource) else "poll")
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -241,10 +241,10 @@ class Deployments:
                 if self._get_preparing(trigger.target):
                     self._start_task(self._look_for_newer(trigger.target))
 
-    def _may_supersede(self, target: Target) -> bool:
+    def _may_supersede(self, target: TriggerTarget) -> bool:
         return self._superseded.get(target, 0) < self.settings.superseded
 
-    async def _look_for_newer(self, target: Target) -> None:
+    async def _look_for_newer(self, target: TriggerTarget) -> None:
         """Check whether a trigger during a preparation is about the same commit, or a newer one."""
         if not self._may_supersede(target):
             return
@@ -281,7 +281,7 @@ class Deployments:
         request = DeployRequest(session_id, self._state, force)
         self._requests.add(request)
         try:
-            head = await self._state.get_head(Target.of_session(self._state.get_session(session_id)))
+            head = await self._state.get_head(TriggerTarget.of_session(self._state.get_session(session_id)))
             await self._run_deployment(record, request)
         except SourceError as error:  # it ended before its turn came
             record.end("failed", "gone", str(error))
@@ -297,7 +297,7 @@ class Deployments:
         if force:
             await self.quarantine.release(record.sha, record.repo)
 
-    def _get_preparing(self, target: Target) -> Deployment | None:
+    def _get_preparing(self, target: TriggerTarget) -> PolicyDeployment | None:
         """Return the running deployment of a ref if it affects no robot yet, else None."""
         one = self._current
         return one if one is not None and self._target == target and one.is_preparing and one.record.sha else None
@@ -334,7 +334,7 @@ class Deployments:
 
     async def _deploy_to_sessions(self, record: Record, reason: DeployReason) -> None:
         source = self._state.sources(record.repo)
-        deployment = Deployment(record, source, self._rollout, self.settings, self._journal.save)
+        deployment = PolicyDeployment(record, source, self._rollout, self.settings, self._journal.save)
         self._current, self._target = deployment, reason.target
         record.begin_stage("resolving")
         record.sha = resolved = await source.head(record.repo, record.ref)
@@ -359,7 +359,7 @@ class Deployments:
             self._state.staged |= staged
         return record.end("swapped" if "swapped" in results.values() else "staged")
 
-    async def _try_swap_staged(self, deployment: Deployment, session: str) -> bool:
+    async def _try_swap_staged(self, deployment: PolicyDeployment, session: str) -> bool:
         """Swap to the commit if it is staged already; return False if it is not."""
         if self._state.staged.get(session) != deployment.sha:
             return False

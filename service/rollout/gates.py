@@ -16,7 +16,7 @@ from service.stage import Stage
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateVerdict:
     """Result of checking a policy."""
 
     reason: str | None = None  # stable code of a failure (``not_finite``)
@@ -45,13 +45,13 @@ class Trial:
     usual: float | None = None  # seconds of the running policy's inferences
 
 
-def judge_trial(trial: Trial, table: JointTable, limits: GateLimits) -> Verdict:
+def judge_trial(trial: Trial, table: JointTable, limits: GateLimits) -> GateVerdict:
     """Check a trial against all gates; the first that fails decides, and figures hold what was measured until then."""
     figures: dict[str, object] = {"observations": len(trial.chunks)}
     bad = sum(int((~np.isfinite(chunk)).sum()) for chunk in trial.chunks)
     if bad:
         total = sum(chunk.size for chunk in trial.chunks)
-        return Verdict("not_finite", f"{bad} of {total} values of its actions are not finite", figures)
+        return GateVerdict("not_finite", f"{bad} of {total} values of its actions are not finite", figures)
     # The difference of two finite numbers of float32 need not be one.
     chunks = [chunk[: trial.executed].astype(np.float64) for chunk in trial.chunks]
     widths = joint_widths(table, [chunk for chunk in trial.references if chunk is not None])
@@ -62,7 +62,7 @@ def judge_trial(trial: Trial, table: JointTable, limits: GateLimits) -> Verdict:
         text = (
             f"joint {joint!r}: an action is outside its range by {outside:.0%} of it, allowed are {limits.margin:.0%}"
         )
-        return Verdict("out_of_range", text, figures)
+        return GateVerdict("out_of_range", text, figures)
 
     median, slowest = float(np.median(trial.seconds)), float(np.percentile(trial.seconds, 90))
     allowed = max(limits.slow * trial.budget, 1.2 * (trial.usual or 0.0))
@@ -70,7 +70,7 @@ def judge_trial(trial: Trial, table: JointTable, limits: GateLimits) -> Verdict:
     figures["allowed_ms"] = round(allowed * 1e3, 2)
     if slowest > allowed:
         text = f"an inference takes {slowest * 1e3:.0f} ms (p90), allowed are {allowed * 1e3:.0f} ms"
-        return Verdict("slow", text, figures)
+        return GateVerdict("slow", text, figures)
 
     pairs = [(chunk, old) for chunk, old in zip(chunks, trial.references, strict=True) if old is not None]
     figures["compared"] = len(pairs)
@@ -82,9 +82,9 @@ def judge_trial(trial: Trial, table: JointTable, limits: GateLimits) -> Verdict:
                 f"joint {joint!r}: differs from the running policy by {difference:.0%} of its range on what the robot "
                 f"saw lately, allowed are {limits.difference:.0%}"
             )
-            return Verdict("differs", text, figures)
-        return Verdict(None, f"differs by {difference:.1%} at most on {len(pairs)} recent observations", figures)
-    return Verdict(None, "not compared with the running policy: it has not seen anything lately", figures)
+            return GateVerdict("differs", text, figures)
+        return GateVerdict(None, f"differs by {difference:.1%} at most on {len(pairs)} recent observations", figures)
+    return GateVerdict(None, "not compared with the running policy: it has not seen anything lately", figures)
 
 
 def joint_widths(table: JointTable, seen: Sequence[np.ndarray]) -> np.ndarray:
@@ -153,14 +153,14 @@ class Probation:
         robot_io: RobotIO,
         allowed: np.ndarray,
         settings: ProbationSettings,
-        roll_back: Callable[[], Coroutine[Any, Any, Verdict]],
+        roll_back: Callable[[], Coroutine[Any, Any, GateVerdict]],
     ):
         """Begin; ``allowed`` (a,) limits the change of a command from one tick to the next, infinite if unknown."""
         self.robot_io = robot_io
         self.policy: HeldPolicy | None = session.policies.running
         self.start = read_counters(robot_io)
         # It begins at the first failed inference, because a few more failures would end the session.
-        self.rollback: asyncio.Task[Verdict] | None = None
+        self.rollback: asyncio.Task[GateVerdict] | None = None
         self._roll_back = roll_back
         self._session = session
         self._settings = settings

@@ -20,10 +20,10 @@ from service.errors import MoveRefused, ServiceError, UnknownSession
 from service.inference.loaded_policy import STATE, LoadedPolicy, select_features, task_input
 from service.rollout.gates import (
     GateLimits,
+    GateVerdict,
     Probation,
     ProbationSettings,
     Trial,
-    Verdict,
     cost_since,
     joint_widths,
     judge_trial,
@@ -50,7 +50,7 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True)
-class Follower:
+class PolicyFollower:
     """A session's policy, and which ref of its repo it follows."""
 
     session_id: str
@@ -69,10 +69,10 @@ class Rollout:
         self._engine = sessions.engine
         self._probations: dict[str, Probation] = {}
 
-    def list_followers(self) -> Sequence[Follower]:
+    def list_followers(self) -> Sequence[PolicyFollower]:
         """Return all sessions that run a policy."""
         return [
-            Follower(
+            PolicyFollower(
                 session_id=session.id,
                 repo=_repo_of(session),
                 ref=session.new.revision,
@@ -85,11 +85,11 @@ class Rollout:
 
     async def prepare(
         self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Callable[[str], None]
-    ) -> Verdict:
+    ) -> GateVerdict:
         """Load, compile and check a policy in parallel to the running policy; a policy that passes is staged."""
         return self._excuse_lost_devices(await self._prepare(session_id, repo, sha, folder, on_progress))
 
-    def _excuse_lost_devices(self, verdict: Verdict) -> Verdict:
+    def _excuse_lost_devices(self, verdict: GateVerdict) -> GateVerdict:
         """Return a verdict that is not against the policy where no device works any more."""
         devices: Any = self._engine.get_stats()["devices"]
         if verdict.reason is None or any(device["failed"] is None for device in devices):
@@ -100,15 +100,15 @@ class Rollout:
 
     async def _prepare(
         self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Callable[[str], None]
-    ) -> Verdict:
+    ) -> GateVerdict:
         try:
             session = self._sessions.get_live(session_id)
             if _repo_of(session) != repo:
-                return Verdict("gone", f"session {session_id!r} was recreated with another policy")
+                return GateVerdict("gone", f"session {session_id!r} was recreated with another policy")
             on_progress("loading")
             loaded = await session.policies.stage(sha, str(folder), on_progress)
         except IncompatiblePolicy as error:
-            return Verdict("requirements", str(error))
+            return GateVerdict("requirements", str(error))
         except ServiceError as error:
             return _verdict_of_error(error, folder)
         robot_io = session.robot_io
@@ -117,7 +117,7 @@ class Rollout:
             on_progress("checking")
             verdict = await self._try_policy(robot_io, loaded)
         except ServiceError as error:
-            verdict = Verdict("policy_failed", str(error))
+            verdict = GateVerdict("policy_failed", str(error))
         except BaseException:
             await session.policies.discard()
             raise
@@ -125,7 +125,7 @@ class Rollout:
             await session.policies.discard()
         return verdict
 
-    async def _try_policy(self, robot_io: RobotIO, loaded: LoadedPolicy) -> Verdict:
+    async def _try_policy(self, robot_io: RobotIO, loaded: LoadedPolicy) -> GateVerdict:
         config = robot_io.controller.config
         # Observations with an outdated frame size are left out: compiling for them is the slowest step.
         seen: list[tuple[Mapping[str, np.ndarray], np.ndarray | None]] = [
@@ -140,7 +140,7 @@ class Rollout:
             chunk, took = await self._engine.run_trial(loaded, seen[run % len(seen)][0])
             seconds.append(took)
             if chunk.shape != wanted or chunk.dtype.kind != "f":
-                return Verdict("shape", f"it answers {chunk.dtype} {chunk.shape}, wanted floats {wanted}")
+                return GateVerdict("shape", f"it answers {chunk.dtype} {chunk.shape}, wanted floats {wanted}")
             if run < len(seen):
                 chunks.append(chunk[0])
         late = round(robot_io.controller.late_by_chunk.percentile(90) or 0)
@@ -160,14 +160,14 @@ class Rollout:
             verdict = judge_trial(replace(trial, seconds=again), robot_io.table, self.settings.limits)
         return verdict
 
-    async def swap(self, session_id: str, sha: str) -> Verdict:
+    async def swap(self, session_id: str, sha: str) -> GateVerdict:
         """Let the staged policy take over at the next chunk boundary. The verdict's figures are the cost of that."""
         began = time.monotonic()
         try:
             session = self._sessions.get_live(session_id)
             staged = session.policies.staged
             if staged is None or staged.commit != sha:
-                return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
+                return GateVerdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
             robot_io = session.require_robot_io()
             before, allowed = read_counters(robot_io), self._allowed_steps(robot_io)
             late = robot_io.controller.late_by_chunk
@@ -183,27 +183,27 @@ class Rollout:
         cost = {**cost_since(before, robot_io), "waited_s": round(waited, 3)}
         if late.count > count:
             cost["late_actions_because"] = max(0, round((late.newest or 0) - usual))
-        return Verdict(None, "", cost)
+        return GateVerdict(None, "", cost)
 
-    async def probation(self, session_id: str, sha: str) -> Verdict:
+    async def probation(self, session_id: str, sha: str) -> GateVerdict:
         """Watch a policy that took over. If the verdict has a reason, the policy was rolled back."""
         return self._excuse_lost_devices(await self._probation(session_id, sha))
 
-    async def _probation(self, session_id: str, sha: str) -> Verdict:
+    async def _probation(self, session_id: str, sha: str) -> GateVerdict:
         probation = self._probations.pop(session_id, None)
         try:
             session = self._sessions.get_live(session_id)
         except ServiceError as error:
-            return Verdict(None, f"the session ended: {error}")
+            return GateVerdict(None, f"the session ended: {error}")
         if probation is None or session.robot_io is not probation.robot_io:
-            return Verdict(None, "nothing took over here")
+            return GateVerdict(None, "nothing took over here")
         found = await probation.wait()
         figures = cost_since(probation.start, probation.robot_io)
         if found is None:
-            return Verdict(None, "", figures)
+            return GateVerdict(None, "", figures)
         code, text = found
         if session.policies.running is not probation.policy and probation.rollback is None:
-            return Verdict(code, text, figures)
+            return GateVerdict(code, text, figures)
         logger.warning("session %s: %s goes back to the policy before: %s", session_id, sha[:12], text)
         if code == "jump":
             # The rest of this plan is dropped; the previous policy answers soon.
@@ -211,7 +211,7 @@ class Rollout:
         back = await (probation.rollback or self.rollback(session_id))
         if back.reason is not None:
             text += f"; the policy before could not take over: {back.text}"
-        return Verdict(code, text, figures)
+        return GateVerdict(code, text, figures)
 
     async def discard(self, session_id: str, sha: str) -> None:
         """Release a staged policy that is not wanted."""
@@ -222,18 +222,18 @@ class Rollout:
         if session.policies.staged is not None and session.policies.staged.commit == sha:
             await session.policies.discard()
 
-    async def rollback(self, session_id: str) -> Verdict:
+    async def rollback(self, session_id: str) -> GateVerdict:
         """Let the previous policy take over again; it is in memory still."""
         try:
             session = self._sessions.get_live(session_id)
             robot_io = session.require_robot_io()
             if session.policies.previous is None:
-                return Verdict("no_previous", f"session {session_id!r} ran no other policy before this one")
+                return GateVerdict("no_previous", f"session {session_id!r} ran no other policy before this one")
             before = read_counters(robot_io)
             session.policies.restore(self._fade_steps(robot_io))
         except ServiceError as error:
             return _verdict_of_error(error)
-        return Verdict(None, "", cost_since(before, robot_io))
+        return GateVerdict(None, "", cost_since(before, robot_io))
 
     def _allowed_steps(self, robot_io: RobotIO) -> np.ndarray:
         widths = np.array([joint.high - joint.low for joint in robot_io.table.joints])
@@ -245,11 +245,11 @@ class Rollout:
         return round(self.settings.fade * robot_io.controller.config.action_rate)
 
 
-def _verdict_of_error(error: ServiceError, folder: Path | None = None) -> Verdict:
+def _verdict_of_error(error: ServiceError, folder: Path | None = None) -> GateVerdict:
     """Return the verdict for an error; ``gone`` and ``busy`` are no fault of the policy."""
     text = str(error) if folder is None else str(error).replace(str(folder), "the new policy")
     reason = {UnknownSession: "gone", MoveRefused: "busy"}.get(type(error), "load")
-    return Verdict(reason, text)
+    return GateVerdict(reason, text)
 
 
 def _repo_of(session: Session) -> str:

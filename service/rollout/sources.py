@@ -43,7 +43,7 @@ class SourceError(HooksError):
         self.code = code
 
 
-class Source(Protocol):
+class PolicySource(Protocol):
     """Place that has policies at commits. All methods raise `SourceError`, e.g. ``unreachable``."""
 
     async def head(self, repo: str, ref: str | None) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from hooks.payload import WebhookPayload
-from service.rollout.rollout import Follower
+from service.rollout.rollout import PolicyFollower
 
 BRANCH, TAG = "refs/heads/", "refs/tags/"
 # Pull requests and the Hub's own conversions are not releases.
@@ -15,14 +15,14 @@ IGNORED_REFS = ("refs/pr/", "refs/convert/")
 
 
 @dataclass(frozen=True)
-class Target:
+class TriggerTarget:
     """A ref of a repo that sessions follow."""
 
     repo: str
     ref: str
 
     @classmethod
-    def of_session(cls, one: Follower) -> "Target":
+    def of_session(cls, one: PolicyFollower) -> "TriggerTarget":
         """Return the ref that a session follows; the Hub calls every default branch ``main``."""
         return cls(one.repo, one.ref or "main")
 
@@ -31,7 +31,7 @@ class Target:
 class Interpretation:
     """Effect of a webhook delivery on the sessions."""
 
-    targets: tuple[Target, ...] = ()  # refs whose head is to be checked
+    targets: tuple[TriggerTarget, ...] = ()  # refs whose head is to be checked
     alert: tuple[str, str] | None = None  # code and text if a followed repo was moved, deleted or made private
     ignored: str | None = None  # why the delivery has no effect
 
@@ -48,10 +48,10 @@ def matches_ref(followed: str, moved: str) -> bool:
     return moved in (followed, BRANCH + followed, TAG + followed)
 
 
-def interpret_delivery(payload: WebhookPayload, followers: Iterable[Follower]) -> Interpretation:
+def interpret_delivery(payload: WebhookPayload, followers: Iterable[PolicyFollower]) -> Interpretation:
     """Interpret a delivery; only which ref moved counts, not the commit that it names."""
     repo, event = payload.repo, payload.event
-    followed = {Target.of_session(one): None for one in followers if one.mode != "off" and one.repo == repo.name}
+    followed = {TriggerTarget.of_session(one): None for one in followers if one.mode != "off" and one.repo == repo.name}
     if repo.type != "model" or not followed:
         return Interpretation(ignored=f"no session follows the {repo.type} {repo.name}")
     if payload.is_about("repo.content"):
@@ -67,7 +67,7 @@ def interpret_delivery(payload: WebhookPayload, followers: Iterable[Follower]) -
     return Interpretation(alert=(code, f"{repo.name} {what}; sessions go on with what they run"))
 
 
-def _interpret_push(payload: WebhookPayload, followed: list[Target]) -> Interpretation:
+def _interpret_push(payload: WebhookPayload, followed: list[TriggerTarget]) -> Interpretation:
     if payload.updatedRefs is None:
         return Interpretation(tuple(followed))  # the delivery names no ref, so all followed refs are checked
     moved = [ref.ref for ref in payload.updatedRefs if ref.newSha is not None and not ref.ref.startswith(IGNORED_REFS)]
@@ -86,7 +86,7 @@ MAX_DELIVERY_IDS = 100
 class Trigger:
     """A ref whose head is to be checked, and the cause."""
 
-    target: Target
+    target: TriggerTarget
     kind: str  # ``webhook`` if any delivery caused it, else ``poll`` or ``folder``
     webhook_id: str | None = None  # webhook of the last delivery
     delivery_ids: tuple[str, ...] = ()  # unique, in the order of arrival; the newest `MAX_DELIVERY_IDS`
@@ -119,7 +119,7 @@ class TriggerQueue:
         self.quiet = quiet
         self.longest = longest
         self._now = now
-        self._waiting: dict[Target, _Waiting] = {}
+        self._waiting: dict[TriggerTarget, _Waiting] = {}
         self._has_incoming = asyncio.Event()
 
     @property
@@ -150,7 +150,7 @@ class TriggerQueue:
         """Return when the next trigger is due."""
         return min(map(self._due_at, self._waiting), default=None)
 
-    def _due_at(self, target: Target) -> float:
+    def _due_at(self, target: TriggerTarget) -> float:
         held = self._waiting[target]
         return min(held.last + self.quiet, held.first + self.longest)
 

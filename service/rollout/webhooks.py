@@ -31,7 +31,7 @@ from service.rollout.config import DeploymentSettings, UpdateSettings, WebhookSe
 from service.rollout.deployments import Deployments
 from service.rollout.gates import GateLimits, ProbationSettings
 from service.rollout.rollout import Rollout, RolloutSettings
-from service.rollout.sources import FolderSource, HubLimits, HubSource, Source
+from service.rollout.sources import FolderSource, HubLimits, HubSource, PolicySource
 from service.rollout.triggers import is_pattern
 from service.sessions.store import Sessions
 from service.setting_types import SettingsError
@@ -180,7 +180,7 @@ class Webhooks:
             await asyncio.gather(*running, return_exceptions=True)
             deployments.close()
 
-    def _source(self, repo: str) -> Source:
+    def _source(self, repo: str) -> PolicySource:
         # A folder that is gone for a moment is not looked up on the Hub, where a stranger may own a repo of its name.
         return self._folders if self._is_from_folder.get(repo, is_folder(repo)) else self._hub
 

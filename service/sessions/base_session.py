@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from service.control.aggregation import EnsembleAggregation
 from service.control.robot_io import RobotIO
-from service.inference.progress import Progress
+from service.inference.progress import LoadProgress
 from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession
 from service.stage import Lifecycle, Stage
@@ -52,7 +52,7 @@ def _stop_stats(session: "BaseSession", robot_io: RobotIO | None, now: float) ->
     }
 
 
-def describe_progress(progress: Progress) -> dict[str, object]:
+def describe_progress(progress: LoadProgress) -> dict[str, object]:
     """Return the step of a session's preparation, with seconds and percent until it is ready; JSON-ready."""
     if progress.stage == "ready":
         return {"progress": "ready"}
@@ -180,7 +180,7 @@ class BaseSession(ABC):
         rooms: its rooms, or None while it has none.
     """
 
-    progress: Progress
+    progress: LoadProgress
     policies: PolicySlots
     rooms: Rooms | None = None
 

@@ -6,7 +6,7 @@ from service.control.robot_io import RobotIO
 from service.errors import MoveRefused
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadPolicy
-from service.inference.progress import Progress
+from service.inference.progress import LoadProgress
 from service.sessions.base_session import BaseSession
 from service.sessions.policy_slots import PolicySlots
 from service.sessions.records import SessionRecord
@@ -31,7 +31,7 @@ class InterruptedSession(BaseSession):
         self.record = record
         self.rooms = record.new.rooms()
         self.policies = PolicySlots(record.new, engine, load, self.require_robot_io)
-        self.progress = Progress(record.new.policy_path, engine.durations)
+        self.progress = LoadProgress(record.new.policy_path, engine.durations)
         self.progress.report("interrupted")
         self._lifecycle.stage = Stage.INTERRUPTED
         how = "was shut down" if record.is_shut_down else "ended"

@@ -113,7 +113,7 @@ CLOSE_TIMEOUT = 0.5
 RETRY_DELAY = 1.0
 
 
-class Database(Protocol):
+class RecordsDatabase(Protocol):
     """Database that runs transactions on its own thread; each is on the disk when ``run`` returns, or undone."""
 
     def run_blocking(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
@@ -136,7 +136,11 @@ class SessionRecords:
     """
 
     def __init__(
-        self, database: Database | None = None, write_errors: type[Exception] = OSError, *, is_shared: bool = False
+        self,
+        database: RecordsDatabase | None = None,
+        write_errors: type[Exception] = OSError,
+        *,
+        is_shared: bool = False,
     ):
         """Read all records.
 

@@ -21,7 +21,7 @@ from service.control.units import create_units
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.inference.engine import Engine
 from service.inference.loaded_policy import FrameSizes, LoadedPolicy, LoadPolicy
-from service.inference.progress import Progress
+from service.inference.progress import LoadProgress
 from service.logging import bind_log_context
 from service.sessions.base_session import BaseSession
 from service.sessions.compatibility import configure_control, make_limits, prepare_instruction, reserve_rate
@@ -93,7 +93,7 @@ class Session(BaseSession):
             claim: secret for the server of its rooms; None for a new one.
         """
         super().__init__(new, latch, claim)
-        self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
+        self.progress = LoadProgress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.stops = 0
         self.policies = PolicySlots(new, engine, load, self.require_robot_io, self._follow_policy)
         self._admission: Mapping[str, object] = {}

@@ -38,7 +38,7 @@ from service.sessions.store import AnySession, Session
 from service.stage import Stage
 from service.streaming import observation
 from service.streaming.direct_transport import DirectLink, DirectTransport
-from service.streaming.observation import Observation, ObservationSpec
+from service.streaming.observation import ClientObservation, ObservationSpec
 
 # Stages in which the session's own control loop is idle, so that clients may control the robot.
 IDLE_STAGES = frozenset({Stage.READY, Stage.STOPPED, Stage.TIMEOUT})
@@ -262,7 +262,7 @@ class DirectInference:
 
     async def infer(
         self,
-        observed: Observation,
+        observed: ClientObservation,
         executed: int | None = None,
         *,
         observed_at: float | None = None,
@@ -303,7 +303,7 @@ class DirectInference:
         self._planned_instruction = model_input.instruction
         return trace
 
-    async def observe(self, observed: Observation, observed_at: float | None = None) -> None:
+    async def observe(self, observed: ClientObservation, observed_at: float | None = None) -> None:
         """Keep a complete observation for later inferences of a policy that reads several; raises as ``infer``."""
         robot_io = self.get_link()[1]
         # The session's own control loop has a separate history.
@@ -311,7 +311,7 @@ class DirectInference:
             await self._read_observation(observed, robot_io, observed_at)
 
     async def _read_observation(
-        self, observed: Observation, robot_io: RobotIO, observed_at: float | None
+        self, observed: ClientObservation, robot_io: RobotIO, observed_at: float | None
     ) -> _ModelInput:
         """Decode an observation, and add its history."""
         began = time.monotonic()
@@ -333,7 +333,7 @@ class DirectInference:
         snapshot = self._window.add(snapshot, observed.timestamp, spec.steps, 1 / rate)
         return _ModelInput(snapshot, instruction, out_of_range, decode_seconds)
 
-    def check_units(self, observed: Observation, robot_io: RobotIO) -> str | None:
+    def check_units(self, observed: ClientObservation, robot_io: RobotIO) -> str | None:
         """Refuse a state in another unit than the policy's; returns a warning if it may be in radians.
 
         Raises:
@@ -351,7 +351,7 @@ class DirectInference:
         self,
         link: DirectLink,
         robot_io: RobotIO,
-        observed: Observation,
+        observed: ClientObservation,
         model_input: _ModelInput,
         executed_actions: np.ndarray,
         is_new_task: bool,
@@ -411,7 +411,7 @@ class DirectInference:
         robot_io.observers.notify_chunk(inference.chunk[0], observed_at, at)
 
     def _publish_observation(
-        self, robot_io: RobotIO, frames: Mapping[str, np.ndarray], observed: Observation, now: float
+        self, robot_io: RobotIO, frames: Mapping[str, np.ndarray], observed: ClientObservation, now: float
     ) -> None:
         """Show the observation to the dashboard, a recording and the figures, at most once in ``_PUBLISH_INTERVAL``."""
         for camera, image in frames.items():
@@ -460,7 +460,7 @@ class DirectInference:
         return np.concatenate(parts)[-3:] if parts else _NO_ACTIONS
 
     async def next_action(
-        self, observed: Observation, *, observed_at: float | None = None
+        self, observed: ClientObservation, *, observed_at: float | None = None
     ) -> tuple[np.ndarray, int, InferenceTrace | None]:
         """Return one action (a,), the number of actions left of its chunk, and the inference if the policy ran.
 
@@ -497,7 +497,7 @@ class DirectInference:
         self._action_at = time.monotonic()
         return action, min(steps, len(self._plan)) - self._next_action, trace
 
-    async def resolve_instruction(self, observed: Observation, robot_io: RobotIO) -> str | None:
+    async def resolve_instruction(self, observed: ClientObservation, robot_io: RobotIO) -> str | None:
         """Return the client's instruction, or the last one, and store it in the session.
 
         Raises:

@@ -25,7 +25,7 @@ from service.transport.link import (
 )
 
 if TYPE_CHECKING:
-    from service.streaming.stream import Stream
+    from service.streaming.stream import ClientStream
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class DirectLink:
     def __init__(self, rooms: Rooms, inbox: Inbox):
         self.rooms = rooms
         self.inbox = inbox
-        self.driver: Stream | None = None
-        self.listeners: set[Stream] = set()
+        self.driver: ClientStream | None = None
+        self.listeners: set[ClientStream] = set()
         self.pending_acts = 0
         self.answered_acts = 0
         self.published_at = -math.inf
@@ -73,7 +73,7 @@ class DirectLink:
             "acts_under_way": self.pending_acts,
         }
 
-    def take_control(self, driver: "Stream", silence_timeout: float) -> bool:
+    def take_control(self, driver: "ClientStream", silence_timeout: float) -> bool:
         """Give a client control of the robot; False while another client was active in ``silence_timeout`` seconds."""
         if self.driver is driver:
             return True
@@ -87,12 +87,12 @@ class DirectLink:
         self.inbox.on_event(LinkUp(STREAM_ROOM))
         return True
 
-    def report_latch(self, driver: "Stream") -> None:
+    def report_latch(self, driver: "ClientStream") -> None:
         """Report the latch of the client in control to the session; ignore the latches of other clients."""
         if self.driver is driver:
             self.inbox.on_event(RobotLatch(STREAM_ROOM, driver.robot_latch))
 
-    def release_control(self, driver: "Stream", reason: str) -> None:
+    def release_control(self, driver: "ClientStream", reason: str) -> None:
         """Take control from a disconnected client, unless it has no control."""
         if self.driver is driver:
             self.driver = None

@@ -169,7 +169,7 @@ class ObservationSpec:
 
 
 @dataclass(frozen=True)
-class Observation:
+class ClientObservation:
     """Observation of one moment, as a client sent it.
 
     Attributes:
@@ -185,7 +185,7 @@ class Observation:
     files: Mapping[str, bytes | memoryview | str] = field(default_factory=dict)
     joints: Mapping[str, float] = field(default_factory=dict)
     prompt: str | None = None
-    past: Sequence["Observation"] = ()
+    past: Sequence["ClientObservation"] = ()
     timestamp: float | None = None
 
     def is_complete(self, spec: ObservationSpec) -> bool:
@@ -231,7 +231,7 @@ def check_fields(message: Mapping[str, Any], known: Sequence[str]) -> None:
         raise InvalidRequest("; ".join(describe_unknown_field(name, known) for name in names), ("body", names[0]))
 
 
-def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_complete: bool) -> Observation:
+def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_complete: bool) -> ClientObservation:
     """Read the observation of a message.
 
     Args:
@@ -266,7 +266,7 @@ def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_co
     timestamp = _read_timestamp(message, problems)
     if problems:
         raise _observation_error(problems, spec)
-    return Observation(frames, files, joints, prompt, timestamp=timestamp)
+    return ClientObservation(frames, files, joints, prompt, timestamp=timestamp)
 
 
 def _has_time_axis(value: object) -> bool:
@@ -276,7 +276,7 @@ def _has_time_axis(value: object) -> bool:
     return isinstance(value, list) and any(isinstance(part, _PARTS) for part in value)
 
 
-def _read_window(message: Mapping[str, Any], images: Mapping[str, Any], spec: ObservationSpec) -> Observation:
+def _read_window(message: Mapping[str, Any], images: Mapping[str, Any], spec: ObservationSpec) -> ClientObservation:
     """Read observations of all moments, oldest first; raises InvalidRequest for an invalid observation."""
     parts = {f"camera {sanitize_text(str(name)[:64])!r}": picture for name, picture in images.items()}
     counts = {

@@ -17,7 +17,7 @@ from service.http.fair_queue import measure_steps
 from service.logging import sanitize_text
 from service.streaming import codec, observation
 from service.streaming.direct_inference import DirectInference
-from service.streaming.observation import Observation, ObservationSpec
+from service.streaming.observation import ClientObservation, ObservationSpec
 from service.streaming.websocket import SocketClosed, StreamSocket
 
 _STATE_KEYS = ("observation.state", "observation/state", "state")
@@ -60,7 +60,7 @@ def rename_keys(message: Mapping[Any, Any], spec: ObservationSpec) -> dict[str, 
     return renamed
 
 
-def read_openpi_observation(body: memoryview, spec: ObservationSpec) -> Observation:
+def read_openpi_observation(body: memoryview, spec: ObservationSpec) -> ClientObservation:
     """Read the observation of an openpi message.
 
     Raises:

@@ -16,7 +16,7 @@ from service.stage import Stage
 from service.streaming import codec, direct_inference, observation
 from service.streaming.direct_inference import DirectInference
 from service.streaming.direct_transport import DirectLink
-from service.streaming.observation import Observation, ObservationSpec
+from service.streaming.observation import ClientObservation, ObservationSpec
 from service.streaming.websocket import SocketClosed, StreamSocket
 from service.transport.link import JointValue
 
@@ -30,7 +30,7 @@ _MAX_AGE_MS = 10_000.0
 CLOSE_ROBOT_TAKEN = 4409
 
 
-class Stream:
+class ClientStream:
     """Stream of one client.
 
     Attributes:
@@ -66,7 +66,7 @@ class Stream:
         self._act_task: asyncio.Task[None] | None = None
         self._next_act: tuple[Mapping[str, Any], float] | None = None
         self._decode_task: asyncio.Task[None] | None = None
-        self._next_to_decode: tuple[Observation, float] | None = None
+        self._next_to_decode: tuple[ClientObservation, float] | None = None
         self._sent_status: tuple[object, ...] = ()
         self._bad_messages = 0
 
@@ -190,7 +190,7 @@ class Stream:
             self._deliver(link, observed.frames, observed.joints, observed_at)
             await self._keep(observed, spec, observed_at)
 
-    async def _keep(self, observed: Observation, spec: ObservationSpec, observed_at: float) -> None:
+    async def _keep(self, observed: ClientObservation, spec: ObservationSpec, observed_at: float) -> None:
         """Keep a complete observation for later acts of a policy that reads several."""
         if observed.is_complete(spec):
             await self._inference.observe(observed, observed_at)

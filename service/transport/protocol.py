@@ -78,7 +78,7 @@ StreamConfig = Annotated[Json, BeforeValidator(lambda value: {} if value is None
 LenientText = Annotated[str | None, PlainValidator(lambda value: value if isinstance(value, str) else None)]
 
 
-class Role(StrEnum):
+class ParticipantRole(StrEnum):
     """Role of a participant in a room, for the life of its socket."""
 
     PRODUCER = "producer"
@@ -90,7 +90,7 @@ class Join:
     """The first frame of a client."""
 
     participant_id: Name
-    role: Role
+    role: ParticipantRole
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Joined:
 
     type: ClassVar[str] = "joined"
     room_id: str
-    role: Role
+    role: ParticipantRole
     workspace_id: str | None = None
     timestamp: str | None = None
 
@@ -147,7 +147,7 @@ class HeartbeatAck:
 
 
 @dataclass(frozen=True)
-class EmergencyStop:
+class EmergencyStopMessage:
     """Emergency stop by any participant, sent to all in the room and its sender. The room does not latch it."""
 
     type: ClassVar[str] = "emergency_stop"
@@ -166,7 +166,7 @@ class Error:
 
 
 @dataclass(frozen=True)
-class JoinRefused:
+class JoinRefusal:
     """Refused join of the robotics service: an `Error` without a timestamp."""
 
     type: ClassVar[str] = "error"
@@ -188,7 +188,7 @@ class VideoError:
 class _ParticipantEvent:
     room_id: str
     participant_id: str
-    role: Role
+    role: ParticipantRole
     timestamp: str | None = None
 
 
@@ -313,9 +313,9 @@ Message = (
     | JointUpdate
     | Heartbeat
     | HeartbeatAck
-    | EmergencyStop
+    | EmergencyStopMessage
     | Error
-    | JoinRefused
+    | JoinRefusal
     | VideoError
     | ParticipantJoined
     | ParticipantLeft
@@ -394,7 +394,7 @@ def parse_message(raw: str | bytes) -> Message:
         return Unknown(None if kind is None else repr(kind)[:MAX_NAME])
     if kind not in _FORMS:
         return Unknown(kind[:MAX_NAME])
-    if not has_finite_numbers and kind != EmergencyStop.type:
+    if not has_finite_numbers and kind != EmergencyStopMessage.type:
         raise WireError(f"{kind} holds a number that is not finite; send finite numbers", kind)
     return _validate(kind, content, VideoError if kind == VideoError.type and "code" in content else _FORMS[kind])
 
@@ -441,7 +441,7 @@ def _parse_object(raw: str | bytes) -> tuple[Json, bool]:
 
 
 _FORMS: dict[str, type] = {
-    form.type: form for form in get_args(Message) if form not in (Unknown, JoinRefused, VideoError)
+    form.type: form for form in get_args(Message) if form not in (Unknown, JoinRefusal, VideoError)
 }
 
 

@@ -16,7 +16,7 @@ from service.transport.client.connection import RoomConnection, TransportTimeout
 from service.transport.client.rest import RoomsApi, http_session
 from service.transport.client.robot import JointRoomListener, Robot, connect_robot
 from service.transport.link import EmergencyStop, Rooms
-from service.transport.protocol import Role
+from service.transport.protocol import ParticipantRole
 from tests.faults.script import CHUNK, RATE, STEP
 
 JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
@@ -122,7 +122,7 @@ async def witness(
             rooms.workspace_id,
             rooms.joint_output,
             id_prefix="witness",
-            role=Role.CONSUMER,
+            role=ParticipantRole.CONSUMER,
             listener=heard,
         )
         heard.connection = connection

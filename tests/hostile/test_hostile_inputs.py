@@ -196,7 +196,7 @@ def wire_readers() -> Iterator[Reader]:
     yield from json_readers("a join", protocol.parse_join, most)
     yield from json_readers("a signal", partial(bodies.read_body, bodies.Signal), 1 << 20,
                             '{"client_id":"a","message":{"type":"offer","sdp":%s}}')  # fmt: skip
-    yield from json_readers("a command", partial(bodies.read_body, bodies.Command), 1 << 20, '{"joints":%s}')
+    yield from json_readers("a command", partial(bodies.read_body, bodies.CommandBody), 1 << 20, '{"joints":%s}')
     yield from json_readers("a room", partial(bodies.read_optional_body, bodies.NewVideoRoom), 1 << 20)
     yield Reader("a joint's text again", lambda raw: protocol.build_message(protocol.parse_message(raw)),
                  repeated("\u00e9", '{"type":"joint_update","data":[],"source":"', '"}'), most)  # fmt: skip
@@ -446,7 +446,7 @@ def picture() -> str:
 
 
 async def decoded() -> object:
-    file = observation.Observation(files={"front": "/9j/" * 1_000_000})
+    file = observation.ClientObservation(files={"front": "/9j/" * 1_000_000})
     return await file.decode_images(observation.ObservationSpec(("front",), JointTable([]), 1 << 21))
 
 

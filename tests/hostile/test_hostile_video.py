@@ -29,11 +29,11 @@ from OpenSSL import SSL
 from service.http.fair_queue import SHARE, TURN_SECONDS, FairQueue
 from service.transport.client.camera_rooms import ANSWER_RATE, MAX_PEERS, CameraReceiver, CameraSender
 from service.transport.client.connection import TransportTimeouts
-from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
+from service.transport.protocol import ParticipantJoined, ParticipantRole, WebrtcIce, WebrtcOffer
 from service.transport.webrtc import ice
 from service.transport.webrtc import peer as peers
 from service.transport.webrtc.decoding import DECODE_RATE, MAX_PENDING, DecoderThread, FrameDecoder
-from service.transport.webrtc.encoding import RETRANSMIT_RATE, Camera, CameraTrack, limit_retransmissions
+from service.transport.webrtc.encoding import RETRANSMIT_RATE, CameraTrack, VideoCamera, limit_retransmissions
 from service.transport.webrtc.ice import (
     MAX_CANDIDATES,
     MAX_SOURCES,
@@ -43,7 +43,7 @@ from service.transport.webrtc.ice import (
     DatagramFilter,
 )
 from service.transport.webrtc.jitter_buffer import BoundedNacks
-from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
+from service.transport.webrtc.peer import MAX_SDP, BadSignal, PeerConnection
 from tests.hostile.video_cases import SSRC, Pair, packets, picture
 from tests.testing.waiting import until
 
@@ -73,7 +73,7 @@ async def browser():
 
 @pytest.fixture
 async def peer():
-    made = Peer([])
+    made = PeerConnection([])
     yield made
     await made.close()
 
@@ -95,7 +95,7 @@ async def throw(data: bytes, address: tuple[str, int], count: int = 1) -> None:
     await asyncio.sleep(0.05)
 
 
-def sockets_of(peer: Peer) -> list[Any]:
+def sockets_of(peer: PeerConnection) -> list[Any]:
     return [each for transport in ice.transports_of(peer._pc) for each in transport.transport._connection._protocols]
 
 
@@ -624,15 +624,15 @@ async def test_signals_that_are_larger_than_any_are_not_queued(receiver):
 
 
 async def test_a_camera_is_sent_to_a_bounded_number_of_viewers(monkeypatch):
-    async def offer(self: Peer, track: CameraTrack) -> str:
+    async def offer(self: PeerConnection, track: CameraTrack) -> str:
         return "v=0"
 
-    monkeypatch.setattr(Peer, "create_offer", offer)
+    monkeypatch.setattr(PeerConnection, "create_offer", offer)
     signals = Signals()
-    sender = CameraSender(Camera(25), "room", signals, (), lambda stop: None)  # type: ignore[arg-type]
+    sender = CameraSender(VideoCamera(25), "room", signals, (), lambda stop: None)  # type: ignore[arg-type]
     task = asyncio.create_task(sender.run(signals))  # type: ignore[arg-type]
     for number in range(50):
-        sender.on_message(ParticipantJoined("room", f"viewer-{number}", Role.CONSUMER), 0.0)
+        sender.on_message(ParticipantJoined("room", f"viewer-{number}", ParticipantRole.CONSUMER), 0.0)
     await until(sender._signals.empty)
     assert len(sender._peers) == MAX_PEERS
     assert len(signals.sent) == MAX_PEERS

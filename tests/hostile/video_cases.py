@@ -1,4 +1,4 @@
-"""``python -m tests.hostile.video_cases --cases 5000 --seed 7``: cases of a hostile camera for a real ``Peer``.
+"""``python -m tests.hostile.video_cases --cases 5000 --seed 7``: cases of a hostile camera for a `PeerConnection`.
 
 Half are mutated packets of an encoder. The result is one line of JSON.
 """
@@ -28,9 +28,9 @@ from aiortc.codecs.vpx import Vp8Encoder
 from aiortc.rtp import HeaderExtensionsMap, RtpPacket
 
 from service.transport.webrtc.decoding import FrameDecoder
-from service.transport.webrtc.encoding import Camera, CameraTrack
+from service.transport.webrtc.encoding import CameraTrack, VideoCamera
 from service.transport.webrtc.ice import transports_of
-from service.transport.webrtc.peer import BadSignal, Peer
+from service.transport.webrtc.peer import BadSignal, PeerConnection
 from tests.testing.waiting import until
 
 SSRC = 4711
@@ -58,10 +58,10 @@ class Pair:
     def __init__(self) -> None:
         self.shown: list[np.ndarray] = []
         self.screen = FrameDecoder(lambda image, at: self.shown.append(image), lambda error: None)
-        self.hostile, self.server = Peer([]), Peer([])
+        self.hostile, self.server = PeerConnection([]), PeerConnection([])
 
     async def connect(self) -> "Pair":
-        offer = await self.hostile.create_offer(CameraTrack(Camera(25)))
+        offer = await self.hostile.create_offer(CameraTrack(VideoCamera(25)))
         # All that we decode is offered, as browsers do; a camera of robojax offers VP8 alone.
         offer = offer.replace("RTP/SAVPF 97 98", "RTP/SAVPF 97 98 99").rstrip() + "\r\n" + H264
         await self.hostile.accept_answer(await self.server.answer_offer(offer, self.screen))
@@ -337,8 +337,8 @@ async def run_cases(count: int, seed: int) -> dict[str, Any]:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(str(context)[:300]))
     strangers = {family: socket.socket(family, socket.SOCK_DGRAM) for family in (socket.AF_INET, socket.AF_INET6)}
     pair, connections, first, seen, counts = await Pair().connect(), 1, 0.0, True, Counter[str]()
-    asked = Peer([])
-    offer = await asked.create_offer(CameraTrack(Camera(25)))
+    asked = PeerConnection([])
+    offer = await asked.create_offer(CameraTrack(VideoCamera(25)))
     with Turns() as turns:
         for number in range(count):
             kinds = {"VP8": pair.kind("VP8"), "H264": pair.kind("H264")}
@@ -357,7 +357,7 @@ async def run_cases(count: int, seed: int) -> dict[str, Any]:
                         family = socket.AF_INET6 if ":" in pair.address[0] else socket.AF_INET
                         strangers[family].sendto(data, pair.address)
                 case "description":
-                    peer = Peer([])
+                    peer = PeerConnection([])
                     try:
                         screen = FrameDecoder(lambda image, at: None, lambda error: None)
                         await asyncio.create_task(peer.answer_offer(generator.description(offer), screen))

@@ -91,7 +91,7 @@ class Encoder(nnx.Module):
         return x if self.norm is None else self.norm(x)
 
 
-class DecoderLayer(ResidualLayer):
+class ActDecoderLayer(ResidualLayer):
     """Decoder layer: self-attention of the action queries, attention to the encoder's tokens, feed-forward."""
 
     def __init__(self, config: ActConfig, *, rngs: nnx.Rngs):
@@ -123,7 +123,7 @@ class Decoder(nnx.Module):
     """Stack of decoder layers and a norm at the end."""
 
     def __init__(self, config: ActConfig, *, rngs: nnx.Rngs):
-        self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.n_decoder_layers)])
+        self.layers = nnx.List([ActDecoderLayer(config, rngs=rngs) for _ in range(config.n_decoder_layers)])
         self.norm = LayerNorm(config.dim_model)
 
     def __call__(

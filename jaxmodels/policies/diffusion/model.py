@@ -25,7 +25,7 @@ from jaxmodels.checkpoints.tensor_layouts import (
 )
 from jaxmodels.layers.norm import BatchNorm, GroupNorm
 from jaxmodels.layers.vision import ResNet, SpatialSoftmax, measure_feature_map
-from jaxmodels.policies import Stage
+from jaxmodels.policies import ActStage
 from jaxmodels.policies.diffusion.config import CHANNELS_PER_GROUP, STEP_GROUPS, DiffusionConfig
 from jaxmodels.samplers import ddim, ddpm
 from jaxmodels.samplers.sampling import draw_for_each
@@ -368,7 +368,7 @@ def _denoise(config: DiffusionConfig, weights: Mapping[str, Array], observation:
     return _predict(assemble(config, weights).unet, of_condition, x, None, [rows[0] for rows in of_steps])
 
 
-STAGES = (Stage("encode", _encode), Stage("denoise", _denoise, count=lambda config: config.steps))
+STAGES = (ActStage("encode", _encode), ActStage("denoise", _denoise, count=lambda config: config.steps))
 
 
 def _predict(unet: UNet, of_condition: Films, x: Chunk, t: Any, of_step: list[Float[Array, " _"]]) -> Chunk:

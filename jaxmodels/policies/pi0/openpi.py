@@ -32,7 +32,7 @@ _LORA = ("lora_a", "lora_b")
 
 
 @dataclass(frozen=True)
-class Source:
+class TreeSource:
     """Path `theirs` and `index` of our array in openpi's tree.
 
     Attributes:
@@ -82,7 +82,7 @@ def read_weights(tree: Path, config: Pi0Config) -> dict[str, np.ndarray]:
     expected, updates = _list_shapes(config, ours, sources), _find_updates(stored)
     check_fit({name: shape.shape for name, shape in stored.items() if name not in updates}, expected, where=tree.name)
     kept = _read_updates(tree, config, updates, expected)
-    by_array: dict[str, dict[str, Source]] = {}
+    by_array: dict[str, dict[str, TreeSource]] = {}
     for name, source in sources.items():
         by_array.setdefault(source.theirs, {})[name] = source
     weights: dict[str, np.ndarray] = {}
@@ -175,7 +175,7 @@ def merge_update(base: str, down: np.ndarray, up: np.ndarray, scale: float) -> n
     return np.matmul(down, up) * np.float32(scale)
 
 
-def find_source(name: str, kind: str) -> Source:
+def find_source(name: str, kind: str) -> TreeSource:
     """Return the place of a weight of `Pi0Model` or `Pi05Model` in openpi's tree."""
     part, _, inside = name.partition(".")
     if part == "expert":
@@ -184,62 +184,62 @@ def find_source(name: str, kind: str) -> Source:
         time = "time_mlp" if kind == "pi05" else "action_time_mlp"
         place = {"action_in": "action_in_proj", "action_out": "action_out_proj", "state_in": "state_proj"}
         place |= {"time_in": f"{time}_in", "time_out": f"{time}_out"}
-        return Source(f"{place[part]}/{inside}")
+        return TreeSource(f"{place[part]}/{inside}")
     first, _, rest = inside.partition(".")
     match first:
         case "embedding":
-            return Source(f"{_LANGUAGE}/embedder/input_embedding")
+            return TreeSource(f"{_LANGUAGE}/embedder/input_embedding")
         case "projector":
-            return Source(f"{_VISION}/head/{rest}")
+            return TreeSource(f"{_VISION}/head/{rest}")
         case "vision":
             return _find_in_vision(rest)
     return _find_in_gemma(inside, "")
 
 
-def _find_in_gemma(inside: str, expert: str) -> Source:
+def _find_in_gemma(inside: str, expert: str) -> TreeSource:
     stack, _, rest = inside.partition(".")
     if stack == "norm":
-        return Source(f"{_LANGUAGE}/final_norm{expert}/{_name_norm(rest)}")
+        return TreeSource(f"{_LANGUAGE}/final_norm{expert}/{_name_norm(rest)}")
     number, part, leaf = rest.split(".", 2)
     layer = int(number)
     match part, leaf.removesuffix(".weight"):
         case "attention", "query":
-            return Source(f"{_LAYERS}/attn/q_einsum{expert}/w", (layer,), has_heads_first=True, is_transposed=True)
+            return TreeSource(f"{_LAYERS}/attn/q_einsum{expert}/w", (layer,), has_heads_first=True, is_transposed=True)
         case "attention", "key" | "value" as which:
             index = (layer, ("key", "value").index(which))
-            return Source(f"{_LAYERS}/attn/kv_einsum{expert}/w", index, has_heads_first=True, is_transposed=True)
+            return TreeSource(f"{_LAYERS}/attn/kv_einsum{expert}/w", index, has_heads_first=True, is_transposed=True)
         case "attention", _:
-            return Source(f"{_LAYERS}/attn/attn_vec_einsum{expert}/w", (layer,), is_transposed=True)
+            return TreeSource(f"{_LAYERS}/attn/attn_vec_einsum{expert}/w", (layer,), is_transposed=True)
         case "feed_forward", "down":
-            return Source(f"{_LAYERS}/mlp{expert}/linear", (layer,), is_transposed=True)
+            return TreeSource(f"{_LAYERS}/mlp{expert}/linear", (layer,), is_transposed=True)
         case "feed_forward", which:
             index = (layer, ("gate", "up").index(which))
-            return Source(f"{_LAYERS}/mlp{expert}/gating_einsum", index, is_transposed=True)
+            return TreeSource(f"{_LAYERS}/mlp{expert}/gating_einsum", index, is_transposed=True)
     norm = "pre_attention_norm" if part == "attention_norm" else "pre_ffw_norm"
-    return Source(f"{_LAYERS}/{norm}{expert}/{_name_norm(leaf)}", (layer,))
+    return TreeSource(f"{_LAYERS}/{norm}{expert}/{_name_norm(leaf)}", (layer,))
 
 
 def _name_norm(leaf: str) -> str:
     return leaf.replace("dense.", "Dense_0/")
 
 
-def _find_in_vision(inside: str) -> Source:
+def _find_in_vision(inside: str) -> TreeSource:
     first, _, rest = inside.partition(".")
     match first:
         case "kernel" | "bias":
-            return Source(f"{_VISION}/embedding/{first}")
+            return TreeSource(f"{_VISION}/embedding/{first}")
         case "positions":
-            return Source(f"{_VISION}/pos_embedding")
+            return TreeSource(f"{_VISION}/pos_embedding")
         case "norm":
-            return Source(f"{_VISION}/Transformer/encoder_norm/{rest}")
+            return TreeSource(f"{_VISION}/Transformer/encoder_norm/{rest}")
     number, part, leaf = rest.split(".", 2)
     place = {"attention_norm": "LayerNorm_0", "feed_forward_norm": "LayerNorm_1"}
     if part in place:
-        return Source(f"{_BLOCKS}/{place[part]}/{leaf}", (int(number),))
+        return TreeSource(f"{_BLOCKS}/{place[part]}/{leaf}", (int(number),))
     if part == "attention":
-        return Source(f"{_ATTENTION}/{leaf.replace('.', '/')}", (int(number),))
+        return TreeSource(f"{_ATTENTION}/{leaf.replace('.', '/')}", (int(number),))
     which, _, leaf = leaf.partition(".")
-    return Source(f"{_BLOCKS}/MlpBlock_0/Dense_{0 if which == 'up' else 1}/{leaf}", (int(number),))
+    return TreeSource(f"{_BLOCKS}/MlpBlock_0/Dense_{0 if which == 'up' else 1}/{leaf}", (int(number),))
 
 
 def _derive_sizes(where: str, shapes: Mapping[str, Shape]) -> tuple[PaliGemmaSizes, int, int]:
@@ -269,7 +269,7 @@ def _derive_sizes(where: str, shapes: Mapping[str, Shape]) -> tuple[PaliGemmaSiz
     return sizes, side, size("action_in_proj/kernel", 2)[0]
 
 
-def _list_shapes(config: Pi0Config, ours: Mapping[str, Shape], sources: Mapping[str, Source]) -> dict[str, Shape]:
+def _list_shapes(config: Pi0Config, ours: Mapping[str, Shape], sources: Mapping[str, TreeSource]) -> dict[str, Shape]:
     """Return the shapes of openpi's arrays for the config."""
     vision = config.sizes.vision
     head = vision.hidden_size // vision.num_attention_heads

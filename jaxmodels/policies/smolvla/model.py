@@ -23,7 +23,7 @@ from jaxmodels.samplers import begin_with
 from jaxmodels.types import Observation
 from jaxmodels.vlm.decoder import DecoderLayer, PrefixCache, decoder_tensor
 from jaxmodels.vlm.siglip import vision_tensor
-from jaxmodels.vlm.smolvlm import SmolVlm, Tokens
+from jaxmodels.vlm.smolvlm import PrefixTokens, SmolVlm
 from jaxmodels.weights import blueprint
 
 
@@ -51,7 +51,7 @@ class SmolVlaModel(VlaModel):
         """Dtype of the weights and of most arithmetic."""
         return self.action_in.kernel.dtype
 
-    def encode(self, observation: Observation, seen: Sequence[Tokens] | None = None) -> PrefixCache:
+    def encode(self, observation: Observation, seen: Sequence[PrefixTokens] | None = None) -> PrefixCache:
         """Encode images, words and state, once per chunk.
 
         Args:
@@ -64,13 +64,13 @@ class SmolVlaModel(VlaModel):
             raise InputError("the observation has no language; SmolVLA needs the tokens of an instruction")
         seen = self.embed_images(observation) if seen is None else seen
         ids, mask = observation.language
-        parts = [*seen, Tokens(self.vlm.embed_words(ids) * self.config.vlm.text.width**0.5, mask)]
+        parts = [*seen, PrefixTokens(self.vlm.embed_words(ids) * self.config.vlm.text.width**0.5, mask)]
         state = observation.state
         state = (read_aloha_state(state) if self.config.adapt_to_pi_aloha else state).astype(self.dtype)
         padded = jnp.pad(state, ((0, 0), (0, self.config.max_state_dim - state.shape[1])))
         one = jnp.ones((state.shape[0], 1), bool)
-        parts.append(Tokens(self.state_in(padded)[:, None], one))
-        tokens = Tokens(*(jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
+        parts.append(PrefixTokens(self.state_in(padded)[:, None], one))
+        tokens = PrefixTokens(*(jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
         # Images and words do not see the state.
         starts = np.arange(tokens.is_valid.shape[1]) == tokens.is_valid.shape[1] - 1
         cache = self.vlm.compute_cache(tokens, starts)
@@ -82,7 +82,7 @@ class SmolVlaModel(VlaModel):
             context.append(pad_keys(layer.attention.project_again(own) if step.is_cross else own, behind))
         return PrefixCache(tuple(context), tokens.is_valid)
 
-    def embed_images(self, observation: Observation) -> list[Tokens]:
+    def embed_images(self, observation: Observation) -> list[PrefixTokens]:
         """Return the tokens of each present camera, in the config's order.
 
         At most `empty_cameras` absent cameras have special tokens.
@@ -101,22 +101,22 @@ class SmolVlaModel(VlaModel):
         masks = observation.image_masks
         for (i, _), tokens in zip(present, embedded, strict=True):
             is_there = jnp.ones(batch, bool) if masks is None else masks[:, i]
-            parts.append(Tokens(tokens, jnp.broadcast_to(is_there[:, None], tokens.shape[:2])))
+            parts.append(PrefixTokens(tokens, jnp.broadcast_to(is_there[:, None], tokens.shape[:2])))
         if not config.add_image_special_tokens:
             return parts
         before, after = self._special_tokens(batch)
         missing = min(len(observation.images) - len(present), config.empty_cameras)
         return [token for part in parts for token in (before, part, after)] + [before, after] * missing
 
-    def _special_tokens(self, batch: int) -> tuple[Tokens, Tokens]:
+    def _special_tokens(self, batch: int) -> tuple[PrefixTokens, PrefixTokens]:
         """Return the tokens before and after each image, which unlike words are not scaled."""
         around, before = self.config.vlm.around_image, self.config.vlm.before_image
         assert around is not None  # The config checks this.
         assert before is not None
 
-        def embed(*ids: int) -> Tokens:
+        def embed(*ids: int) -> PrefixTokens:
             values = self.vlm.embed_words(jnp.asarray([ids]))
-            return Tokens(jnp.broadcast_to(values, (batch, *values.shape[1:])), jnp.ones((batch, len(ids)), bool))
+            return PrefixTokens(jnp.broadcast_to(values, (batch, *values.shape[1:])), jnp.ones((batch, len(ids)), bool))
 
         return embed(around, before), embed(around)
 

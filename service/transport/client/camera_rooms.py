@@ -15,21 +15,21 @@ from service.transport.client.connection import RoomConnection, RoomListener
 from service.transport.client.joint_rooms import SessionRoomListener
 from service.transport.client.rest import Presence, RoomsApi
 from service.transport.link import Inbox
-from service.transport.protocol import EmergencyStop as StopMessage
+from service.transport.protocol import EmergencyStopMessage as StopMessage
 from service.transport.protocol import (
     Message,
     ParticipantJoined,
     ParticipantLeft,
-    Role,
+    ParticipantRole,
     StreamStarted,
     WebrtcAnswer,
     WebrtcIce,
     WebrtcOffer,
 )
 from service.transport.webrtc.decoding import FrameDecoder
-from service.transport.webrtc.encoding import Camera, CameraTrack
+from service.transport.webrtc.encoding import CameraTrack, VideoCamera
 from service.transport.webrtc.ice import EarlyCandidates, trim_candidate
-from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
+from service.transport.webrtc.peer import MAX_SDP, BadSignal, PeerConnection
 
 # Answered offers per second and at once. An answer takes 10 ms; a robot offers once in OFFER_INTERVAL seconds.
 ANSWER_RATE = (1.0, 5)
@@ -60,7 +60,7 @@ class CameraReceiver(SessionRoomListener):
         self._answer_rate = Bucket(*ANSWER_RATE)
         self._pending_offer: WebrtcOffer | None = None
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._peer: Peer | None = None
+        self._peer: PeerConnection | None = None
         self._producer: str | None = None
         self._decoder = FrameDecoder(self._deliver_frame, self._set_failure)
         self._counts: dict[str, int] = {"offers": 0, "refused_offers": 0, "asked_again": 0, "signals_dropped": 0}
@@ -143,7 +143,7 @@ class CameraReceiver(SessionRoomListener):
         if participant_id is None:
             return  # The offer was sent to an old participant id.
         sdp = message.offer["sdp"]
-        peer, decoder = Peer(self._ice_servers), FrameDecoder(self._deliver_frame, self._set_failure)
+        peer, decoder = PeerConnection(self._ice_servers), FrameDecoder(self._deliver_frame, self._set_failure)
         try:
             async with asyncio.timeout(self._timeouts.answer):
                 answer = await peer.answer_offer(sdp, decoder)
@@ -161,7 +161,7 @@ class CameraReceiver(SessionRoomListener):
         self._producer = message.from_producer
         self._fault = None
 
-    async def _replace_peer(self, peer: Peer | None, decoder: FrameDecoder) -> None:
+    async def _replace_peer(self, peer: PeerConnection | None, decoder: FrameDecoder) -> None:
         old_peer, self._peer = self._peer, peer
         old_decoder, self._decoder = self._decoder, decoder
         old_decoder.is_muted = True
@@ -220,7 +220,7 @@ class CameraSender(RoomListener):
 
     def __init__(
         self,
-        camera: Camera,
+        camera: VideoCamera,
         room: str,
         api: RoomsApi,
         ice_servers: Sequence[str],
@@ -234,7 +234,7 @@ class CameraSender(RoomListener):
         self._on_stop = on_stop
         self._signals: asyncio.Queue[ProducerSignal] = asyncio.Queue(MAX_SIGNALS)
         self._candidates = EarlyCandidates()
-        self._peers: dict[str, tuple[Peer, CameraTrack]] = {}
+        self._peers: dict[str, tuple[PeerConnection, CameraTrack]] = {}
         self._consumers: set[str] = set()
         self._offered_at: dict[str, float] = {}
         self._offer_rate = Bucket(*OFFER_RATE)
@@ -292,7 +292,7 @@ class CameraSender(RoomListener):
 
     async def _handle_signal(self, signal: ProducerSignal, connection: RoomConnection) -> None:
         if isinstance(signal, ParticipantJoined):
-            if signal.role is Role.CONSUMER:
+            if signal.role is ParticipantRole.CONSUMER:
                 self._consumers.add(signal.participant_id)
                 await self._offer_to(signal.participant_id, connection)
         elif isinstance(signal, ParticipantLeft):
@@ -337,7 +337,7 @@ class CameraSender(RoomListener):
             if now >= self._offered_at.get(consumer, float("-inf")) + OFFER_INTERVAL:
                 await self._offer_to(consumer, connection)
 
-    def _is_useless(self, peer: Peer, track: CameraTrack) -> bool:
+    def _is_useless(self, peer: PeerConnection, track: CameraTrack) -> bool:
         return peer.is_useless(self._timeouts.connect) or track.readyState != "live"
 
     async def _offer_to(self, consumer: str, connection: RoomConnection) -> None:
@@ -353,7 +353,7 @@ class CameraSender(RoomListener):
             return
         self._offers += 1
         self._offered_at[consumer] = time.monotonic()
-        peer, track = Peer(self._ice_servers), CameraTrack(self.camera)
+        peer, track = PeerConnection(self._ice_servers), CameraTrack(self.camera)
         self._peers[consumer] = (peer, track)
         try:
             sdp = await peer.create_offer(track)

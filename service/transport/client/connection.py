@@ -22,7 +22,7 @@ from service.transport.protocol import (
     Join,
     Joined,
     Message,
-    Role,
+    ParticipantRole,
     VideoError,
     WireError,
     build_message,
@@ -72,7 +72,7 @@ class Membership:
         workspace: str,
         room: str,
         participant_id: str,
-        role: Role,
+        role: ParticipantRole,
     ) -> "Membership":
         """Open a room's WebSocket and join.
 
@@ -330,7 +330,7 @@ class RoomConnection:
         room: str,
         *,
         id_prefix: str,
-        role: Role,
+        role: ParticipantRole,
         listener: RoomListener,
         create_room: Callable[[], Awaitable[None]] | None = None,
     ):

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from service.transport.client.connection import RoomListener
 from service.transport.client.rest import Presence, RoomsApi
 from service.transport.link import BadInput, EmergencyStop, Inbox, LinkDown, LinkUp, RobotLeft, Rooms
-from service.transport.protocol import EmergencyStop as StopMessage
-from service.transport.protocol import JointUpdate, Message
+from service.transport.protocol import EmergencyStopMessage, JointUpdate, Message
 
 REST_SOURCE = "api"  # Source of joints that were set over REST.
 
@@ -25,7 +24,7 @@ class SessionRoomListener(RoomListener):
 
     def on_message(self, message: Message, received_at: float) -> None:
         """Report an emergency stop."""
-        if isinstance(message, StopMessage):
+        if isinstance(message, EmergencyStopMessage):
             self.inbox.on_event(EmergencyStop(message.reason or "no reason given", message.source or "unknown"))
 
     def on_lost(self, reason: str) -> None:
@@ -63,7 +62,7 @@ class JointOutputListener(SessionRoomListener):
 
     def on_message(self, message: Message, received_at: float) -> None:
         """Report a message, except the echo of this session's own stop."""
-        if not (isinstance(message, StopMessage) and message.source in self._own_ids):
+        if not (isinstance(message, EmergencyStopMessage) and message.source in self._own_ids):
             super().on_message(message, received_at)
 
     async def on_presence(self, presence: Presence) -> None:
@@ -75,7 +74,7 @@ class JointOutputListener(SessionRoomListener):
 
     def _send_latched_stop(self) -> None:
         if not self._is_stop_sent and self._latch is not None:
-            self._is_stop_sent = self._send(StopMessage(reason=self._latch))
+            self._is_stop_sent = self._send(EmergencyStopMessage(reason=self._latch))
 
 
 class JointInputListener(SessionRoomListener):

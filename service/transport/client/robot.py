@@ -19,9 +19,16 @@ from service.transport.client.rest import RedirectRefused, RoomsApi, TransportTi
 from service.transport.client.room_keys import auth_headers
 from service.transport.client.rooms_link import run_beside
 from service.transport.link import EmergencyStop, Rooms
-from service.transport.protocol import EmergencyStop as StopMessage
-from service.transport.protocol import JointUpdate, Message, Role, WireError, is_finite, session_of
-from service.transport.webrtc.encoding import Camera
+from service.transport.protocol import (
+    EmergencyStopMessage,
+    JointUpdate,
+    Message,
+    ParticipantRole,
+    WireError,
+    is_finite,
+    session_of,
+)
+from service.transport.webrtc.encoding import VideoCamera
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +123,7 @@ class Robot:
         self._past_poses: deque[tuple[float, dict[str, float]]] = deque(maxlen=256)
         self._on_command = on_command
         self._pose: dict[str, float] = {}
-        self._cameras = {camera: Camera(rate) for camera in rooms.cameras}
+        self._cameras = {camera: VideoCamera(rate) for camera in rooms.cameras}
         self._senders = {
             camera: CameraSender(self._cameras[camera], room, api, ice_servers, self._on_stop)
             for camera, room in rooms.cameras.items()
@@ -124,7 +131,7 @@ class Robot:
         self._input_listener = JointRoomListener(self._report_pose, self._on_stop)
         self._output_listener = JointRoomListener(self._poll_now.set, self._on_stop, self._take_command)
 
-        def room(kind: Kind, room: str, suffix: str, role: Role, listener: RoomListener) -> RoomConnection:
+        def room(kind: Kind, room: str, suffix: str, role: ParticipantRole, listener: RoomListener) -> RoomConnection:
             return RoomConnection(
                 api,
                 kind,
@@ -135,11 +142,15 @@ class Robot:
                 listener=listener,
             )
 
-        self._input = room(Kind.ROBOTICS, rooms.joint_input, "joint-input", Role.PRODUCER, self._input_listener)
-        self._output = room(Kind.ROBOTICS, rooms.joint_output, "joint-output", Role.CONSUMER, self._output_listener)
+        self._input = room(
+            Kind.ROBOTICS, rooms.joint_input, "joint-input", ParticipantRole.PRODUCER, self._input_listener
+        )
+        self._output = room(
+            Kind.ROBOTICS, rooms.joint_output, "joint-output", ParticipantRole.CONSUMER, self._output_listener
+        )
         self._input_listener.connection, self._output_listener.connection = self._input, self._output
         self._videos = {
-            camera: room(Kind.VIDEO, rooms.cameras[camera], camera, Role.PRODUCER, sender)
+            camera: room(Kind.VIDEO, rooms.cameras[camera], camera, ParticipantRole.PRODUCER, sender)
             for camera, sender in self._senders.items()
         }
 
@@ -282,7 +293,7 @@ class Robot:
             return
         if state.reason is not None:
             if self.latch is None:
-                self._on_stop(StopMessage(state.reason, self._session_latch.session_id))
+                self._on_stop(EmergencyStopMessage(state.reason, self._session_latch.session_id))
             self._is_confirmed = True
         elif self.latch is not None and self._is_confirmed:
             self.unlatch()
@@ -290,7 +301,7 @@ class Robot:
             # The session may not know of the stop, and continue without a reset.
             await self._session_latch.report_stop(self.latch)
 
-    def _on_stop(self, message: StopMessage) -> None:
+    def _on_stop(self, message: EmergencyStopMessage) -> None:
         self._latch_stop(message.reason or "no reason given")
         if self.on_emergency_stop is not None:
             self.on_emergency_stop(EmergencyStop(message.reason or "no reason given", message.source or "unknown"))
@@ -342,7 +353,7 @@ class JointRoomListener(RoomListener):
     def __init__(
         self,
         on_joined: Callable[[], None],
-        on_stop: Callable[[StopMessage], None],
+        on_stop: Callable[[EmergencyStopMessage], None],
         on_command: OnCommand | None = None,
     ):
         self.connection: RoomConnection | None = None
@@ -354,7 +365,7 @@ class JointRoomListener(RoomListener):
 
     def send_stop(self, reason: str) -> bool:
         """Send an emergency stop, now or at the next join."""
-        is_sent = self.connection is not None and self.connection.send(StopMessage(reason=reason))
+        is_sent = self.connection is not None and self.connection.send(EmergencyStopMessage(reason=reason))
         self._pending_stop = None if is_sent else reason
         return is_sent
 
@@ -367,7 +378,7 @@ class JointRoomListener(RoomListener):
 
     def on_message(self, message: Message, received_at: float) -> None:
         """Pass on commands and stops; the echo of this robot's own stop is dropped."""
-        if isinstance(message, StopMessage):
+        if isinstance(message, EmergencyStopMessage):
             if message.source not in self._own_ids:
                 self._on_stop(message)
         elif isinstance(message, JointUpdate) and self._on_command is not None and message.data:

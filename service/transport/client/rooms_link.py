@@ -13,7 +13,7 @@ from service.transport.client.joint_rooms import JointInputListener, JointOutput
 from service.transport.client.rest import RoomsApi, TransportTimeouts, http_session
 from service.transport.client.room_keys import CLAIM_HEADER, RoomKeys
 from service.transport.link import JointValue, LinkRequest, Orphan
-from service.transport.protocol import JointUpdate, Role, rooms_of
+from service.transport.protocol import JointUpdate, ParticipantRole, rooms_of
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,9 @@ class RoomsLink:
             room: CameraReceiver(camera, room, api, inbox, ice_servers) for camera, room in rooms.cameras.items()
         }
 
-        def connection(kind: Kind, room: str, name: str, role: Role, listener: RoomListener) -> RoomConnection:
+        def connection(
+            kind: Kind, room: str, name: str, role: ParticipantRole, listener: RoomListener
+        ) -> RoomConnection:
             return RoomConnection(
                 api,
                 kind,
@@ -118,12 +120,16 @@ class RoomsLink:
 
         output_room, input_room = rooms.joint_output, rooms.joint_input
         self._output_listener = JointOutputListener(output_room, inbox, lambda message: self._output.send(message))
-        self._output = connection(Kind.ROBOTICS, output_room, "joint-output", Role.PRODUCER, self._output_listener)
+        self._output = connection(
+            Kind.ROBOTICS, output_room, "joint-output", ParticipantRole.PRODUCER, self._output_listener
+        )
         self._connections = {
             output_room: self._output,
-            input_room: connection(Kind.ROBOTICS, input_room, "joint-input", Role.CONSUMER, self._input_listener),
+            input_room: connection(
+                Kind.ROBOTICS, input_room, "joint-input", ParticipantRole.CONSUMER, self._input_listener
+            ),
             **{
-                room: connection(Kind.VIDEO, room, receiver.camera, Role.CONSUMER, receiver)
+                room: connection(Kind.VIDEO, room, receiver.camera, ParticipantRole.CONSUMER, receiver)
                 for room, receiver in self._receivers.items()
             },
         }

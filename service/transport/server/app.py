@@ -15,7 +15,7 @@ from sanic.helpers import STATUS_CODES
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.auth.caller import Role as KeyRole
-from service.auth.guard import Guard
+from service.auth.guard import AccessGuard
 from service.auth.tokens import LIFETIME
 from service.http.bodies import json_response
 from service.http.limits import Connections
@@ -33,7 +33,7 @@ REQUEST_DEADLINE = 10  # Seconds from a request's first byte to its last.
 
 
 @dataclass(frozen=True)
-class TransportSettings:
+class RoomsSettings:
     """Settings of an embedded transport server; times in seconds.
 
     Attributes:
@@ -57,7 +57,7 @@ class TransportSettings:
         return RoomTable(self.limits, authority)
 
 
-def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings) -> None:
+def add_transport(app: Sanic, table: RoomTable, settings: RoomsSettings) -> None:
     """Mount ``/robotics`` and ``/video`` at the root and under ``/api``, and set the app's WebSocket limits.
 
     The app must have a ``service.auth.guard.Guard``. The clean-up of idle rooms starts and ends with the app.
@@ -91,10 +91,10 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings) -> 
         app.blueprint(blueprint)
 
 
-def create_transport_app(settings: TransportSettings | None = None, guard: Guard | None = None) -> Sanic:
+def create_transport_app(settings: RoomsSettings | None = None, guard: AccessGuard | None = None) -> Sanic:
     """Create a standalone transport server (at ``/`` and ``/api``); without ``guard`` it accepts every caller."""
-    settings = settings or TransportSettings()
-    guard = guard or Guard(origins=Origins(settings.origins))
+    settings = settings or RoomsSettings()
+    guard = guard or AccessGuard(origins=Origins(settings.origins))
     # Sanic registers apps by name, and refuses a name twice.
     app = Sanic(f"transport-{secrets.token_hex(4)}", configure_logging=False)
     app.config.REQUEST_MAX_SIZE = MAX_FRAME_BYTES
@@ -118,9 +118,9 @@ def create_transport_app(settings: TransportSettings | None = None, guard: Guard
 
 def run_transport(
     listener: socket.socket,
-    settings: TransportSettings | None = None,
+    settings: RoomsSettings | None = None,
     started: Callable[[str], None] = lambda url: log.info("rooms at %s", url),
-    guard: Guard | None = None,
+    guard: AccessGuard | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, for ``robojax transport``; ``started`` gets the URL."""
     run(create_transport_app(settings, guard), listener, started)
@@ -144,7 +144,7 @@ def _start_cleanup(app: Sanic, cleanup: Cleanup) -> None:
     app.before_server_stop(stop)
 
 
-def _create_socket_handler(kind: Kind, table: RoomTable, settings: TransportSettings, queue: WriteQueue):
+def _create_socket_handler(kind: Kind, table: RoomTable, settings: RoomsSettings, queue: WriteQueue):
     async def serve(request: Request, websocket: WebsocketImplProtocol, workspace: str, room: str) -> None:
         path = RoomPath(kind, unquote(workspace), unquote(room))
         await serve_participant(request, websocket, path, table, settings.outbox, queue, settings.join_timeout)
@@ -152,7 +152,7 @@ def _create_socket_handler(kind: Kind, table: RoomTable, settings: TransportSett
     return serve
 
 
-def _create_ticket_handler(guard: Guard, origins: Origins):
+def _create_ticket_handler(guard: AccessGuard, origins: Origins):
     async def make_ticket(request: Request) -> HTTPResponse:
         refused = origins.refuse_request(request)
         if refused is not None:

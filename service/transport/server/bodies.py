@@ -116,7 +116,7 @@ class NewVideoRoom(NewRoom):
     recovery_config: RecoveryConfig | None = None
 
 
-class Joint(_Body):
+class JointBody(_Body):
     """One joint of a command, in the robot's unit."""
 
     name: str = Field(min_length=1, max_length=50)
@@ -124,10 +124,10 @@ class Joint(_Body):
     speed: float | None = Field(default=None, ge=0.0, le=100.0)
 
 
-class Command(_Body):
+class CommandBody(_Body):
     """POST /robotics/.../command."""
 
-    joints: list[Joint] = Field(min_length=1, max_length=20)
+    joints: list[JointBody] = Field(min_length=1, max_length=20)
 
 
 def _check_json(value: dict[str, Any]) -> dict[str, Any]:

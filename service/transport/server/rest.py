@@ -8,17 +8,16 @@ from urllib.parse import unquote
 
 from sanic import HTTPResponse, Request
 
-from service.auth.caller import Role as KeyRole
-from service.auth.caller import caller_of
+from service.auth.caller import Role, caller_of
 from service.errors import Forbidden
 from service.http.bodies import json_response
 from service.transport import protocol
 from service.transport.address import Kind
 from service.transport.client.room_keys import CLAIM_HEADER
-from service.transport.protocol import Role
+from service.transport.protocol import ParticipantRole
 from service.transport.server import websocket
 from service.transport.server.bodies import (
-    Command,
+    CommandBody,
     NewRoboticsRoom,
     NewRoom,
     NewVideoRoom,
@@ -47,7 +46,7 @@ VERSION = "2.0.0"
 JsonObject = dict[str, Any]
 Handler = Callable[..., JsonObject]
 # Method, path under the service, handler, and lowest role of a key (None: public).
-Route = tuple[str, str, Handler, KeyRole | None]
+Route = tuple[str, str, Handler, Role | None]
 ROOM = "/workspaces/<workspace:str>/rooms/<room:str>"
 
 
@@ -92,18 +91,18 @@ class RoomEndpoints:
     def routes(self) -> list[Route]:
         """Return the routes of this service."""
         own: list[Route] = [
-            ("POST", f"{ROOM}/webrtc/signal", self.signal, KeyRole.VIEWER),
+            ("POST", f"{ROOM}/webrtc/signal", self.signal, Role.VIEWER),
             ("GET", "/", self.banner, None),
         ]
         if self.kind is Kind.ROBOTICS:
-            own = [("POST", f"{ROOM}/command", self.command, KeyRole.OPERATOR)]
+            own = [("POST", f"{ROOM}/command", self.command, Role.OPERATOR)]
         return [
-            ("GET", "/workspaces/<workspace:str>/rooms", self.index, KeyRole.VIEWER),
-            ("POST", "/workspaces/<workspace:str>/rooms", self.create, KeyRole.OPERATOR),
-            ("GET", ROOM, self.get, KeyRole.VIEWER),
-            ("DELETE", ROOM, self.delete, KeyRole.OPERATOR),
-            ("GET", f"{ROOM}/state", self.state, KeyRole.VIEWER),
-            ("GET", "/status", self.status, KeyRole.VIEWER),
+            ("GET", "/workspaces/<workspace:str>/rooms", self.index, Role.VIEWER),
+            ("POST", "/workspaces/<workspace:str>/rooms", self.create, Role.OPERATOR),
+            ("GET", ROOM, self.get, Role.VIEWER),
+            ("DELETE", ROOM, self.delete, Role.OPERATOR),
+            ("GET", f"{ROOM}/state", self.state, Role.VIEWER),
+            ("GET", "/status", self.status, Role.VIEWER),
             ("GET", "/health", self.health, None),
             *own,
         ]
@@ -185,7 +184,7 @@ class RoomEndpoints:
             "inactivity_timeout_hours": self.cleanup.idle / 3600,
             "cleanup_interval_minutes": self.cleanup.interval / 60,
         }
-        roles = {"version": VERSION, "supported_roles": [str(role) for role in Role]}
+        roles = {"version": VERSION, "supported_roles": [str(role) for role in ParticipantRole]}
         return {**head, **counted, **roles, **known, "cleanup": cleanup}
 
     def health(self, request: Request) -> JsonObject:
@@ -194,7 +193,7 @@ class RoomEndpoints:
 
     def command(self, request: Request, workspace: str, room: str) -> JsonObject:
         """Set joints; consumers receive the changed joints."""
-        body = read_body(Command, request.body)
+        body = read_body(CommandBody, request.body)
         target = self._find_room(request, workspace, room)
         target.touched_at = time.monotonic()
         try:
@@ -233,7 +232,7 @@ class RoomEndpoints:
         if room is not None and not caller.sees(room.owner):
             raise SignalRefused(400)  # The same answer as for an unknown room.
         participant = self.table.find_sender(path, client_id)
-        if participant is not None and participant.key_name not in (None, caller.name) and caller.role < KeyRole.ADMIN:
+        if participant is not None and participant.key_name not in (None, caller.name) and caller.role < Role.ADMIN:
             raise Forbidden(f"participant {client_id} came with another key")
 
     def _list_rooms(self) -> list[Room]:

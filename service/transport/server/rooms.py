@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from service.errors import ServiceError
 from service.transport import protocol
 from service.transport.address import Kind
-from service.transport.protocol import Join, Json, Message, Role, session_of
+from service.transport.protocol import Join, Json, Message, ParticipantRole, session_of
 from service.transport.server.bodies import VideoConfig
 
 Connection = Hashable  # The table only stores connections, and returns them in effects.
@@ -90,7 +90,7 @@ class Participant:
     connection: Connection
     path: RoomPath
     id: str
-    role: Role
+    role: ParticipantRole
     key_name: str | None = None
     claim: str | None = field(default=None, repr=False)
 
@@ -138,7 +138,7 @@ class Close:
 
 
 Effects = list[Send | Close]
-ParticipantKey = tuple[RoomPath, Role, str]
+ParticipantKey = tuple[RoomPath, ParticipantRole, str]
 
 
 Authority = Callable[[RoomPath, str | None], Commander | None]
@@ -274,7 +274,11 @@ class RoomTable:
     def is_commanded_by(self, connection: Connection) -> bool:
         """Whether a connection belongs to this server's session that commands the robot of its room."""
         participant = self._participants.get(connection)
-        if participant is None or participant.role is not Role.PRODUCER or not is_output_room(participant.path):
+        if (
+            participant is None
+            or participant.role is not ParticipantRole.PRODUCER
+            or not is_output_room(participant.path)
+        ):
             return False
         commander = self._authority(participant.path, self.rooms[participant.path].owner)
         return commander is not None and commander.is_own(participant.claim)
@@ -288,7 +292,7 @@ class RoomTable:
         join: Join,
         now: float,
         key_name: str | None = None,
-        is_allowed: Callable[[Room, Role], bool] = lambda room, role: True,
+        is_allowed: Callable[[Room, ParticipantRole], bool] = lambda room, role: True,
         claim: str | None = None,
     ) -> Effects:
         """Accept or refuse the first frame of a connection.
@@ -302,14 +306,14 @@ class RoomTable:
         room = self.rooms.get(path)
         if room is None or not is_allowed(room, join.role):
             return _refuse_join(connection, path.kind)
-        if join.role is Role.PRODUCER and room.producer is None:
+        if join.role is ParticipantRole.PRODUCER and room.producer is None:
             try:
                 self.check_commander(room, claim)
             except CommandRefused as error:
                 return _refuse_join(connection, path.kind, error)
         if not self._has_space(room, participant):
             return _refuse_join(connection, path.kind)
-        if participant.role is Role.PRODUCER:
+        if participant.role is ParticipantRole.PRODUCER:
             room.producer = participant.id
             self._begin_commanding(room, claim)
         else:
@@ -323,7 +327,7 @@ class RoomTable:
                 *send(self.others(room, participant), announcement),
             ]
         joined = Send((connection,), protocol.Joined(path.room, participant.role, path.workspace))
-        if participant.role is Role.PRODUCER:
+        if participant.role is ParticipantRole.PRODUCER:
             return [joined]
         commander = self.commander(room)
         # A client may move its robot to a state_sync, so old commands are omitted while the robot must not move.
@@ -348,7 +352,7 @@ class RoomTable:
             return []
         effects = self._remove_participant(participant)
         room = self.rooms.get(participant.path)
-        if is_orderly and room is not None and participant.role is Role.PRODUCER and room.producer is None:
+        if is_orderly and room is not None and participant.role is ParticipantRole.PRODUCER and room.producer is None:
             room.claim = None
         return effects
 
@@ -362,10 +366,10 @@ class RoomTable:
         if room is None:
             return None
         if room.producer == participant_id:
-            return self.find(path, Role.PRODUCER, participant_id)
-        return self.find(path, Role.CONSUMER, participant_id) if participant_id in room.consumers else None
+            return self.find(path, ParticipantRole.PRODUCER, participant_id)
+        return self.find(path, ParticipantRole.CONSUMER, participant_id) if participant_id in room.consumers else None
 
-    def find(self, path: RoomPath, role: Role, participant_id: str) -> Participant | None:
+    def find(self, path: RoomPath, role: ParticipantRole, participant_id: str) -> Participant | None:
         """Return the recipient of messages to this id."""
         return self._by_id.get(self._key(Participant(None, path, participant_id, role)))
 
@@ -379,7 +383,7 @@ class RoomTable:
             rooms = (self.rooms.get(each.path) for each in self._participants.values())
             if sum(one is not None and one.owner == room.owner for one in rooms) >= self.limits.per_owner:
                 return False
-        if participant.role is Role.PRODUCER:
+        if participant.role is ParticipantRole.PRODUCER:
             return room.producer is None
         limit = room.consumer_limit
         return participant.id not in room.consumers and (limit is None or len(room.consumers) < limit)
@@ -392,11 +396,11 @@ class RoomTable:
         room = self.rooms.get(participant.path)
         if room is None:
             return []
-        if participant.role is Role.PRODUCER and room.producer == participant.id:
+        if participant.role is ParticipantRole.PRODUCER and room.producer == participant.id:
             room.producer = None
             room.has_foreign_producer = False
             room.claimed_until = time.monotonic() + CLAIM_GRACE
-        elif participant.role is Role.CONSUMER and participant.id in room.consumers:
+        elif participant.role is ParticipantRole.CONSUMER and participant.id in room.consumers:
             room.consumers.remove(participant.id)
         else:
             return []
@@ -409,12 +413,16 @@ class RoomTable:
         """Return the consumers of a room in the order of their joins; none without a room."""
         if room is None:
             return []
-        consumers = (self.find(room.path, Role.CONSUMER, name) for name in room.consumers)
+        consumers = (self.find(room.path, ParticipantRole.CONSUMER, name) for name in room.consumers)
         return [participant for participant in consumers if participant is not None]
 
     def participants(self, room: Room | None) -> list[Participant]:
         """Return the producer, then the consumers."""
-        producer = self.find(room.path, Role.PRODUCER, room.producer) if room and room.producer is not None else None
+        producer = (
+            self.find(room.path, ParticipantRole.PRODUCER, room.producer)
+            if room and room.producer is not None
+            else None
+        )
         return [*([] if producer is None else [producer]), *self.consumers(room)]
 
     def others(self, room: Room | None, excluded: Participant) -> list[Participant]:
@@ -442,7 +450,7 @@ def _latched_stop(connection: Connection, room: Room, commander: Commander | Non
     """Return the effects that announce a latched emergency stop to a new connection."""
     if commander is None or commander.latch is None:
         return []
-    stop = protocol.EmergencyStop(commander.latch, room.producer or session_of(room.path.room))
+    stop = protocol.EmergencyStopMessage(commander.latch, room.producer or session_of(room.path.room))
     return [Send((connection,), stop)]
 
 
@@ -455,7 +463,7 @@ def _refuse_join(connection: Connection, kind: Kind, error: CommandRefused | Non
     if error is not None:
         message = protocol.VideoError(f"Cannot join room: {error}", error.code)
     elif kind is Kind.ROBOTICS:
-        message = protocol.JoinRefused()
+        message = protocol.JoinRefusal()
     return [Send((connection,), message), Close((connection,), "join refused")]
 
 

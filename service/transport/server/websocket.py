@@ -16,14 +16,13 @@ from sanic.exceptions import WebsocketClosed
 from sanic.server.websockets.impl import WebsocketImplProtocol
 from websockets.protocol import State
 
-from service.auth.caller import ANYBODY, Caller, caller_of
-from service.auth.caller import Role as KeyRole
+from service.auth.caller import ANYBODY, Caller, Role, caller_of
 from service.http.fair_queue import FairQueue
 from service.http.protocol import DeadlineProtocol
 from service.transport import protocol
 from service.transport.address import Kind
 from service.transport.client.room_keys import CLAIM_HEADER
-from service.transport.protocol import Json, Message, Role, WireError
+from service.transport.protocol import Json, Message, ParticipantRole, WireError
 from service.transport.server.bodies import VideoConfig
 from service.transport.server.rooms import (
     CommandRefused,
@@ -218,10 +217,10 @@ def receive_message(table: RoomTable, connection: Connection, message: Message, 
     match message:
         case protocol.Heartbeat():
             return _reply(participant, protocol.HeartbeatAck())
-        case protocol.EmergencyStop():
+        case protocol.EmergencyStopMessage():
             is_robotics = participant.path.kind is Kind.ROBOTICS
             default = f"Emergency stop from {participant.id}" if is_robotics else "Emergency stop triggered"
-            stop = protocol.EmergencyStop((message.reason or default)[:MAX_REASON], participant.id)
+            stop = protocol.EmergencyStopMessage((message.reason or default)[:MAX_REASON], participant.id)
             return send(table.participants(room), stop)
     if participant.path.kind is Kind.VIDEO:
         return _relay_to_others(table, participant, room, message)
@@ -236,7 +235,7 @@ def refuse_message(table: RoomTable, connection: Connection, error: WireError) -
     if participant is None or participant.path.kind is Kind.VIDEO or error.type is None:
         return []
     if error.type == "joint_update":
-        return _reply(participant, _UPDATE_FAILED) if participant.role is Role.PRODUCER else []
+        return _reply(participant, _UPDATE_FAILED) if participant.role is ParticipantRole.PRODUCER else []
     return [] if error.type in _IGNORED_TYPES | _HANDLED_TYPES else _reply(participant, _unknown_type(error.type))
 
 
@@ -267,7 +266,7 @@ def publish_joints(
 def _update_joints(
     table: RoomTable, participant: Participant, room: Room | None, message: protocol.JointUpdate
 ) -> Effects:
-    if participant.role is not Role.PRODUCER or not message.data:
+    if participant.role is not ParticipantRole.PRODUCER or not message.data:
         return []
     if room is None:
         return _reply(participant, _UPDATE_FAILED)
@@ -297,7 +296,7 @@ def _relay_to_others(table: RoomTable, participant: Participant, room: Room | No
         case protocol.StreamStarted() | protocol.StreamStopped():
             relayed = replace(message, participant_id=participant.id, timestamp=None)
         case protocol.VideoConfigUpdate():
-            if room is not None and participant.role is Role.PRODUCER:
+            if room is not None and participant.role is ParticipantRole.PRODUCER:
                 room.config = _apply_update(room.config, message.config)
             relayed = replace(message, source=participant.id, timestamp=None)
         case protocol.StatusUpdate():
@@ -410,9 +409,9 @@ async def serve_participant(
         key_watch.cancel()
 
 
-def _may_join(caller: Caller, room: Room, role: Role) -> bool:
+def _may_join(caller: Caller, room: Room, role: ParticipantRole) -> bool:
     """Whether a caller may have this role; producers need an operator's key, because they control a robot."""
-    return caller.sees(room.owner) and (role is not Role.PRODUCER or caller.role >= KeyRole.OPERATOR)
+    return caller.sees(room.owner) and (role is not ParticipantRole.PRODUCER or caller.role >= Role.OPERATOR)
 
 
 async def _close_when_unauthorized(
@@ -422,9 +421,9 @@ async def _close_when_unauthorized(
     while is_still_authorized():  # noqa: ASYNC110, a file sends no event when it changes
         await asyncio.sleep(KEY_CHECK_INTERVAL)
     participant = table.get_participant(outbox)
-    if participant is not None and participant.role is Role.PRODUCER:
+    if participant is not None and participant.role is ParticipantRole.PRODUCER:
         # The stop is latched, because the robot must not move by itself if the file of keys is restored.
-        stop = protocol.EmergencyStop("its key is no longer accepted")
+        stop = protocol.EmergencyStopMessage("its key is no longer accepted")
         perform_effects(receive_message(table, outbox, stop, time.monotonic()))
     socket.fail_connection(1008, "the key is no longer accepted")
 
@@ -464,15 +463,15 @@ def relay_signal(table: RoomTable, path: RoomPath, client_id: str, signal: Json)
         raise InvalidSignal("signal without type")
     sender = table.find_sender(path, client_id)
     role = None if sender is None else sender.role
-    to = Role.PRODUCER if role is Role.CONSUMER else Role.CONSUMER
+    to = ParticipantRole.PRODUCER if role is ParticipantRole.CONSUMER else ParticipantRole.CONSUMER
     target = None if role is None else signal.get(f"target_{to}")
     has_target = isinstance(target, str) and target != ""
     match signal["type"], to:
-        case "offer", Role.CONSUMER if has_target:
+        case "offer", ParticipantRole.CONSUMER if has_target:
             what, message = "Offer", protocol.WebrtcOffer(_read_description(signal), client_id)
         case "offer", _:
             return "Peer-to-peer mode - no server WebRTC processing", []
-        case "answer", Role.PRODUCER if has_target:
+        case "answer", ParticipantRole.PRODUCER if has_target:
             what, message = "Answer", protocol.WebrtcAnswer(_read_description(signal), client_id)
         case "ice", _ if has_target:
             if not isinstance(candidate := signal.get("candidate"), dict):

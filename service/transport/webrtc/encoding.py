@@ -30,7 +30,7 @@ TIME_BASE = Fraction(1, VIDEO_CLOCK_RATE)
 _ENCODER = "_RTCRtpSender__encoder"
 
 
-class Camera:
+class VideoCamera:
     """Newest picture of one camera, which is sent once, at most ``rate`` times per second."""
 
     def __init__(self, rate: float):
@@ -60,7 +60,7 @@ class CameraTrack(MediaStreamTrack):
 
     kind = "video"
 
-    def __init__(self, camera: Camera):
+    def __init__(self, camera: VideoCamera):
         super().__init__()
         self.camera = camera
         self.sent = 0

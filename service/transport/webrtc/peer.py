@@ -47,7 +47,7 @@ class BadSignal(Exception):
     """An offer, an answer or a candidate is invalid."""
 
 
-class Peer:
+class PeerConnection:
     """Peer connection with its candidates; ``answer_offer`` and ``create_offer`` start it.
 
     Attributes:

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import database_kills
 from benchmarks.postgres import PostgresServer
-from robojax.client import AsyncClient, Client, Refused
+from robojax.client import AsyncClient, Client, RequestRefused
 from service.api import redirects
 from service.api.redirects import ADDRESS_HEADER, CODE
 from service.auth.caller import Role
@@ -634,7 +634,7 @@ async def test_a_key_is_sent_to_listed_servers_only(servers: Servers, where: str
     async with await asyncio.start_server(hear, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with AsyncClient(url, key="rjk_secret") as client:
-            with pytest.raises(Refused, match="it is elsewhere") as refused:
+            with pytest.raises(RequestRefused, match="it is elsewhere") as refused:
                 await client.session("arm").delete()
     assert refused.value.status == 307
     assert heard == ["/sessions/arm"] if where == "another path" else ["/sessions/arm", "/cluster"]

@@ -18,7 +18,7 @@ import pytest
 from service.errors import PolicyFailed
 from service.inference.batching import LatencyModel
 from service.inference.device_worker import DeviceGone
-from service.rollout.gates import GateLimits, ProbationSettings, Verdict
+from service.rollout.gates import GateLimits, GateVerdict, ProbationSettings
 from service.rollout.rollout import LATENCY_RUNS, Rollout, RolloutSettings
 from service.sessions.store import NewSession, Session
 from service.stage import Stage
@@ -287,7 +287,7 @@ class Raising(ScriptedPolicy):
 async def test_bad_policy_is_refused_while_the_old_runs(policy: ScriptedPolicy, reason: str, pauses: Pauses) -> None:
     async with rigged(limits=GateLimits() if reason == "slow" else UNHURRIED) as rig:
         session = await rig.running()
-        missed, verdict = [], Verdict("unknown", "")
+        missed, verdict = [], GateVerdict("unknown", "")
         # A first inference that the machine kept back would make all of them slow ones.
         usual = session.robot_io.runner.seconds["total"]
         await until(lambda: (usual.percentile(90) or 0.0) < 0.05)

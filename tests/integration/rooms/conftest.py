@@ -16,7 +16,7 @@ from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import OnCommand, Robot, connect_robot
 from service.transport.client.rooms_link import RoomsTransport
 from service.transport.link import Link, LinkEvent, LinkRequest, Rooms, Transport
-from service.transport.server.app import TransportSettings
+from service.transport.server.app import RoomsSettings
 from tests.faults.proxy import FaultProxy, fault_proxy
 from tests.testing.rooms_server import serve_transport
 from tests.testing.waiting import until
@@ -152,7 +152,7 @@ def serve() -> Serve:
 
     @asynccontextmanager
     async def served(**settings: Any) -> AsyncIterator[Caller]:
-        async with serve_transport(TransportSettings(**settings)) as base, aiohttp.ClientSession() as session:
+        async with serve_transport(RoomsSettings(**settings)) as base, aiohttp.ClientSession() as session:
             caller = Caller(session, base)
             yield caller
             await asyncio.gather(*(socket.close() for socket in caller.opened))
@@ -183,7 +183,7 @@ class Server:
 
     async def start(self, **settings: Any) -> None:
         self._life = AsyncExitStack()
-        self.url = await self._life.enter_async_context(serve_transport(TransportSettings(**settings), port=self._port))
+        self.url = await self._life.enter_async_context(serve_transport(RoomsSettings(**settings), port=self._port))
         self._port = int(self.url.rsplit(":", 1)[1])
 
     async def kill(self) -> None:

@@ -17,8 +17,7 @@ from service.transport.address import Address, Kind
 from service.transport.client.connection import KERNEL_SEND_BUFFER, Membership, TransportTimeouts, retry_delay
 from service.transport.client.rooms_link import COMMAND_LIFETIME
 from service.transport.link import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
-from service.transport.protocol import EmergencyStop as StopMessage
-from service.transport.protocol import WireError, rooms_of
+from service.transport.protocol import EmergencyStopMessage, WireError, rooms_of
 from service.transport.server.rooms import RoomPath, RoomTable
 
 SERVER_SIDE = ("sockets.py", "outbox.py", "cleanup.py", "server.py", "impl.py", "http_protocol.py", "frame.py")
@@ -314,7 +313,7 @@ async def test_a_pause_drops_a_command_but_not_an_emergency_stop(both, until):
         await until(lambda: heard == [{"Jaw": 1.0}])
         assert link.send([JointValue("Jaw", 2.0)])
         connection = link._connections["s-joint-output"]
-        assert connection.send(StopMessage("test"))
+        assert connection.send(EmergencyStopMessage("test"))
         time.sleep(1.5 * COMMAND_LIFETIME)  # noqa: ASYNC251 - nothing of this process runs, as when it is suspended
         await until(lambda: len(stops) == 1)
         robot.unlatch()
@@ -367,7 +366,7 @@ async def test_a_robot_stops_the_session_and_hears_the_stops_of_others(both, see
         assert stop.source.startswith("robot-")
         await asyncio.sleep(0.05)
         assert heard == []  # not its own echo
-        link._output.send(StopMessage(reason="the operator"))
+        link._output.send(EmergencyStopMessage(reason="the operator"))
         await until(lambda: heard)
         assert heard[0].reason == "the operator"
 

@@ -22,10 +22,10 @@ from service.transport.client.connection import RoomConnection
 from service.transport.client.rest import RoomsApi, http_session
 from service.transport.client.rooms_link import run_beside
 from service.transport.link import LinkDown, Rooms
-from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
+from service.transport.protocol import ParticipantJoined, ParticipantRole, WebrtcIce, WebrtcOffer
 from service.transport.webrtc.decoding import MAX_BACKLOG, FrameDecoder
 from service.transport.webrtc.ice import EarlyCandidates, split_candidates
-from service.transport.webrtc.peer import BadSignal, Peer
+from service.transport.webrtc.peer import BadSignal, PeerConnection
 
 ROOT = Path(__file__).parents[3]
 RED, GREEN = (200, 30, 40), (20, 180, 60)
@@ -56,7 +56,7 @@ async def watching(url, inbox, pace):
         api = RoomsApi(session, Address.parse(url), pace)
         receiver = CameraReceiver("front", "s-front", api, inbox, ())
         connection = RoomConnection(
-            api, Kind.VIDEO, "w", "s-front", id_prefix="viewer", role=Role.CONSUMER, listener=receiver
+            api, Kind.VIDEO, "w", "s-front", id_prefix="viewer", role=ParticipantRole.CONSUMER, listener=receiver
         )
         await connection.open()
         try:
@@ -208,7 +208,7 @@ async def test_sound_beside_the_picture_is_not_taken():
     theirs.addTrack(AudioStreamTrack())
     theirs.addTrack(VideoStreamTrack())
     await theirs.setLocalDescription()
-    ours = Peer(())
+    ours = PeerConnection(())
     answer = await ours.answer_offer(
         theirs.localDescription.sdp, FrameDecoder(lambda image, at: None, lambda error: None)
     )
@@ -221,7 +221,7 @@ async def test_sound_beside_the_picture_is_not_taken():
 
 
 async def test_an_answer_out_of_turn_is_refused():
-    peer = Peer(())
+    peer = PeerConnection(())
     with pytest.raises(BadSignal, match="while the connection was stable"):
         await peer.accept_answer("v=0\r\n")
     await peer.close()
@@ -243,7 +243,7 @@ async def test_candidates_that_come_before_their_offer_are_used(until):
     early.keep("p", {"candidate": "candidate:1 1 udp 1 x.local 9 typ host", "usernameFragment": "older"})
     assert len(early.for_description("p", bare)) == sum(line.startswith("a=candidate") for line in lines) + 1
     frames = []
-    ours = Peer(())
+    ours = PeerConnection(())
     answer = await ours.answer_offer(bare, FrameDecoder(lambda image, at: frames.append(image), lambda error: None))
     ours.add_candidates(early.for_description("p", bare))
     # Their side gets none of ours either, so only the early candidates can connect the two.
@@ -276,7 +276,7 @@ def test_mdns_candidates_leave_a_description_and_trickle_instead():
 
 
 async def test_an_unusable_candidate_harms_nothing():
-    peer = Peer(())
+    peer = PeerConnection(())
     peer.add_candidates(
         [{"candidate": "x"}, {"candidate": 5}, {}, {"candidate": "candidate:1 1 udp 1 h h typ host", "sdpMid": 7}]
     )
@@ -287,7 +287,7 @@ async def test_an_unusable_candidate_harms_nothing():
 async def test_only_consumers_are_offered_to(both, until):
     async with both("front") as (_, robot):
         await until(lambda: robot.health()["rooms"]["s-front"]["video"]["offers"] == 1)
-        robot._senders["front"].on_message(ParticipantJoined("s-front", "other", Role.PRODUCER), 0.0)
+        robot._senders["front"].on_message(ParticipantJoined("s-front", "other", ParticipantRole.PRODUCER), 0.0)
         await asyncio.sleep(0.3)
         assert robot.health()["rooms"]["s-front"]["video"]["offers"] == 1
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from robojax.cli.serve import transport
 from service.transport.address import Kind
-from service.transport.server.app import TransportSettings, add_transport
+from service.transport.server.app import RoomsSettings, add_transport
 from service.transport.server.rooms import RoomLimits
 from service.transport.server.websocket import OutboxLimits
 from tests.testing.rooms_server import serve_transport
@@ -422,7 +422,7 @@ def test_the_command_says_what_to_do_when_its_port_is_taken():
 async def test_both_prefixes_have_the_same_routes():
     app = Sanic("somebody-elses-app", configure_logging=False)
     try:
-        settings = TransportSettings()
+        settings = RoomsSettings()
         table = settings.table()
         add_transport(app, table, settings)
         paths = {route.path for route in app.router.routes}

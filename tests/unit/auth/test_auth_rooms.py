@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from service.auth.caller import Role
-from service.auth.guard import Admissions, Guard
+from service.auth.guard import AccessGuard, Admissions
 from service.auth.keys import KeyFile, OwnKey
 from service.errors import TransportError
 from service.reloading_file import FileUnusable
@@ -164,7 +164,7 @@ async def test_the_rooms_server_alone_has_keys_too(tmp_path):
     file = KeyFile(tmp_path / "keys.json")
     key = file.create("lab", Role.OPERATOR, "lab", time.time())
     listing = tmp_path / "elsewhere"
-    async with serve_transport(guard=Guard(Admissions(file))) as url, aiohttp.ClientSession(url) as http:
+    async with serve_transport(guard=AccessGuard(Admissions(file))) as url, aiohttp.ClientSession(url) as http:
         listing.write_text(f"# the lab's\n{url} {key}\nhttps://rooms.example rjk_other\n")
         listing.chmod(0o600)
         for headers, expected in (({}, 401), (auth_headers(key), 200)):

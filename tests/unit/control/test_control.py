@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.control.aggregation import AGGREGATIONS, EnsembleAggregation
-from service.control.chunk_scheduler import PolicyAnswer, PolicyRequest
+from service.control.chunk_scheduler import ChunkRequest, PolicyAnswer
 from service.control.config import ControlConfig, ControlSettings, SafetySettings
 from service.control.controller import ControlEvent, Controller, TickResult
 from service.control.joints import SO100, JointTable
@@ -56,7 +56,7 @@ class World:
     now: float = 100.0
     sent: list[tuple[float, list[float]]] = field(default_factory=list)
     asked: list[float] = field(default_factory=list)
-    answers: list[tuple[float, PolicyRequest]] = field(default_factory=list)
+    answers: list[tuple[float, ChunkRequest]] = field(default_factory=list)
     events: list[ControlEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class World:
                 self.buffer.put_frame("front", FRAME, self.now - self.age)
             self.do(self.control.tick(self.now))
 
-    def answer(self, request: PolicyRequest) -> None:
+    def answer(self, request: ChunkRequest) -> None:
         chunk = self.policy(request.snapshot)
         error = ("policy_failed", chunk) if isinstance(chunk, str) else None
         self.do(self.control.accept(PolicyAnswer(request, None if error else chunk, error), self.now))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.control.chunk_scheduler import PolicyRequest
+from service.control.chunk_scheduler import ChunkRequest
 from service.control.controller import TickResult
 from service.control.observation_buffer import Snapshot
 from service.control.policy_runner import PolicyRunner
@@ -17,9 +17,9 @@ from tests.testing.doubles import ScriptedPolicy
 SIZE = (48, 64)
 
 
-def request() -> PolicyRequest:
+def request() -> ChunkRequest:
     frames = {"front": np.zeros((*SIZE, 3), np.uint8)}
-    return PolicyRequest(Snapshot(frames, np.zeros(6, np.float32), 0.0, {"front": SIZE}), 0.0)
+    return ChunkRequest(Snapshot(frames, np.zeros(6, np.float32), 0.0, {"front": SIZE}), 0.0)
 
 
 def loaded(**options: Any) -> LoadedPolicy:

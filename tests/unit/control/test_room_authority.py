@@ -19,7 +19,7 @@ from service.stage import MOVING, Stage
 from service.stats import Tally
 from service.transport import protocol
 from service.transport.address import Kind
-from service.transport.protocol import Join, JointUpdate, Role
+from service.transport.protocol import Join, JointUpdate, ParticipantRole
 from service.transport.server import websocket
 from service.transport.server.rooms import CommandRefused, RoomPath, RoomTable, Send
 
@@ -54,7 +54,7 @@ class Arena:
         self.session, self.latch = session, None
         self.table = RoomTable(authority=RoomAuthority(lambda: self))  # type: ignore[arg-type]
         self.table.create(ARM, 0.0, claim=OWN)
-        self.table.join("robot", ARM, Join("robot", Role.CONSUMER), 0.0)
+        self.table.join("robot", ARM, Join("robot", ParticipantRole.CONSUMER), 0.0)
         self.heard: list[dict[str, float]] = []
 
     def find(self, session_id: str) -> Any:
@@ -71,7 +71,7 @@ class Arena:
         return [message for _, message in sent]
 
     def seat(self, who: str, claim: str | None) -> bool:
-        self.perform(self.table.join(who, ARM, Join(who, Role.PRODUCER), 0.0, claim=claim))
+        self.perform(self.table.join(who, ARM, Join(who, ParticipantRole.PRODUCER), 0.0, claim=claim))
         return self.table.get_participant(who) is not None
 
     def say(self, who: str, values: dict[str, float]) -> list[Any]:
@@ -110,7 +110,7 @@ def test_what_somebody_commanded_before_the_session_did_is_told_to_nobody() -> N
     assert arena.over_rest({"Jaw": 90.0}, OWN) is None
     arena.session = Double()
     assert arena.seat("session", OWN)
-    joined = arena.perform(arena.table.join("late", ARM, Join("late", Role.CONSUMER), 0.0))
+    joined = arena.perform(arena.table.join("late", ARM, Join("late", ParticipantRole.CONSUMER), 0.0))
     assert protocol.StateSync({}) in joined
     assert not [message for message in joined if isinstance(message, protocol.StateSync) and message.data]
 
@@ -118,7 +118,7 @@ def test_what_somebody_commanded_before_the_session_did_is_told_to_nobody() -> N
 def test_a_stopped_session_keeps_its_room_and_hides_commands() -> None:
     arena = seated()
     arena.say("session", {"Jaw": 50.0})
-    join = Join("late", Role.CONSUMER)
+    join = Join("late", ParticipantRole.CONSUMER)
     assert protocol.StateSync({"Jaw": 50.0}) in arena.perform(arena.table.join("late", ARM, join, 0.0))
     arena.table.leave("late")
     arena.session.stage = Stage.STOPPED
@@ -172,8 +172,8 @@ def test_a_latch_outlives_its_session_for_its_owner_only() -> None:
     arena.table.leave("session")
     arena.session, arena.latch = None, Latch("smoke", "ann")
     assert arena.over_rest({"Jaw": 1.0}, OWN) == "latched"
-    told = arena.perform(arena.table.join("late", ARM, Join("late", Role.CONSUMER), 0.0))
-    assert told[-1] == protocol.EmergencyStop("smoke", "arm")
+    told = arena.perform(arena.table.join("late", ARM, Join("late", ParticipantRole.CONSUMER), 0.0))
+    assert told[-1] == protocol.EmergencyStopMessage("smoke", "arm")
     arena.table.get(ARM).owner = "bob"
     assert arena.over_rest({"Jaw": 1.0}) is None
     arena.table.get(ARM).owner = arena.latch = None
@@ -233,7 +233,7 @@ def test_no_order_of_events_sends_an_unsafe_command(script: list[Any]) -> None:
                     assert claim != OWN
             case ("robot joins",):
                 arena.table.leave("robot")
-                arena.perform(arena.table.join("robot", ARM, Join("robot", Role.CONSUMER), 0.0))
+                arena.perform(arena.table.join("robot", ARM, Join("robot", ParticipantRole.CONSUMER), 0.0))
         for heard in arena.heard[before:]:
             assert heard.keys() <= set(NAMES)
             assert all(joint.low <= heard.get(joint.name, joint.low) <= joint.high for joint in SO100)

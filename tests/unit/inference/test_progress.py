@@ -1,7 +1,7 @@
 import pytest
 
 from jaxmodels.hub import Downloading
-from service.inference.progress import MAX_SAMPLES, LoadDurations, Progress
+from service.inference.progress import MAX_SAMPLES, LoadDurations, LoadProgress
 
 
 class Clock:
@@ -17,8 +17,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def prepare(clock: Clock, durations: LoadDurations, policy: str = "act", **seconds: float) -> Progress:
-    progress = Progress(policy, durations, clock)
+def prepare(clock: Clock, durations: LoadDurations, policy: str = "act", **seconds: float) -> LoadProgress:
+    progress = LoadProgress(policy, durations, clock)
     for word, took in seconds.items():
         progress.report(word)
         clock.now += took
@@ -27,7 +27,7 @@ def prepare(clock: Clock, durations: LoadDurations, policy: str = "act", **secon
 
 
 def test_without_measurements_only_a_download_has_an_estimate(clock: Clock) -> None:
-    progress = Progress("act", LoadDurations(), clock)
+    progress = LoadProgress("act", LoadDurations(), clock)
     assert progress.estimate_remaining() is None
     progress.report("reading")
     assert (progress.stage, progress.estimate_remaining()) == ("reading", None)
@@ -44,7 +44,7 @@ def test_without_measurements_only_a_download_has_an_estimate(clock: Clock) -> N
 def test_the_time_left_is_that_of_this_step_and_the_later_ones(clock: Clock) -> None:
     durations = LoadDurations()
     prepare(clock, durations, reading=1, compiling=8)
-    progress = Progress("act", durations, clock)
+    progress = LoadProgress("act", durations, clock)
     progress.report("reading")
     clock.now += 0.25
     assert progress.estimate_remaining() == pytest.approx(8.75)

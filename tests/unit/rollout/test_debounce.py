@@ -1,8 +1,8 @@
 import pytest
 
-from service.rollout.triggers import MAX_DELIVERY_IDS, Retries, Target, Trigger, TriggerQueue
+from service.rollout.triggers import MAX_DELIVERY_IDS, Retries, Trigger, TriggerQueue, TriggerTarget
 
-MAIN, DEV = Target("a/b", "main"), Target("a/b", "dev")
+MAIN, DEV = TriggerTarget("a/b", "main"), TriggerTarget("a/b", "dev")
 
 
 class Queue(TriggerQueue):
@@ -21,7 +21,7 @@ class Queue(TriggerQueue):
         return self.take_due()
 
 
-def webhook(target: Target, *ids: str) -> Trigger:
+def webhook(target: TriggerTarget, *ids: str) -> Trigger:
     return Trigger(target, "webhook", "hook", ids)
 
 

@@ -14,7 +14,7 @@ from service.errors import UpdateFailed
 from service.rollout.sources import FolderSource, HubLimits, HubSource
 from service.rollout.triggers import MAX_DELIVERY_IDS
 from tests.testing.stub_hub import Failure
-from tests.unit.rollout.world import REPO, SETTINGS, Robot, Verdict, World, policy, pushed, until
+from tests.unit.rollout.world import REPO, SETTINGS, GateVerdict, Robot, World, policy, pushed, until
 
 
 async def test_what_the_payload_says_is_not_deployed_but_the_head(world: World) -> None:
@@ -73,7 +73,7 @@ async def test_a_commit_without_weights_or_with_a_pickle_is_refused(world: World
 
 
 async def test_quarantine_survives_a_restart_and_a_poll(world: World) -> None:
-    world.robots["a"].verdicts["prepare"] = Verdict("not_finite", "joint 'wrist': NaN")
+    world.robots["a"].verdicts["prepare"] = GateVerdict("not_finite", "joint 'wrist': NaN")
     bad = await world.arrive(policy(1))
     (record,) = world.deployments.list()
     assert (record.result, record.reason, record.sha) == ("rejected", "not_finite", bad)
@@ -93,9 +93,14 @@ async def test_quarantine_survives_a_restart_and_a_poll(world: World) -> None:
 @pytest.mark.parametrize(
     ("step", "verdict", "outcome", "is_quarantined"),
     [
-        ("prepare", Verdict("session", "the session ended"), ("failed", "session"), False),
-        ("swap", Verdict("session", "the robot is held"), ("failed", "session"), False),
-        ("probation", Verdict("missed_ticks", "9 ticks", {"missed_ticks": 9}), ("rolled_back", "missed_ticks"), True),
+        ("prepare", GateVerdict("session", "the session ended"), ("failed", "session"), False),
+        ("swap", GateVerdict("session", "the robot is held"), ("failed", "session"), False),
+        (
+            "probation",
+            GateVerdict("missed_ticks", "9 ticks", {"missed_ticks": 9}),
+            ("rolled_back", "missed_ticks"),
+            True,
+        ),
     ],
 )
 async def test_only_the_fault_of_a_commit_is_quarantined(world, step, verdict, outcome, is_quarantined) -> None:
@@ -166,8 +171,8 @@ async def test_other_sessions_follow_after_the_first_probation(world: World) -> 
 @pytest.mark.parametrize("reason", ["busy", "gone"])
 async def test_a_session_that_is_held_or_gone_does_not_keep_it_from_the_others(world: World, reason: str) -> None:
     world.robots.robots += [Robot("b"), Robot("c")]
-    world.robots["a"].verdicts["prepare"] = Verdict(reason, "not now")
-    world.robots["b"].verdicts["swap"] = Verdict(reason, "not now")
+    world.robots["a"].verdicts["prepare"] = GateVerdict(reason, "not now")
+    world.robots["b"].verdicts["swap"] = GateVerdict(reason, "not now")
     sha = await world.arrive(policy(1))
     assert world.robots["c"].sha == sha
     record = world.ended(("failed", "busy") if reason == "busy" else ("swapped", None))
@@ -314,7 +319,7 @@ async def test_kill_during_a_rollback_quarantines_the_commit(world, tmp_path, mo
     step, killed = "rollback" if is_asked else "probation", tmp_path / "killed"
     go_back = getattr(world.robots, step)
 
-    async def die(*arguments: str) -> Verdict:
+    async def die(*arguments: str) -> GateVerdict:
         verdict = await go_back(*arguments)
         # What is on the disk when the policy before has just taken over, as after a SIGKILL.
         killed.mkdir()
@@ -323,7 +328,7 @@ async def test_kill_during_a_rollback_quarantines_the_commit(world, tmp_path, mo
         return verdict
 
     if not is_asked:
-        world.robots["a"].verdicts["probation"] = Verdict("not_finite", "not a number")
+        world.robots["a"].verdicts["probation"] = GateVerdict("not_finite", "not a number")
     monkeypatch.setattr(world.robots, step, die)
     first, sha = world.robots["a"].sha, await world.arrive(policy(1))
     if is_asked:
@@ -353,9 +358,9 @@ async def test_rollback_needs_no_hub(world: World, monkeypatch: pytest.MonkeyPat
     fail = world.robots.probation
     away: list[Failure] = []
 
-    async def probation(session_id: str, sha: str) -> Verdict:
+    async def probation(session_id: str, sha: str) -> GateVerdict:
         away.append(world.hub.script(".*", "hang", times=None))
-        world.robots["a"].verdicts["probation"] = Verdict("not_finite", "not a number")
+        world.robots["a"].verdicts["probation"] = GateVerdict("not_finite", "not a number")
         return await fail(session_id, sha)
 
     monkeypatch.setattr(world.robots, "probation", probation)
@@ -427,7 +432,7 @@ async def test_a_full_disk_stops_no_robot(world: World, monkeypatch: pytest.Monk
     for step in (1, 2):
         sha = await world.arrive(policy(step))
         assert world.robots["a"].sha == sha
-    world.robots["a"].verdicts["prepare"] = Verdict("slow", "")
+    world.robots["a"].verdicts["prepare"] = GateVerdict("slow", "")
     bad = await world.arrive(policy(3))
     assert world.deployments.quarantine.get(REPO, bad) is not None
 

@@ -1,10 +1,10 @@
 import pytest
 
 from hooks.payload import WebhookPayload
-from service.rollout.triggers import Target, interpret_delivery, matches_ref
+from service.rollout.triggers import TriggerTarget, interpret_delivery, matches_ref
 from tests.unit.rollout.world import REPO, Robot, pushed
 
-MAIN = Target(REPO, "main")
+MAIN = TriggerTarget(REPO, "main")
 SHA = "1" * 40
 
 
@@ -27,7 +27,7 @@ SHA = "1" * 40
 def test_refs_that_a_session_follows(followed: str | None, moved: str, wanted: bool) -> None:
     assert matches_ref(followed or "main", moved) is wanted
     reading = interpret_delivery(pushed(SHA, moved), [Robot("a", ref=followed)])
-    assert reading.targets == ((Target(REPO, followed or "main"),) if wanted else ())
+    assert reading.targets == ((TriggerTarget(REPO, followed or "main"),) if wanted else ())
     assert (reading.ignored is None) is wanted
 
 
@@ -63,7 +63,7 @@ def test_sessions_of_one_ref_are_one_target() -> None:
 def test_refs_that_are_missing_or_cannot_be_read_are_about_all_refs(refs: object) -> None:
     body = pushed(SHA).model_dump(mode="json", exclude_unset=True) | {"updatedRefs": refs}
     payload = WebhookPayload.model_validate(body)
-    assert interpret_delivery(payload, [Robot("a"), Robot("b", ref="v1")]).targets == (MAIN, Target(REPO, "v1"))
+    assert interpret_delivery(payload, [Robot("a"), Robot("b", ref="v1")]).targets == (MAIN, TriggerTarget(REPO, "v1"))
 
 
 @pytest.mark.parametrize(

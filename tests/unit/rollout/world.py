@@ -12,9 +12,9 @@ from typing import Any
 from hooks.payload import WebhookPayload
 from service.rollout.config import DeploymentSettings
 from service.rollout.deployments import Deployments
-from service.rollout.gates import Verdict
+from service.rollout.gates import GateVerdict
 from service.rollout.records import Record
-from service.rollout.sources import Source
+from service.rollout.sources import PolicySource
 from tests.testing import waiting
 from tests.testing.stub_hub import StubHub
 
@@ -44,7 +44,7 @@ class Robot:
     mode: str = "swap"
     prepared: str | None = None
     before: str | None = None
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, GateVerdict] = field(default_factory=dict)
 
 
 class Robots:
@@ -67,7 +67,7 @@ class Robots:
     def list_followers(self) -> Sequence[Robot]:
         return self.robots
 
-    async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Any) -> Verdict:
+    async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Any) -> GateVerdict:
         self.steps.append(("prepare", session_id, sha))
         self.folders.append(folder)
         on_progress("loading")
@@ -78,17 +78,17 @@ class Robots:
         self[session_id].prepared = sha
         return self._verdict("prepare", session_id)
 
-    async def swap(self, session_id: str, sha: str) -> Verdict:
+    async def swap(self, session_id: str, sha: str) -> GateVerdict:
         self.steps.append(("swap", session_id, sha))
         robot = self[session_id]
         if robot.prepared != sha:
-            return Verdict("not_staged", "nothing is prepared")
+            return GateVerdict("not_staged", "nothing is prepared")
         verdict = self._verdict("swap", session_id)
         if verdict.reason is None:
             robot.before, robot.sha, robot.prepared = robot.sha, sha, None
         return verdict
 
-    async def probation(self, session_id: str, sha: str) -> Verdict:
+    async def probation(self, session_id: str, sha: str) -> GateVerdict:
         self.steps.append(("probation", session_id, sha))
         verdict = self._verdict("probation", session_id)
         if verdict.reason is not None:
@@ -100,14 +100,14 @@ class Robots:
         if self[session_id].prepared == sha:
             self[session_id].prepared = None
 
-    async def rollback(self, session_id: str) -> Verdict:
+    async def rollback(self, session_id: str) -> GateVerdict:
         self.steps.append(("rollback", session_id, None))
         robot = self[session_id]
         robot.sha, robot.before = robot.before, None
-        return Verdict()
+        return GateVerdict()
 
-    def _verdict(self, step: str, session_id: str) -> Verdict:
-        return self[session_id].verdicts.get(step, Verdict(figures={"seconds": 0.01}))
+    def _verdict(self, step: str, session_id: str) -> GateVerdict:
+        return self[session_id].verdicts.get(step, GateVerdict(figures={"seconds": 0.01}))
 
 
 SETTINGS = DeploymentSettings(quiet=0.1, longest=5.0, poll=None, transfer_pause=0.01)
@@ -116,7 +116,7 @@ SETTINGS = DeploymentSettings(quiet=0.1, longest=5.0, poll=None, transfer_pause=
 class World:
     """Everything together; `events` is what was told to the outside, `now` the clock that hints are held by."""
 
-    def __init__(self, hub: StubHub, robots: Robots, sources: Callable[[str], Source], folder: Path):
+    def __init__(self, hub: StubHub, robots: Robots, sources: Callable[[str], PolicySource], folder: Path):
         self.hub = hub
         self.robots = robots
         self.sources = sources

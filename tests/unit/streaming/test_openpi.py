@@ -17,7 +17,7 @@ import websockets
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
-from robojax.sim.arm import CAMERA, FRAME, HORIZON, Arm
+from robojax.sim.arm import CAMERA, FRAME, HORIZON, SimulatedArm
 from service.api.websockets import create_openpi_app
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
@@ -27,7 +27,7 @@ from service.http.server import listen, serve_app
 from service.sessions.compatibility import find_mismatches
 from service.sessions.request import DIRECT, NewSession
 from service.streaming import codec
-from service.streaming.observation import Observation, ObservationSpec
+from service.streaming.observation import ClientObservation, ObservationSpec
 from service.streaming.openpi import read_openpi_observation, rename_keys
 from tests.testing.doubles import ScriptedPolicy
 from tests.testing.peers import OPENPI_PYTHON, require_peers
@@ -278,7 +278,7 @@ def test_openpi_client_picks_up_a_cube():
         held.bind(("127.0.0.1", 0))
         port = str(held.getsockname()[1])
     serve = [sys.executable, "-m", "robojax.cli", "serve", "--port", "0", "--openpi-port", port, "--state", "off"]
-    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server, closing(Arm()) as arm:
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server, closing(SimulatedArm()) as arm:
         try:
             url = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
             new = {"session_id": "arm", "policy_path": "robojax/sim/policy", "transport_server_url": "direct"}
@@ -347,7 +347,7 @@ def test_a_camera_is_found_by_its_usual_names(message: dict, value: int) -> None
     assert renamed.get("prompt") == message.get("prompt")
 
 
-def read(message: dict) -> Observation:
+def read(message: dict) -> ClientObservation:
     return read_openpi_observation(memoryview(bytearray(codec.pack_openpi(message))), WANTED)
 
 

@@ -16,9 +16,9 @@ from service.transport.webrtc.encoding import (
     MAX_IMAGE_AGE,
     MIN_BITRATE,
     TIME_BASE,
-    Camera,
     CameraEncoder,
     CameraTrack,
+    VideoCamera,
 )
 from service.transport.webrtc.jitter_buffer import is_keyframe
 
@@ -83,7 +83,7 @@ def test_the_budget_follows_the_size_and_no_estimate():
 
 
 async def test_a_copy_of_each_picture_is_sent_once_and_the_newest_wins():
-    camera = Camera(rate=1000)
+    camera = VideoCamera(rate=1000)
     track = CameraTrack(camera)
     image = np.zeros((4, 4, 3), np.uint8)
     for level in (10, 20, 30):
@@ -103,7 +103,7 @@ async def test_a_copy_of_each_picture_is_sent_once_and_the_newest_wins():
 
 
 async def test_a_picture_that_is_not_fresh_is_not_sent_to_a_new_peer():
-    camera = Camera(rate=1000)
+    camera = VideoCamera(rate=1000)
     camera.show(np.zeros((4, 4, 3), np.uint8))
     camera.newest_at -= MAX_IMAGE_AGE
     track = CameraTrack(camera)
@@ -117,7 +117,7 @@ async def test_a_picture_that_is_not_fresh_is_not_sent_to_a_new_peer():
 
 
 async def test_the_rate_is_a_limit():
-    camera = Camera(rate=50)
+    camera = VideoCamera(rate=50)
     track = CameraTrack(camera)
     began = time.monotonic()
     for _ in range(4):
@@ -132,4 +132,4 @@ async def test_the_rate_is_a_limit():
 )
 def test_a_picture_of_another_form_is_refused(shape, dtype):
     with pytest.raises(ValueError, match=r"uint8 \(h, w, 3\)"):
-        Camera(rate=30).show(np.zeros(shape, dtype))
+        VideoCamera(rate=30).show(np.zeros(shape, dtype))

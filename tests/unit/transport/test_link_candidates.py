@@ -9,7 +9,7 @@ from aiortc import RTCPeerConnection
 
 from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.ice import explain_refused_address, split_candidates
-from service.transport.webrtc.peer import Peer
+from service.transport.webrtc.peer import PeerConnection
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_what_may_be_a_robots_address_is_tried(host: str) -> None:
 
 
 async def test_a_trickled_candidate_is_held_to_the_same() -> None:
-    peer, added = Peer(()), []
+    peer, added = PeerConnection(()), []
 
     async def note(candidate) -> None:
         added.append(candidate.ip)
@@ -61,7 +61,7 @@ async def test_what_a_name_is_resolved_to_is_held_to_the_same(address, is_used, 
     theirs = RTCPeerConnection()
     theirs.addTransceiver("video")
     await theirs.setLocalDescription(await theirs.createOffer())
-    peer = Peer(())
+    peer = PeerConnection(())
     try:
         named = "a=candidate:1 1 udp 5 abc.local 50000 typ host\r\na=end-of-candidates\r\n"
         offer = theirs.localDescription.sdp.replace("a=end-of-candidates\r\n", named)

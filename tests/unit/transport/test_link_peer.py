@@ -6,8 +6,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from service.transport.webrtc.decoding import FrameDecoder
-from service.transport.webrtc.encoding import Camera, CameraTrack
-from service.transport.webrtc.peer import Peer
+from service.transport.webrtc.encoding import CameraTrack, VideoCamera
+from service.transport.webrtc.peer import PeerConnection
 
 TURNS = 8  # of the event loop: in each of them something else is going on when the cancellation comes
 
@@ -26,10 +26,10 @@ async def cancelled(work: Coroutine[Any, Any, Any], turns: int) -> None:
     await asyncio.wait([task])
 
 
-async def connected() -> tuple[Peer, Peer]:
+async def connected() -> tuple[PeerConnection, PeerConnection]:
     screen = FrameDecoder(lambda image, observed_at: None, lambda error: None)
-    producer, consumer = Peer([]), Peer([])
-    offer = await producer.create_offer(CameraTrack(Camera(25)))
+    producer, consumer = PeerConnection([]), PeerConnection([])
+    offer = await producer.create_offer(CameraTrack(VideoCamera(25)))
     await producer.accept_answer(await consumer.answer_offer(offer, screen))
     for peer in (producer, consumer):
         while not peer.connected_at:
@@ -41,8 +41,8 @@ async def connected() -> tuple[Peer, Peer]:
 async def test_an_offer_that_is_cancelled_leaves_no_socket_open():
     before = sockets()
     for turns in range(TURNS):
-        peer = Peer([])
-        await cancelled(peer.create_offer(CameraTrack(Camera(25))), turns)
+        peer = PeerConnection([])
+        await cancelled(peer.create_offer(CameraTrack(VideoCamera(25))), turns)
         await peer.close()
         assert sockets() == before, f"cancelled after {turns} turns of the loop"
 

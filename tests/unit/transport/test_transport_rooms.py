@@ -7,13 +7,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from service.transport import protocol
 from service.transport.address import Kind
-from service.transport.protocol import Join, JointUpdate, Role, WireError
+from service.transport.protocol import Join, JointUpdate, ParticipantRole, WireError
 from service.transport.server import websocket
 from service.transport.server.rooms import Close, RoomLimits, RoomPath, RoomTable, Send, TooManyRooms, UnknownRoom
 
 ARM = RoomPath(Kind.ROBOTICS, "w", "arm")
 CAMERA = RoomPath(Kind.VIDEO, "w", "camera")
-PRODUCER, CONSUMER = Role.PRODUCER, Role.CONSUMER
+PRODUCER, CONSUMER = ParticipantRole.PRODUCER, ParticipantRole.CONSUMER
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_one_id_may_be_producer_and_consumer_of_one_room(table):
     table.join("b", ARM, Join("me", CONSUMER), 0.0)
     table.leave("a")
     assert (table.get(ARM).producer, table.get(ARM).consumers) == (None, ["me"])
-    stop = websocket.receive_message(table, "b", protocol.EmergencyStop(), 0.0)
+    stop = websocket.receive_message(table, "b", protocol.EmergencyStopMessage(), 0.0)
     assert told(stop) == [("b", "emergency_stop")]
 
 
@@ -123,7 +123,7 @@ def test_settings_that_do_not_fit_are_told_but_not_kept(table, update):
 
 def test_a_long_reason_is_cut(table):
     table.join("c", ARM, Join("c", CONSUMER), 0.0)
-    (effect,) = websocket.receive_message(table, "c", protocol.EmergencyStop("x" * 10_000), 0.0)
+    (effect,) = websocket.receive_message(table, "c", protocol.EmergencyStopMessage("x" * 10_000), 0.0)
     assert len(effect.message.reason) == websocket.MAX_REASON
 
 
@@ -148,7 +148,7 @@ places = st.sampled_from([ARM, CAMERA, RoomPath(Kind.VIDEO, "w", "arm"), RoomPat
 frames = st.sampled_from(
     [
         protocol.Heartbeat(),
-        protocol.EmergencyStop(),
+        protocol.EmergencyStopMessage(),
         JointUpdate(({"name": "Jaw", "value": 1},)),
         JointUpdate(({"name": "Jaw", "value": 2},)),
         protocol.StreamStarted({}),
@@ -189,7 +189,7 @@ class Life(RuleBasedStateMachine):
         except UnknownRoom:
             assert place not in self.table.rooms
 
-    @rule(target=connections, place=places, who=ids, role=st.sampled_from(Role))
+    @rule(target=connections, place=places, who=ids, role=st.sampled_from(ParticipantRole))
     def join(self, place, who, role):
         self.made += 1
         self.live.add(self.made)

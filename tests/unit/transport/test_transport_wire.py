@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.transport import protocol
-from service.transport.protocol import Join, JointUpdate, Role, Unknown, WireError
+from service.transport.protocol import Join, JointUpdate, ParticipantRole, Unknown, WireError
 
-KNOWN = [kind for kind in get_args(protocol.Message) if kind not in (Unknown, protocol.JoinRefused)]
+KNOWN = [kind for kind in get_args(protocol.Message) if kind not in (Unknown, protocol.JoinRefusal)]
 
 # Examples are slow to make on a loaded machine, which is no failure.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,7 +28,7 @@ objects = st.dictionaries(text, values, max_size=4)
 joints = st.builds(lambda extra, name, value: {**extra, "name": name, "value": value}, objects, names, numbers)
 descriptions = st.builds(lambda extra, sdp: {**extra, "sdp": sdp}, objects, text)
 BY_FIELD = {
-    "role": st.sampled_from(Role),
+    "role": st.sampled_from(ParticipantRole),
     "participant_id": names,
     "room_id": text,
     "workspace_id": st.none() | text,
@@ -68,7 +68,7 @@ def test_what_is_built_parses_to_the_same_message(message):
 
 
 @patient
-@given(st.builds(Join, participant_id=names, role=st.sampled_from(Role)))
+@given(st.builds(Join, participant_id=names, role=st.sampled_from(ParticipantRole)))
 def test_a_join_survives_the_wire_without_a_type(join):
     built = protocol.build_message(join)
     assert protocol.parse_join(built) == join
@@ -174,7 +174,7 @@ def test_an_emergency_stop_is_never_refused_for_its_fields(value):
     message = protocol.parse_message(
         '{"type":"emergency_stop","reason":VALUE,"timestamp":VALUE}'.replace("VALUE", value)
     )
-    assert isinstance(message, protocol.EmergencyStop)
+    assert isinstance(message, protocol.EmergencyStopMessage)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}])
@@ -184,7 +184,7 @@ def test_what_is_not_json_is_never_built(value):
 
 
 def test_an_unpaired_surrogate_neither_breaks_building_nor_parsing():
-    message = protocol.EmergencyStop("\ud800")
+    message = protocol.EmergencyStopMessage("\ud800")
     built = protocol.build_message(message)
     built.encode()
     assert protocol.parse_message(built) == message

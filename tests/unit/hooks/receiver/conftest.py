@@ -10,7 +10,7 @@ import aiohttp
 from sanic import Sanic
 
 from hooks.payload import sample
-from hooks.receiver.inbox import Status
+from hooks.receiver.inbox import EventStatus
 from hooks.receiver.receiver import Receiver
 from hooks.server.serving import build_url, open_listener, serve_app
 from tests.testing.waiting import until
@@ -69,7 +69,7 @@ async def until_ended(receiver: Receiver, event_id: str | None = None) -> None:
 
     async def ended() -> bool:
         return not any(
-            event.status in (Status.WAITING, Status.RUNNING) and event_id in (None, event.id)
+            event.status in (EventStatus.WAITING, EventStatus.RUNNING) and event_id in (None, event.id)
             for event in await receiver.events(limit=10_000)
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from hooks.receiver.inbox import Inbox, Status
+from hooks.receiver.inbox import EventInbox, EventStatus
 
 SERVER = Path(__file__).with_name("crashing_server.py")
 PATHS = ("on_loop", "in_thread", "queued")
@@ -104,8 +104,8 @@ async def crash(folder: Path, *, count: int, kills: int, seed: int) -> dict[str,
                 await asyncio.sleep(chance.random() * 0.03)
                 server.restart()
             await asyncio.gather(*workers)
-        with Inbox(folder / "inbox.sqlite3") as inbox:
-            while any(inbox.list(status=status, limit=1) for status in (Status.WAITING, Status.RUNNING)):  # noqa: ASYNC110
+        with EventInbox(folder / "inbox.sqlite3") as inbox:
+            while any(inbox.list(status=status, limit=1) for status in (EventStatus.WAITING, EventStatus.RUNNING)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             ends = Counter(str(event.status) for event in inbox.list(limit=10 * count))
     finally:

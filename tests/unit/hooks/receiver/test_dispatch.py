@@ -11,7 +11,7 @@ import sanic
 
 from hooks.errors import RetryableError, UnknownEvent
 from hooks.receiver.endpoint import ReceiverSettings, backoff
-from hooks.receiver.inbox import Event, Inbox, Status
+from hooks.receiver.inbox import Event, EventInbox, EventStatus
 from hooks.receiver.receiver import Receiver
 from tests.unit.hooks.receiver.conftest import make_payload, serving, until_ended
 
@@ -65,7 +65,7 @@ async def test_handlers_in_parallel_stay_within_the_limit(limit: str) -> None:
     async with serving(receiver, sync if limit == "threads" else later, "x", mode="queue") as sender:
         await asyncio.gather(*(sender.post("/webhooks/x", make_payload(f"a/{number}")) for number in range(8)))
         await until_ended(receiver)
-        assert [event.status for event in await receiver.events()] == [Status.DONE] * 8
+        assert [event.status for event in await receiver.events()] == [EventStatus.DONE] * 8
     assert max(most) == 2
 
 
@@ -126,7 +126,7 @@ async def test_failure_after_an_accepted_duplicate_is_retried_here() -> None:
         goes_on.set()
         assert (await first).status == 202
         await until_ended(receiver)
-        assert [event.status for event in await receiver.events()] == [Status.DONE]
+        assert [event.status for event in await receiver.events()] == [EventStatus.DONE]
     assert attempts == [1, 2]
 
 
@@ -168,8 +168,8 @@ async def test_a_waiting_sender_is_told_accepted_when_the_server_stops(tmp_path)
         assert (await waiting).status == 202
         assert (await sender.post("/webhooks/for_ever", make_payload("a/b"))).status == 503
         receiver._worker = None
-    with Inbox(tmp_path / "e.sqlite3") as inbox:
-        assert [event.status for event in inbox.list()] == [Status.WAITING]
+    with EventInbox(tmp_path / "e.sqlite3") as inbox:
+        assert [event.status for event in inbox.list()] == [EventStatus.WAITING]
 
 
 async def test_another_process_replays_and_the_running_receiver_picks_it_up(tmp_path) -> None:
@@ -182,9 +182,9 @@ async def test_another_process_replays_and_the_running_receiver_picks_it_up(tmp_
 
     async with serving(receiver, note) as sender:
         await sender.post("/webhooks/note", make_payload())
-        with Inbox(tmp_path / "e.sqlite3") as inbox:
+        with EventInbox(tmp_path / "e.sqlite3") as inbox:
             [event] = inbox.list(status="done")
-            assert inbox.replay(event.id).status is Status.WAITING
+            assert inbox.replay(event.id).status is EventStatus.WAITING
             await asyncio.wait_for(again.wait(), 30)
             with pytest.raises(UnknownEvent, match="no event 'e9'"):
                 inbox.replay("e9")
@@ -202,7 +202,7 @@ async def test_events_without_a_handler_wait_for_the_next_start(tmp_path, caplog
 
     async with serving(receiver("old")) as sender:
         await sender.post("/webhooks/old", make_payload())
-    with Inbox(path) as inbox:
+    with EventInbox(path) as inbox:
         inbox.replay(inbox.list()[0].id)
     async with serving(receiver("new")):
         pass

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from hooks.errors import InvalidWebhook
 from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import ReceiverSettings, check_sender, read_handler
-from hooks.receiver.inbox import Event, Status
+from hooks.receiver.inbox import Event, EventStatus
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_settings_that_cannot_be_used_are_refused(wrong: dict) -> None:
     assert "old-secret" not in repr(ReceiverSettings(secrets=("old-secret",)))
 
 
-EVENT = Event("e1", 1, "/webhooks/x", Status.RUNNING, 1, 0.0)
+EVENT = Event("e1", 1, "/webhooks/x", EventStatus.RUNNING, 1, 0.0)
 
 
 class Push(BaseModel):

@@ -7,12 +7,12 @@ import pytest
 from hooks.errors import UnknownEvent
 from hooks.receiver import inbox as ledger
 from hooks.receiver.endpoint import DAY
-from hooks.receiver.inbox import Acceptance, Answer, Event, Inbox, IncomingEvent
+from hooks.receiver.inbox import Acceptance, Answer, Event, EventInbox, IncomingEvent
 
 NOW = 1_700_000_000.0
 
 
-def arrive(inbox: Inbox, number: int, *, at: float = NOW, body: bytes = b"{}", **more) -> tuple[Acceptance, Event]:
+def arrive(inbox: EventInbox, number: int, *, at: float = NOW, body: bytes = b"{}", **more) -> tuple[Acceptance, Event]:
     parts = {"id": f"e{number}", "path": "/webhooks/x", "body": body, "headers": '{"user-agent": "hub"}'}
     parts |= {"lane": "repo-1", "identity": "", "webhook_id": "w1", "delivery_id": f"d{number}"}
     parts |= {"repo": "a/b", "repo_type": "model", "scope": "repo.content", "action": "update"}
@@ -21,22 +21,22 @@ def arrive(inbox: Inbox, number: int, *, at: float = NOW, body: bytes = b"{}", *
     return inbox.database.run_blocking(ledger.accept_event, arrival, **given)
 
 
-def begin(inbox: Inbox, event_id: str) -> Event | None:
+def begin(inbox: EventInbox, event_id: str) -> Event | None:
     rows, *_ = inbox.database.run_blocking(ledger.QUEUE.begin_due_rows, NOW, lambda path: True)
     return next((ledger.read_event(row) for row in rows if row["id"] == event_id), None)
 
 
-def end(inbox: Inbox, number: int, *, at: float = NOW) -> None:
+def end(inbox: EventInbox, number: int, *, at: float = NOW) -> None:
     inbox.database.run_blocking(ledger.finish_event, f"e{number}", Answer(200, b"null"), now=at)
 
 
 @pytest.fixture
 def inbox(tmp_path: Path):
-    with Inbox(tmp_path / "events.sqlite3") as opened:
+    with EventInbox(tmp_path / "events.sqlite3") as opened:
         yield opened
 
 
-def test_events_are_listed_newest_first_page_by_page(inbox: Inbox) -> None:
+def test_events_are_listed_newest_first_page_by_page(inbox: EventInbox) -> None:
     for number in range(5):
         arrive(inbox, number, path=f"/webhooks/{number % 2}")
     end(inbox, 4)
@@ -50,7 +50,7 @@ def test_events_are_listed_newest_first_page_by_page(inbox: Inbox) -> None:
         inbox.get("e9")
 
 
-def test_a_duplicate_is_known_by_its_id_whatever_its_body(inbox: Inbox) -> None:
+def test_a_duplicate_is_known_by_its_id_whatever_its_body(inbox: EventInbox) -> None:
     assert arrive(inbox, 1)[0] is Acceptance.NEW
     verdict, event = arrive(inbox, 2, delivery_id="d1", body=b"[]", at=NOW + 3 * DAY)
     assert (verdict, event.id) == (Acceptance.DUPLICATE, "e1")
@@ -58,7 +58,7 @@ def test_a_duplicate_is_known_by_its_id_whatever_its_body(inbox: Inbox) -> None:
     assert arrive(inbox, 4, delivery_id="d1", path="/webhooks/y")[0] is Acceptance.NEW
 
 
-def test_an_event_during_which_the_process_ends_too_often_is_a_dead_letter(inbox: Inbox) -> None:
+def test_an_event_during_which_the_process_ends_too_often_is_a_dead_letter(inbox: EventInbox) -> None:
     for number in (1, 2):
         arrive(inbox, number)
     for start in range(3):
@@ -71,7 +71,7 @@ def test_an_event_during_which_the_process_ends_too_often_is_a_dead_letter(inbox
     assert (dead.id, dead.error) == ("e1", "the process ended while it ran")
 
 
-def test_a_clean_stop_is_no_such_end(inbox: Inbox) -> None:
+def test_a_clean_stop_is_no_such_end(inbox: EventInbox) -> None:
     arrive(inbox, 1)
     for _ in range(5):
         assert begin(inbox, "e1")
@@ -79,7 +79,7 @@ def test_a_clean_stop_is_no_such_end(inbox: Inbox) -> None:
         assert inbox.database.run_blocking(ledger.resume_events, now=NOW, max_crashes=0)
 
 
-def test_what_ended_long_ago_is_forgotten_and_what_waits_never(inbox: Inbox) -> None:
+def test_what_ended_long_ago_is_forgotten_and_what_waits_never(inbox: EventInbox) -> None:
     for number in range(4):
         arrive(inbox, number)
     end(inbox, 0)
@@ -92,7 +92,7 @@ def test_what_ended_long_ago_is_forgotten_and_what_waits_never(inbox: Inbox) -> 
         assert [event.id for event in inbox.list()] == left
 
 
-def test_bodies_take_no_more_room_than_they_may(inbox: Inbox) -> None:
+def test_bodies_take_no_more_room_than_they_may(inbox: EventInbox) -> None:
     for number in range(6):
         arrive(inbox, number, body=bytes(100))
         if number < 5:
@@ -102,10 +102,10 @@ def test_bodies_take_no_more_room_than_they_may(inbox: Inbox) -> None:
     assert [event.id for event in inbox.list()] == ["e5", "e4", "e3"]
 
 
-def test_the_write_ahead_log_does_not_grow_with_what_is_written(inbox: Inbox) -> None:
+def test_the_write_ahead_log_does_not_grow_with_what_is_written(inbox: EventInbox) -> None:
     assert inbox.path is not None
     log = inbox.path.with_name(inbox.path.name + "-wal")
-    with Inbox(inbox.path) as other:
+    with EventInbox(inbox.path) as other:
         for number in range(12):
             arrive(inbox, number, body=bytes(4 << 20))
             other.list()

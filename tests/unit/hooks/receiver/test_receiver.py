@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from hooks.errors import HooksError, InvalidWebhook
 from hooks.receiver.endpoint import ReceiverSettings
-from hooks.receiver.inbox import Event, Status
+from hooks.receiver.inbox import Event, EventStatus
 from hooks.receiver.receiver import Receiver
 from tests.testing.pauses import Pauses
 from tests.testing.waiting import until
@@ -250,7 +250,7 @@ async def test_handler_error_is_500_without_its_text_and_is_retried(caplog) -> N
     assert set(told[0].json) == {"error", "event_id"}
     assert "private" not in json.dumps(told[0].json)
     assert attempts == [1, 2, 3]
-    assert (event.status, event.attempt, event.error) == (Status.DONE, 3, None)
+    assert (event.status, event.attempt, event.error) == (EventStatus.DONE, 3, None)
     assert "private detail" in caplog.text
 
 

@@ -23,9 +23,9 @@ from hooks.registry.delivery import (
     MAX_EXCERPT,
     MAX_SECRET,
     WAITS,
+    DeliveryOutcome,
     DeliveryRequest,
     Destination,
-    Outcome,
     get_wait,
     make_excerpt,
     parse_retry_after,
@@ -40,7 +40,7 @@ PARCEL = DeliveryRequest("msg_1", b'{"hello": "robot"}')
 LOOPBACK = TargetRules((ip_network("127.0.0.0/8"),))
 
 
-async def deliver(url: str, secret: str | None = None, **options: Any) -> Outcome:
+async def deliver(url: str, secret: str | None = None, **options: Any) -> DeliveryOutcome:
     return await HttpDeliverer(LOOPBACK, **options).deliver(Destination("1", url, secret=secret), PARCEL, NOW)
 
 
@@ -146,12 +146,12 @@ async def test_a_certificate_of_nobody_is_refused_in_words(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("outcome", "is_delivered"),
     [
-        *((Outcome(status=status), status < 300) for status in (200, 204, 302, 404)),
-        *((Outcome(exit_status=status), status == 0) for status in (0, 3)),
-        *((Outcome(**named, error="no answer"), False) for named in ({}, {"exit_status": 0})),
+        *((DeliveryOutcome(status=status), status < 300) for status in (200, 204, 302, 404)),
+        *((DeliveryOutcome(exit_status=status), status == 0) for status in (0, 3)),
+        *((DeliveryOutcome(**named, error="no answer"), False) for named in ({}, {"exit_status": 0})),
     ],
 )
-def test_what_counts_as_delivered(outcome: Outcome, is_delivered: bool) -> None:
+def test_what_counts_as_delivered(outcome: DeliveryOutcome, is_delivered: bool) -> None:
     assert outcome.is_delivered is is_delivered
 
 

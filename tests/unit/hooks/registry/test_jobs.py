@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hooks.errors import InvalidSettings
-from hooks.registry.delivery import DeliveryRequest, Destination, Outcome
+from hooks.registry.delivery import DeliveryOutcome, DeliveryRequest, Destination
 from hooks.registry.jobs import MAX_VARIABLE, Job, JobDeliverer, build_environment, load_jobs, run_process
 from hooks.registry.registry import Registry
 from tests.testing.pauses import Pauses
@@ -39,7 +39,9 @@ def python(code: str, tmp_path: Path, **named: Any) -> Job:
     return Job("job", (sys.executable, "-c", code), tmp_path, **named)
 
 
-async def run(job: Job, *, parcel: DeliveryRequest = PARCEL, folder: Path | None = None, **destination: Any) -> Outcome:
+async def run(
+    job: Job, *, parcel: DeliveryRequest = PARCEL, folder: Path | None = None, **destination: Any
+) -> DeliveryOutcome:
     courier = JobDeliverer({"job": job}, folder, 1)
     try:
         return await courier.deliver(Destination("w", job="job", **destination), parcel, 0.0)

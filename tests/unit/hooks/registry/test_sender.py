@@ -11,7 +11,7 @@ import pytest
 
 from hooks.database import Database
 from hooks.registry import delivery_queue
-from hooks.registry.delivery import DeliveryRequest, Destination, Outcome
+from hooks.registry.delivery import DeliveryOutcome, DeliveryRequest, Destination
 from hooks.registry.delivery_queue import Message
 from hooks.registry.registry import RegistrySettings, Sender
 from hooks.registry.store import WebhookStore
@@ -39,19 +39,19 @@ class ScriptedDeliverer:
     """Return the answers in turn, then status 200; a webhook with a gate waits for it."""
 
     def __init__(self) -> None:
-        self.answers: list[Outcome | Exception] = []
+        self.answers: list[DeliveryOutcome | Exception] = []
         self.got: list[tuple[str, DeliveryRequest]] = []
         self.gates: dict[str, asyncio.Event] = {}
         self.at_once = self.most_at_once = 0
 
-    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
+    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> DeliveryOutcome:
         self.got.append((destination.id, request))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             if gate := self.gates.get(destination.id):
                 await gate.wait()
-            answer = self.answers.pop(0) if self.answers else Outcome(status=200)
+            answer = self.answers.pop(0) if self.answers else DeliveryOutcome(status=200)
             if isinstance(answer, Exception):
                 raise answer
             return answer
@@ -99,7 +99,11 @@ def sending() -> Iterator[Sending]:
 
 
 async def test_failed_delivery_is_retried_with_the_same_id_and_body(sending: Sending) -> None:
-    sending.deliverer.answers = [Outcome(status=500), Outcome(error="no connection"), Outcome(status=200)]
+    sending.deliverer.answers = [
+        DeliveryOutcome(status=500),
+        DeliveryOutcome(error="no connection"),
+        DeliveryOutcome(status=200),
+    ]
     await sending.run(1)
     await sending.run(after=4.9)
     assert len(sending.deliverer.got) == 1
@@ -115,7 +119,7 @@ async def test_failed_delivery_is_retried_with_the_same_id_and_body(sending: Sen
 
 
 async def test_exhausted_delivery_lets_the_next_of_its_repo_start(sending: Sending) -> None:
-    sending.deliverer.answers = [Outcome(status=500)] * 7
+    sending.deliverer.answers = [DeliveryOutcome(status=500)] * 7
     await sending.put(1)
     await sending.put(2)
     for wait in (0, 5, 5 * MINUTE, 30 * MINUTE, 120 * MINUTE, 300 * MINUTE, 600 * MINUTE):
@@ -125,7 +129,7 @@ async def test_exhausted_delivery_lets_the_next_of_its_repo_start(sending: Sendi
 
 
 async def test_order_is_kept_per_webhook_and_repo_and_others_do_not_wait(sending: Sending) -> None:
-    sending.deliverer.answers = [Outcome(status=500)]
+    sending.deliverer.answers = [DeliveryOutcome(status=500)]
     await sending.put(1, subject="model:a/b")
     await sending.run(2, subject="model:a/b")
     await sending.run(3, subject="model:c/d")
@@ -161,7 +165,7 @@ async def test_above_the_limit_the_oldest_are_dropped_and_counted_loudly(caplog:
 
 
 async def test_held_webhook_gets_its_deliveries_after_its_release(sending: Sending) -> None:
-    sending.deliverer.answers = [Outcome(status=500)]
+    sending.deliverer.answers = [DeliveryOutcome(status=500)]
     await sending.run(1)
     sending.database.run_blocking(delivery_queue.hold_webhook, "one")
     await sending.put(2)
@@ -175,7 +179,7 @@ async def test_held_webhook_gets_its_deliveries_after_its_release(sending: Sendi
 async def test_a_replay_has_the_same_id_and_its_failure_changes_nothing(sending: Sending) -> None:
     await sending.run(1)
     [entry] = sending.log()
-    sending.deliverer.answers = [Outcome(status=500)]
+    sending.deliverer.answers = [DeliveryOutcome(status=500)]
     failed = await sending.sender.replay("one", entry["id"])
     again = await sending.sender.replay("one", entry["id"])
     assert failed is not None
@@ -201,7 +205,7 @@ async def test_exception_in_a_delivery_is_a_failed_attempt_without_its_text(send
 
 async def test_old_entries_of_the_log_are_forgotten_and_waiting_ones_never(sending: Sending) -> None:
     for number in range(6):
-        sending.deliverer.answers = [Outcome(status=500, retry_after=1000.0)] if number == 0 else []
+        sending.deliverer.answers = [DeliveryOutcome(status=500, retry_after=1000.0)] if number == 0 else []
         await sending.run(number, subject=f"model:a/{number}")
         sending.now += 1
     assert sending.database.run_blocking(delivery_queue.prune_log, sending.now - 3.5, 100) == 2

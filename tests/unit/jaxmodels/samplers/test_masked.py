@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.tree_util import Partial
 
-from jaxmodels.samplers import MaskSchedule, Tokens, maskgit
+from jaxmodels.samplers import MaskedTokens, MaskSchedule, maskgit
 
 CLASSES, SHAPE = 5, (3, 6)
 KEY = jax.random.key(0)
@@ -99,6 +99,6 @@ def test_distributions_are_those_of_the_choice_and_none_of_given_tokens() -> Non
     wanted = np.where((given != CLASSES - 1)[:, None], 0, table)
     np.testing.assert_allclose(np.asarray(found.distribution), wanted, rtol=1e-5)
     plain = maskgit(lambda x, t: table, SHAPE, KEY, GREEDY, steps=3, known=given)
-    assert isinstance(plain, Tokens)
+    assert isinstance(plain, MaskedTokens)
     assert plain.distribution is None
     np.testing.assert_array_equal(plain.ids, found.ids)

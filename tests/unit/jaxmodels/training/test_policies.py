@@ -11,7 +11,7 @@ import jaxmodels
 from jaxmodels.data import Dataset, open_dataset
 from jaxmodels.errors import ConfigError, DatasetError
 from jaxmodels.policies import lerobot_folder, trained_types
-from jaxmodels.training import OptimizerConfig, Progress, Start, new_policy, policy_fields, train
+from jaxmodels.training import OptimizerConfig, Start, TrainingProgress, new_policy, policy_fields, train
 from jaxmodels.training.initial_policy import read_clip_text
 from jaxmodels.training.train_state import read_instructions
 from tests.unit.jaxmodels.training.conftest import TINY, MakeConfig, write_demos
@@ -65,7 +65,7 @@ def test_trained_policy_is_usable(kind: str, two_tasks: Dataset, clip: Path, tmp
 
 def test_a_policy_of_two_observations_learns(places: Dataset, tmp_path: Path, config: MakeConfig) -> None:
     """The loss falls, and the chunk that is served begins at the newest of the observations."""
-    reported: list[Progress] = []
+    reported: list[TrainingProgress] = []
     adam = OptimizerConfig("adam", lr=1e-2, betas=(0.95, 0.999))
     # Few examples teach the prediction of samples in a tenth of the steps.
     start = start_of("diffusion", places).with_values({"prediction_type": "sample"})

@@ -21,9 +21,9 @@ from jaxmodels.errors import CheckpointError, ConfigError, DatasetError, Trainin
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.training import (
     OptimizerConfig,
-    Progress,
     Start,
     TrainingConfig,
+    TrainingProgress,
     draw_curve,
     loop,
     new_policy,
@@ -54,12 +54,12 @@ Few = tuple[Dataset, Start]
 
 
 @pytest.fixture(scope="module")
-def told() -> list[Progress]:
+def told() -> list[TrainingProgress]:
     return []
 
 
 @pytest.fixture(scope="module")
-def finished(dataset: Dataset, tiny: MakeStart, told: list[Progress], tmp_path_factory) -> Path:
+def finished(dataset: Dataset, tiny: MakeStart, told: list[TrainingProgress], tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "whole"
     train(dataset, tiny(), CONFIG, str(output), on_progress=told.append)
     return output
@@ -69,7 +69,7 @@ class Enough(Exception):
     """Stops a run."""
 
 
-def stop(progress: Progress) -> None:
+def stop(progress: TrainingProgress) -> None:
     raise Enough
 
 
@@ -108,7 +108,7 @@ def test_the_loss_falls_by_more_than_half(finished: Path) -> None:
     assert 0 <= last["waited"] <= 1
 
 
-def test_progress_has_the_time_that_is_left(finished: Path, told: list[Progress]) -> None:
+def test_progress_has_the_time_that_is_left(finished: Path, told: list[TrainingProgress]) -> None:
     assert [(progress.step, progress.steps) for progress in told[-2:]] == [(20, 24), (24, 24)]
     assert told[-1].left == 0
     assert told[-2].left == pytest.approx(4 * CONFIG.batch_size / told[-2].samples_per_second)
@@ -167,7 +167,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def test_a_run_resumes_after_a_full_disk(what: str, dataset, tiny, finished: Path, tmp_path, monkeypatch) -> None:
     output = tmp_path / "full"
 
-    def stop_at_12(progress: Progress) -> None:
+    def stop_at_12(progress: TrainingProgress) -> None:
         if progress.step == 12:
             raise Enough
 

@@ -12,7 +12,17 @@ import msgpack
 import numpy as np
 import pytest
 
-from robojax.client import AsyncClient, Client, Command, Garbled, Refused, Unreachable, Unusable, http, stream
+from robojax.client import (
+    AsyncClient,
+    Client,
+    Command,
+    InvalidArgument,
+    ProtocolError,
+    RequestRefused,
+    ServerUnreachable,
+    http,
+    stream,
+)
 from robojax.client.codec import pack_array, pack_observation, unpack_array
 from service.sessions.request import SessionRequest
 
@@ -43,7 +53,7 @@ def test_an_observation_is_packed_as_the_doors_take_it() -> None:
     ],
 )
 def test_what_cannot_be_sent_is_refused_before_it_is(images, state, said: str) -> None:
-    with pytest.raises(Unusable, match=said):
+    with pytest.raises(InvalidArgument, match=said):
         pack_observation(images, state)
 
 
@@ -66,16 +76,16 @@ def test_arrays_come_back(dtype: str) -> None:
     ],
 )
 def test_what_is_no_array_is_not_taken_for_one(bad) -> None:
-    with pytest.raises((Garbled, TypeError)):
+    with pytest.raises((ProtocolError, TypeError)):
         unpack_array(bad)
 
 
 def test_actions_that_are_not_finite_are_never_handed_over() -> None:
     call = http.act("arm", {})
     body = msgpack.packb({"actions": pack_array(np.array([[np.nan]], np.float32)), "joint_names": ["a"]})
-    with pytest.raises(Garbled, match="not finite"):
+    with pytest.raises(ProtocolError, match="not finite"):
         http.read_result(call, 200, {"content-type": "application/msgpack"}, body or b"")
-    with pytest.raises(Garbled, match="not finite"):
+    with pytest.raises(ProtocolError, match="not finite"):
         stream.decode_message(msgpack.packb({"kind": "command", "joints": {"a": float("inf")}}) or b"")
 
 
@@ -83,7 +93,7 @@ def test_messages_of_the_stream_are_read_in_both_forms() -> None:
     assert stream.decode_message('{"kind": "command", "joints": {"a": 1}, "number": 3}') == Command({"a": 1.0}, 3)
     assert stream.decode_message(stream.encode_message("news", {})) is None
     for bad in (b"\xc1", b"\x01", "[", '{"kind": "command"}', '{"kind": "welcome"}'):
-        with pytest.raises(Garbled):
+        with pytest.raises(ProtocolError):
             stream.decode_message(bad)
 
 
@@ -105,7 +115,7 @@ def test_a_refusal_carries_the_servers_code_and_text() -> None:
     ],
 )
 def test_an_invalid_address_or_key_is_refused(given: dict[str, str], said: str | None) -> None:
-    with pytest.raises(Unusable, match=said):
+    with pytest.raises(InvalidArgument, match=said):
         Client(**given)
 
 
@@ -127,7 +137,7 @@ def test_server_of_the_environment(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if url is None:
-        with pytest.raises(Unusable, match=next(iter(environment.values()))):
+        with pytest.raises(InvalidArgument, match=next(iter(environment.values()))):
             Client()
     else:
         with Client() as client:
@@ -145,10 +155,10 @@ def test_server_of_the_environment(
 )
 def test_create_refuses_unknown_fields_before_it_sends(field: str, said: str) -> None:
     fields: dict[str, Any] = {field: True}
-    # No server listens there: a request would end in Unreachable.
+    # No server listens there: a request would end in ServerUnreachable.
     with (
         Client("http://127.0.0.1:1") as client,
-        pytest.raises(Unusable, match=rf"unknown field '{field}'; ") as refused,
+        pytest.raises(InvalidArgument, match=rf"unknown field '{field}'; ") as refused,
     ):
         client.create("arm", "policies/act", **fields)
     assert said in str(refused.value)
@@ -157,7 +167,7 @@ def test_create_refuses_unknown_fields_before_it_sends(field: str, said: str) ->
         async with AsyncClient("http://127.0.0.1:1") as client:
             await client.create("arm", "policies/act", **fields)
 
-    with pytest.raises(Unusable, match="Nothing was sent"):
+    with pytest.raises(InvalidArgument, match="Nothing was sent"):
         asyncio.run(create())
 
 
@@ -185,18 +195,18 @@ async def test_only_what_tells_something_or_stops_is_sent_again() -> None:
         arm = client.session("arm")
         for call, times in ((arm.status, 3), (arm.start, 1), (arm.restart, 1), (arm.emergency_stop, 3)):
             heard.clear()
-            with pytest.raises(Unreachable) as lost:
+            with pytest.raises(ServerUnreachable) as lost:
                 await call()
             assert lost.value.may_have_arrived
             assert len(heard) == times, heard
         heard.clear()
-        with pytest.raises(Unreachable, match="look before you ask again"):
+        with pytest.raises(ServerUnreachable, match="look before you ask again"):
             await arm.act({"front": PICTURE})
         assert heard == ["POST /sessions/arm/act"]
 
 
 def test_an_unreachable_server_did_nothing() -> None:
-    with Client("http://127.0.0.1:9") as client, pytest.raises(Unreachable, match="robojax serve") as lost:
+    with Client("http://127.0.0.1:9") as client, pytest.raises(ServerUnreachable, match="robojax serve") as lost:
         client.session("arm").start()
     assert not lost.value.may_have_arrived
 
@@ -207,7 +217,7 @@ async def test_a_session_that_could_not_be_stopped_is_told_beside_what_happened(
             async with client.session("arm"):
                 raise KeyError("mine")
     assert "could not be stopped" in failed.value.__notes__[0]
-    assert "409 move_refused" in str(Refused(409, "move_refused", "no"))
+    assert "409 move_refused" in str(RequestRefused(409, "move_refused", "no"))
 
 
 def test_certificates_are_verified_and_redirects_ignored() -> None:

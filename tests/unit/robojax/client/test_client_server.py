@@ -14,11 +14,11 @@ from robojax.client import (
     AsyncStream,
     Client,
     Command,
-    Refused,
-    Stopped,
+    RequestRefused,
+    ServerUnreachable,
+    StopMessage,
     Stream,
     StreamClosed,
-    Unreachable,
 )
 from robojax.client.stream import open_async_stream
 from service.auth.caller import Role
@@ -74,9 +74,9 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
     state = {f"{name}.pos": value for name, value in zip(chunk.joint_names, POSE, strict=True)} | {"timestamp": 1.0}
     again = await session.act(PICTURES, state, extra="ignore", reset=True)
     np.testing.assert_allclose(again.actions, chunk.actions, atol=1e-5)
-    with pytest.raises(Refused, match="unknown names: 'timestamp'"):
+    with pytest.raises(RequestRefused, match="unknown names: 'timestamp'"):
         await session.act(PICTURES, state)
-    with pytest.raises(Refused, match="did you mean 'executed'"):
+    with pytest.raises(RequestRefused, match="did you mean 'executed'"):
         await session.act(PICTURES, POSE, exectued=3)
     first = await session.next_action(PICTURES, POSE, reset=True)
     np.testing.assert_allclose(first.action, chunk.actions[0], atol=1e-5)
@@ -88,14 +88,14 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
     assert "Rotation" in warning
     assert (await session.next_action(PICTURES, odd, reset=True)).warnings == (warning,)
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         await session.act({"side": PICTURES["front"]}, POSE)
     assert (refused.value.status, refused.value.code) == (422, "invalid")
     assert "front" in refused.value.text
     # A client without a key may do nothing; with a ticket it opens one stream.
     ticket = await client.ticket()
     async with AsyncClient(client.url) as stranger:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRefused) as refused:
             await stranger.sessions()
         assert refused.value.status == 401
         async with stranger.session("arm").stream(ticket=ticket) as stream:
@@ -112,16 +112,16 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
         assert (await stream.act(PICTURES, odd)).warnings == (warning,)
         await session.emergency_stop("enough")
         async with asyncio.timeout(30):
-            while not isinstance(stopped := await stream.next(), Stopped):
+            while not isinstance(stopped := await stream.next(), StopMessage):
                 pass
         assert stopped.reason == "enough"
-        with pytest.raises(Refused, match="emergency"):
+        with pytest.raises(RequestRefused, match="emergency"):
             await stream.act(PICTURES, POSE)
         await session.reset()
         await session.delete()
         with pytest.raises(StreamClosed):
             await drain(stream)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         await session.status()
     assert (refused.value.status, refused.value.code) == (404, "unknown_session")
 
@@ -138,13 +138,13 @@ async def test_a_program_without_an_event_loop_does_the_same(client: AsyncClient
                     drive(stream)
                 assert session.status().is_moving
             assert session.status().status == "stopped"
-            with pytest.raises(Refused, match="stopped"):
+            with pytest.raises(RequestRefused, match="stopped"):
                 session.act(PICTURES, POSE)
             with session:
                 assert session.act(PICTURES, POSE).actions.shape == (20, 6)
                 assert session.act(PICTURES, POSE, executed=2).actions.shape == (20, 6)
             server.emergency_stop("all of them")
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RequestRefused) as refused:
                 session.start()
             assert refused.value.status == 409
             session.reset()
@@ -179,7 +179,7 @@ async def test_a_server_that_ends_ends_streams(tmp_path: Path) -> None:
         stream = await session.stream().__aenter__()
     with pytest.raises(StreamClosed):
         await drain(stream)
-    with pytest.raises(Unreachable):
+    with pytest.raises(ServerUnreachable):
         await session.start()
     await client.close()
 
@@ -192,7 +192,7 @@ async def test_a_stream_is_not_led_to_another_server() -> None:
 
     async with await asyncio.start_server(point_away, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRefused) as refused:
             async with open_async_stream(f"ws://127.0.0.1:{port}/", {"authorization": "Bearer rjk_x"}, 5):
                 pass
     assert refused.value.status == 307

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import robojax
-from robojax.client import AsyncClient, AsyncSession, Refused
+from robojax.client import AsyncClient, AsyncSession, RequestRefused
 from robojax.robot import bus, runner
 from robojax.robot.arm import JOINTS
 from robojax.robot.cameras import CameraConfig
@@ -230,7 +230,7 @@ async def test_a_reset_of_the_session_releases_the_robots_latch(rig: Rig, transp
         status = await rig.session.status()
         assert status.status == "stopped"
         assert status.stats["emergency_stop"] == {"key": "key at the robot", "server": "a person"}[by]
-        with pytest.raises(Refused, match="emergency stop is latched"):
+        with pytest.raises(RequestRefused, match="emergency stop is latched"):
             await rig.session.start()
 
         await rig.session.reset()

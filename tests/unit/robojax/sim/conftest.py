@@ -11,7 +11,7 @@ import robojax.sim  # noqa: F401  It chooses how MuJoCo draws, before MuJoCo is 
 pytest.importorskip("mujoco", reason="the simulated arm needs the extra `sim`")
 pytest.importorskip("PIL", reason="the simulated arm needs the extra `sim`")
 
-from robojax.sim.arm import Arm
+from robojax.sim.arm import SimulatedArm
 
 ROBOJAX = (sys.executable, "-m", "robojax.cli")
 
@@ -21,14 +21,14 @@ def run_robojax(*arguments: str, env: Mapping[str, str] | None = None) -> subpro
 
 
 @pytest.fixture(scope="session")
-def arm() -> Iterator[Arm]:
-    arm = Arm()
+def arm() -> Iterator[SimulatedArm]:
+    arm = SimulatedArm()
     yield arm
     arm.close()
 
 
 @pytest.fixture(scope="session")
-def can_draw(arm: Arm) -> None:
+def can_draw(arm: SimulatedArm) -> None:
     arm.reset(0)
     try:
         arm.picture("front", 32, 32)

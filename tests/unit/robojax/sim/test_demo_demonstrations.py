@@ -12,7 +12,7 @@ import pytest
 
 from jaxmodels.data import open_dataset
 from jaxmodels.errors import DatasetError
-from robojax.sim.arm import CAMERA, FRAME, JOINTS, RATE, Arm
+from robojax.sim.arm import CAMERA, FRAME, JOINTS, RATE, SimulatedArm
 from robojax.sim.expert import Demonstration, demonstrate, demonstrations
 from robojax.sim.tasks import PICK, TWO_CUBES, TaskName
 from tests.unit.robojax.conftest import wait_until
@@ -26,7 +26,7 @@ def recording() -> Demonstration | None:
     return demonstrate(TaskName.PICK, 0)
 
 
-def test_contents_of_a_demonstration(arm: Arm, recording: Demonstration):
+def test_contents_of_a_demonstration(arm: SimulatedArm, recording: Demonstration):
     steps = len(recording.arrays["action"])
     assert {name: (array.shape, array.dtype.str) for name, array in recording.arrays.items()} == {
         "observation.state": ((steps, 6), "<f4"),

@@ -3,16 +3,16 @@ import numpy as np
 import pytest
 
 from robojax.sim import arm as scene
-from robojax.sim.arm import HIGH, HOME, HORIZON, LOW, Arm, to_wire
+from robojax.sim.arm import HIGH, HOME, HORIZON, LOW, SimulatedArm, to_wire
 from robojax.sim.expert import HOVER, UP, Kinematics, interpolate_targets, plan_legs
 
 
 @pytest.fixture(scope="module")
-def kinematics(arm: Arm) -> Kinematics:
+def kinematics(arm: SimulatedArm) -> Kinematics:
     return Kinematics(arm)
 
 
-def grip_of(arm: Arm, pose: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def grip_of(arm: SimulatedArm, pose: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where the grip of an arm in this pose is, and the direction of its fingers."""
     data = mujoco.MjData(arm.model)
     data.qpos[arm.addresses] = pose
@@ -22,21 +22,21 @@ def grip_of(arm: Arm, pose: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("seed", [0, 3, 5000, 5002])
-def test_the_expert_lifts_the_cube(arm: Arm, kinematics: Kinematics, seed: int):
+def test_the_expert_lifts_the_cube(arm: SimulatedArm, kinematics: Kinematics, seed: int):
     arm.reset(seed)
     for target in interpolate_targets(plan_legs(arm, kinematics)):
         arm.step(target)
     assert arm.is_lifted
 
 
-def test_planning_does_not_move_the_arm(arm: Arm, kinematics: Kinematics):
+def test_planning_does_not_move_the_arm(arm: SimulatedArm, kinematics: Kinematics):
     arm.reset(3)
     before = arm.data.qpos.copy()
     plan_legs(arm, kinematics)
     np.testing.assert_array_equal(arm.data.qpos, before)
 
 
-def test_a_solved_pose_reaches_its_place_with_the_fingers_down(arm: Arm, kinematics: Kinematics):
+def test_a_solved_pose_reaches_its_place_with_the_fingers_down(arm: SimulatedArm, kinematics: Kinematics):
     for seed in range(5):
         arm.reset(seed)
         place = arm.cube + HOVER * UP
@@ -47,7 +47,7 @@ def test_a_solved_pose_reaches_its_place_with_the_fingers_down(arm: Arm, kinemat
         assert ((pose >= LOW) & (pose <= HIGH)).all()
 
 
-def test_a_plan_begins_at_home_ends_in_time_and_never_jumps(arm: Arm, kinematics: Kinematics):
+def test_a_plan_begins_at_home_ends_in_time_and_never_jumps(arm: SimulatedArm, kinematics: Kinematics):
     arm.reset(9)
     path = np.stack([to_wire(HOME), *interpolate_targets(plan_legs(arm, kinematics))])
     assert len(path) - 1 <= HORIZON
@@ -55,7 +55,7 @@ def test_a_plan_begins_at_home_ends_in_time_and_never_jumps(arm: Arm, kinematics
     assert arm_joints.max() < 8  # wire units per tick; 25 ticks for the longest way
 
 
-def test_an_expert_that_is_told_a_wrong_place_lifts_nothing(arm: Arm, kinematics: Kinematics):
+def test_an_expert_that_is_told_a_wrong_place_lifts_nothing(arm: SimulatedArm, kinematics: Kinematics):
     arm.reset(2)
     legs = plan_legs(arm, kinematics)
     arm.reset(30)

@@ -14,7 +14,7 @@ from jaxmodels.text import TextConfig
 from jaxmodels.types import Feature
 from jaxmodels.weights import blueprint_of
 from robojax.sim.arm import CAMERA, HORIZON, JOINTS, RATE
-from robojax.sim.demo import Request
+from robojax.sim.demo import DemoRequest
 from tests.testing.compiling import process_environment
 from tests.unit.robojax.sim.conftest import run_robojax
 
@@ -69,9 +69,9 @@ def test_the_instruction_changes_between_the_episodes_of_one_session(untrained: 
 
 
 def test_curl_lines_name_the_instruction_of_a_policy_that_reads_language():
-    told = Request("http://127.0.0.1:8001", "runs/two", None, "tokens2d", "pick up the blue cube").curl()
+    told = DemoRequest("http://127.0.0.1:8001", "runs/two", None, "tokens2d", "pick up the blue cube").curl()
     assert '"policy_type": "tokens2d", "language_instruction": "pick up the blue cube"' in told[0]
     assert told[1].startswith("curl -X PATCH http://127.0.0.1:8001/sessions/demo-arm ")
     assert told[1].endswith("""-d '{"language_instruction": "pick up the blue cube"}'""")
-    told = Request("http://127.0.0.1:8001", "runs/pick", None, "act").curl()
+    told = DemoRequest("http://127.0.0.1:8001", "runs/pick", None, "act").curl()
     assert not any("PATCH" in line or "language_instruction" in line or "policy_type" in line for line in told)

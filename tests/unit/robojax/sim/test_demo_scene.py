@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robojax.sim import arm as scene
-from robojax.sim.arm import HIGH, HOME, JOINTS, LIFTED, LOW, RATE, Arm, to_radians, to_wire
+from robojax.sim.arm import HIGH, HOME, JOINTS, LIFTED, LOW, RATE, SimulatedArm, to_radians, to_wire
 from robojax.sim.tasks import BEARING, RADIUS, RED
 from service.control.joints import SO100
 
 
-def test_a_tick_is_one_period_of_the_rate(arm: Arm):
+def test_a_tick_is_one_period_of_the_rate(arm: SimulatedArm):
     arm.reset(0)
     before = arm.data.time
     arm.step(to_wire(HOME))
     assert arm.data.time - before == pytest.approx(1 / RATE)
 
 
-def test_cubes_lie_on_the_table_within_reach_at_places_that_differ(arm: Arm):
+def test_cubes_lie_on_the_table_within_reach_at_places_that_differ(arm: SimulatedArm):
     places = []
     for seed in range(40):
         arm.reset(seed)
@@ -33,7 +33,7 @@ def test_cubes_lie_on_the_table_within_reach_at_places_that_differ(arm: Arm):
     assert len({tuple(place) for place in places}) == 40
 
 
-def test_a_folded_arm_stays_folded_and_the_cube_lies_still(arm: Arm):
+def test_a_folded_arm_stays_folded_and_the_cube_lies_still(arm: SimulatedArm):
     arm.reset(5)
     cube = arm.cube
     for _ in range(50):
@@ -43,7 +43,7 @@ def test_a_folded_arm_stays_folded_and_the_cube_lies_still(arm: Arm):
     assert not arm.is_lifted
 
 
-def test_targets_outside_the_range_are_clipped_to_it(arm: Arm):
+def test_targets_outside_the_range_are_clipped_to_it(arm: SimulatedArm):
     arm.reset(0)
     for _ in range(40):
         arm.step(np.array([1e6, 0, 0, 0, 0, 50.0]))
@@ -51,7 +51,7 @@ def test_targets_outside_the_range_are_clipped_to_it(arm: Arm):
     assert arm.joints[0] <= 101
 
 
-def test_a_cube_counts_only_above_six_centimetres(arm: Arm):
+def test_a_cube_counts_only_above_six_centimetres(arm: SimulatedArm):
     arm.reset(0)
     for height, counts in ((LIFTED - 0.001, False), (LIFTED + 0.001, True)):
         arm.data.joint(scene.get_body_name(RED)).qpos[2] = height
@@ -59,7 +59,7 @@ def test_a_cube_counts_only_above_six_centimetres(arm: Arm):
 
 
 @pytest.mark.usefixtures("can_draw")
-def test_a_picture_is_rgb_in_the_size_asked_for_and_the_same_each_time(arm: Arm):
+def test_a_picture_is_rgb_in_the_size_asked_for_and_the_same_each_time(arm: SimulatedArm):
     arm.reset(7)
     first = arm.picture("front", 60, 80)
     assert (first.shape, first.dtype) == ((60, 80, 3), np.uint8)
@@ -68,8 +68,8 @@ def test_a_picture_is_rgb_in_the_size_asked_for_and_the_same_each_time(arm: Arm)
 
 def test_arm_moves_without_OpenGL_and_drawing_is_explained():
     code = (
-        "from robojax.sim.arm import Arm\n"
-        "arm = Arm(); arm.reset(0); arm.step(arm.joints); print('moved')\n"
+        "from robojax.sim.arm import SimulatedArm\n"
+        "arm = SimulatedArm(); arm.reset(0); arm.step(arm.joints); print('moved')\n"
         "try: arm.picture('front', 32, 32)\n"
         "except RuntimeError as error: print(error)\n"
     )

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from robojax.sim import arm as scene
-from robojax.sim.arm import JOINTS, LIFTED, Arm
+from robojax.sim.arm import JOINTS, LIFTED, SimulatedArm
 from robojax.sim.expert import Kinematics, interpolate_targets, plan_legs
 from robojax.sim.tasks import BEARING, BLUE, PICK, RADIUS, RED, TWO_CUBES
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Arm]:
-    two = Arm(TWO_CUBES)
+def two() -> Iterator[SimulatedArm]:
+    two = SimulatedArm(TWO_CUBES)
     yield two
     two.close()
 
@@ -38,7 +38,7 @@ def test_two_cubes_are_apart_and_on_both_sides():
     assert 80 <= sum(differences) <= 120
 
 
-def test_each_cube_is_asked_for_in_turn_and_where_it_lies_does_not_tell(two: Arm):
+def test_each_cube_is_asked_for_in_turn_and_where_it_lies_does_not_tell(two: SimulatedArm):
     for seed in range(6):
         two.reset(seed)
         assert two.target_cube.name == ("red", "blue")[seed % 2]
@@ -47,7 +47,7 @@ def test_each_cube_is_asked_for_in_turn_and_where_it_lies_does_not_tell(two: Arm
         assert abs(bearings[::2].mean() - bearings[1::2].mean()) < 0.1
 
 
-def test_the_same_seed_gives_the_same_episode_after_any_other(two: Arm):
+def test_the_same_seed_gives_the_same_episode_after_any_other(two: SimulatedArm):
     two.reset(7)
     before = two.data.qpos.copy()
     two.reset(8)
@@ -56,7 +56,7 @@ def test_the_same_seed_gives_the_same_episode_after_any_other(two: Arm):
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-def test_expert_lifts_only_the_target_cube(two: Arm, seed: int):
+def test_expert_lifts_only_the_target_cube(two: SimulatedArm, seed: int):
     two.reset(seed)
     other = BLUE if two.target_cube == RED else RED
     before = two.data.joint(scene.get_body_name(other)).qpos.copy()
@@ -67,7 +67,7 @@ def test_expert_lifts_only_the_target_cube(two: Arm, seed: int):
     np.testing.assert_allclose(two.data.joint(scene.get_body_name(other)).qpos, before, atol=0.002)
 
 
-def test_lifting_the_other_cube_is_a_failure_that_is_named(two: Arm):
+def test_lifting_the_other_cube_is_a_failure_that_is_named(two: SimulatedArm):
     two.reset(0)
     assert two.target_cube == RED
     two.target_cube = BLUE  # for the expert
@@ -78,7 +78,7 @@ def test_lifting_the_other_cube_is_a_failure_that_is_named(two: Arm):
     assert (two.is_lifted, two.wrong) == (False, "blue")
 
 
-def test_a_wrong_cube_that_was_put_back_still_counts_against_it(two: Arm):
+def test_a_wrong_cube_that_was_put_back_still_counts_against_it(two: SimulatedArm):
     two.reset(0)
     asked, other = (two.data.joint(scene.get_body_name(cube)) for cube in (RED, BLUE))
     other.qpos[2] = LIFTED + 0.02
@@ -91,14 +91,14 @@ def test_a_wrong_cube_that_was_put_back_still_counts_against_it(two: Arm):
     assert two.wrong is None
 
 
-def test_a_task_of_one_cube_knows_no_wrong_one(arm: Arm):
+def test_a_task_of_one_cube_knows_no_wrong_one(arm: SimulatedArm):
     arm.reset(3)
     arm.data.joint(scene.get_body_name(RED)).qpos[2] = LIFTED + 0.02
     arm.step(arm.joints)
     assert (arm.is_lifted, arm.wrong) == (True, None)
 
 
-def test_both_arms_move_the_same_whatever_lies_on_the_table(arm: Arm, two: Arm):
+def test_both_arms_move_the_same_whatever_lies_on_the_table(arm: SimulatedArm, two: SimulatedArm):
     # The joints and motors come first in both models, under the names of the wire.
     for each in (arm, two):
         assert [each.model.actuator(number).name for number in range(each.model.nu)] == list(JOINTS)
@@ -106,7 +106,7 @@ def test_both_arms_move_the_same_whatever_lies_on_the_table(arm: Arm, two: Arm):
 
 
 @pytest.mark.usefixtures("can_draw")
-def test_the_front_camera_sees_both_cubes_where_they_lie(two: Arm):
+def test_the_front_camera_sees_both_cubes_where_they_lie(two: SimulatedArm):
     for seed in range(8):
         two.reset(seed)
         picture = two.picture("front", 120, 120).astype(int)
