@@ -5,7 +5,7 @@ A batch is split over both axes of a mesh, ``data`` and ``fsdp``; parameters and
 e.g. ``("embed", "heads")``), and rules map these names to axes of the mesh.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -240,10 +240,13 @@ class Placement:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self._mesh, PartitionSpec())
 
-    def weight_sharding(self, shape: tuple[int, ...]) -> jax.sharding.Sharding:
-        """Sharding of a weight of this shape."""
-        spec = _split_widest(shape, len(self.devices), AXIS, SPLIT_FROM)
-        return self.replicated if spec is None else NamedSharding(self._mesh, spec)
+    def shard_weights(self, shapes: Iterable[tuple[int, ...]]) -> list[jax.sharding.Sharding]:
+        """Return the sharding of each weight: split over the devices along its widest axis, or replicated."""
+        whole = self.replicated
+        if len(self.devices) == 1:
+            return [whole for _ in shapes]
+        specs = (_split_widest(shape, len(self.devices), AXIS, SPLIT_FROM) for shape in shapes)
+        return [whole if spec is None else NamedSharding(self._mesh, spec) for spec in specs]
 
     @property
     def _mesh(self) -> Mesh:

@@ -250,7 +250,7 @@ class Programs:
         cast = jnp.asarray if len(self.placement.devices) == 1 and not self.placement.is_host else np.asarray
         arrays = [cast(weights[name], shape.dtype) for name, shape in self.weights.items()]
         everything = [*arrays, *jax.tree.leaves(scales)]
-        shardings = [*(self.placement.weight_sharding(np.shape(array)) for array in arrays)]
+        shardings = self.placement.shard_weights([np.shape(array) for array in arrays])
         shardings += [self.placement.replicated] * (len(everything) - len(shardings))
         return tuple(jax.device_put(everything, shardings))
 
@@ -315,9 +315,12 @@ class Programs:
 
     def _trace(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Traced:
         whole = self.placement.replicated
+        weights = self.weights.values()
         flat = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.placement.weight_sharding(leaf.shape))
-            for leaf in self.weights.values()
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(
+                weights, self.placement.shard_weights(leaf.shape for leaf in weights), strict=True
+            )
         ]
         leaves = jax.tree.leaves(self.scales)
         flat += [jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole) for leaf in leaves]

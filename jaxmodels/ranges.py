@@ -8,6 +8,7 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Annotated, Any, get_args, get_origin
 
 from jaxmodels.errors import ConfigError
@@ -77,8 +78,9 @@ class Number:
         parts: list[Any] = [value]
         if self.count is not None:
             parts = list(value) if isinstance(value, list | tuple) and len(value) == self.count else [None]
-        is_right = all(is_number(part, allowed, integer=self.is_integer) for part in parts)
-        return None if is_right else f"{name} is {shorten_value(value)}; wanted {self.describe()}"
+        if are_numbers(parts, allowed, integer=self.is_integer):
+            return None
+        return f"{name} is {shorten_value(value)}; wanted {self.describe()}"
 
     def describe(self) -> str:
         kind = "integer" if self.is_integer else "number"
@@ -112,6 +114,7 @@ def read_number_type(declared: Any) -> Number | None:
     return Number(float not in kinds, may_be_none, count, number)
 
 
+@cache
 def list_numbers(config: type[Any]) -> Mapping[str, Number]:
     """Return the number types of a dataclass's fields, by name."""
     numbers = {field.name: read_number_type(field.type) for field in fields(config)}
@@ -157,6 +160,8 @@ def check_unknown_fields(what: str, unknown: Mapping[str, Any], advice: str) -> 
     Raises:
         ConfigError: with the name and value of each field that is on.
     """
+    if not unknown:
+        return
     on = {name: value for name, value in unknown.items() if not is_off(value)}
     if on:
         found = ", ".join(f"{name[:80]} = {shorten_value(value)}" for name, value in sorted(on.items()))
@@ -164,9 +169,8 @@ def check_unknown_fields(what: str, unknown: Mapping[str, Any], advice: str) -> 
             f"{what}: unknown fields {found[:400]}; {advice}. The policy may act differently without them: use a "
             "version of robojax that knows them. If the training did not use a field, set it to null"
         )
-    if unknown:
-        names = ", ".join(shorten_value(name) for name in sorted(unknown))
-        logger.warning("%s: ignoring unknown fields that are off: %s; %s", what, names[:400], advice)
+    names = ", ".join(shorten_value(name) for name in sorted(unknown))
+    logger.warning("%s: ignoring unknown fields that are off: %s; %s", what, names[:400], advice)
 
 
 def is_off(value: Any) -> bool:
@@ -184,6 +188,11 @@ def is_number(value: Any, allowed: Range, *, integer: bool = False) -> bool:
     if not isinstance(value, kinds) or isinstance(value, bool):
         return False
     return (isinstance(value, int) or math.isfinite(value)) and value in allowed
+
+
+def are_numbers(values: Iterable[Any], allowed: Range, *, integer: bool = False) -> bool:
+    """Return whether all values are numbers as `is_number` accepts them."""
+    return all(is_number(value, allowed, integer=integer) for value in values)
 
 
 def shorten_value(value: Any) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.ranges import WIDTH, Range, check_unknown_fields, is_number, shorten_value
+from jaxmodels.ranges import WIDTH, Range, are_numbers, check_unknown_fields, shorten_value
 
 # The un-normalised `Prefix` of policies that continue a plan (`Requirements.takes_prefix`).
 PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH = "prefix.actions", "prefix.delay", "prefix.length"
@@ -227,18 +227,22 @@ class Feature:
     names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        what = f"feature {shorten_value(self.name)}:"
-        if self.type not in TYPES:
-            raise ConfigError(f"{what} type is {shorten_value(self.type)}; wanted one of {', '.join(TYPES)}")
-        if wrong := self._wrong_shape():
-            raise ConfigError(f"{what} shape is {shorten_value(list(self.shape))}; {wrong}")
-        if self.names is not None and len(self.names) != self.shape[0]:
-            raise ConfigError(f"{what} {len(self.names)} names for {self.shape[0]} numbers")
+        if wrong := self._find_error():
+            raise ConfigError(f"feature {shorten_value(self.name)}: {wrong}")
 
-    def _wrong_shape(self) -> str | None:
+    def _find_error(self) -> str | None:
+        if self.type not in TYPES:
+            return f"type is {shorten_value(self.type)}; wanted one of {', '.join(TYPES)}"
+        if wrong := self._find_shape_error():
+            return f"shape is {shorten_value(list(self.shape))}; {wrong}"
+        if self.names is not None and len(self.names) != self.shape[0]:
+            return f"{len(self.names)} names for {self.shape[0]} numbers"
+        return None
+
+    def _find_shape_error(self) -> str | None:
         is_image = self.type == "VISUAL"
         sizes = SIDE if is_image else ACTIONS if self.type == "ACTION" else AXIS
-        if len(self.shape) not in AXES or not all(is_number(size, sizes, integer=True) for size in self.shape):
+        if len(self.shape) not in AXES or not are_numbers(self.shape, sizes, integer=True):
             bounds = f"{sizes.minimum:g} or more, at most {sizes.maximum:g}"
             return f"wanted sizes of {bounds}, on {AXES.maximum:g} axes at most"
         if is_image and (len(self.shape) != 3 or self.shape[0] != 3):

@@ -368,16 +368,14 @@ def register_lifespan(
         engine = await opened.enter_async_context(
             source.open(LoadDurations(durations, app.ctx.metrics.record_preparation))
         )
-        app.ctx.recordings = Recordings(
-            settings.recording, settings.webhooks.state, lambda session_id: app.ctx.sessions.get(session_id)
-        )
+        app.ctx.recordings = Recordings(settings.recording, settings.webhooks.state)
         try:
             app.ctx.sessions = Sessions(
                 transport=transport,
                 load=load,
                 engine=engine,
                 settings=session_limits,
-                publish=app.ctx.stream_clients.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.publish)),
+                listeners=[app.ctx.stream_clients.direct.on_event, app.ctx.recordings.on_event, webhooks.on_event],
                 check_request=shared.wrap_check(check_request),
                 records=opened.enter_context(_open_records(settings)),
             )

@@ -17,7 +17,7 @@ from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, SAME, Tensor, read
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.hub import fetch
 from jaxmodels.layers.vision import RESNETS, ResNet
-from jaxmodels.ranges import POSITIVE, Range, is_number
+from jaxmodels.ranges import POSITIVE, Range, are_numbers
 from jaxmodels.weights import blueprint, check_fit, not_finite
 
 NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "variance": "running_var"}
@@ -142,7 +142,7 @@ def _read(path: Path, architecture: str) -> dict[str, np.ndarray]:
         where=path.name,
         hint=f"wanted torchvision's or timm's tensors of a {architecture}",
     )
-    weights = read_tensors(table, lambda name: stored[name].read())
+    weights = read_tensors(table, stored)
     if wrong := not_finite(weights):
         raise CheckpointError(f"{path.name}: a NaN or an infinity in {', '.join(sorted(wrong))}")
     return weights
@@ -182,7 +182,7 @@ def _normalization(said: Mapping[str, Any]) -> tuple[Triple | None, Triple | Non
         return None, None
 
     def read(numbers: Any, allowed: Range) -> Triple:
-        if not isinstance(numbers, list) or len(numbers) != 3 or not all(is_number(x, allowed) for x in numbers):
+        if not isinstance(numbers, list) or len(numbers) != 3 or not are_numbers(numbers, allowed):
             raise CheckpointError(f"{CONFIG}: mean and std are {mean!r} and {std!r}; wanted three numbers each")
         red, green, blue = map(float, numbers)
         return red, green, blue

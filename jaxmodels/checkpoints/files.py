@@ -11,7 +11,6 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ from safetensors.numpy import save
 
 from jaxmodels.checkpoints.folder import JSON_BYTES as LIMIT
 from jaxmodels.checkpoints.folder import PLAIN, SHARD, Folder, Source, list_names, open_source
-from jaxmodels.checkpoints.tensor_layouts import Shape
+from jaxmodels.checkpoints.tensor_layouts import Shape, Stored
 from jaxmodels.errors import CheckpointError
 
 HEADER_LIMIT = 8 << 20  # Bytes.
@@ -46,30 +45,6 @@ BITS: Mapping[str, int] = MappingProxyType(
     | dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"), 8)
 )
 CODES = {dtype: code for code, dtype in FLOATS.items()}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Position, dtype and shape of a tensor in a safetensors file."""
-
-    path: Source
-    dtype: np.dtype[Any]
-    shape: Shape
-    start: int
-
-    @property
-    def bytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read(self) -> np.ndarray:
-        """Read the tensor from its file."""
-        try:
-            with open_source(self.path) as file:
-                raw = file.array(self.start, self.bytes)
-            return raw.view(self.dtype).reshape(self.shape)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path.name}: cannot be read to its end ({error})") from error
 
 
 def find_floats(path: Source, is_selected: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:

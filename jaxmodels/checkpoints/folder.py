@@ -142,6 +142,12 @@ def open_source(source: Source) -> Iterator[OpenFile]:
         file.close()
 
 
+def read_bytes(source: Source, start: int, count: int) -> np.ndarray:
+    """Return exactly `count` bytes from an offset of a file; raises what `open_source` and `OpenFile.array` raise."""
+    with open_source(source) as file:
+        return file.array(start, count)
+
+
 def open_file(path: str | Path, within: int | None = None) -> OpenFile:
     """Open a regular file without blocking on pipes or devices; the caller closes it.
 

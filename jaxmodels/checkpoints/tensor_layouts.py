@@ -1,12 +1,14 @@
-"""Conversion of PyTorch's tensor layouts to ours and back."""
+"""Stored tensors, and the conversion of PyTorch's layouts to ours and back."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxmodels.checkpoints.folder import ALIGNMENT, empty_aligned
+from jaxmodels.checkpoints.folder import ALIGNMENT, Source, empty_aligned, read_bytes
+from jaxmodels.errors import CheckpointError
 
 Shape: TypeAlias = tuple[int, ...]
 Index: TypeAlias = tuple[int | slice, ...]
@@ -106,11 +108,33 @@ class TensorTarget:
         return self.layout.write([np.asarray(array[self.index])])
 
 
-def read_tensors(table: Sequence[Tensor], read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-    """Convert checked PyTorch tensors to our float32 arrays; `read` is called for one name at a time to save memory."""
+@dataclass(frozen=True)
+class Stored:
+    """Position, dtype and shape of a tensor in a safetensors file."""
+
+    path: Source
+    dtype: np.dtype[Any]
+    shape: Shape
+    start: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        """Read the tensor from its file."""
+        try:
+            return read_bytes(self.path, self.start, self.bytes).view(self.dtype).reshape(self.shape)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path.name}: cannot be read to its end ({error})") from error
+
+
+def read_tensors(table: Sequence[Tensor], stored: Mapping[str, Stored]) -> dict[str, np.ndarray]:
+    """Convert checked PyTorch tensors to our float32 arrays, one at a time to save memory."""
     weights: dict[str, np.ndarray] = {}
     for entry in table:
-        parts = entry.layout.read(read(entry.theirs))
+        parts = entry.layout.read(stored[entry.theirs].read())
         weights |= {name: align_array(part) for name, part in zip(entry.ours, parts, strict=True)}
     return weights
 

@@ -350,7 +350,7 @@ def _read_tensors(
         raise CheckpointError(f"{where}: {size} bytes of statistics; wanted at most {STATE_BYTES}")
     admit(config, plan.count_parameters())
     return (
-        read_tensors(table, lambda name: tensors[name].read()),
+        read_tensors(table, tensors),
         {name: tensor.read() for name, tensor in buffers.items()},
     )
 

@@ -222,7 +222,7 @@ def read_clip_text(folder: Path) -> ClipText:
     table = tuple(map(_tensor, shapes))
     available = find_floats(folder / WEIGHTS, lambda name: not name.startswith(OTHERS) and name != _TABLE)
     check_fit({name: stored.shape for name, stored in available.items()}, their_shapes(table, shapes), where=WEIGHTS)
-    weights = read_tensors(table, lambda name: available[name].read())
+    weights = read_tensors(table, available)
     if wrong := not_finite(weights):
         raise CheckpointError(f"{folder.name}: weights hold a NaN or an infinity: {', '.join(sorted(wrong))}")
     return ClipText(config, weights, read_tokenizer(folder))

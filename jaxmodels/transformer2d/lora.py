@@ -19,11 +19,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxmodels.checkpoints.files import Stored, find_floats, read_json, read_metadata
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, POINTWISE, Shape, TensorTarget
+from jaxmodels.checkpoints.files import find_floats, read_json, read_metadata
+from jaxmodels.checkpoints.tensor_layouts import LINEAR, POINTWISE, Shape, Stored, TensorTarget
 from jaxmodels.errors import CheckpointError, ConfigError, InputError, WeightsMismatch
 from jaxmodels.memory import check_host
-from jaxmodels.ranges import Range, is_number
+from jaxmodels.ranges import Range, are_numbers
 from jaxmodels.transformer2d import diffusers_folder
 from jaxmodels.transformer2d.attention import Projections
 from jaxmodels.transformer2d.config import Transformer2DConfig
@@ -191,7 +191,7 @@ def _read_settings(file: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{file.name}: a DoRA adapter, which changes more than a low-rank part; wanted LoRA")
     patterns = settings.get("alpha_pattern") or {}
     numbers = [settings.get("lora_alpha", 1), *(patterns.values() if isinstance(patterns, dict) else [None])]
-    if not all(is_number(number, ALPHA) for number in numbers):
+    if not are_numbers(numbers, ALPHA):
         raise CheckpointError(
             f"{file.name}: lora_alpha or alpha_pattern of its settings holds no number; wanted {ALPHA.describe()}"
         )

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from service.errors import InvalidRequest, RecordingRefused, UnknownRecording, UnknownSession
+from service.errors import InvalidRequest, RecordingRefused, UnknownRecording
 from service.logging import sanitize_text
 from service.recording.mcap_format import RecordingHeader, feature_names, replace_infinite
 from service.recording.recorder import FAILED, LIMIT, OFF, ON, Recorder, RecorderLimits, RecordingSettings
 from service.sessions.request import NewSession
-from service.sessions.session import Session
+from service.sessions.session import Session, SessionEvent
 from service.sessions.store import AnySession
-from service.stage import MOVING
+from service.stage import MOVING, Stage
 from service.state import state_folder
 from service.threads import WorkerThread, call_in_thread
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install -e '.[recording]'"
-Notify = Callable[[str, dict[str, object]], None]
 CanSee = Callable[[str | None], bool]
 DISK_STUCK = "the disk does not take what was recorded before; look at it, or restart the server"
 _FIGURES: Mapping[str, object] = {"file": None, "seconds": 0.0, "bytes": 0, "dropped": 0, "reason": None}
@@ -43,14 +42,13 @@ CLOSE_TIMEOUT = 2.0  # Seconds to close a recording when the server ends.
 
 
 class Recordings:
-    """Recordings of one server's sessions, started by events of ``wrap_notify``. The event loop never waits for a disk.
+    """Recordings of one server's sessions, started by events of `on_event`. The event loop never waits for a disk.
 
     Attributes:
         list_worker: thread that lists recordings.
     """
 
-    def __init__(self, settings: RecordingSettings, state: str | None, get_session: Callable[[str], AnySession]):
-        self._get_session = get_session
+    def __init__(self, settings: RecordingSettings, state: str | None):
         self._limits = RecorderLimits(free=settings.recording_free, bytes=settings.recording_limit)
         self._makes_datasets = settings.recording_datasets
         self._enabled: set[str] = set()
@@ -165,36 +163,22 @@ class Recordings:
             raise RecordingRefused(f"{name} cannot be removed: {error.strerror}") from error
         self._dataset_states.pop(name, None)
 
-    def wrap_notify(self, notify: Notify) -> Notify:
-        """Return a function that records a session's events, and then passes them to ``notify``."""
-
-        def notify_both(event: str, about: dict[str, object]) -> None:
-            try:
-                self._on_event(event, str(about["session_id"]), str(about.get("reason") or "by request"))
-            except Exception:
-                logger.exception("recording of session %s failed at event %s", about.get("session_id"), event)
-            notify(event, about)
-
-        return notify_both
-
-    def _on_event(self, event: str, session_id: str, reason: str) -> None:
+    def on_event(self, event: SessionEvent) -> None:
+        """Begin, continue or end the recording of a session."""
+        session, reason = event.session, str(event.payload.get("reason") or "by request")
+        session_id, name = session.new.session_id, event.name
         recorder = self._find_recorder(session_id)
-        if event == "session.deleted":
+        if name == "session.deleted":
             self._close_recorder(session_id, "the session was deleted")
             self._enabled.discard(session_id)
+        if event.state.stage is Stage.DELETED or not isinstance(session, Session):
             return
-        try:
-            session = self._get_session(session_id)
-        except UnknownSession:
-            return
-        if not isinstance(session, Session):
-            return
-        if event == "session.created":
+        if name == "session.created":
             self._recorders.pop(session_id, None)
             session.stats_sources.append(lambda: {"recording": self.get_stats(session_id)})
             if session.new.record and self._refusal is None:
                 self._enabled.add(session_id)
-        elif event == "session.started":
+        elif name == "session.started":
             if recorder is None and session_id in self._enabled:
                 if self._is_stuck():
                     logger.error("session %s is not recorded: %s", session_id, DISK_STUCK)
@@ -203,9 +187,9 @@ class Recordings:
                 recorder = self._begin_recording(session)
             if recorder is not None:
                 recorder.begin_episode(reason)
-        elif event == "session.stopped" and recorder is not None:
+        elif name == "session.stopped" and recorder is not None:
             recorder.end_episode(reason)
-        elif event == "session.error":
+        elif name == "session.error":
             # The session may never start again, and its file must be closed.
             self._close_recorder(session_id, reason)
 

@@ -33,6 +33,7 @@ from service.rollout.gates import GateLimits, ProbationSettings
 from service.rollout.rollout import Rollout, RolloutSettings
 from service.rollout.sources import FolderSource, HubLimits, HubSource, PolicySource
 from service.rollout.triggers import is_pattern
+from service.sessions.session import SessionEvent
 from service.sessions.store import Sessions
 from service.setting_types import SettingsError
 from service.state import StateTaken, load_registry_token, read_secrets, state_folder
@@ -241,10 +242,14 @@ class Webhooks:
 
     # Events for registered webhooks.
 
-    def publish(self, event: str, payload: Mapping[str, object]) -> None:
-        """Publish an event of a session to the registered webhooks, in this order."""
+    def on_event(self, event: SessionEvent) -> None:
+        """Publish an event of a session to the registered webhooks."""
+        self.publish(event.name, event.payload)
+
+    def publish(self, name: str, payload: Mapping[str, object]) -> None:
+        """Publish an event to the registered webhooks; the order of events stays."""
         if self.registry is not None:
-            self._events.put_nowait((event, payload))
+            self._events.put_nowait((name, payload))
 
     @asynccontextmanager
     async def open_publishing(self) -> AsyncIterator[None]:

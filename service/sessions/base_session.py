@@ -5,7 +5,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -162,6 +162,14 @@ def _inference_stats(robot_io: RobotIO, session: "BaseSession") -> dict[str, obj
     }
 
 
+class SessionState(NamedTuple):
+    """Stage of a session, its reason, and the text of an emergency stop that waits for its reset."""
+
+    stage: Stage
+    reason: str | None
+    latch: str | None
+
+
 def new_claim() -> str:
     """Make a secret that only a session and the servers of its rooms know."""
     return secrets.token_urlsafe(24)
@@ -208,6 +216,11 @@ class BaseSession(ABC):
     def id(self) -> str:
         """The session's id."""
         return self.new.session_id
+
+    def state(self) -> SessionState:
+        """Return its stage, reason and latch."""
+        lifecycle = self._current_lifecycle()
+        return SessionState(lifecycle.stage, lifecycle.reason, lifecycle.latch)
 
     @property
     def stage(self) -> Stage:

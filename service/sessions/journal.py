@@ -8,6 +8,7 @@ from dataclasses import replace
 from uuid import uuid4
 
 from service.errors import NotKept, ServiceError
+from service.sessions.base_session import SessionState
 from service.sessions.interrupted import InterruptedSession
 from service.sessions.records import CLOSE_TIMEOUT, WRITE_TIMEOUT, Latch, SessionRecord, SessionRecords
 from service.sessions.request import NewSession
@@ -39,17 +40,16 @@ class RecordWriter:
         with suppress(NotKept):
             await self._records.flush()
 
-    def update(self, session: Session) -> None:
-        """Write the session's stage. A session that failed before it was ready is dropped."""
-        if self._is_dropped or session.stage is Stage.DELETED:
+    def update(self, new: NewSession, state: SessionState) -> None:
+        """Write the session's request and stage. A session that failed before it was ready is dropped."""
+        if self._is_dropped or state.stage is Stage.DELETED:
             return
-        is_ready = self.record.is_ready or session.stage not in (Stage.INITIALIZING, Stage.ERROR)
-        if not is_ready and session.stage is Stage.ERROR:
+        is_ready = self.record.is_ready or state.stage not in (Stage.INITIALIZING, Stage.ERROR)
+        if not is_ready and state.stage is Stage.ERROR:
             self.drop()
             return
-        reason = None if session.is_latched else session.reason
-        stage = str(session.stage)
-        self.record = replace(self.record, new=session.new, stage=stage, reason=reason, is_ready=is_ready)
+        reason = None if state.latch is not None else state.reason
+        self.record = replace(self.record, new=new, stage=str(state.stage), reason=reason, is_ready=is_ready)
         self._records.put(self.record)
 
     def mark_shut_down(self) -> None:
@@ -185,12 +185,13 @@ class SessionJournal:
             self._records.add_orphan(orphan)
         return orphan
 
-    def update(self, session: Session | InterruptedSession) -> None:
-        """Write a session's stage and latch."""
-        if session.latch is not None and session.id not in self._records.latches:
-            self._records.set_latch(session.id, Latch(session.latch, session.new.owner))
-        if isinstance(session, Session) and (writer := self._writers.get(session.id)) is not None:
-            writer.update(session)
+    def update(self, new: NewSession, state: SessionState) -> None:
+        """Write a session's request, stage and latch."""
+        if state.latch is not None and new.session_id not in self._records.latches:
+            self._records.set_latch(new.session_id, Latch(state.latch, new.owner))
+        # An interrupted session has no writer.
+        if (writer := self._writers.get(new.session_id)) is not None:
+            writer.update(new, state)
 
     def describe_latch(self, new: NewSession) -> str | None:
         """Return the text of a latched emergency stop of this id; another owner's text is not shown."""

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from service.control.aggregation import ENSEMBLE
@@ -23,7 +23,7 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import FrameSizes, LoadedPolicy, LoadPolicy
 from service.inference.progress import LoadProgress
 from service.logging import bind_log_context
-from service.sessions.base_session import BaseSession
+from service.sessions.base_session import BaseSession, SessionState
 from service.sessions.compatibility import configure_control, make_limits, prepare_instruction, reserve_rate
 from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
@@ -41,24 +41,26 @@ EVENTS = {
     Move.FAILED: "session.error",
     Move.EXPIRED: "session.error",
 }
-PublishEvent: TypeAlias = Callable[[str, dict[str, object]], None]
 
 
-def make_event(new: NewSession, stage: Stage, move: Move, reason: str | None) -> tuple[str, dict[str, object]] | None:
-    """Return the name and payload of the event for a move to this stage; None for a move without one."""
-    if move not in EVENTS:
-        return None
-    payload: dict[str, object] = {
-        "session_id": new.session_id,
-        "status": str(stage),
-        "policy_path": new.policy_path,
-    }
-    if reason is not None:
-        payload["reason"] = reason
-    if move is Move.EMERGENCY_STOP:
-        payload["emergency_stop"] = True
-    return EVENTS[move], payload
+@dataclass(frozen=True)
+class SessionEvent:
+    """Event of a session, for its clients, recordings and webhooks.
 
+    Attributes:
+        name: value of `EVENTS`, or ``session.deleted``.
+        session: the session that the event is about.
+        state: state of the session after the event.
+        payload: what webhooks and clients receive; JSON-ready.
+    """
+
+    name: str
+    session: BaseSession
+    state: SessionState
+    payload: Mapping[str, object]
+
+
+OnEvent: TypeAlias = Callable[[SessionEvent], None]
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class Session(BaseSession):
         engine: Engine,
         load: LoadPolicy,
         settings: SessionSettings,
-        publish: PublishEvent = lambda event, about: None,
+        on_event: OnEvent = lambda event: None,
         leases: Leases | None = None,
         made: CreatedRooms | None = None,
         latch: str | None = None,
@@ -103,7 +105,7 @@ class Session(BaseSession):
         self._engine = engine
         self._load = load
         self._settings = settings
-        self._publish = publish
+        self._on_event = on_event
         self._made = made
         self._leases = Leases() if leases is None else leases
         self._active_since = self.created_at
@@ -442,11 +444,11 @@ class Session(BaseSession):
     def _move(self, move: Move, reason: str | None = None) -> Stage:
         """Move to the next stage by the table, and publish it."""
         stage = self._lifecycle.move(move, reason)
-        event = make_event(self.new, stage, move, reason)
-        if event is not None:
-            try:
-                self._publish(*event)
-            except Exception:
-                # Not raised, because a stop of several robots must reach all of them.
-                logger.exception("session %s: notifying of %s failed", self.id, event[0])
+        if (name := EVENTS.get(move)) is not None:
+            about = {"session_id": self.new.session_id, "status": str(stage), "policy_path": self.new.policy_path}
+            state = SessionState(stage, self._lifecycle.reason, self._lifecycle.latch)
+            details = ({} if reason is None else {"reason": reason}) | (
+                {"emergency_stop": True} if move is Move.EMERGENCY_STOP else {}
+            )
+            self._on_event(SessionEvent(name, self, state, {**about, **details}))
         return stage

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 from uuid import uuid4
@@ -23,7 +23,7 @@ from service.sessions.interrupted import InterruptedSession
 from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, reused_rooms
 from service.sessions.records import Latch, SessionRecord, SessionRecords
 from service.sessions.request import CheckRequest, NewSession, SessionSettings, describe_shared_room
-from service.sessions.session import PublishEvent, Session
+from service.sessions.session import OnEvent, Session, SessionEvent
 from service.stage import MOVING, Stage
 from service.transport.link import Orphan, Transport
 
@@ -50,14 +50,14 @@ class Sessions:
         load: LoadPolicy,
         engine: Engine,
         settings: SessionSettings | None = None,
-        publish: PublishEvent = lambda event, about: None,
+        listeners: Sequence[OnEvent] = (),
         check_request: CheckRequest | None = None,
         records: SessionRecords | None = None,
     ):
         """List sessions of an earlier process as interrupted.
 
         Args:
-            publish: receives the events of ``service.sessions.session.EVENTS``, and ``session.deleted``.
+            listeners: receive each event of ``service.sessions.session.EVENTS`` and ``session.deleted``, in this order.
             check_request: refuses requests that this server does not allow.
             records: records of sessions; None keeps them in memory.
         """
@@ -66,7 +66,7 @@ class Sessions:
         self.settings = settings or SessionSettings()
         self._transport = transport
         self._load = load
-        self._publish = publish
+        self._listeners = (self._record_event, *listeners)
         self._check_request = check_request
         self._leases = Leases()
         self._records = records = records or SessionRecords()
@@ -158,7 +158,7 @@ class Sessions:
             engine=self.engine,
             load=self._load,
             settings=self.settings,
-            publish=self._on_session_event,
+            on_event=self._on_session_event,
             leases=self._leases,
             made=writer,
             latch=self._journal.describe_latch(record.new),
@@ -356,21 +356,27 @@ class Sessions:
         for session in stopped:
             session.emergency_stop(reason)
         for session in stopped:
-            self._journal.update(session)
+            self._journal.update(session.new, session.state())
         await self._journal.try_flush(STOP_PUBLISH_TIMEOUT)
         return [session.id for session in stopped if session.stage is not Stage.DELETED]
 
     # Records and events.
 
-    def _on_session_event(self, event: str, payload: dict[str, object]) -> None:
-        """Publish an event of a session, and write its record soon."""
-        session = self._sessions.get(str(payload["session_id"]))
-        if session is not None:
-            self._journal.update(session)
-        self._publish(event, payload)
+    def _on_session_event(self, event: SessionEvent) -> None:
+        """Notify the listeners; raises no error, because a stop of several robots must reach all of them."""
+        for notify in self._listeners:
+            try:
+                notify(event)
+            except Exception:
+                logger.exception("session %s: a listener failed at %s", event.session.new.session_id, event.name)
+
+    def _record_event(self, event: SessionEvent) -> None:
+        """Write the record of a session soon."""
+        if self._sessions.get(event.session.new.session_id) is event.session:
+            self._journal.update(event.session.new, event.state)
 
     async def _write_record(self, session: AnySession, publish_timeout: float | None = None) -> AnySession:
-        self._journal.update(session)
+        self._journal.update(session.new, session.state())
         await self._journal.try_flush(publish_timeout)
         return session
 
@@ -389,7 +395,8 @@ class Sessions:
         has_left = isinstance(session, Session) and await session.wait_closed()
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
-        self._publish("session.deleted", {"session_id": session.id, "policy_path": session.new.policy_path})
+        payload = {"session_id": session.id, "policy_path": session.new.policy_path}
+        self._on_session_event(SessionEvent("session.deleted", session, session.state(), payload))
         if orphan is not None and has_left:
             self._records.remove_orphan(orphan)
         await self._journal.try_flush()

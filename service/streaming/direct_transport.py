@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from service.sessions.request import DIRECT
+from service.sessions.session import SessionEvent
 from service.threads import call_in_thread
 from service.transport.link import (
     Inbox,
@@ -125,16 +126,11 @@ class DirectTransport:
         """Do nothing, because there are no rooms."""
         return ()
 
-    def wrap_notify(self, notify: Callable[[str, dict[str, object]], None]) -> Callable[[str, dict[str, object]], None]:
-        """Return a function that passes events to the clients of a session, and then to ``notify``."""
-
-        def notify_all(event: str, about: dict[str, object]) -> None:
-            link = self.links.get(str(about.get("session_id")))
-            for watcher in tuple(link.listeners) if link is not None else ():
-                watcher.on_session_event(event, about)
-            notify(event, about)
-
-        return notify_all
+    def on_event(self, event: SessionEvent) -> None:
+        """Notify the clients of a session of an event."""
+        link = self.links.get(event.session.new.session_id)
+        for watcher in tuple(link.listeners) if link is not None else ():
+            watcher.on_session_event(event.name, event.payload)
 
 
 def _log_failure(loading: asyncio.Future[Transport]) -> None:

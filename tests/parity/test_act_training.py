@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxmodels.checkpoints.tensor_layouts import read_tensors, write_tensors
+from jaxmodels.checkpoints.tensor_layouts import align_array, write_tensors
 from jaxmodels.policies.act import Act, ActConfig
 from jaxmodels.policies.act import weights as names
 from jaxmodels.training.optimizers import make_optimizer, optimizer_preset, scheduler_preset
@@ -56,7 +56,11 @@ class Training:
         keys = json.loads((folder / "keys.json").read_text())
         self.optimizer = keys["optimizer"]
         self.plan = blueprint_of(Act, self.config)
-        self.start = read_tensors(names.tensors(self.plan.shapes), seeded_weights(keys).__getitem__)
+        theirs, table = seeded_weights(keys), names.tensors(self.plan.shapes)
+        converted = [(entry.ours, entry.layout.read(theirs[entry.theirs])) for entry in table]
+        self.start = {
+            name: align_array(part) for ours, parts in converted for name, part in zip(ours, parts, strict=True)
+        }
         with np.load(folder / "batches.npz") as batches, np.load(folder / "training.npz") as found:
             self.batches, self.found = dict(batches), dict(found)
         self.noise = self.batches.pop("noise")

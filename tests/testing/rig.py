@@ -153,7 +153,7 @@ class SessionRig:
             load=self.load,
             engine=Engine(stuck_after=stuck_after, batch_sizes=batch_sizes),
             settings=settings or SessionSettings(),
-            publish=lambda event, about: self.events.append((event, about)),
+            listeners=[lambda event: self.events.append((event.name, dict(event.payload)))],
         )
 
     async def __aenter__(self) -> Self:

@@ -13,7 +13,7 @@ from jaxmodels.ranges import (
     SHARE_BELOW_ONE,
     WIDTH,
     Range,
-    is_number,
+    are_numbers,
     shorten_value,
 )
 from jaxmodels.samplers import NoiseSchedule
@@ -108,7 +108,7 @@ class DiffusionConfig(LerobotConfig):
 
     def _wrong_widths(self) -> list[str]:
         widths, levels = Range(1, WIDTH), Range(1, LAYERS_WRITTEN_OUT // 4)
-        is_right = all(is_number(width, widths, integer=True) for width in self.down_dims)
+        is_right = are_numbers(self.down_dims, widths, integer=True)
         if len(self.down_dims) in levels and is_right:
             return []
         return [

@@ -42,7 +42,7 @@ class Server:
             load=self.load,
             engine=Engine(),
             settings=session_settings(Settings.from_values(**more)),
-            publish=lambda event, about: self.told.append(event),
+            listeners=[lambda event: self.told.append(event.name)],
             records=records_in(folder),
         )
 
