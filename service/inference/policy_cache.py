@@ -22,7 +22,7 @@ from service.inference.loaded_policy import (
     Replica,
     describe_sizes,
 )
-from service.inference.sandbox import LoadCancelled, LoadJob
+from service.inference.sandbox import LoadCancelled, LoadJob, raise_if_cancelled
 from service.threads import call_in_thread, mark_retrieved
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class PolicyCache:
         source = (path, revision) if folder is None else (folder, None)
 
         def report(stage: str) -> None:
-            job.raise_if_cancelled()
+            raise_if_cancelled(job)
             for listener in tuple(listeners):
                 listener(stage)
 
@@ -172,7 +172,7 @@ class PolicyCache:
             for replica in replicas:
                 replica.prepare(1, None)
                 for frames in replica.inherited_frames:
-                    job.raise_if_cancelled()
+                    raise_if_cancelled(job)
                     if frames != replica.trained_frames:
                         replica.prepare(1, dict(frames))
             return replicas
@@ -180,7 +180,7 @@ class PolicyCache:
         try:
             await self._call(job, lambda: built.append(load(*source, like=like, on_progress=report)))
             replicas = await self._build(job, compile_copies)
-            job.raise_if_cancelled()
+            raise_if_cancelled(job)
         except (PolicyError, PolicyFailed):
             raise
         except (JaxModelsError, LoadCancelled) as error:

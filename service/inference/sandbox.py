@@ -91,15 +91,10 @@ class LoadJob:
         """Call a function as this job, in this thread."""
         token = _load.set(self)
         try:
-            self.raise_if_cancelled()
+            raise_if_cancelled(self)
             return call()
         finally:
             _load.reset(token)
-
-    def raise_if_cancelled(self) -> None:
-        """Raise LoadCancelled if the job was cancelled."""
-        if self.is_cancelled:
-            raise LoadCancelled("the load was cancelled")
 
     @contextmanager
     def kill_at_end(self, child: subprocess.Popen[bytes]) -> Iterator[None]:
@@ -119,10 +114,11 @@ class LoadJob:
 _load: ContextVar[LoadJob | None] = ContextVar("load", default=None)
 
 
-def raise_if_cancelled() -> None:
-    """Raise LoadCancelled if the job of this thread was cancelled."""
-    if (load := _load.get()) is not None:
-        load.raise_if_cancelled()
+def raise_if_cancelled(load: LoadJob | None = None) -> None:
+    """Raise LoadCancelled if a job, or without one the job of this thread, was cancelled."""
+    load = load or _load.get()
+    if load is not None and load.is_cancelled:
+        raise LoadCancelled("the load was cancelled")
 
 
 # Children that read whole policies, and children that read small files: neither kind waits for the other.
@@ -194,7 +190,7 @@ class CheckpointSandbox:
     ) -> dict[str, Any]:
         load = _load.get() or LoadJob()
         while not slots.acquire(timeout=POLL_INTERVAL):
-            load.raise_if_cancelled()
+            raise_if_cancelled(load)
         with ExitStack() as stack:
             stack.callback(slots.release)
             stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
@@ -203,7 +199,7 @@ class CheckpointSandbox:
                     code = child.wait(seconds)
             except subprocess.TimeoutExpired:
                 raise CheckpointError(f"{name}: reading its files took over {seconds:.0f} s") from None
-            load.raise_if_cancelled()
+            raise_if_cancelled(load)
             stderr.seek(0)
             error_text = stderr.read(65536).decode(errors="replace")
             stdout.seek(0)
