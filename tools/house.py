@@ -1,28 +1,19 @@
-"""Measures the structure of the source: modules, imports, functions, and the way of one frame to a command.
+"""Measure the structure of the source: modules, imports, functions, and four paths through the product.
 
-    python tools/house.py            the page
-    python tools/house.py --no-trace the same without running anything
+    python tools/house.py             all of it
+    python tools/house.py --no-trace  without running anything
 
-Everything but the trace is read from the syntax trees of the packages. The trace runs one session in memory with a
-scripted policy, and counts what of `service` is called from the delivery of the first frame to the first command that
-follows from it: files, functions, how often control comes back to a file that it had left, and whether an object calls
-one that called it. What ran already on the device's thread when the frame came counts too.
+Modules, imports and functions are read from the syntax trees of the packages; `tools/traces.py` runs the paths.
 """
 
 import argparse
 import ast
-import asyncio
-import math
+import subprocess
 import sys
-import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from types import FrameType
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jaxmodels", "hooks", "service", "robojax")
@@ -142,136 +133,6 @@ def page() -> str:
     return "\n".join(out)
 
 
-class Call(NamedTuple):
-    """A call of a function of the traced package.
-
-    Attributes:
-        file, function: where it stands, and its qualified name.
-        thread: name of the thread that ran it.
-        is_callback: whether an object called one that had called it.
-    """
-
-    file: str
-    function: str
-    thread: str
-    is_callback: bool
-
-
-class Trace:
-    """What of a package runs while `is_on`, in all threads that begin after it was installed."""
-
-    def __init__(self, package: Path):
-        self.is_on = False
-        self.calls: list[Call] = []
-        self._package = f"{package}/"
-        threading.setprofile(self._hook)
-        sys.setprofile(self._hook)
-
-    def begin(self) -> None:
-        """Count from now on; functions that run already in other threads are the first calls."""
-        for thread in threading.enumerate():
-            frame = sys._current_frames().get(thread.ident or 0)
-            while frame is not None and thread is not threading.current_thread():
-                self._add(frame, thread.name)
-                frame = frame.f_back
-        self.is_on = True
-
-    def end(self) -> None:
-        """Count no call any more."""
-        self.is_on = False
-        threading.setprofile(None)
-        sys.setprofile(None)
-
-    def _hook(self, frame: FrameType, event: str, argument: object) -> None:
-        if self.is_on and event == "call":
-            self._add(frame, threading.current_thread().name)
-
-    def _add(self, frame: FrameType, thread: str) -> None:
-        if self._is_counted(frame):
-            file = frame.f_code.co_filename.removeprefix(self._package)
-            self.calls.append(Call(file, frame.f_code.co_qualname, thread, self._is_callback(frame)))
-
-    def _is_counted(self, frame: FrameType) -> bool:
-        return frame.f_code.co_filename.startswith(self._package)
-
-    def _is_callback(self, frame: FrameType) -> bool:
-        called, is_left, caller = frame.f_locals.get("self"), False, frame.f_back
-        while called is not None and caller is not None:
-            if self._is_counted(caller):
-                other = caller.f_locals.get("self")
-                if other is called and is_left:
-                    return True
-                is_left |= other is not None and other is not called
-            caller = caller.f_back
-        return False
-
-    def returns(self) -> int:
-        """How often control came to a file that it had left before."""
-        seen: set[str] = set()
-        count, here = 0, ""
-        for file, *_ in self.calls:
-            if file != here:
-                count += file in seen
-                seen.add(file)
-                here = file
-        return count
-
-
-async def trace_of_a_frame() -> Trace:
-    """One session in memory, and what runs between its first frame and its first command."""
-    import numpy as np
-
-    import service
-    from service.inference.engine import Engine
-    from service.sessions.store import NewSession, Sessions, SessionSettings
-    from tests.testing.doubles import MemoryTransport, ScriptedLoader, ScriptedPolicy
-
-    trace = Trace(Path(str(service.__file__)).parent)
-    transport, policy = MemoryTransport(), ScriptedPolicy()
-    sessions = Sessions(
-        transport=transport,
-        load=ScriptedLoader(lambda: policy),
-        engine=Engine(),
-        settings=SessionSettings(),
-    )
-    new = NewSession("traced", "policy", "memory://", rate=50)
-    await sessions.create(replace(new, camera_names=("front",)))
-    await sessions.start("traced")
-    await asyncio.sleep(0.2)
-    link = transport.link
-    joints = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
-    trace.begin()
-    delivered_at = -math.inf
-    while not link.sent:  # a link is no event
-        if time.monotonic() - delivered_at > 0.2:  # again where a machine is so slow that the frame gets old
-            for camera in link.rooms.cameras:
-                link.deliver_frame(camera, np.zeros((48, 64, 3), np.uint8))
-            link.deliver_joints(dict.fromkeys(joints, 0.0))
-            delivered_at = time.monotonic()
-        await asyncio.sleep(0)
-    trace.end()
-    await sessions.close()
-    return trace
-
-
-def trace_page(trace: Trace) -> str:
-    """What a trace counted, as text."""
-    functions = dict.fromkeys((call.file, call.function) for call in trace.calls)
-    on_loop = {(call.file, call.function) for call in trace.calls if call.thread == threading.main_thread().name}
-    files = Counter(file for file, _ in functions)
-    head = (
-        f"\nfrom a frame to its command: {len(files)} files and {len(functions)} functions of service, "
-        f"{len(trace.calls)} calls, {trace.returns()} returns to a file that had been left; "
-        f"of them on the event loop {len({file for file, _ in on_loop})} files and {len(on_loop)} functions; "
-        f"calls back into a caller: {sum(call.is_callback for call in trace.calls)}"
-    )
-    lines = [
-        f"  {count:3} {file}: {', '.join(name for each, name in functions if each == file)}"
-        for file, count in files.most_common()
-    ]
-    return "\n".join([head, *lines])
-
-
 def main() -> None:
     """Prints the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -279,8 +140,8 @@ def main() -> None:
     asked = parser.parse_args()
     print(page())
     if not asked.no_trace:
-        sys.path.insert(0, str(ROOT))
-        print(trace_page(asyncio.run(trace_of_a_frame())))
+        print("\npaths through the product (tools/traces.py)", flush=True)
+        subprocess.run([sys.executable, str(ROOT / "tools" / "traces.py")], check=True)
 
 
 if __name__ == "__main__":
