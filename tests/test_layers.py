@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from operator import le
 from pathlib import Path
 
 import pytest
@@ -184,11 +185,9 @@ PATHS = {
 def test_paths_through_the_product_stay_short(path: str) -> None:
     # In a process of its own, because a trace also counts what runs in threads that other tests left.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        for _ in range(3):  # A pause of the machine adds functions.
-            trace = process.submit(measure_path, path).result()
-            if all(found <= limit for found, limit in zip(trace, PATHS[path], strict=True)):
-                return
-    assert trace == PATHS[path]
+        # A pause of the machine adds functions.
+        figures = [process.submit(measure_path, path).result() for _ in range(1 if path == "policy" else 2)]
+    assert any(found[0] > 0 and all(map(le, found, PATHS[path])) for found in figures), figures
 
 
 def measure_path(path: str) -> tuple[int, int, int, int]:

@@ -193,7 +193,7 @@ async def trace_push() -> Trace:
     trace = Trace("service")
     with tempfile.TemporaryDirectory() as name:
         folder = shutil.copytree(POLICY, Path(name) / "policy")
-        async with started(policy_roots=[name]) as server:
+        async with started(policy_roots=[name], update_quiet=0.1) as server:
             path = str(folder)
             expect_ok(await server.create(camera_names=["front"], policy_path=path, auto_update="swap", rate=50))
             sending = asyncio.create_task(show(server.transport.link))
