@@ -251,8 +251,10 @@ def create_app(
         add_transport(app, context.room_table, rooms)
     webhooks = Webhooks(settings.updates, settings.webhooks, settings.policies, settings.server.origins)
     if webhooks.registry is not None:
+        from hooks.registry.api import build_blueprint as build_registry  # Most servers have none.
+
         # Before the sessions: it starts first and stops last, so that it receives all their events.
-        app.blueprint(webhooks.registry.blueprint())
+        app.blueprint(build_registry(webhooks.registry))
     destinations = None if transport else _create_destinations(app)
     by_url = TransportByUrl(
         context.stream_clients.direct,

@@ -78,7 +78,7 @@ class SharedDatabase:
             except DatabaseUnavailable as error:
                 raise NoDatabase(f"database: it has not answered for {START_TIMEOUT:g} s ({error})") from None
             context.peer_sessions = self._redirects.front = front
-            context.other_servers = self._redirects
+            context.stop_elsewhere = self._redirects.stop_all
             yield
         finally:
             await self._redirects.close()

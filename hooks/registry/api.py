@@ -7,17 +7,16 @@ import asyncio
 import hmac
 import json
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AsyncExitStack
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sanic import Blueprint, HTTPResponse, Request
 from sanic import json as in_json
 
 from hooks.errors import HooksError, HubTrouble, InvalidWebhook, StoreError, UnknownWebhook, UnsafeTarget
-
-if TYPE_CHECKING:
-    from hooks.registry.registry import Registry
-    from hooks.registry.store import Webhook
+from hooks.registry.registry import Registry
+from hooks.registry.store import Webhook
 
 PREFIX = "/api/settings/webhooks"
 MAX_BODY = 256 << 10
@@ -58,7 +57,23 @@ def build_error(status: int, code: str, message: str) -> HTTPResponse:
     return in_json({"error": message}, status, headers)
 
 
-def add_routes(blueprint: Blueprint, registry: "Registry", tokens: tuple[str, ...]) -> None:
+def build_blueprint(registry: Registry) -> Blueprint:
+    """Build the Hub's API with absolute paths; an app that serves it also runs the registry."""
+    blueprint, stack = Blueprint("webhooks-registry"), AsyncExitStack()
+    _add_routes(blueprint, registry, registry.settings.tokens)
+
+    async def start(*_: object) -> None:
+        await stack.enter_async_context(registry.running())
+
+    async def stop(*_: object) -> None:
+        await stack.aclose()
+
+    blueprint.before_server_start(start)
+    blueprint.after_server_stop(stop)
+    return blueprint
+
+
+def _add_routes(blueprint: Blueprint, registry: Registry, tokens: tuple[str, ...]) -> None:
     """Add the API's routes to a blueprint; each request must have an accepted token."""
 
     async def whoami(request: Request) -> Any:
@@ -73,7 +88,7 @@ def add_routes(blueprint: Blueprint, registry: "Registry", tokens: tuple[str, ..
     async def update_webhook(request: Request, webhook_id: str) -> Any:
         return {"webhook": (await registry.update_webhook(webhook_id, _read_body(request))).to_json()}
 
-    def answer_webhook(operation: Callable[[str], Coroutine[Any, Any, "Webhook"]]) -> Handler:
+    def answer_webhook(operation: Callable[[str], Coroutine[Any, Any, Webhook]]) -> Handler:
         async def answer(request: Request, webhook_id: str) -> Any:
             return {"webhook": (await operation(webhook_id)).to_json()}
 

@@ -10,12 +10,10 @@ import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from sanic import Blueprint
 
 from hooks.addresses import Resolve, TargetRules
 from hooks.database import Database, alone
@@ -23,7 +21,6 @@ from hooks.errors import HooksError, HubTrouble, InvalidSettings, InvalidWebhook
 from hooks.payload import WebhookPayload
 from hooks.queue import QueueRunner
 from hooks.registry import delivery_queue
-from hooks.registry.api import add_routes
 from hooks.registry.delivery import WAITS, DeliveryOutcome, DeliveryRequest, Destination, format_time, get_wait
 from hooks.registry.delivery import resolve_host as ask_name_server
 from hooks.registry.delivery_queue import DueDelivery, Message, generate_id
@@ -254,22 +251,6 @@ class Registry:
 
     async def _run(self, transaction: Callable[..., Any], *arguments: Any) -> Any:
         return await self._running[0].run(transaction, *arguments)
-
-    def blueprint(self) -> Blueprint:
-        """Build the Hub's API with absolute paths; an app that serves it also runs the registry."""
-        made = Blueprint("webhooks-registry")
-        add_routes(made, self, self.settings.tokens)
-        stack = AsyncExitStack()
-
-        async def start(*_: object) -> None:
-            await stack.enter_async_context(self.running())
-
-        async def stop(*_: object) -> None:
-            await stack.aclose()
-
-        made.before_server_start(start)
-        made.after_server_stop(stop)
-        return made
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Registry"]:

@@ -1,5 +1,6 @@
 """Route description, shared app context, and the sessions that a caller may see."""
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +34,6 @@ from service.transport.server.rooms import RoomTable
 
 if TYPE_CHECKING:
     # These modules import the driver of PostgreSQL, which only some servers need.
-    from service.api.redirects import Redirects
     from service.distributed.peers import PeerSessions
 
 Handler = Callable[..., Coroutine[Any, Any, HTTPResponse | None]]
@@ -128,7 +128,8 @@ class Context:
         source_rules: allowed sources of policies.
         policy_reader: reads the requirements of policies before they are loaded.
         live: viewers of the dashboard.
-        peer_sessions, other_servers: this server and its peers with the same database; None without a database.
+        peer_sessions: this server and its peers with the same database; None without a database.
+        stop_elsewhere: stops the robots of all other servers, see `Redirects.stop_all`; None without a database.
         engines: engines in other processes; None if policies run in this process.
         started_at: monotonic time.
     """
@@ -150,7 +151,7 @@ class Context:
     started_at: float = field(default_factory=time.monotonic)
     engines: EngineSet | None = None
     peer_sessions: "PeerSessions | None" = None
-    other_servers: "Redirects | None" = None
+    stop_elsewhere: "Callable[[Request, str], asyncio.Task[dict[str, Any]] | None] | None" = None
     sessions: Sessions = field(init=False)
     models: ModelServer = field(init=False)
     updates: Deployments = field(init=False)

@@ -44,9 +44,9 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     """
     sessions = request.app.ctx.sessions
     reason = await read_reason(request)
-    others = request.app.ctx.other_servers
+    stop_elsewhere = request.app.ctx.stop_elsewhere
     # Other servers stop at once, without waiting for the disk and the database of this server.
-    elsewhere_stop = None if others is None else others.stop_all(request, reason)
+    elsewhere_stop = None if stop_elsewhere is None else stop_elsewhere(request, reason)
     stopped = await sessions.emergency_stop(reason)
     own = {session.id for session in list_visible_sessions(request)}
     log.warning("emergency stop of %d sessions by %s", len(stopped), caller_of(request).name)

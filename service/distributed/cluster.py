@@ -17,7 +17,8 @@ from service.engines.connection import Connection
 from service.engines.engine_set import EngineMember, EngineSet
 from service.engines.host_process import HostProcess
 from service.engines.messages import Begun, EngineOptions, LocalFolder
-from service.engines.remote_policy import RemoteLoader, check_answer
+from service.engines.remote_loader import RemoteLoader
+from service.engines.remote_policy import check_answer
 from service.errors import NoEngine
 from service.inference.config import PolicySettings
 from service.inference.device_worker import DeviceGone

@@ -18,7 +18,8 @@ from service.engines.engine_set import EngineMember, EngineSet
 from service.engines.host_process import HostProcess
 from service.engines.launch import ENGINE_MODULE, ENGINE_NICENESS, Launched, make_environment
 from service.engines.messages import Begun, EngineOptions, LocalFolder
-from service.engines.remote_policy import RemoteLoader, RemotePolicy
+from service.engines.remote_loader import RemoteLoader
+from service.engines.remote_policy import RemotePolicy
 from service.errors import NoDevice
 from service.inference.config import PolicySettings, set_cache_folders
 from service.inference.engine import Engine

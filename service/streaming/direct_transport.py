@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from service.sessions.request import DIRECT
 from service.sessions.session import SessionEvent
@@ -25,12 +25,26 @@ from service.transport.link import (
     Transport,
 )
 
-if TYPE_CHECKING:
-    from service.streaming.stream import ClientStream
-
 logger = logging.getLogger(__name__)
 
 STREAM_ROOM = "stream"  # Name of the link in events.
+
+
+@dataclass(eq=False)
+class LinkClient:
+    """Client that streams to a session, as its link uses it.
+
+    Attributes:
+        send_command: sends a command of the session's control loop; False if the client has not read older ones.
+        on_session_event: receives the name and payload of each event of the session.
+        last_message_at: monotonic time of the client's newest message.
+        robot_latch: reason of the emergency stop that the client's program has latched, or None.
+    """
+
+    send_command: Callable[[Sequence[JointValue]], bool]
+    on_session_event: Callable[[str, Mapping[str, object]], None]
+    last_message_at: float = field(default_factory=time.monotonic)
+    robot_latch: str | None = None
 
 
 class DirectLink:
@@ -46,8 +60,8 @@ class DirectLink:
     def __init__(self, rooms: Rooms, inbox: Inbox):
         self.rooms = rooms
         self.inbox = inbox
-        self.driver: ClientStream | None = None
-        self.listeners: set[ClientStream] = set()
+        self.driver: LinkClient | None = None
+        self.listeners: set[LinkClient] = set()
         self.pending_acts = 0
         self.answered_acts = 0
         self.published_at = -math.inf
@@ -74,7 +88,7 @@ class DirectLink:
             "acts_under_way": self.pending_acts,
         }
 
-    def take_control(self, driver: "ClientStream", silence_timeout: float) -> bool:
+    def take_control(self, driver: LinkClient, silence_timeout: float) -> bool:
         """Give a client control of the robot; False while another client was active in ``silence_timeout`` seconds."""
         if self.driver is driver:
             return True
@@ -88,12 +102,12 @@ class DirectLink:
         self.inbox.on_event(LinkUp(STREAM_ROOM))
         return True
 
-    def report_latch(self, driver: "ClientStream") -> None:
+    def report_latch(self, driver: LinkClient) -> None:
         """Report the latch of the client in control to the session; ignore the latches of other clients."""
         if self.driver is driver:
             self.inbox.on_event(RobotLatch(STREAM_ROOM, driver.robot_latch))
 
-    def release_control(self, driver: "ClientStream", reason: str) -> None:
+    def release_control(self, driver: LinkClient, reason: str) -> None:
         """Take control from a disconnected client, unless it has no control."""
         if self.driver is driver:
             self.driver = None

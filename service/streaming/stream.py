@@ -15,7 +15,7 @@ from service.logging import sanitize_text
 from service.stage import Stage
 from service.streaming import codec, direct_inference, observation
 from service.streaming.direct_inference import DirectInference
-from service.streaming.direct_transport import DirectLink
+from service.streaming.direct_transport import DirectLink, LinkClient
 from service.streaming.observation import ClientObservation, ObservationSpec
 from service.streaming.websocket import SocketClosed, StreamSocket
 from service.transport.link import JointValue
@@ -31,12 +31,7 @@ CLOSE_ROBOT_TAKEN = 4409
 
 
 class ClientStream:
-    """Stream of one client.
-
-    Attributes:
-        last_message_at: monotonic time of the client's newest message.
-        robot_latch: reason of the emergency stop that the client's program has latched, or None.
-    """
+    """Stream of one client."""
 
     def __init__(
         self,
@@ -50,8 +45,7 @@ class ClientStream:
         stop: Callable[[str], Any],
     ):
         """Create it; ``stop`` is awaited, and stops the session's robot by an emergency stop."""
-        self.last_message_at = time.monotonic()
-        self.robot_latch: str | None = None
+        self._client = LinkClient(self._send_command, self._on_session_event)
         self._socket = socket
         self._inference = inference
         self._caller = caller
@@ -84,15 +78,15 @@ class ClientStream:
         try:
             while True:
                 message = await self._socket.receive()
-                self.last_message_at = time.monotonic()
+                self._client.last_message_at = time.monotonic()
                 await self._handle_message(message)
         except SocketClosed:
             pass
         finally:
             # Synchronous, because this runs inside a cancellation if the connection is lost.
             if self._link is not None:
-                self._link.listeners.discard(self)
-                self._link.release_control(self, "the client on the stream is gone")
+                self._link.listeners.discard(self._client)
+                self._link.release_control(self._client, "the client on the stream is gone")
             for task in (watch_task, self._act_task, self._decode_task):
                 if task is not None:
                     task.cancel()
@@ -105,7 +99,7 @@ class ClientStream:
             # With this, a client that reconnects detects a recreated session, which lost earlier stops.
             about["instance"] = f"{self._inference.session.created_at:.6f}"
             self._link = link
-            link.listeners.add(self)
+            link.listeners.add(self._client)
             self._send("welcome", **about, silence_s=self._silence_timeout, max_bytes=self._max_bytes)
         return self._link
 
@@ -158,9 +152,9 @@ class ClientStream:
         reason = message.get("reason")
         if "reason" not in message or (reason is not None and not isinstance(reason, str)):
             raise InvalidRequest("reason: wanted a text, or null for no latch", ("body", "reason"))
-        self.robot_latch = None if reason is None else sanitize_text(reason) or "no reason given"
+        self._client.robot_latch = None if reason is None else sanitize_text(reason) or "no reason given"
         if self._link is not None:  # Otherwise it is reported when this client takes control.
-            self._link.report_latch(self)
+            self._link.report_latch(self._client)
 
     async def _take_observation(self, link: DirectLink, message: Mapping[str, Any], number: int | None) -> None:
         now = time.monotonic()
@@ -170,7 +164,7 @@ class ClientStream:
             raise InvalidRequest(f"age_ms: wanted 0 to {_MAX_AGE_MS:g}", ("body", "age_ms"))
         spec = self._inference.observation_spec()
         observed = observation.read_observation(message, spec, is_complete=False)
-        if not link.take_control(self, self._silence_timeout):
+        if not link.take_control(self._client, self._silence_timeout):
             self._send("error", code="robot_taken", detail="another client drives this robot", number=number)
             self._socket.close(CLOSE_ROBOT_TAKEN, "another client drives this robot")
             return
@@ -204,7 +198,7 @@ class ClientStream:
             except ServiceError as error:
                 self._send_error(error, None)
                 continue
-            if link.driver is self:
+            if link.driver is self._client:
                 self._deliver(link, frames, {}, observed_at)
 
     def _deliver(
@@ -217,7 +211,7 @@ class ClientStream:
             inbox.on_joints(joints, observed_at)
 
     async def _begin_act(self, message: Mapping[str, Any]) -> None:
-        act = message, self.last_message_at
+        act = message, self._client.last_message_at
         if self._act_task is not None and not self._act_task.done():
             before, self._next_act = self._next_act, act
             if before is not None:
@@ -255,7 +249,7 @@ class ClientStream:
 
     # Messages to the client.
 
-    def send_command(self, joints: Sequence[JointValue]) -> bool:
+    def _send_command(self, joints: Sequence[JointValue]) -> bool:
         """Send a command of the session's control loop; False if older ones are still unread."""
         if self._socket.unsent > _MAX_UNSENT:
             return False
@@ -270,7 +264,7 @@ class ClientStream:
             age_ms=None if observed_at is None else round((now - observed_at) * 1e3, 2),
         )
 
-    def on_session_event(self, event: str, about: Mapping[str, object]) -> None:
+    def _on_session_event(self, event: str, about: Mapping[str, object]) -> None:
         """Report a stop or the session's end to the client."""
         if event == "session.deleted":
             self._socket.close(1001, "the session is over")
@@ -296,14 +290,15 @@ class ClientStream:
             except MoveRefused as refusal:
                 await self._close_unloaded(refusal)
                 return
-            if link.driver is self and time.monotonic() - self.last_message_at > self._silence_timeout:
-                link.release_control(self, f"the client on the stream was silent for {self._silence_timeout:g} s")
+            silence, limit = time.monotonic() - self._client.last_message_at, self._silence_timeout
+            if link.driver is self._client and silence > limit:
+                link.release_control(self._client, f"the client on the stream was silent for {limit:g} s")
             self._send_status()
             await asyncio.sleep(_CHECK_INTERVAL)
 
     async def _stop_unauthorized(self) -> None:
         """Latch the session of a client in control, because its robot must not move if the key file is restored."""
-        is_driver = self._link is not None and self._link.driver is self
+        is_driver = self._link is not None and self._link.driver is self._client
         if is_driver or self._act_task is not None:
             with suppress(UnknownSession):
                 await self._stop("the key of the client on the stream is no longer accepted")

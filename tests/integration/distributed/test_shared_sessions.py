@@ -91,7 +91,7 @@ class Servers:
         self.forget_places(one)
 
     def forget_places(self, one: Server) -> None:
-        one.app.ctx.other_servers._cache.clear()  # type: ignore[union-attr]
+        one.app.ctx.stop_elsewhere.__self__._cache.clear()  # type: ignore[union-attr]
 
     async def lose(self, one: Server) -> None:
         """Its heartbeat is over, and it goes on."""

@@ -33,7 +33,7 @@ from service.distributed.scaling import Bounds
 from service.engines import engine_set, host_process
 from service.engines.messages import Begun, EngineFacts, EngineOptions, Loaded, Refusal
 from service.engines.process import serve
-from service.engines.remote_policy import RemoteLoader
+from service.engines.remote_loader import RemoteLoader
 from service.engines.shared_memory import SharedMemory
 from service.errors import PolicyError
 from service.inference.device_worker import DeviceGone

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError, HubError, ObservationError
-from service.engines import remote_policy
+from service.engines import remote_loader
 from service.engines.messages import Loaded, LocalFolder, Refusal
-from service.engines.remote_policy import RemoteLoader, RemotePolicy, check_answer
+from service.engines.remote_loader import RemoteLoader
+from service.engines.remote_policy import RemotePolicy, check_answer
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
 from service.inference.loaded_policy import InferenceStuck
@@ -184,7 +185,7 @@ def test_where_none_can_have_it_the_reason_is_the_policys(engines: Engines, fold
 
 
 def test_progress_is_of_the_slowest_engine(engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_policy, "POLL_PERIOD", 0.001)
+    monkeypatch.setattr(remote_loader, "POLL_PERIOD", 0.001)
     engines.idle, told = ("two",), []
     slow = {name: Future[Any]() for name in ("one", "two")}
     stages = iter(

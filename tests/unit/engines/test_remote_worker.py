@@ -4,7 +4,6 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,8 +59,9 @@ def check_answer(**seconds: float) -> InferenceResult:
 
 @pytest.fixture
 def replica() -> Replica:
-    replication: Any = SimpleNamespace(commit=None)
-    return Replica(RemotePolicy(replication, "one", Loaded("handle", SO100_REQUIREMENTS, {})), 0)
+    unused: Any = None
+    loaded = Loaded("handle", SO100_REQUIREMENTS, {})
+    return Replica(RemotePolicy(loaded, "one", None, ask=unused, ask_briefly=unused, copy=unused), 0)
 
 
 @pytest.fixture

@@ -366,7 +366,7 @@ async def test_commands_do_not_pile_up_before_a_client_that_does_not_read(server
         link = server.app.ctx.stream_clients.direct.links["arm"]
         command = [JointValue("Elbow", 1.0, 2)]
         assert link.send(command)
-        monkeypatch.setattr(type(link.driver._socket), "unsent", 4097)
+        monkeypatch.setattr(type(link.driver.send_command.__self__._socket), "unsent", 4097)
         assert not link.send(command)
         assert link.health()["commands_refused"] == 1
 

@@ -8,6 +8,7 @@ from typing import Any
 from sanic import Sanic
 
 from hooks.receiver.receiver import Receiver
+from hooks.registry.api import build_blueprint
 from hooks.registry.registry import Registry, RegistrySettings
 from service.http.server import listen, serve_app
 from tests.testing.waiting import until
@@ -21,7 +22,7 @@ async def serve(part: Registry | Receiver) -> AsyncIterator[str]:
     app: Sanic[Any, Any] = Sanic(f"part-{id(part)}")
     # TOUCHUP rewrites Sanic's own classes once per process: a second app would not start.
     app.config.update({"MOTD": False, "TOUCHUP": False, "REQUEST_DEADLINE": 10.0})
-    app.blueprint(part.blueprint())
+    app.blueprint(build_blueprint(part) if isinstance(part, Registry) else part.blueprint())
     async with serve_app(app, listen("127.0.0.1", 0)) as url:
         yield url
 
