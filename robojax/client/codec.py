@@ -1,9 +1,9 @@
 """Encoding of arrays, pictures and observations for the wire."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias
 
 from robojax.client.errors import InvalidArgument, ProtocolError
 
@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 DTYPES = frozenset({"uint8", "int32", "int64", "float16", "float32", "float64", "bool"})
 MAX_ARRAY_BYTES = 64 << 20  # bytes of one array that a server may answer
 JPEG_QUALITY = 90
+# uint8 (h, w, 3) in RGB, or the bytes of a JPEG or PNG file; for several observations (o, h, w, 3) or a list.
+Image: TypeAlias = "np.ndarray | bytes | Sequence[np.ndarray | bytes]"
+_Joints: TypeAlias = "np.ndarray | Sequence[SupportsFloat] | Mapping[str, SupportsFloat]"
+# Joint positions in the order of the session's joints, or by name; for several observations (o, a) or a list.
+State: TypeAlias = "_Joints | Sequence[_Joints]"
 
 
 def pack_array(array: "np.ndarray") -> dict[str, object]:
@@ -109,38 +114,27 @@ def _finite(what: str, value: Any) -> float:
     return number
 
 
-# uint8 (h, w, 3) in RGB, or the bytes of a JPEG or PNG file; for several observations (o, h, w, 3) or a list.
-Image = Any
-
-
 def pack_observation(
     images: Mapping[str, Image] | None = None,
-    state: Any = None,
+    state: "State | None" = None,
     *,
-    prompt: str | None = None,
-    number: int | None = None,
-    extra: Literal["refuse", "ignore"] | None = None,
     is_compressed: bool = False,
-    **more: object,
+    **fields: object,
 ) -> dict[str, object]:
     """Encode an observation for msgpack; fields that are None are omitted.
 
     Args:
-        images: camera name to uint8 (h, w, 3) in RGB, or to the bytes of a JPEG or PNG file.
-        state: joint positions, in the order of the session's joints or by name. For a policy that reads several
-            observations, pictures and joints have a leading time axis, or are lists, oldest first.
-        prompt: instruction for the policy from now on.
-        extra: "ignore" allows names in the state that are not joints of the session (``shoulder_pan.vel``,
-            ``timestamp``). Defaults to "refuse".
-        is_compressed: whether arrays are sent as JPEG: a tenth of the bytes, some milliseconds at each end.
+        images: camera name to picture.
+        state: joint positions.
+        is_compressed: whether arrays are sent as JPEG.
+        fields: other fields of the message, as in ``robojax.client.fields``.
 
     Raises:
         InvalidArgument: the observation cannot be sent; the text says why.
     """
-    fields: dict[str, object] = {}
+    observation: dict[str, object] = {}
     if images:
-        fields["images"] = {name: pack_picture(name, image, is_compressed) for name, image in images.items()}
+        observation["images"] = {name: pack_picture(name, image, is_compressed) for name, image in images.items()}
     if state is not None:
-        fields["state"] = pack_numbers("state", state)
-    fields |= {"prompt": prompt, "number": number, "extra": extra} | more
-    return {name: value for name, value in fields.items() if value is not None}
+        observation["state"] = pack_numbers("state", state)
+    return observation | {name: value for name, value in fields.items() if value is not None}

@@ -8,15 +8,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from inspect import isawaitable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from robojax.client.answers import Action, Chunk, read_action, read_chunk
+from robojax.client.blocking import finish
 from robojax.client.errors import InvalidArgument, ProtocolError, RequestRefused, ServerUnreachable
+from robojax.client.fields import SessionFields
 
 SERVER_VARIABLE, PORT_VARIABLE = "ROBOJAX_SERVER", "ROBOJAX_PORT"
 USUAL = "http://127.0.0.1:8001"
@@ -88,7 +87,6 @@ def socket_url(base: str, path: str, ticket: str | None = None) -> str:
 
 
 T = TypeVar("T")
-P = ParamSpec("P")
 JSON, MSGPACK = "application/json", "application/msgpack"
 # Seconds that loading and compiling a policy may take; the server aborts a stalled download earlier.
 LOADED = 1800.0
@@ -121,40 +119,15 @@ def build_call(method: str, path: str, body: object = None, timeout: float | Non
     return Call(method, path, lambda answer: answer, data, headers, timeout, is_safe=method == "GET")
 
 
-# Fields of a new session, except the three required fields. A test compares them with the server's.
-SESSION_FIELDS = (
-    "camera_names",
-    "workspace_id",
-    "policy_type",
-    "language_instruction",
-    "rate",
-    "revision",
-    "auto_update",
-    "joint_names",
-    "dry_run",
-    "shadow_policy_path",
-    "shadow_revision",
-    "max_relative_target",
-    "overlap",
-    "temporal_ensemble_coeff",
-    "ask_ahead",
-    "action_steps",
-    "degrade",
-    "record",
-    "rename",
-    "prompt_cut",
-    "accept_units",
-)
-
-
 def create(session_id: str, policy_path: str, transport_server_url: str, fields: Mapping[str, object]) -> Call[Any]:
     """Return the request for a new session, answered when its policy is ready; raises InvalidArgument."""
     for name in fields:
-        if name not in SESSION_FIELDS:
+        if name not in SessionFields.__annotations__:
             from difflib import get_close_matches
 
-            near = get_close_matches(name.lower().replace("-", "_"), SESSION_FIELDS, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"a session has {', '.join(SESSION_FIELDS)}."
+            known = tuple(SessionFields.__annotations__)
+            near = get_close_matches(name.lower().replace("-", "_"), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"a session has {', '.join(known)}."
             raise InvalidArgument(f"unknown field {name!r}; {hint} Nothing was sent.")
     required = {"session_id": session_id, "policy_path": policy_path, "transport_server_url": transport_server_url}
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
@@ -169,17 +142,8 @@ def emergency_stop(path: str, reason: str) -> Call[Any]:
     return replace(build_call("POST", path, {"reason": reason}), is_safe=True)
 
 
-def act(session_id: str, observation: Mapping[str, object]) -> Call[Chunk]:
-    """Return the request for a chunk, with an observation."""
-    return _act(session_id, observation, "chunk", read_chunk)
-
-
-def next_action(session_id: str, observation: Mapping[str, object]) -> Call[Action]:
-    """Return the request for the next action, with an observation."""
-    return _act(session_id, observation, "action", read_action)
-
-
-def _act(session_id: str, observation: Mapping[str, object], want: str, read: Callable[[Any], T]) -> Call[T]:
+def act(session_id: str, observation: Mapping[str, object], want: str, read: Callable[[Any], T]) -> Call[T]:
+    """Return the request for a chunk or for an action, with an observation."""
     import msgpack
 
     body = msgpack.packb(dict(observation) | {"want": want})
@@ -243,30 +207,6 @@ RETRY_WAITS = (0.1, 0.4)
 IDLE = 4.0
 # Error code of a response that redirects to the server of the session (``service.api.redirects``).
 MOVED = "on_another_server"
-
-
-def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine whose calls block and never suspend, so it needs no event loop."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("a coroutine of a synchronous client suspended")
-
-
-def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """Return a method of an asynchronous class as a method of its synchronous counterpart."""
-
-    @wraps(method)
-    def call(self: Any, *arguments: P.args, **named: P.kwargs) -> T:
-        return run_blocking(method(self, *arguments, **named))
-
-    return call
-
-
-async def finish(result: Any) -> Any:
-    """Return the result of a call to a library, which is awaited if the library is asynchronous."""
-    return await result if isawaitable(result) else result
 
 
 class HttpConnections:
