@@ -15,7 +15,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SessionRooms:
-    """IDs of a session's rooms; empty for a direct session."""
+    """IDs of a session's rooms; empty for a direct session.
+
+    Example:
+        >>> with Client() as client:
+        ...     session = client.create("arm", "robojax/sim/policy", transport_server_url=client.url)
+        ...     session.status().rooms.joint_output
+        'arm-joint-output'
+    """
 
     workspace_id: str
     cameras: Mapping[str, str]
@@ -25,7 +32,14 @@ class SessionRooms:
 
 @dataclass(frozen=True)
 class SessionStatus:
-    """Status of a session, as GET /sessions/{id} returns it."""
+    """Status of a session, as GET /sessions/{id} returns it.
+
+    Example:
+        >>> with Client() as client:
+        ...     status = client.create("arm", "robojax/sim/policy").status()
+        >>> status.status, status.policy_type, status.camera_names, status.is_moving
+        ('ready', 'act', ('front',), False)
+    """
 
     session_id: str
     status: str
@@ -55,6 +69,13 @@ class Chunk:
         number: number of the observation.
         timings_ms: milliseconds that each stage took on the server.
         warnings: unusual input that the server found, e.g. a joint far outside its range; empty when it found none.
+
+    Example:
+        >>> frame, joints = np.zeros((96, 96, 3), np.uint8), [0.0, -90.0, 90.0, 0.0, 0.0, 10.0]
+        >>> with Client() as client, client.create("arm", "robojax/sim/policy") as session:
+        ...     chunk = session.act({"front": frame}, joints, number=1)
+        >>> chunk.actions.shape, chunk.joint_names[-1], chunk.number, chunk.warnings
+        ((20, 6), 'Jaw', 1, ())
     """
 
     actions: "np.ndarray"
@@ -75,6 +96,14 @@ class Action:
         action: float32 (a,), in the order of ``joint_names``.
         left: actions of the chunk that are left before the server runs the policy again.
         clamped, number, timings_ms, warnings: as in ``Chunk``.
+
+    Example:
+        >>> frame, joints = np.zeros((96, 96, 3), np.uint8), [0.0, -90.0, 90.0, 0.0, 0.0, 10.0]
+        >>> with Client() as client, client.create("arm", "robojax/sim/policy") as session:
+        ...     first = session.next_action({"front": frame}, joints)
+        ...     second = session.next_action({"front": frame}, joints)
+        >>> first.action.shape, first.left - second.left
+        ((6,), 1)
     """
 
     action: "np.ndarray"
