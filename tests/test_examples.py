@@ -49,6 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def empty_server(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A server without sessions at ``ROBOJAX_SERVER``."""
     monkeypatch.setenv("ROBOJAX_SERVER", server)
+    monkeypatch.delenv("ROBOJAX_KEY", raising=False)
     monkeypatch.chdir(house.ROOT)
     yield
     with Client(server) as client:

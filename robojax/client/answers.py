@@ -134,7 +134,7 @@ def read_status(answer: Any) -> SessionStatus:
 def read_statuses(answer: Any) -> list[SessionStatus]:
     """Parse a list of statuses."""
     if not isinstance(answer, list):
-        raise ProtocolError("the server answered no list of sessions; is this a robojax server?")
+        raise ProtocolError("the response is not a list of sessions; is this a robojax server?")
     return [read_status(status) for status in answer]
 
 
@@ -153,7 +153,7 @@ def read_chunk(answer: Any) -> Chunk:
     """Parse a chunk."""
     actions = unpack_array(_object(answer, "a chunk").get("actions"))
     if actions.ndim != 2:
-        raise ProtocolError(f"the server answered actions of shape {actions.shape}; the client expects (t, a)")
+        raise ProtocolError(f"the server sent actions of shape {actions.shape}; expected (t, a)")
     rate, steps = answer.get("action_rate"), answer.get("action_steps")
     return Chunk(actions, action_rate=rate, action_steps=steps, **_common(answer, actions))
 
@@ -162,7 +162,7 @@ def read_action(answer: Any) -> Action:
     """Parse an action."""
     action = unpack_array(_object(answer, "an action").get("action"))
     if action.ndim != 1:
-        raise ProtocolError(f"the server answered an action of shape {action.shape}; the client expects (a,)")
+        raise ProtocolError(f"the server sent an action of shape {action.shape}; expected (a,)")
     return Action(action, left=int(answer.get("left") or 0), **_common(answer, action))
 
 
@@ -171,9 +171,9 @@ def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
 
     names = tuple(answer.get("joint_names") or ())
     if names and len(names) != array.shape[-1]:
-        raise ProtocolError(f"the server answered actions of {array.shape[-1]} joints and {len(names)} names")
+        raise ProtocolError(f"the server sent actions of {array.shape[-1]} joints with {len(names)} names")
     if not np.isfinite(array).all():
-        raise ProtocolError("the server answered actions that are not finite; none of them may be done")
+        raise ProtocolError("the server sent actions that are not finite; do not execute any of them")
     return {
         "joint_names": names,
         "clamped": tuple(answer.get("clamped") or ()),
@@ -185,14 +185,12 @@ def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
 
 def _object(value: Any, what: str) -> Any:
     if not isinstance(value, dict):
-        raise ProtocolError(
-            f"the server answered a {type(value).__name__} in place of {what}; is this a robojax server?"
-        )
+        raise ProtocolError(f"the server sent a {type(value).__name__} instead of {what}; is this a robojax server?")
     return value
 
 
 def _field(answer: Mapping[str, Any], name: str, kind: type[T]) -> T:
     value = answer.get(name)
     if not isinstance(value, kind):
-        raise ProtocolError(f"the server's session has no usable {name!r}; is this a robojax server?")
+        raise ProtocolError(f"the session has no valid {name!r} but {value!r:.80}; is this a robojax server?")
     return value

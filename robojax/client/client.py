@@ -338,6 +338,8 @@ class AsyncClient(_ClientCalls[AsyncSession], Suspending):
     """Client of a server, for programs with an event loop; as ``Client``, and its calls are coroutines.
 
     Example:
+        >>> import asyncio
+        >>> from robojax.client import AsyncClient
         >>> async def count() -> int:
         ...     async with AsyncClient() as client:
         ...         return len(await client.sessions())
@@ -358,10 +360,11 @@ class Client(_ClientCalls[Session], Blocking):
     """Client of a server, for programs without an event loop.
 
     Every call raises ``RequestRefused`` if the server answers with an error, ``ServerUnreachable`` if no response
-    arrives, and ``ProtocolError`` if the response is not that of a robojax server. Only requests that read something or
-    stop a robot are repeated.
+    arrives, and ``ProtocolError`` if the response cannot be decoded. The client repeats only requests that read
+    something or stop a robot.
 
     Example:
+        >>> import numpy as np
         >>> from robojax.client import Client
         >>> frame, joints = np.zeros((96, 96, 3), np.uint8), [0.0, -90.0, 90.0, 0.0, 0.0, 10.0]
         >>> with Client() as client, client.create("arm", "robojax/sim/policy") as session:

@@ -29,7 +29,7 @@ class RequestRefused(RobojaxError):
 
     Attributes:
         status: HTTP status.
-        code: the server's stable name of the error, for programs; "" without one.
+        code: the server's stable name of the error, for programs; "" if the response has no code.
         text: the server's text.
         retry_after: seconds after which the request may be repeated; None if the server did not say.
 
@@ -65,13 +65,13 @@ class ServerUnreachable(RobojaxError):
 
 
 class ProtocolError(RobojaxError):
-    """A response is not that of a robojax server, or cannot be read.
+    """The response cannot be decoded, or a robojax server would not send it.
 
     Example:
         >>> with Client() as client:
         ...     client.request("GET", "/ui")
         Traceback (most recent call last):
-        robojax.client.errors.ProtocolError: the server answered no JSON; is this a robojax server?
+        robojax.client.errors.ProtocolError: the response is not JSON; is this a robojax server?
     """
 
 
@@ -93,11 +93,11 @@ class StreamClosed(RobojaxError):
 
 
 MEANINGS = {
-    1000: "it was over",
+    1000: "normal end",
     1001: "the session or its server ended",
     1006: "the connection broke",
-    1007: "a message made no sense",
-    1008: "the key is no longer good",
+    1007: "a message could not be decoded",
+    1008: "the key is no longer valid",
     1009: "a message was too large",
     4409: "another client drives this robot",
 }

@@ -32,7 +32,7 @@ class SessionFields(SessionChanges, total=False):
     dry_run: bool | None
     shadow_policy_path: str | None
     shadow_revision: str | None
-    max_relative_target: float | Mapping[str, float] | None  # in the unit of the joints
+    max_relative_target: float | Mapping[str, float] | None  # unit of the joints
     degrade: bool | None
     record: bool | None
     rename: Mapping[str, str] | None

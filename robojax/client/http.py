@@ -28,7 +28,7 @@ def server_url(url: str | None) -> str:
         url: the server's URL. None: ROBOJAX_SERVER, else this machine at ROBOJAX_PORT, else at port 8001.
 
     Raises:
-        InvalidArgument: it is not the URL of a server.
+        InvalidArgument: the value is not the URL of a server.
     """
     url = (url or _default_url()).rstrip("/")
     try:
@@ -46,7 +46,7 @@ def server_url(url: str | None) -> str:
         raise InvalidArgument(f"{url!r} has port 0, which means any free port; use the address that the server printed")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise InvalidArgument(
-            f"the URL of {parts.hostname} holds more than an address; give a key as key, or as ROBOJAX_KEY"
+            f"the URL of {parts.hostname} has more than an address; pass a key as key=..., or set ROBOJAX_KEY"
         )
     return url
 
@@ -69,7 +69,7 @@ def credentials(key: str | None) -> dict[str, str]:
     if not sent:
         return {}
     if not sent.isascii() or not sent.isprintable() or " " in sent:
-        raise InvalidArgument("the key has characters that no key has")
+        raise InvalidArgument("the key has invalid characters; a key has only visible ASCII characters without spaces")
     # Bearer takes both keys and tokens.
     return {"authorization": f"Bearer {sent}"}
 
@@ -94,11 +94,11 @@ LOADED = 1800.0
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """Request and the reader of its answer.
+    """Request and the reader of its response.
 
     Attributes:
-        read: converts the answer's body to the result.
-        timeout: seconds for the whole response; the client's own when None.
+        read: converts the decoded body of the response to the result.
+        timeout: seconds for the whole response; None means the client's timeout.
         is_safe: whether the request may be sent twice, because it only reads or stops a robot. Requests that move a
             robot are sent once.
     """
@@ -130,15 +130,14 @@ def create(session_id: str, policy_path: str, transport_server_url: str, fields:
             hint = f"did you mean {near[0]!r}?" if near else f"a session has {', '.join(known)}."
             raise InvalidArgument(f"unknown field {name!r}; {hint} Nothing was sent.")
     required = {"session_id": session_id, "policy_path": policy_path, "transport_server_url": transport_server_url}
-    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-    body = required | {name: value for name, value in listed.items() if value is not None}
+    body = required | {name: value for name, value in fields.items() if value is not None}
     call = build_call("POST", "/sessions", body, LOADED)
-    # For a proxy in front of several servers, which does not read the body (deploy/proxy).
+    # A proxy in front of several servers reads this header, because it does not read the body (deploy/proxy).
     return replace(call, headers={**call.headers, "x-robojax-session": quote(session_id, safe="")})
 
 
 def emergency_stop(path: str, reason: str) -> Call[Any]:
-    """Return the request to stop and latch one session, or all."""
+    """Return the request to stop and latch one session or all sessions."""
     return replace(build_call("POST", path, {"reason": reason}), is_safe=True)
 
 
@@ -171,7 +170,7 @@ def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Reque
         code = code or "invalid"
         detail = "; ".join(_describe_misfit(misfit) for misfit in detail)
     if not isinstance(detail, str) or not detail:
-        detail = "it points elsewhere; give its final address" if 300 <= status < 400 else f"status {status}"
+        detail = "the server redirects; give its final address" if 300 <= status < 400 else f"status {status}"
     try:
         wait = float(headers["retry-after"])
     except (KeyError, ValueError):
@@ -193,11 +192,11 @@ def _decode_body(content_type: str, body: bytes) -> Any:
         try:
             return msgpack.unpackb(body)
         except (ValueError, msgpack.exceptions.ExtraData, msgpack.exceptions.UnpackException) as error:
-            raise ProtocolError("the server answered msgpack that cannot be read") from error
+            raise ProtocolError("the response is not valid msgpack") from error
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError("the server answered no JSON; is this a robojax server?") from error
+        raise ProtocolError("the response is not JSON; is this a robojax server?") from error
 
 
 DEFAULT_TIMEOUT = 10.0
@@ -261,7 +260,7 @@ class HttpConnections:
                 raise
             return await self._ask(call)
         if at != self.base and (answer.status_code == 404 or _is_moved(answer)):
-            self._urls.pop(session_id, None)  # the session is on another server now, and nothing was done
+            self._urls.pop(session_id, None)  # The session is on another server now, and nothing was executed.
             return await self._ask(call)
         if session_id and _is_moved(answer) and (target := await self._find_redirect(answer, call)) is not None:
             self._urls[session_id] = target
@@ -320,9 +319,9 @@ def build_client_options(httpx2: Any, base: str, headers: dict[str, str]) -> dic
 def build_unreachable(httpx2: Any, error: Exception, base: str, call: Call[Any]) -> ServerUnreachable:
     """Return the exception of a failed connection."""
     never = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.InvalidURL)
-    why = "no answer in time" if isinstance(error, httpx2.TimeoutException) else str(error) or type(error).__name__
+    why = "no response in time" if isinstance(error, httpx2.TimeoutException) else str(error) or type(error).__name__
     if never:
         then = f"start one with `robojax serve`, or set {SERVER_VARIABLE} to its URL"
         return ServerUnreachable(f"no robojax server answers at {base}: {why}; {then}", why, may_have_arrived=False)
-    doubt = "" if call.is_safe else "; it may have been done all the same, so look before you ask again"
+    doubt = "" if call.is_safe else "; the server may have executed the request, so check before you repeat it"
     return ServerUnreachable(f"{call.method} {call.path} at {base}: {why}{doubt}", why, may_have_arrived=True)

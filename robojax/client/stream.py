@@ -212,7 +212,7 @@ def _command(fields: dict[str, Any]) -> Command:
 
     joints = {str(name): float(value) for name, value in fields["joints"].items()}
     if not all(map(math.isfinite, joints.values())):
-        raise ProtocolError("the server sent a command that is not finite; it is not done")
+        raise ProtocolError("the server sent a command that is not finite; do not execute it")
     return Command(joints, fields.get("number"), fields.get("observation"), fields.get("age_ms"), fields.get("time"))
 
 
@@ -233,7 +233,7 @@ READERS = {
 
 
 MAX_MESSAGE_BYTES = 64 << 20  # bytes of one message that a server may send
-ACT_STATUS = 409  # HTTP status of ``RequestRefused`` for errors on the stream, which have none
+ACT_STATUS = 409  # HTTP status in ``RequestRefused`` for errors on the stream, whose messages have no status
 
 
 class _StreamCalls:
@@ -477,7 +477,7 @@ async def open_async_stream(url: str, headers: Mapping[str, str], timeout: float
 
 
 def _options(headers: Mapping[str, str], timeout: float) -> dict[str, Any]:
-    # No compression, because pictures are compressed already or sent raw for speed. No proxies, as over HTTP.
+    # Compression is off, because pictures are compressed already or sent raw for speed. Proxies are off, as over HTTP.
     return {
         "additional_headers": dict(headers),
         "compression": None,
@@ -522,7 +522,8 @@ def convert_timeouts() -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise ServerUnreachable("the stream: no answer in time", "no answer in time", may_have_arrived=True) from error
+        why = "no response in time"
+        raise ServerUnreachable(f"the stream: {why}", why, may_have_arrived=True) from error
 
 
 def _read_welcome(first: Message | None) -> Welcome:

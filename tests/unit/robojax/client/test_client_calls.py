@@ -56,12 +56,12 @@ def test_an_observation_is_packed_as_the_doors_take_it() -> None:
 @pytest.mark.parametrize(
     ("images", "state", "said"),
     [
-        ({"front": PICTURE.astype(np.float32)}, None, "wanted uint8"),
-        ({"front": PICTURE[..., 0]}, None, "wanted uint8"),
+        ({"front": PICTURE.astype(np.float32)}, None, "expected uint8"),
+        ({"front": PICTURE[..., 0]}, None, "expected uint8"),
         (None, [1.0, float("nan")], "state 1 is nan"),
-        (None, np.array([np.inf]), "no finite numbers"),
-        (None, {"a": True}, "is no number"),
-        (None, np.array(["x"], object), "no finite numbers"),
+        (None, np.array([np.inf]), "not finite numbers"),
+        (None, {"a": True}, "is not a number"),
+        (None, np.array(["x"], object), "not finite numbers"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_before_it_is(images, state, said: str) -> None:
@@ -123,7 +123,7 @@ def test_a_refusal_carries_the_servers_code_and_text() -> None:
     [
         *(({"url": url}, None) for url in ("ftp://x", "http://", "http://a:b@x", "http://x/?key=1", "http://x:0")),
         *(({"url": url}, f"try http://{url}$") for url in ("localhost:8001", "gpu-box:9001")),
-        ({"key": "a\r\nx-evil: 1"}, "no key has"),
+        ({"key": "a\r\nx-evil: 1"}, "the key has invalid characters"),
     ],
 )
 def test_an_invalid_address_or_key_is_refused(given: dict[str, str], said: str | None) -> None:
@@ -248,7 +248,7 @@ async def test_only_what_tells_something_or_stops_is_sent_again() -> None:
             assert lost.value.may_have_arrived
             assert len(heard) == times, heard
         heard.clear()
-        with pytest.raises(ServerUnreachable, match="look before you ask again"):
+        with pytest.raises(ServerUnreachable, match="check before you repeat it"):
             await arm.act({"front": PICTURE})
         assert heard == ["POST /sessions/arm/act"]
 
