@@ -1,4 +1,4 @@
-"""Each exported name has an example, and the examples run; those of the client run against a real server."""
+"""Each exported name has an example that runs; examples of the client use a real server in a thread."""
 
 import ast
 import asyncio

@@ -43,7 +43,6 @@ class shared_call(Generic[P, T]):
         def call(self: Any, *arguments: P.args, **named: P.kwargs) -> T:
             return run_blocking(method(self, *arguments, **named))
 
-        self.__doc__, self.__module__ = method.__doc__, method.__module__
         self._suspending, self._blocking = method, call
 
     @overload

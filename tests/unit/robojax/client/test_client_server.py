@@ -82,6 +82,8 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
     np.testing.assert_allclose(first.action, chunk.actions[0], atol=1e-5)
     assert first.left == 19
     await session.patch(overlap="latest_only")
+    with pytest.raises(RequestRefused, match="did you mean 'overlap'"):
+        await session.patch(overlapp="latest_only")  # pyright: ignore[reportCallIssue]
     assert (chunk.warnings, first.warnings) == ((), ())
     odd = [150.0, *POSE[1:]]  # The range ends at 100.
     (warning,) = (await session.act(PICTURES, odd, reset=True)).warnings
