@@ -117,15 +117,15 @@ class Action:
 
 def read_status(answer: Any) -> SessionStatus:
     """Parse the status of a session."""
-    _object(answer, "a session")
+    _check_object(answer, "a session")
     return SessionStatus(
-        session_id=_field(answer, "session_id", str),
-        status=_field(answer, "status", str),
-        policy_path=_field(answer, "policy_path", str),
-        policy_type=_field(answer, "policy_type", str),
-        camera_names=tuple(_field(answer, "camera_names", list)),
+        session_id=_read_field(answer, "session_id", str),
+        status=_read_field(answer, "status", str),
+        policy_path=_read_field(answer, "policy_path", str),
+        policy_type=_read_field(answer, "policy_type", str),
+        camera_names=tuple(_read_field(answer, "camera_names", list)),
         rooms=read_rooms(answer.get("rooms") or {}, answer.get("workspace_id")),
-        stats=_field(answer, "stats", dict),
+        stats=_read_field(answer, "stats", dict),
         inference_stats=answer.get("inference_stats"),
         error_message=answer.get("error_message"),
     )
@@ -140,7 +140,7 @@ def read_statuses(answer: Any) -> list[SessionStatus]:
 
 def read_rooms(answer: Any, workspace_id: Any = None) -> SessionRooms:
     """Parse a session's rooms."""
-    _object(answer, "rooms")
+    _check_object(answer, "rooms")
     return SessionRooms(
         workspace_id=str(answer.get("workspace_id") or workspace_id or ""),
         cameras=dict(answer.get("camera_room_ids") or {}),
@@ -151,22 +151,22 @@ def read_rooms(answer: Any, workspace_id: Any = None) -> SessionRooms:
 
 def read_chunk(answer: Any) -> Chunk:
     """Parse a chunk."""
-    actions = unpack_array(_object(answer, "a chunk").get("actions"))
+    actions = unpack_array(_check_object(answer, "a chunk").get("actions"))
     if actions.ndim != 2:
         raise ProtocolError(f"the server sent actions of shape {actions.shape}; expected (t, a)")
     rate, steps = answer.get("action_rate"), answer.get("action_steps")
-    return Chunk(actions, action_rate=rate, action_steps=steps, **_common(answer, actions))
+    return Chunk(actions, action_rate=rate, action_steps=steps, **_read_common_fields(answer, actions))
 
 
 def read_action(answer: Any) -> Action:
     """Parse an action."""
-    action = unpack_array(_object(answer, "an action").get("action"))
+    action = unpack_array(_check_object(answer, "an action").get("action"))
     if action.ndim != 1:
         raise ProtocolError(f"the server sent an action of shape {action.shape}; expected (a,)")
-    return Action(action, left=int(answer.get("left") or 0), **_common(answer, action))
+    return Action(action, left=int(answer.get("left") or 0), **_read_common_fields(answer, action))
 
 
-def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
+def _read_common_fields(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
     import numpy as np
 
     names = tuple(answer.get("joint_names") or ())
@@ -183,13 +183,13 @@ def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
     }
 
 
-def _object(value: Any, what: str) -> Any:
+def _check_object(value: Any, what: str) -> Any:
     if not isinstance(value, dict):
         raise ProtocolError(f"the server sent a {type(value).__name__} instead of {what}; is this a robojax server?")
     return value
 
 
-def _field(answer: Mapping[str, Any], name: str, kind: type[T]) -> T:
+def _read_field(answer: Mapping[str, Any], name: str, kind: type[T]) -> T:
     value = answer.get(name)
     if not isinstance(value, kind):
         raise ProtocolError(f"the session has no valid {name!r} but {value!r:.80}; is this a robojax server?")

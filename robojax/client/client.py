@@ -188,10 +188,10 @@ class AsyncSession(_SessionCalls, Suspending):
         from service.transport.link import Rooms
 
         rooms = (await self.status()).rooms
-        theirs = Rooms(rooms.workspace_id, rooms.cameras, rooms.joint_input, rooms.joint_output)
+        robot_rooms = Rooms(rooms.workspace_id, rooms.cameras, rooms.joint_input, rooms.joint_output)
         key = self.client._key or os.environ.get("ROBOJAX_KEY") or None
         options.setdefault("sessions", self.client.url)
-        async with connect_robot(transport_server_url, theirs, key=key, **options) as joined:
+        async with connect_robot(transport_server_url, robot_rooms, key=key, **options) as joined:
             yield joined
 
 

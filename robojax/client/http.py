@@ -38,9 +38,9 @@ def server_url(url: str | None) -> str:
         raise InvalidArgument(f"{url!r} is not a URL ({error}); try {USUAL}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         # urlsplit takes the host of "gpu-box:8001" for a scheme.
-        meant = USUAL if "://" in url else f"http://{url}"
+        suggestion = USUAL if "://" in url else f"http://{url}"
         raise InvalidArgument(
-            f"{url!r} is not the URL of a server: it must begin with http:// or https://; try {meant}"
+            f"{url!r} is not the URL of a server: it must begin with http:// or https://; try {suggestion}"
         )
     if port == 0:
         raise InvalidArgument(f"{url!r} has port 0, which means any free port; use the address that the server printed")
@@ -168,7 +168,7 @@ def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Reque
     detail, code = problem.get("detail"), problem.get("code")
     if isinstance(detail, list):
         code = code or "invalid"
-        detail = "; ".join(_describe_misfit(misfit) for misfit in detail)
+        detail = "; ".join(_describe_field_error(error) for error in detail)
     if not isinstance(detail, str) or not detail:
         detail = "the server redirects; give its final address" if 300 <= status < 400 else f"status {status}"
     try:
@@ -178,11 +178,11 @@ def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Reque
     return RequestRefused(status, code if isinstance(code, str) else "", detail, wait)
 
 
-def _describe_misfit(misfit: Any) -> str:
-    if not isinstance(misfit, dict):
-        return str(misfit)
-    field = ".".join(str(part) for part in misfit.get("loc", ()) if part != "body")
-    return f"{field}: {misfit.get('msg')}" if field else str(misfit.get("msg"))
+def _describe_field_error(error: Any) -> str:
+    if not isinstance(error, dict):
+        return str(error)
+    field = ".".join(str(part) for part in error.get("loc", ()) if part != "body")
+    return f"{field}: {error.get('msg')}" if field else str(error.get("msg"))
 
 
 def _decode_body(content_type: str, body: bytes) -> Any:
@@ -318,10 +318,10 @@ def build_client_options(httpx2: Any, base: str, headers: dict[str, str]) -> dic
 
 def build_unreachable(httpx2: Any, error: Exception, base: str, call: Call[Any]) -> ServerUnreachable:
     """Return the exception of a failed connection."""
-    never = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.InvalidURL)
+    is_unsent = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.InvalidURL)
     why = "no response in time" if isinstance(error, httpx2.TimeoutException) else str(error) or type(error).__name__
-    if never:
-        then = f"start one with `robojax serve`, or set {SERVER_VARIABLE} to its URL"
-        return ServerUnreachable(f"no robojax server answers at {base}: {why}; {then}", why, may_have_arrived=False)
-    doubt = "" if call.is_safe else "; the server may have executed the request, so check before you repeat it"
-    return ServerUnreachable(f"{call.method} {call.path} at {base}: {why}{doubt}", why, may_have_arrived=True)
+    if is_unsent:
+        start = f"start one with `robojax serve`, or set {SERVER_VARIABLE} to its URL"
+        return ServerUnreachable(f"no robojax server answers at {base}: {why}; {start}", why, may_have_arrived=False)
+    advice = "" if call.is_safe else "; the server may have executed the request, so check before you repeat it"
+    return ServerUnreachable(f"{call.method} {call.path} at {base}: {why}{advice}", why, may_have_arrived=True)

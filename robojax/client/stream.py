@@ -155,7 +155,7 @@ Example:
 
 def decode_message(data: bytes | str) -> Message | None:
     """Decode a message of the server; None for an unknown kind; raises ProtocolError if it is unreadable."""
-    fields = _map(data)
+    fields = _decode_map(data)
     kind = fields.get("kind")
     reader = READERS.get(kind) if isinstance(kind, str) else None
     try:
@@ -173,7 +173,7 @@ def encode_message(kind: str, fields: Mapping[str, object]) -> bytes:
     return data
 
 
-def _map(data: bytes | str) -> dict[str, Any]:
+def _decode_map(data: bytes | str) -> dict[str, Any]:
     import msgpack
 
     try:
@@ -534,5 +534,5 @@ def _read_welcome(first: Message | None) -> Welcome:
     return first
 
 
-def _build_refusal(wrong: MessageRefused) -> RobojaxError:
-    return RequestRefused(ACT_STATUS, wrong.code, wrong.detail)
+def _build_refusal(message: MessageRefused) -> RobojaxError:
+    return RequestRefused(ACT_STATUS, message.code, message.detail)
