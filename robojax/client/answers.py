@@ -15,7 +15,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SessionRooms:
-    """IDs of a session's rooms; empty for a direct session."""
+    """IDs of a session's rooms; empty for a direct session.
+
+    Example:
+        >>> with Client() as client:
+        ...     session = client.create("arm", "robojax/sim/policy", transport_server_url=client.url)
+        ...     session.status().rooms.joint_output
+        'arm-joint-output'
+    """
 
     workspace_id: str
     cameras: Mapping[str, str]
@@ -25,7 +32,14 @@ class SessionRooms:
 
 @dataclass(frozen=True)
 class SessionStatus:
-    """Status of a session, as GET /sessions/{id} returns it."""
+    """Status of a session, as GET /sessions/{id} returns it.
+
+    Example:
+        >>> with Client() as client:
+        ...     status = client.create("arm", "robojax/sim/policy").status()
+        >>> status.status, status.policy_type, status.camera_names, status.is_moving
+        ('ready', 'act', ('front',), False)
+    """
 
     session_id: str
     status: str
@@ -55,6 +69,13 @@ class Chunk:
         number: number of the observation.
         timings_ms: milliseconds that each stage took on the server.
         warnings: unusual input that the server found, e.g. a joint far outside its range; empty when it found none.
+
+    Example:
+        >>> frame, joints = np.zeros((96, 96, 3), np.uint8), [0.0, -90.0, 90.0, 0.0, 0.0, 10.0]
+        >>> with Client() as client, client.create("arm", "robojax/sim/policy") as session:
+        ...     chunk = session.act({"front": frame}, joints, number=1)
+        >>> chunk.actions.shape, chunk.joint_names[-1], chunk.number, chunk.warnings
+        ((20, 6), 'Jaw', 1, ())
     """
 
     actions: "np.ndarray"
@@ -75,6 +96,14 @@ class Action:
         action: float32 (a,), in the order of ``joint_names``.
         left: actions of the chunk that are left before the server runs the policy again.
         clamped, number, timings_ms, warnings: as in ``Chunk``.
+
+    Example:
+        >>> frame, joints = np.zeros((96, 96, 3), np.uint8), [0.0, -90.0, 90.0, 0.0, 0.0, 10.0]
+        >>> with Client() as client, client.create("arm", "robojax/sim/policy") as session:
+        ...     first = session.next_action({"front": frame}, joints)
+        ...     second = session.next_action({"front": frame}, joints)
+        >>> first.action.shape, first.left - second.left
+        ((6,), 1)
     """
 
     action: "np.ndarray"
@@ -88,15 +117,15 @@ class Action:
 
 def read_status(answer: Any) -> SessionStatus:
     """Parse the status of a session."""
-    _object(answer, "a session")
+    _check_object(answer, "a session")
     return SessionStatus(
-        session_id=_field(answer, "session_id", str),
-        status=_field(answer, "status", str),
-        policy_path=_field(answer, "policy_path", str),
-        policy_type=_field(answer, "policy_type", str),
-        camera_names=tuple(_field(answer, "camera_names", list)),
+        session_id=_read_field(answer, "session_id", str),
+        status=_read_field(answer, "status", str),
+        policy_path=_read_field(answer, "policy_path", str),
+        policy_type=_read_field(answer, "policy_type", str),
+        camera_names=tuple(_read_field(answer, "camera_names", list)),
         rooms=read_rooms(answer.get("rooms") or {}, answer.get("workspace_id")),
-        stats=_field(answer, "stats", dict),
+        stats=_read_field(answer, "stats", dict),
         inference_stats=answer.get("inference_stats"),
         error_message=answer.get("error_message"),
     )
@@ -105,13 +134,13 @@ def read_status(answer: Any) -> SessionStatus:
 def read_statuses(answer: Any) -> list[SessionStatus]:
     """Parse a list of statuses."""
     if not isinstance(answer, list):
-        raise ProtocolError("the server answered no list of sessions; is this a robojax server?")
+        raise ProtocolError("the response is not a list of sessions; is this a robojax server?")
     return [read_status(status) for status in answer]
 
 
 def read_rooms(answer: Any, workspace_id: Any = None) -> SessionRooms:
     """Parse a session's rooms."""
-    _object(answer, "rooms")
+    _check_object(answer, "rooms")
     return SessionRooms(
         workspace_id=str(answer.get("workspace_id") or workspace_id or ""),
         cameras=dict(answer.get("camera_room_ids") or {}),
@@ -122,29 +151,29 @@ def read_rooms(answer: Any, workspace_id: Any = None) -> SessionRooms:
 
 def read_chunk(answer: Any) -> Chunk:
     """Parse a chunk."""
-    actions = unpack_array(_object(answer, "a chunk").get("actions"))
+    actions = unpack_array(_check_object(answer, "a chunk").get("actions"))
     if actions.ndim != 2:
-        raise ProtocolError(f"the server answered actions of shape {actions.shape}; the client expects (t, a)")
+        raise ProtocolError(f"the server sent actions of shape {actions.shape}; expected (t, a)")
     rate, steps = answer.get("action_rate"), answer.get("action_steps")
-    return Chunk(actions, action_rate=rate, action_steps=steps, **_common(answer, actions))
+    return Chunk(actions, action_rate=rate, action_steps=steps, **_read_common_fields(answer, actions))
 
 
 def read_action(answer: Any) -> Action:
     """Parse an action."""
-    action = unpack_array(_object(answer, "an action").get("action"))
+    action = unpack_array(_check_object(answer, "an action").get("action"))
     if action.ndim != 1:
-        raise ProtocolError(f"the server answered an action of shape {action.shape}; the client expects (a,)")
-    return Action(action, left=int(answer.get("left") or 0), **_common(answer, action))
+        raise ProtocolError(f"the server sent an action of shape {action.shape}; expected (a,)")
+    return Action(action, left=int(answer.get("left") or 0), **_read_common_fields(answer, action))
 
 
-def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
+def _read_common_fields(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
     import numpy as np
 
     names = tuple(answer.get("joint_names") or ())
     if names and len(names) != array.shape[-1]:
-        raise ProtocolError(f"the server answered actions of {array.shape[-1]} joints and {len(names)} names")
+        raise ProtocolError(f"the server sent actions of {array.shape[-1]} joints with {len(names)} names")
     if not np.isfinite(array).all():
-        raise ProtocolError("the server answered actions that are not finite; none of them may be done")
+        raise ProtocolError("the server sent actions that are not finite; do not execute any of them")
     return {
         "joint_names": names,
         "clamped": tuple(answer.get("clamped") or ()),
@@ -154,16 +183,14 @@ def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
     }
 
 
-def _object(value: Any, what: str) -> Any:
+def _check_object(value: Any, what: str) -> Any:
     if not isinstance(value, dict):
-        raise ProtocolError(
-            f"the server answered a {type(value).__name__} in place of {what}; is this a robojax server?"
-        )
+        raise ProtocolError(f"the server sent a {type(value).__name__} instead of {what}; is this a robojax server?")
     return value
 
 
-def _field(answer: Mapping[str, Any], name: str, kind: type[T]) -> T:
+def _read_field(answer: Mapping[str, Any], name: str, kind: type[T]) -> T:
     value = answer.get(name)
     if not isinstance(value, kind):
-        raise ProtocolError(f"the server's session has no usable {name!r}; is this a robojax server?")
+        raise ProtocolError(f"the session has no valid {name!r} but {value!r:.80}; is this a robojax server?")
     return value

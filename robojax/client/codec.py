@@ -1,9 +1,9 @@
 """Encoding of arrays, pictures and observations for the wire."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias
 
 from robojax.client.errors import InvalidArgument, ProtocolError
 
@@ -11,8 +11,13 @@ if TYPE_CHECKING:
     import numpy as np
 
 DTYPES = frozenset({"uint8", "int32", "int64", "float16", "float32", "float64", "bool"})
-MAX_ARRAY_BYTES = 64 << 20  # bytes of one array that a server may answer
+MAX_ARRAY_BYTES = 64 << 20  # largest array in a response
 JPEG_QUALITY = 90
+# uint8 (h, w, 3) in RGB, or the bytes of a JPEG or PNG file; for several observations (o, h, w, 3) or a list.
+Image: TypeAlias = "np.ndarray | bytes | Sequence[np.ndarray | bytes]"
+_Joints: TypeAlias = "np.ndarray | Sequence[SupportsFloat] | Mapping[str, SupportsFloat]"
+# Joint positions in the order of the session's joints, or by name; for several observations (o, a) or a list.
+State: TypeAlias = "_Joints | Sequence[_Joints]"
 
 
 def pack_array(array: "np.ndarray") -> dict[str, object]:
@@ -31,17 +36,17 @@ def unpack_array(packed: object) -> "np.ndarray":
         try:
             return np.asarray(packed, np.float32)
         except (ValueError, TypeError) as error:
-            raise ProtocolError("the server answered lists that are no array") from error
+            raise ProtocolError("the server sent lists that do not form an array") from error
     if not isinstance(packed, Mapping):
-        raise ProtocolError(f"the server answered a {type(packed).__name__} in place of an array")
+        raise ProtocolError(f"the server sent a {type(packed).__name__} instead of an array")
     dtype, shape, data = packed.get("dtype"), packed.get("shape"), packed.get("data")
     if dtype not in DTYPES or not isinstance(data, bytes) or len(data) > MAX_ARRAY_BYTES or not isinstance(shape, list):
-        raise ProtocolError("the server answered something that is not an array")
+        raise ProtocolError("the server sent a map that is not an array")
     if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ProtocolError("the server answered an array without a shape")
+        raise ProtocolError("the server sent an array without a valid shape")
     kind = np.dtype(dtype).newbyteorder("<")
     if math.prod(shape) * kind.itemsize != len(data):
-        raise ProtocolError(f"the server answered {len(data)} bytes for an array of {shape} {dtype}")
+        raise ProtocolError(f"the server sent {len(data)} bytes for an array of {shape} {dtype}")
     return np.frombuffer(data, kind).reshape(shape)
 
 
@@ -64,7 +69,7 @@ def pack_picture(name: str, image: Any, is_compressed: bool) -> object:
     if getattr(image, "dtype", None) != "uint8" or getattr(image, "ndim", 0) not in (3, 4) or image.shape[-1] != 3:
         actual = f"{getattr(image, 'dtype', type(image).__name__)} {getattr(image, 'shape', '')}".rstrip()
         raise InvalidArgument(
-            f"picture {name!r} is {actual}; wanted uint8 (height, width, 3) in RGB, or the bytes of a JPEG"
+            f"picture {name!r} is {actual}; expected uint8 (height, width, 3) in RGB, or the bytes of a JPEG"
         )
     return encode_jpeg(image) if is_compressed else pack_array(image)
 
@@ -90,7 +95,7 @@ def pack_numbers(what: str, values: Any) -> object:
         import numpy as np
 
         if values.dtype.name not in DTYPES or not np.isfinite(values).all():
-            raise InvalidArgument(f"{what} has values that are no finite numbers; nothing was sent")
+            raise InvalidArgument(f"{what} has values that are not finite numbers; nothing was sent")
         return pack_array(values)
     return [
         pack_numbers(f"{what} {index}", value)
@@ -102,45 +107,34 @@ def pack_numbers(what: str, values: Any) -> object:
 
 def _finite(what: str, value: Any) -> float:
     if isinstance(value, bool) or (not isinstance(value, int | float) and not hasattr(value, "__float__")):
-        raise InvalidArgument(f"{what} is {value!r}, which is no number; nothing was sent")
+        raise InvalidArgument(f"{what} is {value!r}, which is not a number; nothing was sent")
     number = float(value)
     if not math.isfinite(number):
         raise InvalidArgument(f"{what} is {number}; nothing was sent")
     return number
 
 
-# uint8 (h, w, 3) in RGB, or the bytes of a JPEG or PNG file; for several observations (o, h, w, 3) or a list.
-Image = Any
-
-
 def pack_observation(
     images: Mapping[str, Image] | None = None,
-    state: Any = None,
+    state: "State | None" = None,
     *,
-    prompt: str | None = None,
-    number: int | None = None,
-    extra: Literal["refuse", "ignore"] | None = None,
     is_compressed: bool = False,
-    **more: object,
+    **fields: object,
 ) -> dict[str, object]:
     """Encode an observation for msgpack; fields that are None are omitted.
 
     Args:
-        images: camera name to uint8 (h, w, 3) in RGB, or to the bytes of a JPEG or PNG file.
-        state: joint positions, in the order of the session's joints or by name. For a policy that reads several
-            observations, pictures and joints have a leading time axis, or are lists, oldest first.
-        prompt: instruction for the policy from now on.
-        extra: "ignore" allows names in the state that are not joints of the session (``shoulder_pan.vel``,
-            ``timestamp``). Defaults to "refuse".
-        is_compressed: whether arrays are sent as JPEG: a tenth of the bytes, some milliseconds at each end.
+        images: camera name to picture.
+        state: joint positions.
+        is_compressed: whether arrays are sent as JPEG.
+        fields: other fields of the message, as in ``robojax.client.fields``.
 
     Raises:
         InvalidArgument: the observation cannot be sent; the text says why.
     """
-    fields: dict[str, object] = {}
+    observation: dict[str, object] = {}
     if images:
-        fields["images"] = {name: pack_picture(name, image, is_compressed) for name, image in images.items()}
+        observation["images"] = {name: pack_picture(name, image, is_compressed) for name, image in images.items()}
     if state is not None:
-        fields["state"] = pack_numbers("state", state)
-    fields |= {"prompt": prompt, "number": number, "extra": extra} | more
-    return {name: value for name, value in fields.items() if value is not None}
+        observation["state"] = pack_numbers("state", state)
+    return observation | {name: value for name, value in fields.items() if value is not None}

@@ -8,15 +8,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from inspect import isawaitable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from robojax.client.answers import Action, Chunk, read_action, read_chunk
+from robojax.client.blocking import finish
 from robojax.client.errors import InvalidArgument, ProtocolError, RequestRefused, ServerUnreachable
+from robojax.client.fields import SessionFields
 
 SERVER_VARIABLE, PORT_VARIABLE = "ROBOJAX_SERVER", "ROBOJAX_PORT"
 USUAL = "http://127.0.0.1:8001"
@@ -29,7 +28,7 @@ def server_url(url: str | None) -> str:
         url: the server's URL. None: ROBOJAX_SERVER, else this machine at ROBOJAX_PORT, else at port 8001.
 
     Raises:
-        InvalidArgument: it is not the URL of a server.
+        InvalidArgument: the value is not the URL of a server.
     """
     url = (url or _default_url()).rstrip("/")
     try:
@@ -39,15 +38,15 @@ def server_url(url: str | None) -> str:
         raise InvalidArgument(f"{url!r} is not a URL ({error}); try {USUAL}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         # urlsplit takes the host of "gpu-box:8001" for a scheme.
-        meant = USUAL if "://" in url else f"http://{url}"
+        suggestion = USUAL if "://" in url else f"http://{url}"
         raise InvalidArgument(
-            f"{url!r} is not the URL of a server: it must begin with http:// or https://; try {meant}"
+            f"{url!r} is not the URL of a server: it must begin with http:// or https://; try {suggestion}"
         )
     if port == 0:
         raise InvalidArgument(f"{url!r} has port 0, which means any free port; use the address that the server printed")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise InvalidArgument(
-            f"the URL of {parts.hostname} holds more than an address; give a key as key, or as ROBOJAX_KEY"
+            f"the URL of {parts.hostname} has more than an address; pass a key as key=..., or set ROBOJAX_KEY"
         )
     return url
 
@@ -70,7 +69,7 @@ def credentials(key: str | None) -> dict[str, str]:
     if not sent:
         return {}
     if not sent.isascii() or not sent.isprintable() or " " in sent:
-        raise InvalidArgument("the key has characters that no key has")
+        raise InvalidArgument("the key has invalid characters; a key has only visible ASCII characters without spaces")
     # Bearer takes both keys and tokens.
     return {"authorization": f"Bearer {sent}"}
 
@@ -88,7 +87,6 @@ def socket_url(base: str, path: str, ticket: str | None = None) -> str:
 
 
 T = TypeVar("T")
-P = ParamSpec("P")
 JSON, MSGPACK = "application/json", "application/msgpack"
 # Seconds that loading and compiling a policy may take; the server aborts a stalled download earlier.
 LOADED = 1800.0
@@ -96,11 +94,11 @@ LOADED = 1800.0
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """Request and the reader of its answer.
+    """Request and the reader of its response.
 
     Attributes:
-        read: converts the answer's body to the result.
-        timeout: seconds for the whole response; the client's own when None.
+        read: converts the decoded body of the response to the result.
+        timeout: seconds for the whole response; None means the client's timeout.
         is_safe: whether the request may be sent twice, because it only reads or stops a robot. Requests that move a
             robot are sent once.
     """
@@ -121,65 +119,30 @@ def build_call(method: str, path: str, body: object = None, timeout: float | Non
     return Call(method, path, lambda answer: answer, data, headers, timeout, is_safe=method == "GET")
 
 
-# Fields of a new session, except the three required fields. A test compares them with the server's.
-SESSION_FIELDS = (
-    "camera_names",
-    "workspace_id",
-    "policy_type",
-    "language_instruction",
-    "rate",
-    "revision",
-    "auto_update",
-    "joint_names",
-    "dry_run",
-    "shadow_policy_path",
-    "shadow_revision",
-    "max_relative_target",
-    "overlap",
-    "temporal_ensemble_coeff",
-    "ask_ahead",
-    "action_steps",
-    "degrade",
-    "record",
-    "rename",
-    "prompt_cut",
-    "accept_units",
-)
-
-
 def create(session_id: str, policy_path: str, transport_server_url: str, fields: Mapping[str, object]) -> Call[Any]:
     """Return the request for a new session, answered when its policy is ready; raises InvalidArgument."""
     for name in fields:
-        if name not in SESSION_FIELDS:
+        if name not in SessionFields.__annotations__:
             from difflib import get_close_matches
 
-            near = get_close_matches(name.lower().replace("-", "_"), SESSION_FIELDS, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"a session has {', '.join(SESSION_FIELDS)}."
+            known = tuple(SessionFields.__annotations__)
+            near = get_close_matches(name.lower().replace("-", "_"), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"a session has {', '.join(known)}."
             raise InvalidArgument(f"unknown field {name!r}; {hint} Nothing was sent.")
     required = {"session_id": session_id, "policy_path": policy_path, "transport_server_url": transport_server_url}
-    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-    body = required | {name: value for name, value in listed.items() if value is not None}
+    body = required | {name: value for name, value in fields.items() if value is not None}
     call = build_call("POST", "/sessions", body, LOADED)
-    # For a proxy in front of several servers, which does not read the body (deploy/proxy).
+    # A proxy in front of several servers reads this header, because it does not read the body (deploy/proxy).
     return replace(call, headers={**call.headers, "x-robojax-session": quote(session_id, safe="")})
 
 
 def emergency_stop(path: str, reason: str) -> Call[Any]:
-    """Return the request to stop and latch one session, or all."""
+    """Return the request to stop and latch one session or all sessions."""
     return replace(build_call("POST", path, {"reason": reason}), is_safe=True)
 
 
-def act(session_id: str, observation: Mapping[str, object]) -> Call[Chunk]:
-    """Return the request for a chunk, with an observation."""
-    return _act(session_id, observation, "chunk", read_chunk)
-
-
-def next_action(session_id: str, observation: Mapping[str, object]) -> Call[Action]:
-    """Return the request for the next action, with an observation."""
-    return _act(session_id, observation, "action", read_action)
-
-
-def _act(session_id: str, observation: Mapping[str, object], want: str, read: Callable[[Any], T]) -> Call[T]:
+def act(session_id: str, observation: Mapping[str, object], want: str, read: Callable[[Any], T]) -> Call[T]:
+    """Return the request for a chunk or for an action, with an observation."""
     import msgpack
 
     body = msgpack.packb(dict(observation) | {"want": want})
@@ -205,9 +168,9 @@ def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Reque
     detail, code = problem.get("detail"), problem.get("code")
     if isinstance(detail, list):
         code = code or "invalid"
-        detail = "; ".join(_describe_misfit(misfit) for misfit in detail)
+        detail = "; ".join(_describe_field_error(error) for error in detail)
     if not isinstance(detail, str) or not detail:
-        detail = "it points elsewhere; give its final address" if 300 <= status < 400 else f"status {status}"
+        detail = "the server redirects; give its final address" if 300 <= status < 400 else f"status {status}"
     try:
         wait = float(headers["retry-after"])
     except (KeyError, ValueError):
@@ -215,11 +178,11 @@ def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Reque
     return RequestRefused(status, code if isinstance(code, str) else "", detail, wait)
 
 
-def _describe_misfit(misfit: Any) -> str:
-    if not isinstance(misfit, dict):
-        return str(misfit)
-    field = ".".join(str(part) for part in misfit.get("loc", ()) if part != "body")
-    return f"{field}: {misfit.get('msg')}" if field else str(misfit.get("msg"))
+def _describe_field_error(error: Any) -> str:
+    if not isinstance(error, dict):
+        return str(error)
+    field = ".".join(str(part) for part in error.get("loc", ()) if part != "body")
+    return f"{field}: {error.get('msg')}" if field else str(error.get("msg"))
 
 
 def _decode_body(content_type: str, body: bytes) -> Any:
@@ -229,11 +192,11 @@ def _decode_body(content_type: str, body: bytes) -> Any:
         try:
             return msgpack.unpackb(body)
         except (ValueError, msgpack.exceptions.ExtraData, msgpack.exceptions.UnpackException) as error:
-            raise ProtocolError("the server answered msgpack that cannot be read") from error
+            raise ProtocolError("the response is not valid msgpack") from error
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError("the server answered no JSON; is this a robojax server?") from error
+        raise ProtocolError("the response is not JSON; is this a robojax server?") from error
 
 
 DEFAULT_TIMEOUT = 10.0
@@ -243,30 +206,6 @@ RETRY_WAITS = (0.1, 0.4)
 IDLE = 4.0
 # Error code of a response that redirects to the server of the session (``service.api.redirects``).
 MOVED = "on_another_server"
-
-
-def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine whose calls block and never suspend, so it needs no event loop."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("a coroutine of a synchronous client suspended")
-
-
-def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """Return a method of an asynchronous class as a method of its synchronous counterpart."""
-
-    @wraps(method)
-    def call(self: Any, *arguments: P.args, **named: P.kwargs) -> T:
-        return run_blocking(method(self, *arguments, **named))
-
-    return call
-
-
-async def finish(result: Any) -> Any:
-    """Return the result of a call to a library, which is awaited if the library is asynchronous."""
-    return await result if isawaitable(result) else result
 
 
 class HttpConnections:
@@ -321,7 +260,7 @@ class HttpConnections:
                 raise
             return await self._ask(call)
         if at != self.base and (answer.status_code == 404 or _is_moved(answer)):
-            self._urls.pop(session_id, None)  # the session is on another server now, and nothing was done
+            self._urls.pop(session_id, None)  # The session is on another server now, and nothing was executed.
             return await self._ask(call)
         if session_id and _is_moved(answer) and (target := await self._find_redirect(answer, call)) is not None:
             self._urls[session_id] = target
@@ -379,10 +318,10 @@ def build_client_options(httpx2: Any, base: str, headers: dict[str, str]) -> dic
 
 def build_unreachable(httpx2: Any, error: Exception, base: str, call: Call[Any]) -> ServerUnreachable:
     """Return the exception of a failed connection."""
-    never = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.InvalidURL)
-    why = "no answer in time" if isinstance(error, httpx2.TimeoutException) else str(error) or type(error).__name__
-    if never:
-        then = f"start one with `robojax serve`, or set {SERVER_VARIABLE} to its URL"
-        return ServerUnreachable(f"no robojax server answers at {base}: {why}; {then}", why, may_have_arrived=False)
-    doubt = "" if call.is_safe else "; it may have been done all the same, so look before you ask again"
-    return ServerUnreachable(f"{call.method} {call.path} at {base}: {why}{doubt}", why, may_have_arrived=True)
+    is_unsent = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.InvalidURL)
+    why = "no response in time" if isinstance(error, httpx2.TimeoutException) else str(error) or type(error).__name__
+    if is_unsent:
+        start = f"start one with `robojax serve`, or set {SERVER_VARIABLE} to its URL"
+        return ServerUnreachable(f"no robojax server answers at {base}: {why}; {start}", why, may_have_arrived=False)
+    advice = "" if call.is_safe else "; the server may have executed the request, so check before you repeat it"
+    return ServerUnreachable(f"{call.method} {call.path} at {base}: {why}{advice}", why, may_have_arrived=True)

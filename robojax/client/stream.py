@@ -4,15 +4,17 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Unpack
 
 from robojax.client.answers import Action, Chunk, read_action, read_chunk
-from robojax.client.codec import Image, pack_observation
+from robojax.client.blocking import Blocking, Suspending, finish, run_blocking, shared_call
+from robojax.client.codec import Image, State, pack_observation
 from robojax.client.errors import ProtocolError, RequestRefused, RobojaxError, ServerUnreachable, StreamClosed
-from robojax.client.http import blocking, build_refusal, finish, run_blocking
+from robojax.client.fields import ActFields, StreamedFields
+from robojax.client.http import build_refusal
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,12 @@ class Welcome:
         max_bytes: the largest message that the server accepts.
         observation_steps: observations that the policy reads together; the server keeps the earlier ones.
         instance: identifies the session; a session that is created later with the same id has another value.
+
+    Example:
+        >>> with Client() as client, client.create("arm", "robojax/sim/policy").stream() as stream:
+        ...     welcome = stream.welcome
+        >>> welcome.cameras, welcome.joint_names[-1], welcome.rate
+        ({'front': (96, 96)}, 'Jaw', 25.0)
     """
 
     session_id: str
@@ -50,6 +58,11 @@ class Command:
         joints: wire name to target.
         observation: number of the newest numbered observation.
         age_ms: milliseconds since the server received that observation.
+
+    Example:
+        >>> command = Command({"Rotation": 1.5, "Jaw": 10.0}, number=3)
+        >>> [f"{name} to {target}" for name, target in command.joints.items()]
+        ['Rotation to 1.5', 'Jaw to 10.0']
     """
 
     joints: Mapping[str, float]
@@ -67,6 +80,10 @@ class StatusMessage:
 
     Attributes:
         latch: reason of an emergency stop that was not reset yet; None without an emergency stop.
+
+    Example:
+        >>> StatusMessage("running", hold="no new picture for 0.5 s").hold
+        'no new picture for 0.5 s'
     """
 
     status: str
@@ -78,14 +95,28 @@ class StatusMessage:
 
 @dataclass(frozen=True)
 class StopMessage:
-    """Message of an emergency stop by any client."""
+    """Message of an emergency stop by any client.
+
+    Example:
+        >>> StopMessage("a person entered the cell").reason
+        'a person entered the cell'
+    """
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Pong:
-    """Answer to a ping: its number and time, and the server's monotonic clock."""
+    """Answer to a ping: its number and time, and the server's monotonic clock.
+
+    Example:
+        >>> with Client() as client, client.create("arm", "robojax/sim/policy").stream() as stream:
+        ...     stream.ping(7)
+        ...     while not isinstance(message := stream.next(), Pong):
+        ...         pass
+        >>> message.number
+        7
+    """
 
     number: int | None
     time: float | None
@@ -94,7 +125,12 @@ class Pong:
 
 @dataclass(frozen=True)
 class MessageRefused:
-    """Message about an error: the server cannot use a message of this client."""
+    """Message about an error: the server cannot use a message of this client.
+
+    Example:
+        >>> MessageRefused("invalid", "state: 5 values; the policy takes 6", number=12).code
+        'invalid'
+    """
 
     code: str
     detail: str
@@ -102,11 +138,24 @@ class MessageRefused:
 
 
 Message = Welcome | Command | StatusMessage | StopMessage | Pong | MessageRefused | Chunk | Action
+"""A message of the server.
+
+Example:
+    >>> def describe(message: Message) -> str:
+    ...     match message:
+    ...         case Command(joints=joints):
+    ...             return f"move {', '.join(joints)}"
+    ...         case StopMessage(reason=reason):
+    ...             return f"stop: {reason}"
+    ...     return type(message).__name__
+    >>> describe(Command({"Jaw": 10.0})), describe(Pong(7, None, None))
+    ('move Jaw', 'Pong')
+"""
 
 
 def decode_message(data: bytes | str) -> Message | None:
     """Decode a message of the server; None for an unknown kind; raises ProtocolError if it is unreadable."""
-    fields = _map(data)
+    fields = _decode_map(data)
     kind = fields.get("kind")
     reader = READERS.get(kind) if isinstance(kind, str) else None
     try:
@@ -124,7 +173,7 @@ def encode_message(kind: str, fields: Mapping[str, object]) -> bytes:
     return data
 
 
-def _map(data: bytes | str) -> dict[str, Any]:
+def _decode_map(data: bytes | str) -> dict[str, Any]:
     import msgpack
 
     try:
@@ -163,7 +212,7 @@ def _command(fields: dict[str, Any]) -> Command:
 
     joints = {str(name): float(value) for name, value in fields["joints"].items()}
     if not all(map(math.isfinite, joints.values())):
-        raise ProtocolError("the server sent a command that is not finite; it is not done")
+        raise ProtocolError("the server sent a command that is not finite; do not execute it")
     return Command(joints, fields.get("number"), fields.get("observation"), fields.get("age_ms"), fields.get("time"))
 
 
@@ -184,44 +233,57 @@ READERS = {
 
 
 MAX_MESSAGE_BYTES = 64 << 20  # bytes of one message that a server may send
-ACT_STATUS = 409  # HTTP status of ``RequestRefused`` for errors on the stream, which have none
+ACT_STATUS = 409  # HTTP status in ``RequestRefused`` for errors on the stream, whose messages have no status
 
 
-class AsyncStream:
-    """Asynchronous stream of a session; ``AsyncSession.stream`` opens one. One task may receive while others send.
+class _StreamCalls:
+    """Calls of a stream, for both kinds of programs."""
 
-    Attributes:
-        welcome: what the policy needs, and the joints in order.
-    """
+    # Sends a message and returns the next action or chunk; a coroutine function if the stream is asynchronous.
+    _exchange: Callable[[bytes], Any]
 
     def __init__(self, socket: Any, welcome: Welcome, timeout: float):
         self._socket, self.welcome, self._timeout = socket, welcome, timeout
         self._pending: deque[Message] = deque()
 
-    async def observe(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> None:
-        """Send an observation (see ``pack_observation``) for the session's control loop.
+    @shared_call
+    async def observe(
+        self, images: Mapping[str, Image] | None = None, state: "State | None" = None, **fields: Unpack[StreamedFields]
+    ) -> None:
+        """Send an observation for the session's control loop; joints and cameras that are left out keep their values.
+
+        Args:
+            images: camera name to picture, as for ``act``.
+            state: joint positions, as for ``act``.
 
         Raises:
             InvalidArgument: the observation cannot be sent.
             StreamClosed: the stream is closed.
         """
-        await self._send(encode_message("observation", pack_observation(images, state, **more)))
+        await self._send(encode_message("observation", pack_observation(images, state, **fields)))
 
-    async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
-        """Send an observation and wait for its chunk (or, with ``want="action"``, the next action).
+    @shared_call
+    async def act(
+        self,
+        images: Mapping[str, Image] | None = None,
+        state: "State | None" = None,
+        *,
+        want: Literal["chunk", "action"] | None = None,
+        **fields: Unpack[ActFields],
+    ) -> Chunk | Action:
+        """Send an observation and wait for its chunk, or for the next action; other messages are kept for ``next``.
 
-        Other messages are kept for ``next``.
+        Args:
+            images: camera name to uint8 (h, w, 3) in RGB, or to the bytes of a JPEG or PNG file.
+            state: joint positions, in the order of ``welcome.joint_names`` or by name.
+            want: what the server answers. Defaults to a chunk.
 
         Raises:
             RequestRefused: the server refuses the observation.
             StreamClosed: the stream is closed.
         """
-        with convert_timeouts():
-            async with asyncio.timeout(self._timeout):
-                await self._send(encode_message("act", pack_observation(images, state, **more)))
-                while (action := self._take_action(await self._next())) is None:
-                    pass
-                return action
+        message = encode_message("act", pack_observation(images, state, want=want, **fields))
+        return await finish(self._exchange(message))
 
     def _take_action(self, message: Message | None) -> Chunk | Action | None:
         """Return an action or chunk; keep other messages for ``next``; raise ``RequestRefused`` for an error."""
@@ -232,10 +294,12 @@ class AsyncStream:
         self._pending.append(message)
         return None
 
+    @shared_call
     async def emergency_stop(self, reason: str) -> None:
         """Stop and latch the session."""
         await self._send(encode_message("stop", {"reason": reason}))
 
+    @shared_call
     async def report_latch(self, reason: str | None) -> None:
         """Report that this program holds its robot after an emergency stop, or (None) that it obeys commands again.
 
@@ -243,16 +307,42 @@ class AsyncStream:
         """
         await self._send(encode_message("latch", {"reason": reason}))
 
+    @shared_call
     async def ping(self, number: int = 0) -> None:
         """Send a ping, which shows that the client is alive; the server answers with a Pong."""
         await self._send(encode_message("ping", {"number": number, "time": time.monotonic()}))
 
+    @shared_call
     async def send(self, data: bytes) -> None:
         """Send a message that ``encode_message`` made, perhaps in another thread."""
+        await self._send(data)
+
+    async def _send(self, data: bytes) -> None:
         with convert_close_errors():
             await finish(self._socket.send(data))
 
-    _send = send
+    @shared_call
+    async def close(self) -> None:
+        """Close the stream."""
+        await finish(self._socket.close())
+
+
+class AsyncStream(_StreamCalls, Suspending):
+    """Asynchronous stream of a session; ``AsyncSession.stream`` opens one. One task may receive while others send.
+
+    Attributes:
+        welcome: what the policy needs, and the joints in order.
+
+    Example:
+        >>> frame, joints = np.zeros((96, 96, 3), np.uint8), [0.0, -90.0, 90.0, 0.0, 0.0, 10.0]
+        >>> async def get_action() -> Chunk | Action:
+        ...     async with AsyncClient() as client:
+        ...         session = await client.create("arm", "robojax/sim/policy")
+        ...         async with session.stream() as stream:
+        ...             return await stream.act({"front": frame}, joints, want="action")
+        >>> asyncio.run(get_action()).action.shape
+        (6,)
+    """
 
     async def next(self) -> Message:
         """Receive the next message.
@@ -275,50 +365,38 @@ class AsyncStream:
                 return
             yield message
 
-    async def close(self) -> None:
-        """Close the stream."""
-        await finish(self._socket.close())
+    async def _exchange(self, message: bytes) -> Chunk | Action:
+        with convert_timeouts():
+            async with asyncio.timeout(self._timeout):
+                await self._send(message)
+                while (action := self._take_action(await self._next())) is None:
+                    pass
+                return action
 
     async def _next(self) -> Message | None:
         with convert_close_errors():
             return decode_message(await self._socket.recv())
 
 
-class Stream:
+class Stream(_StreamCalls, Blocking):
     """Stream of a session; ``Session.stream`` opens one. One thread may send while another receives.
-
-    Methods without a docstring are documented at ``AsyncStream``.
 
     Attributes:
         welcome: what the policy needs, and the joints in order.
+
+    Example:
+        >>> frame, joints = np.zeros((96, 96, 3), np.uint8), [0.0, -90.0, 90.0, 0.0, 0.0, 10.0]
+        >>> with Client() as client, client.create("arm", "robojax/sim/policy") as session, session.stream() as stream:
+        ...     session.start()
+        ...     while not isinstance(message := stream.next(timeout=0.05), Command):
+        ...         stream.observe({"front": frame}, joints)
+        >>> sorted(message.joints)
+        ['Elbow', 'Jaw', 'Pitch', 'Rotation', 'Wrist_Pitch', 'Wrist_Roll']
     """
 
-    def __init__(self, socket: Any, timeout: float):
-        self._socket, self._timeout = socket, timeout
-        self._pending: deque[Message] = deque()
+    def __init__(self, socket: Any, welcome: Welcome, timeout: float):
+        super().__init__(socket, welcome, timeout)
         self._reading = threading.Lock()
-        until = time.monotonic() + timeout
-        first = self._next(timeout)
-        while isinstance(first, StatusMessage):  # The policy is still being loaded.
-            first = self._next(max(until - time.monotonic(), 0.0))
-        self.welcome: Welcome = _read_welcome(first)
-
-    observe = blocking(AsyncStream.observe)
-    emergency_stop = blocking(AsyncStream.emergency_stop)
-    report_latch = blocking(AsyncStream.report_latch)
-    ping = blocking(AsyncStream.ping)
-    close = blocking(AsyncStream.close)
-    _send = AsyncStream._send
-    _take_action = AsyncStream._take_action
-
-    def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
-        """Send an observation and wait for its chunk or action; see ``AsyncStream.act``."""
-        with self._reading, convert_timeouts():
-            run_blocking(self._send(encode_message("act", pack_observation(images, state, **more))))
-            until = time.monotonic() + self._timeout
-            while (action := self._take_action(self._next(until - time.monotonic()))) is None:
-                pass
-            return action
 
     def next(self, timeout: float | None = None) -> Message | None:
         """Receive the next message; None if none arrives within ``timeout`` seconds.
@@ -347,6 +425,14 @@ class Stream:
             if message is not None:
                 yield message
 
+    def _exchange(self, message: bytes) -> Chunk | Action:
+        with self._reading, convert_timeouts():
+            run_blocking(self._send(message))
+            until = time.monotonic() + self._timeout
+            while (action := self._take_action(self._next(until - time.monotonic()))) is None:
+                pass
+            return action
+
     def _next(self, timeout: float | None) -> Message | None:
         with convert_close_errors():
             return decode_message(self._socket.recv(timeout))
@@ -360,9 +446,12 @@ def open_stream(url: str, headers: Mapping[str, str], timeout: float) -> Iterato
     with ExitStack() as stack:
         with convert_open_errors(url):
             socket = stack.enter_context(connect(url, **_options(headers, timeout)))
-        with convert_timeouts():
-            stream = Stream(socket, timeout)
-        yield stream
+        with convert_close_errors(), convert_timeouts():
+            until = time.monotonic() + timeout
+            first = decode_message(socket.recv(timeout))
+            while isinstance(first, StatusMessage):  # The policy is still being loaded.
+                first = decode_message(socket.recv(max(until - time.monotonic(), 0.0)))
+        yield Stream(socket, _read_welcome(first), timeout)
 
 
 @asynccontextmanager
@@ -388,7 +477,7 @@ async def open_async_stream(url: str, headers: Mapping[str, str], timeout: float
 
 
 def _options(headers: Mapping[str, str], timeout: float) -> dict[str, Any]:
-    # No compression, because pictures are compressed already or sent raw for speed. No proxies, as over HTTP.
+    # Compression is off, because pictures are compressed already or sent raw for speed. Proxies are off, as over HTTP.
     return {
         "additional_headers": dict(headers),
         "compression": None,
@@ -433,7 +522,8 @@ def convert_timeouts() -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise ServerUnreachable("the stream: no answer in time", "no answer in time", may_have_arrived=True) from error
+        why = "no response in time"
+        raise ServerUnreachable(f"the stream: {why}", why, may_have_arrived=True) from error
 
 
 def _read_welcome(first: Message | None) -> Welcome:
@@ -444,5 +534,5 @@ def _read_welcome(first: Message | None) -> Welcome:
     return first
 
 
-def _build_refusal(wrong: MessageRefused) -> RobojaxError:
-    return RequestRefused(ACT_STATUS, wrong.code, wrong.detail)
+def _build_refusal(message: MessageRefused) -> RobojaxError:
+    return RequestRefused(ACT_STATUS, message.code, message.detail)

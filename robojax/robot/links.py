@@ -197,15 +197,14 @@ class RobotRoomsLink:
         from service.errors import ServiceError
 
         try:
-            robot = await self._session.robot(
+            async with self._session.robot(
                 self._transport,
                 on_command=lambda values, _: self._arm_thread.command(values),
                 on_emergency_stop=self._take_stop,
                 rate=self._rate,
-            )
-            async with robot as joined:
+            ) as robot:
                 await run_until_first_ends(
-                    self._send(joined, linked), self._report_status(joined), self._sync_latch(joined)
+                    self._send(robot, linked), self._report_status(robot), self._sync_latch(robot)
                 )
         except ServiceError as error:
             raise RobotError(f"the rooms cannot be used: {error}", "robojax sessions lists the sessions") from error

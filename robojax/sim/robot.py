@@ -272,7 +272,7 @@ async def run(args: argparse.Namespace) -> int:
         async with AsyncClient(args.server, timeout=30) as client:
             session = client.session(args.session)
             player = Player(simulation, session, instructs=args.instruct)
-            async with await session.robot(args.transport, on_command=player.on_command, rate=RATE) as robot:
+            async with session.robot(args.transport, on_command=player.on_command, rate=RATE) as robot:
                 print_event("joined")
                 number = 0
                 while args.episodes == 0 or number < args.episodes:

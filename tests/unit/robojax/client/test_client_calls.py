@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import dataclasses
+import inspect
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import httpx2
 import msgpack
@@ -14,17 +14,29 @@ import pytest
 
 from robojax.client import (
     AsyncClient,
+    AsyncSession,
+    AsyncStream,
     Client,
     Command,
     InvalidArgument,
     ProtocolError,
     RequestRefused,
     ServerUnreachable,
+    Session,
+    Stream,
     http,
     stream,
 )
+from robojax.client.answers import read_chunk
+from robojax.client.client import RobotOptions
 from robojax.client.codec import pack_array, pack_observation, unpack_array
+from robojax.client.fields import ActFields, Overlap, SessionChanges, SessionFields, StreamedFields
+from service.api.schemas import AdjustRequest, NewSessionRequest
+from service.control.aggregation import AGGREGATIONS
 from service.sessions.request import SessionRequest
+from service.streaming.direct_inference import ACT_FIELDS
+from service.streaming.observation import OBSERVATION_FIELDS
+from service.transport.client.robot import connect_robot
 
 PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 
@@ -44,12 +56,12 @@ def test_an_observation_is_packed_as_the_doors_take_it() -> None:
 @pytest.mark.parametrize(
     ("images", "state", "said"),
     [
-        ({"front": PICTURE.astype(np.float32)}, None, "wanted uint8"),
-        ({"front": PICTURE[..., 0]}, None, "wanted uint8"),
+        ({"front": PICTURE.astype(np.float32)}, None, "expected uint8"),
+        ({"front": PICTURE[..., 0]}, None, "expected uint8"),
         (None, [1.0, float("nan")], "state 1 is nan"),
-        (None, np.array([np.inf]), "no finite numbers"),
-        (None, {"a": True}, "is no number"),
-        (None, np.array(["x"], object), "no finite numbers"),
+        (None, np.array([np.inf]), "not finite numbers"),
+        (None, {"a": True}, "is not a number"),
+        (None, np.array(["x"], object), "not finite numbers"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_before_it_is(images, state, said: str) -> None:
@@ -81,7 +93,7 @@ def test_what_is_no_array_is_not_taken_for_one(bad) -> None:
 
 
 def test_actions_that_are_not_finite_are_never_handed_over() -> None:
-    call = http.act("arm", {})
+    call = http.act("arm", {}, "chunk", read_chunk)
     body = msgpack.packb({"actions": pack_array(np.array([[np.nan]], np.float32)), "joint_names": ["a"]})
     with pytest.raises(ProtocolError, match="not finite"):
         http.read_result(call, 200, {"content-type": "application/msgpack"}, body or b"")
@@ -111,7 +123,7 @@ def test_a_refusal_carries_the_servers_code_and_text() -> None:
     [
         *(({"url": url}, None) for url in ("ftp://x", "http://", "http://a:b@x", "http://x/?key=1", "http://x:0")),
         *(({"url": url}, f"try http://{url}$") for url in ("localhost:8001", "gpu-box:9001")),
-        ({"key": "a\r\nx-evil: 1"}, "no key has"),
+        ({"key": "a\r\nx-evil: 1"}, "the key has invalid characters"),
     ],
 )
 def test_an_invalid_address_or_key_is_refused(given: dict[str, str], said: str | None) -> None:
@@ -150,7 +162,7 @@ def test_server_of_the_environment(
         ("dry_runn", "did you mean 'dry_run'?"),
         ("DRY_RUN", "did you mean 'dry_run'?"),
         ("max_relative_traget", "did you mean 'max_relative_target'?"),
-        ("someday", "a session has camera_names, workspace_id"),
+        ("someday", "a session has overlap, temporal_ensemble_coeff"),
     ],
 )
 def test_create_refuses_unknown_fields_before_it_sends(field: str, said: str) -> None:
@@ -171,9 +183,45 @@ def test_create_refuses_unknown_fields_before_it_sends(field: str, said: str) ->
         asyncio.run(create())
 
 
-def test_client_and_server_have_the_same_session_fields() -> None:
-    names = [field.name for field in dataclasses.fields(SessionRequest)]
-    assert set(http.SESSION_FIELDS) == {*names} - {"session_id", "policy_path", "transport_server_url"}
+REQUIRED = {"session_id", "policy_path", "transport_server_url"}  # explicit parameters of ``create``
+# Explicit parameters of the calls, other names of ``prompt``, and the kind of a message.
+OTHER_PARAMETERS = {"images", "state", "want", "language_instruction", "task", "kind"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "server"),
+    [
+        (SessionFields, {*NewSessionRequest.model_fields} - REQUIRED),
+        (SessionChanges, {*AdjustRequest.model_fields}),
+        (ActFields, {*ACT_FIELDS} - OTHER_PARAMETERS | {"is_compressed"}),
+        (StreamedFields, {*OBSERVATION_FIELDS, "age_ms"} - OTHER_PARAMETERS | {"is_compressed"}),
+        (RobotOptions, {*inspect.signature(connect_robot).parameters} - {"url", "rooms", "key"}),
+    ],
+)
+def test_client_and_server_have_the_same_fields(fields: type, server: set[str]) -> None:
+    assert set(fields.__annotations__) == server
+
+
+def test_client_and_server_have_the_same_choices() -> None:
+    assert set(get_args(Overlap)) == set(AGGREGATIONS)
+    for name in ("auto_update", "prompt_cut"):
+        client, server = (get_type_hints(each)[name] for each in (SessionFields, SessionRequest))
+        assert get_args(get_args(client)[0]) == get_args(server)
+
+
+@pytest.mark.parametrize(
+    ("blocking", "suspending"), [(Client, AsyncClient), (Session, AsyncSession), (Stream, AsyncStream)]
+)
+def test_shared_calls_have_signatures_and_docstrings_in_both_clients(blocking: type, suspending: type) -> None:
+    shared = [name for name in dir(blocking) if not name.startswith("_") and name in dir(suspending)]
+    calls = [name for name in shared if inspect.iscoroutinefunction(getattr(suspending, name)) and name != "next"]
+    assert len(calls) >= 6
+    for name in calls:
+        one, other = getattr(blocking, name), getattr(suspending, name)
+        assert not inspect.iscoroutinefunction(one)
+        assert inspect.signature(one) == inspect.signature(other)
+        assert one.__doc__
+        assert one.__doc__ == other.__doc__
 
 
 @contextlib.asynccontextmanager
@@ -200,7 +248,7 @@ async def test_only_what_tells_something_or_stops_is_sent_again() -> None:
             assert lost.value.may_have_arrived
             assert len(heard) == times, heard
         heard.clear()
-        with pytest.raises(ServerUnreachable, match="look before you ask again"):
+        with pytest.raises(ServerUnreachable, match="check before you repeat it"):
             await arm.act({"front": PICTURE})
         assert heard == ["POST /sessions/arm/act"]
 

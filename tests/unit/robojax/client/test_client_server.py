@@ -77,11 +77,13 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
     with pytest.raises(RequestRefused, match="unknown names: 'timestamp'"):
         await session.act(PICTURES, state)
     with pytest.raises(RequestRefused, match="did you mean 'executed'"):
-        await session.act(PICTURES, POSE, exectued=3)
+        await session.act(PICTURES, POSE, exectued=3)  # pyright: ignore[reportCallIssue]
     first = await session.next_action(PICTURES, POSE, reset=True)
     np.testing.assert_allclose(first.action, chunk.actions[0], atol=1e-5)
     assert first.left == 19
     await session.patch(overlap="latest_only")
+    with pytest.raises(RequestRefused, match="did you mean 'overlap'"):
+        await session.patch(overlapp="latest_only")  # pyright: ignore[reportCallIssue]
     assert (chunk.warnings, first.warnings) == ((), ())
     odd = [150.0, *POSE[1:]]  # The range ends at 100.
     (warning,) = (await session.act(PICTURES, odd, reset=True)).warnings
@@ -166,9 +168,8 @@ async def test_a_program_without_an_event_loop_does_the_same(client: AsyncClient
 async def test_rooms_are_joined_through_the_same_client(client: AsyncClient) -> None:
     session = await client.create("arm", "policies/act", transport_server_url=client.url)
     assert (await session.status()).rooms.joint_output == "arm-joint-output"
-    robot = await session.robot(client.url, on_command=lambda *_: None)
-    async with robot as joined:
-        assert joined.is_connected
+    async with session.robot(client.url, on_command=lambda *_: None) as robot:
+        assert robot.is_connected
     await session.delete()
 
 
