@@ -24,9 +24,12 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 
 # Containers like to set it; then each of the processes that tests start, more than a hundred, compiles all files anew.
 unexport PYTHONDONTWRITEBYTECODE
-# tests/testing/stages.py: what runs beside what, and in how many of these processes.
+# Tests that depend on real time (mark `timed`) run after all others, and the test of a delivery (`alone`) runs last.
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 test: setup-dev rendering ## the whole test suite, or a part: make test ARGS=tests/unit/hooks
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
+	@$(PYTEST) -m "not timed and not alone" --numprocesses 3 $(ARGS); \
+	status=$$?; $(PYTEST) -m timed --numprocesses 2 $(ARGS) || status=1; \
+	$(PYTEST) -m alone $(ARGS) || status=1; exit $$status
 
 # Without what Material for MkDocs prints at each start, about the end of its own life.
 docs: setup-dev ## the guides as a site, with search: site/index.html
@@ -41,7 +44,8 @@ faults: setup-dev ## break the server's links, policies and process, REPEAT time
 peers: $(VENV)/.robojax-peers ## PyTorch, diffusers, Ray and openpi-client, without which their tests are skipped
 
 test-peers: peers servers ## the tests that `make test` skips without these packages and programs
-	@$(BIN)/python -m pytest -m needs_peers --numprocesses 2 --dist loadfile $(ARGS)
+	@$(PYTEST) -m "needs_peers and not timed" --numprocesses 2 $(ARGS); \
+	status=$$?; $(PYTEST) -m "needs_peers and timed" $(ARGS) || status=1; exit $$status
 
 lint: setup-dev ## ruff: style and formatting
 	@$(BIN)/ruff check .

@@ -11,12 +11,38 @@ from tests.testing.pauses import Pauses
 
 # Shapes are checked at every call; before anything of the package is imported.
 install_import_hook("jaxmodels", "beartype.beartype")
-pytest_plugins = ["tests.testing.compiling", "tests.testing.stages", "tests.testing.peers"]
+pytest_plugins = ["tests.testing.compiling", "tests.testing.peers"]
+TESTS = Path(__file__).parent
+# Folders whose tests depend on real time, and folders with long tests, which start first.
+TIMED = ("integration/rollout", "integration/rooms", "hostile", "faults")
+LONG = (
+    "parity",
+    "unit/jaxmodels",
+    "unit/robojax/sim",
+    "integration/distributed",
+    "test_guides.py",
+    "test_notebooks.py",
+)
 
 settings.register_profile(
     "robojax", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("robojax")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folders; long tests and large files start first, so that all processes end together."""
+    for item in items:
+        if any(item.path.is_relative_to(TESTS / folder) for folder in TIMED):
+            item.add_marker("timed")
+    size = {path: path.stat().st_size for path in {item.path for item in items}}
+    items.sort(key=lambda item: (not any(item.path.is_relative_to(TESTS / path) for path in LONG), -size[item.path]))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.option.markexpr:
+        session.exitstatus = pytest.ExitCode.OK  # `make test ARGS=tests/unit/hooks` has no timed tests.
 
 
 @pytest.fixture

@@ -26,8 +26,6 @@ from tests.testing.compiling import PROGRAMS, QUICK
 from tests.testing.models import golden_folder as golden_folder
 from tests.testing.stub_hub import StubHub
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "robojax" / "sim" / "policy"
 MARKED = re.compile(r"^<!-- run(?:: save (\S+))? -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -65,7 +65,6 @@ def test_there_are_notebooks() -> None:
     assert [path.stem[:2] for path in NUMBERED] == [f"{number:02}" for number in range(1, len(NUMBERED) + 1)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom(

@@ -142,7 +142,6 @@ async def _listen(stage: Stage) -> None:
 
 
 @pytest.mark.alone  # a policy is on probation in it, and what computes beside it makes a sound one look slow
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: Pauses) -> None:
     with StubHub() as hub:

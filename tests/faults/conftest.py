@@ -33,12 +33,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("repeat", range(int(metafunc.config.getoption("--repeat") or 1)))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.fault)
-
-
 @pytest.fixture
 def moment(request: pytest.FixtureRequest, repeat: int) -> random.Random:
     """Chooses when the fault happens: by the seed, the test and the repeat."""

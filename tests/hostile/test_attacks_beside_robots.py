@@ -27,7 +27,7 @@ from tests.testing.models import edit_json, golden_folder  # noqa: F401 - a fixt
 from tests.testing.recordings import play, subject
 from tests.testing.waiting import until
 
-pytestmark = [pytest.mark.fault, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
 ROBOTS = 8
 TOKENIZER = Path("vlm", "tokenizer.json")

@@ -13,8 +13,6 @@ from service.transport.webrtc.ice import MAX_CANDIDATES
 from tests.faults.processes import ROOT
 from tests.hostile.closed_network import MDNS, METADATA, NETWORK, OTHER, PUBLIC, ROBOT
 
-pytestmark = pytest.mark.fault
-
 NAMESPACE = ("unshare", "--map-root-user", "--net")
 ROBOTS, OTHERS = f"{ROBOT}:50000", f"{OTHER}:50000"
 

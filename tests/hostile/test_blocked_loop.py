@@ -26,8 +26,6 @@ from tests.faults.robot import JOINTS, PERIOD
 from tests.faults.script import Script, load, read
 from tests.testing.rig import REAL, expect_refusal, started
 
-pytestmark = pytest.mark.fault
-
 BLOCK = 0.9  # seconds: longer than the robot's own 0.5
 PATIENCE = 0.5  # of a robot's own side
 PAUSE = float(os.environ.get("FAULTS_PAUSE", "1.5"))  # seconds that the whole process stands still

@@ -24,7 +24,7 @@ from tests.testing.models import seeded_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_act_training"
 SCRIPT = GOLDEN.parents[2] / "tools" / "golden" / "lerobot_act_training.py"
-SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
+SLOW = pytest.mark.timeout(900)
 CASES = ("no_vae", "vae", pytest.param("camera_and_vae", marks=SLOW))
 RUNS = ("preset", "fast")
 PARTS = ("l1", "kl")  # of the loss
@@ -206,7 +206,6 @@ def test_somewhere_the_gradient_is_clipped_and_somewhere_not() -> None:
     assert any((norm < clip).any() for norm in norms)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", ["no_vae", "vae", "camera_and_vae"])
 def test_lerobot_itself_does_the_same_with_other_weights(lerobots_own: Path, case: str) -> None:

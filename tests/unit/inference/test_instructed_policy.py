@@ -17,7 +17,7 @@ from service.sessions.store import NewSession
 from tests.unit.inference.test_real_policy import POSE, sessions_of, write_diffusion
 
 # Programs are compiled here, which takes a slow machine a minute each.
-pytestmark = [pytest.mark.models, pytest.mark.timeout(600), pytest.mark.usefixtures("compilation")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("compilation")]
 
 NEW = NewSession("s", "policy", "memory://", camera_names=(), policy_type="diffusion2d")
 RED, BLUE = "pick up the red cube", "pick up the blue cube"

@@ -122,9 +122,7 @@ async def crash(folder: Path, *, count: int, kills: int, seed: int) -> dict[str,
     }
 
 
-@pytest.mark.parametrize(
-    ("count", "kills"), [(150, 3), pytest.param(1000, 20, marks=[pytest.mark.slow, pytest.mark.timeout(180)])]
-)
+@pytest.mark.parametrize(("count", "kills"), [(150, 3), pytest.param(1000, 20, marks=[pytest.mark.timeout(180)])])
 async def test_each_event_takes_effect_once_over_kills(tmp_path: Path, count: int, kills: int) -> None:
     found = await crash(tmp_path, count=count, kills=kills, seed=count)
     wanted = {"effects": count, "effects_twice": 0, "lost": 0, "not_acknowledged": 0, "ends": {"done": count}}

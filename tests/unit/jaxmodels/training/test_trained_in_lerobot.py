@@ -11,7 +11,7 @@ from jaxmodels.training import new_policy, train
 from tests.testing.lerobots_python import LEROBOT, WITHOUT, lerobot
 from tests.unit.jaxmodels.training.conftest import TINY, MakeConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(LEROBOT is None, reason=WITHOUT)]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.skipif(LEROBOT is None, reason=WITHOUT)]
 TOLERANCE = 1e-4  # of the chunk's largest magnitude; float32 in another order of summation gives about 1e-6
 STATE, FRONT = "observation.state", "observation.images.front"
 
