@@ -43,6 +43,7 @@ from service.engines.local_engines import LocalEngines
 from service.engines.model_host import LoadModel
 from service.engines.model_server import ModelServer
 from service.http.bodies import install_errors
+from service.http.config import TransportSettings
 from service.http.limits import CreateLimiter, Rates
 from service.http.origins import Origins, is_loopback
 from service.inference.config import PolicySettings
@@ -62,7 +63,7 @@ from service.recording.recordings import Recordings
 from service.reloading_file import FileUnusable
 from service.rollout.webhooks import Webhooks
 from service.sessions.records import SCHEMA, SessionRecords
-from service.sessions.request import CheckRequest, RequestRules
+from service.sessions.request import RequestRules
 from service.sessions.room_authority import RoomAuthority
 from service.sessions.store import Sessions, SessionSettings
 from service.setting_types import SettingsError
@@ -70,23 +71,24 @@ from service.settings import Settings
 from service.shared_sessions import SharedDatabase, front_name
 from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
-from service.streaming.direct_transport import TransportByUrl
+from service.streaming.direct_transport import DirectTransport, TransportByUrl
 from service.threads import WorkerThread
 from service.transport.address import AddressRules, Destinations
-from service.transport.client.room_keys import RoomKeys
+from service.transport.client.room_keys import RoomKeys, open_key_file
 from service.transport.link import Transport
 from service.transport.protocol import build_validators
 from service.transport.server.app import RoomsSettings, add_transport
+from service.transport.server.rooms import RoomTable
 
 if TYPE_CHECKING:
     from hooks.registry.http_delivery import PinnedResolver
 
 
-def _create_destinations(app: App) -> Destinations:
+def _create_destinations(settings: TransportSettings) -> Destinations:
     """Create the rules of `transport_hosts`; raises SettingsError if an entry cannot be used."""
     rules = AddressRules(describe_danger, unwrap_ipv4, resolve_host, _create_resolver)
     try:
-        return Destinations(app.ctx.settings.transport.transport_hosts, rules, lambda: app.config.get("OWN_PORT"))
+        return Destinations(settings.transport_hosts, rules)
     except ValueError as error:
         raise SettingsError(f"transport_hosts: {error}") from error
 
@@ -104,15 +106,8 @@ def _prepare_rooms_transport(app: App, destinations: Destinations | None) -> Cal
         SettingsError: the file of room keys cannot be used.
     """
     settings, named = app.ctx.settings, app.ctx.settings.access.transport_key_file
-    keys = RoomKeys(
-        app.ctx.guard.admissions.own,
-        lambda: app.config.get("OWN_ADDRESS") if settings.transport.embedded_transport else None,
-        lambda session_id: app.ctx.sessions.get(session_id).new.owner,
-        None if named is None else Path(named).expanduser(),
-        lambda session_id: app.ctx.sessions.get(session_id).claim,
-    )
     try:
-        keys.check()
+        key_file = None if named is None else open_key_file(Path(named).expanduser())
     except FileUnusable as error:
         raise SettingsError(f"transport_key_file: {error}") from error
 
@@ -120,6 +115,8 @@ def _prepare_rooms_transport(app: App, destinations: Destinations | None) -> Cal
         _import_late_modules()
         from service.transport.client.rooms_link import RoomsTransport
 
+        own_address = app.config.get("OWN_ADDRESS") if settings.transport.embedded_transport else None
+        keys = RoomKeys(app.ctx.guard.admissions.own, own_address, key_file)
         return RoomsTransport(ice_servers=settings.transport.ice_servers, destinations=destinations, keys=keys)
 
     return create
@@ -231,7 +228,9 @@ def create_app(
     """
     settings = settings or Settings()
     rooms = RoomsSettings(origins=settings.server.origins)
-    context = _create_context(settings, rooms, read_requirements or make_requirements_reader(settings.policies))
+    authority = RoomAuthority()
+    table = rooms.table(authority) if settings.transport.embedded_transport else None
+    context = _create_context(settings, table, read_requirements or make_requirements_reader(settings.policies))
     # Sanic registers apps by name, and refuses a second app with the same name.
     name = f"robojax-{secrets.token_hex(4)}"
     app: App = Sanic(name, config=build_config(settings.limits), ctx=context, configure_logging=False)
@@ -247,28 +246,30 @@ def create_app(
     app.blueprint(build_streams_blueprint(origins))
     for prefix, routes in (("", ROUTES), ("/api", API_ROUTES)):
         app.blueprint(build_blueprint(prefix, routes, origins))
-    if context.room_table is not None:
-        add_transport(app, context.room_table, rooms)
+    if table is not None:
+        add_transport(app, table, rooms)
     webhooks = Webhooks(settings.updates, settings.webhooks, settings.policies, settings.server.origins)
     if webhooks.registry is not None:
         from hooks.registry.api import build_blueprint as build_registry  # Most servers have none.
 
         # Before the sessions: it starts first and stops last, so that it receives all their events.
         app.blueprint(build_registry(webhooks.registry))
-    destinations = None if transport else _create_destinations(app)
+    destinations = None if transport else _create_destinations(settings.transport)
+    direct = DirectTransport()
     by_url = TransportByUrl(
-        context.stream_clients.direct,
-        _prepare_rooms_transport(app, destinations) if transport is None else lambda: transport,
+        direct, _prepare_rooms_transport(app, destinations) if transport is None else lambda: transport
     )
     register_lifespan(
         app,
         source=source,
         shared=shared,
+        authority=authority,
+        direct=direct,
         transport=by_url,
         load=context.source_rules.guard_loader(webhooks.identify_commits(load or source.load)),
         load_model=load_model,
         webhooks=webhooks,
-        check_request=RequestRules(context.source_rules, destinations).check,
+        request_rules=RequestRules(context.source_rules, destinations),
     )
     # After the sessions, because deliveries that are repeated at the start may concern them.
     for blueprint in webhooks.build_blueprints():
@@ -278,10 +279,8 @@ def create_app(
     return app
 
 
-def _create_context(settings: Settings, rooms: RoomsSettings, read: ReadRequirements) -> Context:
-    """Create what the routes share; sessions, models, recordings and updates are added when the server starts."""
-    authority = RoomAuthority(lambda: getattr(context, "sessions", None))
-    table = rooms.table(authority) if settings.transport.embedded_transport else None
+def _create_context(settings: Settings, table: RoomTable | None, read: ReadRequirements) -> Context:
+    """Create what the routes share; sessions and what reads them are added when the server starts."""
     server, limits, policies = settings.server, settings.limits, settings.policies
     guard = create_guard(
         settings.access, host=server.host, origins=server.origins, state=settings.webhooks.state, rules=UNLISTED_ROUTES
@@ -290,30 +289,22 @@ def _create_context(settings: Settings, rooms: RoomsSettings, read: ReadRequirem
         policies.policy_roots, policies.policy_owners, is_open=is_loopback(server.host) and not guard.requires_key
     )
     watchdog = LoopWatchdog()
-    context = Context(
+    return Context(
         settings=settings,
         documents=_build_documents(settings.control.max_rate, limits.max_cameras),
         page=pages.build_docs_page(),
         versions=read_versions(),
-        metrics=Metrics(
-            lambda: context.sessions.list(),
-            lambda: context.models.list(),
-            lambda: context.sessions.engine.get_stats(),
-            watchdog,
-        ),
+        metrics=Metrics(watchdog),
         loop_watchdog=watchdog,
         logs=RecentLogs(settings.logging.log_lines),
         room_table=table,
         guard=guard,
         source_rules=source_rules,
         policy_reader=PolicyReader(source_rules.guard_reader(read)),
-        live=Live(lambda: context.sessions),
         create_limiter=CreateLimiter(
             Rates(limits.creates_per_minute / 60, limits.creates_per_minute), limits.limit_local
         ),
-        stream_clients=StreamClients(lambda: context.sessions),
     )
-    return context
 
 
 @cache
@@ -348,11 +339,13 @@ def register_lifespan(
     *,
     source: EngineSource,
     shared: SharedDatabase,
+    authority: RoomAuthority,
+    direct: DirectTransport,
     transport: TransportByUrl,
     load: LoadPolicy,
     load_model: LoadModel | None,
     webhooks: Webhooks,
-    check_request: CheckRequest,
+    request_rules: RequestRules,
 ) -> None:
     """Register the listeners that open everything when the app starts, and close it in the opposite order."""
     settings = app.ctx.settings
@@ -362,6 +355,8 @@ def register_lifespan(
     @app.before_server_start
     async def open_all(app: App) -> None:
         opened.enter_context(capture_logs(app.ctx.logs))
+        if request_rules.destinations is not None:
+            request_rules.destinations.own_port = app.config.get("OWN_PORT")
         app.ctx.started_at = time.monotonic()
         app.ctx.list_worker = WorkerThread("lists")
         opened.callback(app.ctx.list_worker.close, 0.0)
@@ -377,12 +372,15 @@ def register_lifespan(
                 load=load,
                 engine=engine,
                 settings=session_limits,
-                listeners=[app.ctx.stream_clients.direct.on_event, app.ctx.recordings.on_event, webhooks.on_event],
-                check_request=shared.wrap_check(check_request),
+                listeners=[direct.on_event, app.ctx.recordings.on_event, webhooks.on_event],
+                check_request=shared.wrap_check(request_rules.check),
                 records=opened.enter_context(_open_records(settings)),
             )
+            authority.sessions = app.ctx.metrics.sessions = app.ctx.sessions
+            app.ctx.live = Live(app.ctx.sessions)
+            app.ctx.stream_clients = StreamClients(app.ctx.sessions, direct)
             await opened.enter_async_context(shared.open(app.ctx.sessions))
-            app.ctx.models = ModelServer(
+            app.ctx.models = app.ctx.metrics.models = ModelServer(
                 settings.models, settings.policies, settings.limits.answer_deadline, load_model
             )
             await opened.enter_async_context(webhooks.open_publishing())

@@ -123,11 +123,10 @@ class Context:
         page: the documentation's HTML and its Content-Security-Policy.
         versions: versions of this package and its dependencies by name.
         room_table: rooms of the embedded transport, or None.
-        stream_clients: clients without rooms.
-        sessions, models, updates, recordings, list_worker: exist while the server runs.
+        sessions, models, updates, recordings, list_worker, live, stream_clients: exist while the server runs;
+            ``live`` are the viewers of the dashboard, ``stream_clients`` the clients without rooms.
         source_rules: allowed sources of policies.
         policy_reader: reads the requirements of policies before they are loaded.
-        live: viewers of the dashboard.
         peer_sessions: this server and its peers with the same database; None without a database.
         stop_elsewhere: stops the robots of all other servers, see `Redirects.stop_all`; None without a database.
         engines: engines in other processes; None if policies run in this process.
@@ -144,15 +143,15 @@ class Context:
     guard: AccessGuard
     source_rules: SourceRules
     policy_reader: PolicyReader
-    live: Live
     create_limiter: CreateLimiter
-    stream_clients: StreamClients
     loop_watchdog: LoopWatchdog
     started_at: float = field(default_factory=time.monotonic)
     engines: EngineSet | None = None
     peer_sessions: "PeerSessions | None" = None
     stop_elsewhere: "Callable[[Request, str], asyncio.Task[dict[str, Any]] | None] | None" = None
     sessions: Sessions = field(init=False)
+    live: Live = field(init=False)
+    stream_clients: StreamClients = field(init=False)
     models: ModelServer = field(init=False)
     updates: Deployments = field(init=False)
     recordings: Recordings = field(init=False)

@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from service.control.robot_io import RobotIO
-from service.engines.model_server import ServedModel
+from service.engines.model_server import ModelServer, ServedModel
 from service.loop_watchdog import LoopWatchdog
-from service.sessions.store import AnySession
+from service.sessions.store import AnySession, Sessions
 from service.stage import Stage
 from service.stats import BOUNDS, Recent
 
@@ -56,21 +56,20 @@ _MODEL_COUNTERS: Sequence[tuple[str, str, Callable[[ServedModel], float]]] = (
 
 
 class Metrics(Collector):
-    """Registry of the metrics of one app, which collects the present values for each request."""
+    """Registry of the metrics of one app, which collects the present values for each request.
 
-    def __init__(
-        self,
-        sessions: Callable[[], Sequence[AnySession]],
-        models: Callable[[], Sequence[ServedModel]],
-        engine: Callable[[], Mapping[str, Any]] = dict,
-        watchdog: LoopWatchdog | None = None,
-    ):
-        """Register all collectors; ``engine`` gives ``Engine.get_stats``."""
+    Attributes:
+        sessions, models: what is measured; None before the server starts.
+    """
+
+    def __init__(self, watchdog: LoopWatchdog | None = None):
+        self.sessions: Sessions | None = None
+        self.models: ModelServer | None = None
         self._registry = CollectorRegistry()
         self._thread = ThreadPoolExecutor(1, "figures")
         self._is_free = asyncio.Semaphore(1)
         self._next: asyncio.Task[bytes] | None = None
-        self._sessions, self._models, self._engine, self._watchdog = sessions, models, engine, watchdog
+        self._watchdog = watchdog
         self._registry.register(self)
         labels = ("method", "route", "status")
         self._requests = Counter("robojax_requests", "HTTP requests answered", labels, registry=self._registry)
@@ -87,9 +86,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Collect the present values."""
-        yield from _collect_sessions(self._sessions())
-        yield from _collect_models(self._models())
-        yield from _collect_devices(self._engine())
+        yield from _collect_sessions([] if self.sessions is None else self.sessions.list())
+        yield from _collect_models([] if self.models is None else self.models.list())
+        yield from _collect_devices({} if self.sessions is None else self.sessions.engine.get_stats())
         if self._watchdog is not None:
             yield from _collect_stalls(self._watchdog)
 

@@ -191,7 +191,7 @@ class Live:
         cut: number of viewers that were disconnected because they were too slow or sent invalid messages.
     """
 
-    def __init__(self, sessions: Callable[[], Sessions], settings: LiveSettings | None = None):
+    def __init__(self, sessions: Sessions, settings: LiveSettings | None = None):
         self.settings = settings or LiveSettings()
         self.viewers: set[Viewer] = set()
         self.cut = 0
@@ -240,7 +240,7 @@ class Live:
 
     async def stop_all(self, reason: str, caller: Caller) -> dict[str, Any]:
         """Stop every robot; return their number, and the ids of the sessions that the caller may see."""
-        sessions = self._sessions()
+        sessions = self._sessions
         stopped = await sessions.emergency_stop(reason)
         logger.warning("emergency stop of %d sessions by %s, on the page", len(stopped), caller.name)
         own = {session.id for session in self.visible_sessions(caller)}
@@ -248,14 +248,14 @@ class Live:
 
     def visible_sessions(self, caller: Caller) -> Iterable[AnySession]:
         """Return the sessions that this caller sees."""
-        return (session for session in self._sessions().list() if caller.sees(session.new.owner))
+        return (session for session in self._sessions.list() if caller.sees(session.new.owner))
 
     def summaries_for(self, caller: Caller, now: float) -> list[dict[str, Any]]:
         """Return a summary of each session that the caller sees; made once for all viewers."""
         if now - self._summaries[0] >= self.settings.period / 2:
             self._summaries = (
                 now,
-                [(session.new.owner, summarize_session(session)) for session in self._sessions().list()],
+                [(session.new.owner, summarize_session(session)) for session in self._sessions.list()],
             )
         return [line for owner, line in self._summaries[1] if caller.sees(owner)]
 

@@ -352,7 +352,7 @@ class RequestRules:
 
     def __init__(self, sources: SourceRules, destinations: Destinations | None = None):
         self.sources = sources
-        self._destinations = destinations
+        self.destinations = destinations
 
     async def check(self, new: NewSession) -> None:
         """Check a requested session."""
@@ -360,5 +360,5 @@ class RequestRules:
         if new.shadow_policy_path is not None:
             shadow, revision = new.shadow_policy_path, new.shadow_revision
             await asyncio.to_thread(self.sources.check, shadow, "shadow_policy_path", revision)
-        if self._destinations is not None and not new.is_direct:
-            await self._destinations.resolve_addresses(new.transport_server_url)
+        if self.destinations is not None and not new.is_direct:
+            await self.destinations.resolve_addresses(new.transport_server_url)

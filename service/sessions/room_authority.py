@@ -29,17 +29,19 @@ class RoomAuthority:
 
     A room belongs to a session by its name and workspace while the session is listed, in every stage. A latched
     emergency stop closes the room until its reset, even if the session is gone.
+
+    Attributes:
+        sessions: the server's sessions; None before it starts.
     """
 
-    def __init__(self, sessions: Callable[[], Sessions | None]):
-        """Use these sessions, which exist from the start of the server on."""
-        self._sessions = sessions
+    def __init__(self) -> None:
+        self.sessions: Sessions | None = None
         self._logged_at: dict[tuple[str, str], float] = {}
 
     def __call__(self, place: RoomPath, owner: str | None) -> Commander | None:
         """Return who may command the robot of a room, or None; ``owner`` is the room's."""
         session_id = session_of(place.room)
-        sessions = None if session_id is None else self._sessions()
+        sessions = None if session_id is None else self.sessions
         if sessions is None or session_id is None:
             return None
         session = sessions.find(session_id)

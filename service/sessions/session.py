@@ -351,7 +351,14 @@ class Session(BaseSession):
                 del loaded  # frees the weights when another policy takes over
                 self.progress.report("joining rooms")
                 request = LinkRequest(
-                    new.transport_server_url, self.id, new.camera_names, new.workspace_id, robot_io, self._made
+                    new.transport_server_url,
+                    self.id,
+                    new.camera_names,
+                    new.workspace_id,
+                    robot_io,
+                    self._made,
+                    owner=new.owner,
+                    claim=self.claim,
                 )
                 async with self._transport.connect(request) as link:
                     self.rooms = link.rooms

@@ -35,17 +35,16 @@ class StreamSettings:
 class StreamClients:
     """Streaming clients of one server; ``direct`` holds the links of its sessions without rooms."""
 
-    def __init__(self, sessions: Callable[[], Sessions], settings: StreamSettings | None = None):
-        """Create it; ``sessions`` is called for the first client."""
+    def __init__(self, sessions: Sessions, direct: DirectTransport, settings: StreamSettings | None = None):
         self.settings = settings or StreamSettings()
-        self.direct = DirectTransport()
+        self.direct = direct
         self._sessions = sessions
         self._inferences: dict[tuple[str, str], DirectInference] = {}
         self._socket_owners: list[str | None] = []
 
     def create_inference(self, session: AnySession, patience: float | None = None) -> DirectInference:
         """Create one client's inference, which waits for a compile for ``patience`` seconds."""
-        sessions, patience = self._sessions(), self.settings.compile_patience if patience is None else patience
+        sessions, patience = self._sessions, self.settings.compile_patience if patience is None else patience
         return DirectInference(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
 
     def get_inference(self, session: AnySession, caller: Caller) -> DirectInference:
@@ -53,7 +52,7 @@ class StreamClients:
         key = (session.id, caller.name)
         known = self._inferences.get(key)
         if known is None or known.session is not session:
-            ids = {listed.id for listed in self._sessions().list()}
+            ids = {listed.id for listed in self._sessions.list()}
             self._inferences = {pair: one for pair, one in self._inferences.items() if pair[0] in ids}
             known = self._inferences[key] = self.create_inference(session, self.settings.act_patience)
         return known
@@ -77,7 +76,7 @@ class StreamClients:
         Raises:
             MoveRefused: the caller has no such session, or several.
         """
-        visible = [session for session in self._sessions().list() if caller.sees(session.new.owner)]
+        visible = [session for session in self._sessions.list() if caller.sees(session.new.owner)]
         found = [session for session in visible if session.id in self.direct.links] or [
             session for session in visible if session.new.is_direct and session.stage is Stage.INITIALIZING
         ]

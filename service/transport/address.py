@@ -157,16 +157,16 @@ class Destinations:
 
     Args:
         allowed_hosts: further hosts and networks; loopback and this server are always allowed.
-        own_port: returns the port of this server, None before it listens.
+
+    Attributes:
+        own_port: port of this server; None before it listens.
     """
 
-    def __init__(
-        self, allowed_hosts: Iterable[str], rules: AddressRules, own_port: Callable[[], int | None] = lambda: None
-    ) -> None:
+    def __init__(self, allowed_hosts: Iterable[str], rules: AddressRules, own_port: int | None = None) -> None:
         """Raises ValueError if an entry is neither a host nor a network."""
         self._allowed_hosts = tuple(map(AllowedHost.parse, allowed_hosts))
         self._rules = rules
-        self._own_port = own_port
+        self.own_port = own_port
 
     async def resolve_addresses(self, url: str) -> tuple[str, Sequence[str]]:
         """Resolve the host of a transport server's URL and check every address; returns the host and the addresses.
@@ -230,7 +230,7 @@ class Destinations:
 
     def _may_be_allowed(self, host: str, port: int) -> bool:
         """Whether a name may be resolved: some entry could allow it or its addresses."""
-        if is_localhost(host) or port == self._own_port():
+        if is_localhost(host) or port == self.own_port:
             return True
         return any(entry.network is not None or entry.matches_name(host, port) for entry in self._allowed_hosts)
 
@@ -241,7 +241,7 @@ class Destinations:
                 raise _host_error(f"is {reason}; sessions are never sent there")
             if not (
                 (inner.is_loopback and (is_localhost(host) or host == str(inner)))
-                or (port == self._own_port() and is_own_address(inner))
+                or (port == self.own_port and is_own_address(inner))
                 or any(
                     entry.matches_name(host, port) or entry.matches_address(inner, port)
                     for entry in self._allowed_hosts

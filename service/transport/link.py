@@ -143,6 +143,8 @@ class LinkRequest:
         workspace_id: workspace of the rooms; None for a new one.
         inbox: receives the data of the link.
         created_rooms: rooms of the session that this server created before; None without a record.
+        owner: owner of the session; None without keys.
+        claim: secret by which the transport server recognizes the session, or None.
     """
 
     url: str
@@ -151,6 +153,8 @@ class LinkRequest:
     workspace_id: str | None
     inbox: Inbox
     created_rooms: CreatedRooms | None = None
+    owner: str | None = None
+    claim: str | None = None
 
 
 @dataclass(frozen=True)

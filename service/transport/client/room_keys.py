@@ -1,7 +1,7 @@
 """API keys for transport servers: this process's own key, and a file with keys for other servers."""
 
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
@@ -28,54 +28,50 @@ def auth_headers(key: str | None) -> Mapping[str, str]:
     return {"authorization": f"Bearer {key}"} if key.count(".") == 2 else {"x-api-key": key}
 
 
+def open_key_file(path: Path) -> ReloadingFile[Mapping[str, str]]:
+    """Open a file with lines of URL and key; raises FileUnusable if it is missing, unreadable or malformed."""
+    file = ReloadingFile(path, _parse, FORBIDDEN_MODE)
+    if file.read() is None:
+        raise FileUnusable(f"{str(path)!r}: there is no such file")
+    return file
+
+
 class RoomKeys:
     """Keys of a server: its own key for its own rooms, and keys from a file for other transport servers.
 
     Args:
-        get_own_address: host and port of this process's rooms, or None.
-        owner_of: owner of a session; None without keys.
-        claim_of: secret by which a transport server recognizes a session.
-        key_file: file with lines of URL and key.
+        own_address: host and port of this process's rooms, or None.
+        key_file: see `open_key_file`.
     """
 
     def __init__(
         self,
         own: OwnKey,
-        get_own_address: Callable[[], tuple[str, int] | None],
-        owner_of: Callable[[str], str | None],
-        key_file: Path | None = None,
-        claim_of: Callable[[str], str | None] = lambda session_id: None,
+        own_address: tuple[str, int] | None,
+        key_file: ReloadingFile[Mapping[str, str]] | None = None,
     ):
         self._own = own
-        self._get_own_address = get_own_address
-        self._owner_of = owner_of
-        self._claim_of = claim_of
-        self._key_file = None if key_file is None else ReloadingFile(key_file, _parse, FORBIDDEN_MODE)
+        self._own_address = own_address
+        self._key_file = key_file
 
-    def check(self) -> None:
-        """Raise FileUnusable if the file of keys is missing, unreadable or malformed."""
-        if self._key_file is not None and self._key_file.read() is None:
-            raise FileUnusable(f"{str(self._key_file.path)!r}: there is no such file")
-
-    def for_address(self, address: Address, session_id: str | None) -> tuple[Address, dict[str, str]]:
+    def for_address(self, address: Address, owner: str | None) -> tuple[Address, dict[str, str]]:
         """Return the address to connect to and its headers; this process's own address is numeric.
+
+        Args:
+            owner: owner of the session, or None.
 
         Raises:
             TransportError: the file of keys cannot be used.
         """
-        claim = None if session_id is None else self._claim_of(session_id)
-        claims = {} if claim is None else {CLAIM_HEADER: claim}
         parts = urlsplit(address.base)
-        bound = self._get_own_address()
-        number = None if bound is None else _own_url(parts, *bound)
+        number = None if self._own_address is None else _own_url(parts, *self._own_address)
         if number is not None:
-            owner = None if session_id is None else self._owner_of(session_id)
-            return Address(f"{number}{parts.path}"), {**self._own.headers(owner), **claims}
+            return Address(f"{number}{parts.path}"), dict(self._own.headers(owner))
         try:
             keys = {} if self._key_file is None else self._key_file.read() or {}
         except FileUnusable as error:
             raise TransportError("the keys for other transport servers cannot be read; see the server's log") from error
-        return address, {**auth_headers(keys.get(_origin(parts))), **claims}
+        return address, dict(auth_headers(keys.get(_origin(parts))))
 
 
 def _own_url(parts: SplitResult, host: str, port: int) -> str | None:

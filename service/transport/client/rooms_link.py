@@ -44,11 +44,11 @@ class RoomsTransport:
         self._keys = keys
 
     @asynccontextmanager
-    async def _open_api(self, url: str, session_id: str | None, claim: str | None = None) -> AsyncIterator[RoomsApi]:
+    async def _open_api(self, url: str, owner: str | None, claim: str | None) -> AsyncIterator[RoomsApi]:
         """Open the REST calls of a server with its keys; raises InvalidRequest or TransportError."""
         address, headers = Address.parse(url), dict[str, str]()
         if self._keys is not None:
-            address, headers = self._keys.for_address(address, session_id)
+            address, headers = self._keys.for_address(address, owner)
         if claim is not None:
             headers[CLAIM_HEADER] = claim
         connector = None if self._destinations is None else await self._destinations.create_connector(url)
@@ -65,7 +65,7 @@ class RoomsTransport:
             InvalidRequest: the URL or a name is invalid, or the URL is not allowed.
             TransportError: the server cannot be reached, refused, or is not a RobotHub server.
         """
-        async with self._open_api(request.url, request.session_id) as api:
+        async with self._open_api(request.url, request.owner, request.claim) as api:
             link = RoomsLink(request, api, self._ice_servers)
             try:
                 await link.open()

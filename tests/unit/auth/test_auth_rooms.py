@@ -13,7 +13,7 @@ from service.errors import TransportError
 from service.reloading_file import FileUnusable
 from service.transport.address import Address
 from service.transport.client.robot import connect_robot
-from service.transport.client.room_keys import RoomKeys, auth_headers
+from service.transport.client.room_keys import RoomKeys, auth_headers, open_key_file
 from service.transport.client.rooms_link import RoomsTransport
 from service.transport.link import LinkRequest, Rooms
 from service.transport.server import websocket
@@ -172,8 +172,7 @@ async def test_the_rooms_server_alone_has_keys_too(tmp_path):
                 assert answer.status == expected
         async with http.post("/tickets", headers=auth_headers(key)) as answer:
             assert (await answer.json())["ticket"].startswith("rjt_")
-        keys = RoomKeys(OwnKey(), lambda: None, lambda session_id: None, listing)
-        keys.check()
+        keys = RoomKeys(OwnKey(), None, open_key_file(listing))
 
         def connected(keys=None):
             transport = RoomsTransport(keys=keys)
@@ -208,7 +207,7 @@ async def test_the_rooms_server_alone_has_keys_too(tmp_path):
 )  # fmt: skip
 def test_the_own_key_goes_to_the_own_address_alone(bound, url, expected):
     own = OwnKey()
-    address, headers = RoomKeys(own, lambda: bound, lambda session_id: "ann").for_address(Address.parse(url), "arm")
+    address, headers = RoomKeys(own, bound).for_address(Address.parse(url), "ann")
     if expected is None:
         assert (address, headers) == (Address.parse(url), {})
     else:
@@ -222,5 +221,5 @@ def test_a_file_of_keys_for_other_servers_that_makes_no_sense_is_refused(tmp_pat
     path.write_text(f"http://fine rjk_fine\n{line}\n")
     path.chmod(0o600)
     with pytest.raises(FileUnusable, match="line 2") as refused:
-        RoomKeys(OwnKey(), lambda: None, lambda session_id: None, path).check()
+        open_key_file(path)
     assert "rjk_" not in str(refused.value)

@@ -52,7 +52,9 @@ class Arena:
 
     def __init__(self, session: Double | None):
         self.session, self.latch = session, None
-        self.table = RoomTable(authority=RoomAuthority(lambda: self))  # type: ignore[arg-type]
+        authority = RoomAuthority()
+        authority.sessions = self  # type: ignore[assignment]
+        self.table = RoomTable(authority=authority)
         self.table.create(ARM, 0.0, claim=OWN)
         self.table.join("robot", ARM, Join("robot", ParticipantRole.CONSUMER), 0.0)
         self.heard: list[dict[str, float]] = []

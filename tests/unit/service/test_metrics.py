@@ -26,7 +26,7 @@ class _Looked:
 
 
 async def test_a_flood_of_questions_is_one_thread_that_writes_a_few_times() -> None:
-    metrics, looked = Metrics(lambda: [], lambda: []), _Looked()
+    metrics, looked = Metrics(), _Looked()
     metrics._registry.register(looked)
     before = looked.times
     texts = await asyncio.gather(*(metrics.text() for _ in range(50)))
@@ -36,7 +36,7 @@ async def test_a_flood_of_questions_is_one_thread_that_writes_a_few_times() -> N
 
 
 async def test_an_answer_is_complete_even_if_another_question_is_given_up() -> None:
-    metrics = Metrics(lambda: [], lambda: [])
+    metrics = Metrics()
     for number in range(1, 6):
         before = asyncio.create_task(metrics.text())  # somebody else's
         await asyncio.sleep(0)

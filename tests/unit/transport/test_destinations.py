@@ -38,7 +38,7 @@ async def look_up(host, port):
 
 
 def destinations(*listed, resolve=look_up, own_port=None):
-    return Destinations(listed, AddressRules(describe_danger, unwrap_ipv4, resolve, PinnedResolver), lambda: own_port)
+    return Destinations(listed, AddressRules(describe_danger, unwrap_ipv4, resolve, PinnedResolver), own_port)
 
 
 # Without a list: this machine by its plain names, and nothing else.
