@@ -113,7 +113,6 @@ class Checkpoint:
 # The sidecar's key for the version of LeRobot that the files are read as.
 LEROBOT = "lerobot"
 SIDECAR_KEYS = ("rate", "joint_names", NORMALIZATION, lerobot_processors.GROUP, LEROBOT, openpi_configs.KEY)
-READ_BY_VERSION = frozenset({"pi0", "pi05"})
 
 logger = logging.getLogger(__name__)
 
@@ -164,14 +163,14 @@ def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | N
                 f"{shorten_value(values.get('type'))}; openpi's are {', '.join(openpi_configs.MODELS)}"
             )
         values[openpi_configs.KEY] = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY])
-    if version is not None:
-        if version not in LEROBOT_VERSIONS:
-            raise ConfigError(
-                f"{SIDECAR}: {LEROBOT} is {shorten_value(version)}; wanted one of {', '.join(LEROBOT_VERSIONS)}"
-            )
-        if values.get("type") in READ_BY_VERSION:
-            values[LEROBOT] = version
-    return get_policy_type(values.get("type")).config(values)
+    if version is not None and version not in LEROBOT_VERSIONS:
+        raise ConfigError(
+            f"{SIDECAR}: {LEROBOT} is {shorten_value(version)}; wanted one of {', '.join(LEROBOT_VERSIONS)}"
+        )
+    kind = get_policy_type(values.get("type"))
+    if version is not None and kind.depends_on_version:
+        values[LEROBOT] = version
+    return kind.config(values)
 
 
 def read_checkpoint(

@@ -16,7 +16,7 @@ from jaxmodels.data import Dataset
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
 from jaxmodels.hub import find_policy
 from jaxmodels.layers.norm import EPSILON
-from jaxmodels.policies import SERVED_ONLY, get_policy_type, lerobot_folder, trained_types
+from jaxmodels.policies import get_policy_facts, get_policy_type, lerobot_folder, trained_types
 from jaxmodels.policies.config import OTHER
 from jaxmodels.text import TextConfig, TextEncoder
 from jaxmodels.text.encoder import CLIP
@@ -95,7 +95,7 @@ def new_policy(
         CheckpointError: weights of a trained part cannot be read.
         HubError: they cannot be fetched.
     """
-    if kind in SERVED_ONLY:
+    if not get_policy_facts(kind).is_trained:
         raise ConfigError(
             f"policy type {kind!r} is served and not trained here; train it with LeRobot, or train "
             f"{', '.join(trained_types())}"

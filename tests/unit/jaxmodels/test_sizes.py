@@ -19,9 +19,9 @@ from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
 from jaxmodels.memory import count_layers, measure_program
 from jaxmodels.normalization import Affine
 from jaxmodels.policies import get_policy_type, lerobot_folder, policy_types
-from jaxmodels.policies.act import ActConfig
-from jaxmodels.policies.diffusion2d import Diffusion2dConfig
-from jaxmodels.policies.tokens2d import Tokens2dConfig
+from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.diffusion2d.policy import Diffusion2dConfig
+from jaxmodels.policies.tokens2d.policy import Tokens2dConfig
 from jaxmodels.program import Inputs, Programs, Scales
 from jaxmodels.types import Feature
 from tests.testing.models import edit_json

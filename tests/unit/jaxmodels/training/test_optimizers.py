@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.policies.act import ActConfig
+from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.training import OptimizerConfig, SchedulerConfig, optimizer_preset, scheduler_preset
 from jaxmodels.training.optimizers import make_optimizer
 from tests.testing.models import small_config
