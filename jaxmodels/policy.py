@@ -125,7 +125,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         language=config.text_encoder is not None or config.prompt_length is not None,
         observation_steps=config.observation_steps,
         controls_joints=config.controls_joints,
-        is_positional=getattr(config, "openpi", None) is not None,
+        is_positional=config.openpi is not None,
         metadata=config.client_metadata,
     )
 
@@ -559,7 +559,7 @@ class Policy:
     @property
     def lerobot(self) -> str | None:
         """Version of LeRobot whose reading of the files is followed; None where 0.4 and 0.6 read them alike."""
-        return getattr(self.checkpoint.config, "lerobot", None)
+        return self.checkpoint.config.lerobot
 
     def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
         return self._programs.has(self._reader.inputs(batch, cameras))

@@ -100,8 +100,7 @@ class Loader:
         _check(dataset, policy)
         self.dataset, self.policy, self.waited = dataset, policy, 0.0
         self._part = slice(index * batch_size // count, (index + 1) * batch_size // count)
-        dropped = getattr(policy, "drop_n_last_frames", 0)  # LeRobot's name; some policies have it.
-        self._sampler = Sampler(dataset.rows_without_ends(dropped), batch_size, seed)
+        self._sampler = Sampler(dataset.rows_without_ends(policy.drop_n_last_frames), batch_size, seed)
         self._looks = range(1 - policy.observation_steps, 1)
         self._workers = workers or min(os.cpu_count() or 1, 8)
         self._ahead = self._workers + 2  # Batches that are prepared in advance.

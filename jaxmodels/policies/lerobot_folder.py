@@ -364,7 +364,7 @@ def _read_normalization(
                 "keep one of them"
             )
         return read_processors(folder)
-    openpi = getattr(config, "openpi", None)
+    openpi = config.openpi
     if openpi is not None:
         return openpi_configs.read_normalization(folder, openpi, sidecar)
     return _read_buffers(config, buffers, sidecar)
@@ -386,13 +386,13 @@ def _sidecar(values: Mapping[str, Any] | None, config: Any) -> Sidecar:
     """Return the sidecar, completed with the rate and the names of the joints from the config."""
     width = config.action.shape[0]
     sidecar = Sidecar() if values is None else Sidecar.from_json(values, width)
-    openpi = getattr(config, "openpi", None)
+    openpi = config.openpi
     if (
         openpi is not None
     ):  # `action_feature_names` marks relative actions in this config (`OpenpiConfig.build_values`).
         rate = openpi.rate if sidecar.rate is None else sidecar.rate
         return replace(sidecar, rate=rate, joint_names=sidecar.joint_names or openpi.joint_names)
-    names = getattr(config, "action_feature_names", None)
+    names = config.action_feature_names
     if names is not None and len(names) < min(width, 2):
         # LeRobot writes the group of a dataset's {"motors": [...]} instead of the names in it.
         logger.info("config.json: action_feature_names is %s, which does not name %d numbers", names, width)

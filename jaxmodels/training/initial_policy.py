@@ -119,19 +119,19 @@ def new_policy(
         read["text_encoder"] = text.config.to_json()
     elif isinstance(read.get("text_encoder"), str):
         read["text_encoder"] = _text_encoder(read["text_encoder"])
-    backbone_weights, known = "pretrained_backbone_weights", policy_fields(kind)
-    if backbone_weights in known and not str(read.get("vision_backbone", "resnet")).startswith("resnet"):
-        read.setdefault(backbone_weights, None)  # The default weights fit only a ResNet.
+    known = policy_fields(kind)
+    if "pretrained_backbone_weights" in known and not str(read.get("vision_backbone", "resnet")).startswith("resnet"):
+        read.setdefault("pretrained_backbone_weights", None)  # The default weights fit only a ResNet.
     if "push_to_hub" in known:
         read.setdefault("push_to_hub", False)  # LeRobot's default is true, but nothing is uploaded here.
     policy = chosen.config(read)
-    if getattr(policy, "push_to_hub", False):
+    if policy.push_to_hub:
         raise ConfigError(
             "push_to_hub is true; nothing is uploaded here, `hf upload` does that with the finished policy"
         )
     if text is None and policy.text_encoder is not None and policy.text_encoder.is_frozen:
         raise ConfigError("text_encoder stays as it is in training, but has no weights; give --text_encoder=<a CLIP>")
-    source = getattr(policy, backbone_weights, None)
+    source = policy.pretrained_backbone_weights
     backbone = None
     if source is not None and policy.cameras:
         backbone = read_backbone(source, policy.vision_backbone, on_progress=on_progress)
