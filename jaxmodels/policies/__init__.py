@@ -91,7 +91,7 @@ class TreeReader:
 
 @dataclass(frozen=True)
 class PolicyFacts:
-    """Facts about a policy type that are known without importing JAX: `FACTS` of its folder.
+    """Facts about a policy type that are read without importing JAX: `FACTS` of its folder.
 
     Attributes:
         is_trained: whether the type can be trained here; otherwise it is served from checkpoints of LeRobot.
