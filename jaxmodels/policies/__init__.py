@@ -107,12 +107,22 @@ class PolicyFacts:
 
 @cache
 def policy_types() -> tuple[str, ...]:
-    """Return the policy types that can be served, sorted: each folder in this package is a type."""
+    """Return the policy types that can be served, sorted: each folder in this package is a type.
+
+    Example:
+        >>> "act" in policy_types()
+        True
+    """
     return tuple(sorted(module.name for module in iter_modules(__path__) if module.ispkg))
 
 
 def trained_types() -> tuple[str, ...]:
-    """Return the policy types that can be trained here, sorted."""
+    """Return the policy types that can be trained here, sorted.
+
+    Example:
+        >>> "act" in trained_types(), "pi0" in trained_types()
+        (True, False)
+    """
     return tuple(name for name in policy_types() if get_policy_facts(name).is_trained)
 
 

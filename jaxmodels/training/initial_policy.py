@@ -40,6 +40,11 @@ class Start:
         weights: weights by our names, of the policy or its text encoder; other weights are drawn.
         backbone: a trained vision backbone, which replaces the drawn backbone.
         tokenizer: content of ``tokenizer.json``.
+
+    Example:
+        >>> start = trained_policy("robojax/sim/policy").with_values({"n_action_steps": 10})
+        >>> start.policy.n_action_steps
+        10
     """
 
     policy: Any
@@ -58,7 +63,12 @@ class Start:
 
 
 def policy_fields(kind: str) -> dict[str, str]:
-    """Return the fields of a policy type's config and their types in words; raises ConfigError for an unknown type."""
+    """Return the fields of a policy type's config and their types in words; raises ConfigError for an unknown type.
+
+    Example:
+        >>> policy_fields("act")["use_vae"]
+        "<class 'bool'>"
+    """
     entries = fields(get_policy_type(kind).config(_ANY))
     return {entry.name: str(entry.type) for entry in entries if entry.name != OTHER}
 
@@ -94,6 +104,18 @@ def new_policy(
         ConfigError: a field is unknown or makes no sense, or the preset is not known.
         CheckpointError: weights of a trained part cannot be read.
         HubError: they cannot be fetched.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxmodels.data import DatasetWriter, open_dataset
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with DatasetWriter(f"{folder}/demos", fps=10, joint_names=["x"]) as writer:
+        ...         pose = np.float32([0])
+        ...         writer.add({"observation.state": pose, "action": pose})
+        ...         writer.end_episode("stay")
+        ...     dataset = open_dataset(f"{folder}/demos")
+        >>> new_policy(dataset, "tokens2d", preset="small", values={"chunk_size": 8}).policy.chunk_size
+        8
     """
     if not get_policy_facts(kind).is_trained:
         raise ConfigError(
@@ -151,6 +173,10 @@ def trained_policy(
         HubError: the repo cannot be fetched.
         ConfigError: its config has unknown fields or values that make no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
+
+    Example:
+        >>> trained_policy("robojax/sim/policy").policy.type
+        'act'
     """
     folder, _ = find_policy(os.fspath(path_or_repo), revision, on_progress=on_progress)
     checkpoint = lerobot_folder.read_checkpoint(folder, needs_statistics=False)

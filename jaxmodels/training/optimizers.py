@@ -32,6 +32,11 @@ class SchedulerConfig:
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
+
+    Example:
+        >>> warmup = SchedulerConfig("diffuser", "constant_with_warmup", num_warmup_steps=10)
+        >>> [float(warmup.factor(step, 100)) for step in (0, 5, 50)]
+        [0.0, 0.5, 1.0]
     """
 
     type: str = "constant"
@@ -79,7 +84,13 @@ class SchedulerConfig:
 
 
 def scheduler_preset(policy: PolicyConfig) -> SchedulerConfig:
-    """Return the schedule of a policy's config; constant if it has none."""
+    """Return the schedule of a policy's config; constant if it has none.
+
+    Example:
+        >>> from jaxmodels.training import trained_policy
+        >>> scheduler_preset(trained_policy("robojax/sim/policy").policy).type
+        'constant'
+    """
     warmup, decay = policy.scheduler_warmup_steps, policy.scheduler_decay_steps
     if decay is not None:
         peak, lowest = policy.optimizer_lr, policy.scheduler_decay_lr
@@ -106,6 +117,10 @@ class OptimizerConfig:
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
+
+    Example:
+        >>> OptimizerConfig("adamw", lr=3e-4, weight_decay=0.1, decayed="matrices").grad_clip_norm
+        10.0
     """
 
     type: str = "adamw"
@@ -122,7 +137,13 @@ class OptimizerConfig:
 
 
 def optimizer_preset(policy: PolicyConfig) -> OptimizerConfig:
-    """Return the optimizer of a policy's config."""
+    """Return the optimizer of a policy's config.
+
+    Example:
+        >>> from jaxmodels.training import trained_policy
+        >>> optimizer_preset(trained_policy("robojax/sim/policy").policy).lr
+        0.001
+    """
     names = ("type", "lr", "lr_backbone", "weight_decay", "betas", "eps", "grad_clip_norm")
     values = {name: getattr(policy, f"optimizer_{name}") for name in names}
     return OptimizerConfig(**{name: value for name, value in values.items() if value is not None})
