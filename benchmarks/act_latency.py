@@ -52,7 +52,8 @@ def build_checkpoint(
     from flax import nnx
 
     from jaxmodels.normalization import build_normalization
-    from jaxmodels.policies.act import Act, ActConfig
+    from jaxmodels.policies.act.config import ActConfig
+    from jaxmodels.policies.act.model import Act
     from jaxmodels.policies.lerobot_folder import Checkpoint, model_blueprint
     from jaxmodels.types import Feature
     from jaxmodels.weights import flatten

@@ -9,20 +9,37 @@ OFF = ("", "0", "off", "none", "false")
 
 
 def user_cache() -> Path:
-    """Return the user's cache folder: ``XDG_CACHE_HOME``, else ``~/.cache`` (specification of freedesktop.org)."""
+    """Return the user's cache folder: ``XDG_CACHE_HOME``, else ``~/.cache`` (specification of freedesktop.org).
+
+    Example:
+        >>> user_cache().is_absolute()
+        True
+    """
     # An empty variable counts as not set, as in the specification.
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
 def cache_folder(name: str, asked: str | None = None) -> Path | None:
-    """Return the folder of a cache: `asked`, or ``robojax/NAME`` in the user's cache folder; None for ``off``."""
+    """Return the folder of a cache: `asked`, or ``robojax/NAME`` in the user's cache folder; None for ``off``.
+
+    Example:
+        >>> cache_folder("frames", "/data/frames"), cache_folder("frames", "off")
+        (PosixPath('/data/frames'), None)
+        >>> cache_folder("frames").relative_to(user_cache())
+        PosixPath('robojax/frames')
+    """
     if asked is None:
         return user_cache() / "robojax" / name
     return None if asked.lower() in OFF else Path(asked).expanduser()
 
 
 def hub_cache() -> Path:
-    """Return the Hub's cache folder: ``HF_HUB_CACHE``, else ``hub`` in ``HF_HOME`` or in the user's cache folder."""
+    """Return the Hub's cache folder: ``HF_HUB_CACHE``, else ``hub`` in ``HF_HOME`` or in the user's cache folder.
+
+    Example:
+        >>> hub_cache().is_absolute()
+        True
+    """
     home = os.environ.get("HF_HOME") or user_cache() / "huggingface"
     # huggingface_hub reads the environment once, when it is imported.
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()

@@ -183,6 +183,12 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
 
     Raises:
         ConfigError: arguments are incomplete, or the other processes cannot be reached.
+
+    Example:
+        >>> join("10.0.0.1:1234", num_processes=2, process_id=0)  # doctest: +SKIP
+        >>> join("10.0.0.1:1234", num_processes=2, process_id=None)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        jaxmodels.errors.ConfigError: ...
     """
     arguments = (coordinator_address, num_processes, process_id)
     if any(value is None for value in arguments) and any(value is not None for value in arguments):
@@ -270,6 +276,10 @@ def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, 
 
     Raises:
         ConfigError: a device is missing, or weights cannot be split over the devices.
+
+    Example:
+        >>> name_devices(["cpu"])
+        ('cpu:0',)
     """
     mine = [device_name(device) for device in jax.local_devices()]
     platform = jax.local_devices()[0].platform

@@ -107,6 +107,13 @@ def fetch(
     Raises:
         HubError: not a repo id, unknown, not allowed, too large, too slow, with other bytes than announced, or neither
             reachable nor cached.
+
+    Example:
+        >>> fetch("owner/name", "main")  # doctest: +SKIP
+        PosixPath('/home/me/.cache/huggingface/hub/models--owner--name/snapshots/4f1c...')
+        >>> fetch("owner/name", "..")
+        Traceback (most recent call last):
+        jaxmodels.errors.HubError: 'owner/name': '..' is no revision; wanted a branch, a tag or a commit
     """
     job = {
         "asked": "folder",
@@ -139,6 +146,13 @@ def ask_hub(
     """Return the commit of a model's revision (``head``), all tags with their commits, or the history of a revision.
 
     See `fetch` for the other arguments and the errors.
+
+    Example:
+        >>> ask_hub("head", "owner/name", "main")  # doctest: +SKIP
+        '4f1c...'
+        >>> ask_hub("tags", "owner/name", "..")
+        Traceback (most recent call last):
+        jaxmodels.errors.HubError: 'owner/name': '..' is no revision; wanted a branch, a tag or a commit
     """
     job = {"asked": asked, "repo_id": repo_id, "revision": revision, "kind": "model", "endpoint": endpoint}
     return _run_job({**job, "max_answer": MAX_ANSWER}, token, on_progress)
@@ -232,7 +246,14 @@ def is_selected(name: str, patterns: Sequence[str]) -> bool:
 
 
 def is_policy_file(name: str) -> bool:
-    """Return whether a file of this name, ``/`` between folders, belongs to a policy and stays in its folder."""
+    """Return whether a file of this name, ``/`` between folders, belongs to a policy and stays in its folder.
+
+    Example:
+        >>> "config.json" in POLICY_FILES
+        True
+        >>> is_policy_file("config.json"), is_policy_file("pytorch_model.bin"), is_policy_file("../config.json")
+        (True, False, False)
+    """
     *folders, last = name.split("/")
     if not FILE_NAME.fullmatch(name) or "" in folders:
         return False
@@ -242,7 +263,12 @@ def is_policy_file(name: str) -> bool:
 
 
 def list_policy_files(folder: Path) -> list[str]:
-    """Return the sorted names of a policy's files in a folder; do not follow links to other folders. Raises OSError."""
+    """Return the sorted names of a policy's files in a folder; do not follow links to other folders. Raises OSError.
+
+    Example:
+        >>> list_policy_files(Path("robojax/sim/policy"))[:2]
+        ['config.json', 'model.safetensors']
+    """
 
     def fail(error: OSError) -> NoReturn:
         raise error
@@ -268,6 +294,10 @@ def find_policy(
     Raises:
         HubError: the repo cannot be fetched, or is too large.
         ConfigError: a revision of a folder.
+
+    Example:
+        >>> find_policy("robojax/sim/policy")
+        (PosixPath('robojax/sim/policy'), None)
     """
     folder = Path(os.path.expanduser(path_or_repo))  # Path.expanduser raises for an unknown user.
     if not str(path_or_repo) or not folder.is_dir():

@@ -75,6 +75,11 @@ def read_requirements(
         HubError: the repo cannot be fetched.
         ConfigError: the config makes no sense.
         CheckpointError: files are missing or malformed. Weights are not read, so loading may still fail.
+
+    Example:
+        >>> requirements = read_requirements("robojax/sim/policy")
+        >>> requirements.policy_type, requirements.chunk, requirements.action
+        ('act', 20, 6)
     """
     folder = Path(os.path.expanduser(path_or_repo))
     if str(path_or_repo) and folder.is_dir():
@@ -125,7 +130,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         language=config.text_encoder is not None or config.prompt_length is not None,
         observation_steps=config.observation_steps,
         controls_joints=config.controls_joints,
-        is_positional=getattr(config, "openpi", None) is not None,
+        is_positional=config.openpi is not None,
         metadata=config.client_metadata,
     )
 
@@ -324,6 +329,12 @@ class Policy:
         checkpoint: content of the policy's folder.
         commit: commit of a repo of the Hub; None for a folder, unless the caller sets a name for its content.
         requirements: what the policy needs from a robot.
+
+    Example:
+        >>> policy = load_policy("robojax/sim/policy", device="cpu")
+        >>> state, image = np.zeros((1, 6), np.float32), np.zeros((1, 96, 96, 3), np.uint8)
+        >>> policy.act({"observation.state": state, "observation.images.front": image}).shape
+        (1, 20, 6)
     """
 
     def __init__(
@@ -559,7 +570,7 @@ class Policy:
     @property
     def lerobot(self) -> str | None:
         """Version of LeRobot whose reading of the files is followed; None where 0.4 and 0.6 read them alike."""
-        return getattr(self.checkpoint.config, "lerobot", None)
+        return self.checkpoint.config.lerobot
 
     def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
         return self._programs.has(self._reader.inputs(batch, cameras))
@@ -645,6 +656,11 @@ def load_policy(
         HubError: the repo cannot be fetched, or is larger than `largest`.
         ConfigError: the config, dtype, device or names of cameras make no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
+
+    Example:
+        >>> policy = load_policy("robojax/sim/policy", device="cpu")
+        >>> policy.requirements.cameras
+        {'front': (96, 96)}
     """
     report = on_progress or (lambda stage: None)
     where = find_placement(device)

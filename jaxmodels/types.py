@@ -100,6 +100,10 @@ class Requirements:
         state_statistics: statistics of ``observation.state`` in the training data, in the robot's units: ``mean``,
             ``std``, ``min``, ``max``, ``q01``, ``q99``, one number per joint each; None without a pair of them.
         prompt_cuts: `PROMPT_CUTS` that a loaded policy can apply to an instruction; empty for a prompt without state.
+
+    Example:
+        >>> Requirements("act", cameras={"front": (96, 96)}, state=6, action=6, chunk=20).controls_joints
+        True
     """
 
     policy_type: str

@@ -16,7 +16,7 @@ from tests.testing.compiling import QUICK, compiling_quickly
 
 PUBLIC = re.compile(
     r"jaxmodels(\.(data|errors|normalization|samplers|devices|text|training|transformer2d|types|weights"
-    r"|policies\.(act|diffusion2d|lerobot_folder|smolvla|tokens2d)))?"
+    r"|policies\.(lerobot_folder|\w+\.(config|model|policy))))?"
 )
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -158,6 +158,12 @@ def open_file(path: str | Path, within: int | None = None) -> OpenFile:
     Raises:
         OSError: the file cannot be opened.
         CheckpointError: the file is not regular.
+
+    Example:
+        >>> file = open_file("robojax/sim/policy/config.json")
+        >>> file.read(0, 1)
+        b'{'
+        >>> file.close()
     """
     name = Path(path).name
     # Check before, because opening a device may start it, and after, because the name may refer to another file.
@@ -202,6 +208,11 @@ class PolicyFolder:
         path: path of the folder, for messages and for files that cannot be read by descriptor.
         names: names of all entries.
         files: name to the open file, or to the reason why it is not open.
+
+    Example:
+        >>> with PolicyFolder(Path("robojax/sim/policy")) as folder:
+        ...     (folder / "config.json").exists(), (folder / "tokenizer.json").exists()
+        (True, False)
     """
 
     def __init__(self, path: Path, *, roots: Iterable[Path] | None = None, largest: int | None = None):

@@ -126,7 +126,11 @@ _is_isolated = False
 
 
 def isolate_tokenizers() -> None:
-    """Open tokenizers in child processes from now on."""
+    """Open tokenizers in child processes from now on.
+
+    Example:
+        >>> isolate_tokenizers()  # doctest: +SKIP
+    """
     global _is_isolated
     _is_isolated = True
 

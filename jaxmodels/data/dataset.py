@@ -36,6 +36,19 @@ class Dataset:
         episodes: numbers of the episodes in the folder.
         lengths, starts, ends: number of rows of each episode, its first row, and the row after its last row.
         task_index: (n,) int32, the task of each row.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxmodels.data import DatasetWriter, open_dataset
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with DatasetWriter(f"{folder}/demos", fps=10, joint_names=["x"]) as writer:
+        ...         for x in range(3):
+        ...             pose = np.float32([x])
+        ...             writer.add({"observation.state": pose, "action": pose + 1})
+        ...         writer.end_episode("go right")
+        ...     dataset = open_dataset(f"{folder}/demos")
+        >>> dataset.fps, len(dataset), dataset.tasks
+        (10.0, 3, ('go right',))
     """
 
     def __init__(self, folder: str | os.PathLike[str], episodes: Sequence[int] | None = None):
@@ -252,6 +265,18 @@ def open_dataset(
     Raises:
         DatasetError: a file is missing, malformed, or contradicts another file.
         HubError: there is no such folder, and the repo cannot be fetched.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxmodels.data import DatasetWriter, open_dataset
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with DatasetWriter(f"{folder}/demos", fps=10, joint_names=["x"]) as writer:
+        ...         for x in range(3):
+        ...             pose = np.float32([x])
+        ...             writer.add({"observation.state": pose, "action": pose + 1})
+        ...         writer.end_episode("go right")
+        ...     open_dataset(f"{folder}/demos", episodes=[0]).lengths.tolist()
+        [3]
     """
     folder = Path(path_or_repo)
     if not folder.is_dir():

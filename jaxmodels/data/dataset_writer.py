@@ -110,13 +110,19 @@ def remove_unfinished(folder: Path) -> None:
 class DatasetWriter:
     """Writer of episodes of a LeRobotDataset v3; the folder gets its name only when everything is written.
 
-        with DatasetWriter(folder, fps=25, joint_names=names, cameras=["front"]) as writer:
-            writer.add({"observation.state": pose, "action": target, "observation.images.front": pixels})
-            ...
-            writer.end_episode("pick up the cube")
-
     Attributes:
         episodes, frames: numbers of written episodes and frames.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with DatasetWriter(f"{folder}/demos", fps=10, joint_names=["x"]) as writer:
+        ...         for x in range(3):
+        ...             pose = np.float32([x])
+        ...             writer.add({"observation.state": pose, "action": pose + 1})
+        ...         writer.end_episode("go right")
+        >>> writer.episodes, writer.frames
+        (1, 3)
     """
 
     def __init__(

@@ -21,6 +21,10 @@ def resize_frames(frames: UInt8[np.ndarray, "n h w 3"], size: tuple[int, int]) -
     """Resize frames to (height, width): linear with anti-aliasing as ``jax.image.resize``, rounded to uint8.
 
     Training must resize as serving does, but in NumPy, because threads resize while the device trains.
+
+    Example:
+        >>> resize_frames(np.zeros((2, 48, 64, 3), np.uint8), (24, 32)).shape
+        (2, 24, 32, 3)
     """
     (count, height, width, _), (tall, wide) = frames.shape, size
     if (height, width) == size:

@@ -49,6 +49,12 @@ class Batch(NamedTuple):
         actions: (b, t, a) float32; steps beyond an episode's ends repeat its last (or first) action.
         is_pad: (b, t) bool, True for those repeated steps.
         tasks: (b,) int32, numbers of `Dataset.tasks`.
+
+    Example:
+        >>> pose = np.zeros((4, 6), np.float32)
+        >>> chunk, is_pad = np.zeros((4, 20, 6), np.float32), np.zeros((4, 20), bool)
+        >>> Batch((), pose, None, chunk, is_pad, np.zeros(4, np.int32)).actions.shape
+        (4, 20, 6)
     """
 
     images: tuple[np.ndarray, ...]
@@ -65,6 +71,21 @@ class Loader:
     Attributes:
         waited: seconds that the consumer of `batches` waited.
         is_cached: whether all frames are read decoded from the disk.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxmodels.data import DatasetWriter, open_dataset
+        >>> from jaxmodels.training import new_policy
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with DatasetWriter(f"{folder}/demos", fps=10, joint_names=["x"]) as writer:
+        ...         for x in range(3):
+        ...             pose = np.float32([x])
+        ...             writer.add({"observation.state": pose, "action": pose + 1})
+        ...         writer.end_episode("go right")
+        ...     dataset = open_dataset(f"{folder}/demos")
+        ...     config = new_policy(dataset, "diffusion2d", values={"chunk_size": 2, "n_action_steps": 2}).policy
+        ...     Loader(dataset, config, batch_size=4, seed=0).at(0).actions.shape
+        (4, 2, 1)
     """
 
     def __init__(
@@ -100,8 +121,7 @@ class Loader:
         _check(dataset, policy)
         self.dataset, self.policy, self.waited = dataset, policy, 0.0
         self._part = slice(index * batch_size // count, (index + 1) * batch_size // count)
-        dropped = getattr(policy, "drop_n_last_frames", 0)  # LeRobot's name; some policies have it.
-        self._sampler = Sampler(dataset.rows_without_ends(dropped), batch_size, seed)
+        self._sampler = Sampler(dataset.rows_without_ends(policy.drop_n_last_frames), batch_size, seed)
         self._looks = range(1 - policy.observation_steps, 1)
         self._workers = workers or min(os.cpu_count() or 1, 8)
         self._ahead = self._workers + 2  # Batches that are prepared in advance.

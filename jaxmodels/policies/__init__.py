@@ -1,9 +1,14 @@
-"""Registry of policy types: each is a module or a package here with a ``POLICY``."""
+"""Registry of policy types: each folder here is a type.
+
+The ``__init__.py`` of the folder defines `FACTS`, which are read without JAX, and its ``policy.py`` defines `POLICY`.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from jaxmodels.errors import ConfigError
@@ -26,6 +31,8 @@ class PolicyType:
         tensors: our names of the weights to the table of LeRobot's tensors.
         act: serving weights and a normalised observation to a normalised chunk.
         prepare: (config, weights of the module, platform) to weights of the serving program.
+        depends_on_version: whether LeRobot 0.4 and 0.6 read a policy's files differently; the config then has the
+            field ``lerobot``.
         runs_as_read: whether `prepare` returns the arrays as they were read.
         takes_prefix: whether the observation may hold a plan for `act` to continue.
         read: (`PolicyConfig.architecture`, serving weights, tokens (b, n) int32, mask (b, n) bool) to the `Language` in
@@ -45,6 +52,7 @@ class PolicyType:
     tensors: Callable[[Iterable[str]], Any]
     act: Callable[..., Any]
     prepare: Callable[..., dict[str, Any]] = keep_weights
+    depends_on_version: bool = False
     runs_as_read: bool = False
     takes_prefix: bool = False
     read: Callable[..., Language] | None = None
@@ -81,33 +89,54 @@ class TreeReader:
     read: Callable[[Path, Any], dict[str, Any]]
 
 
-# Policy type to the config reader's field for the sizes of its underlying model, and their file in the folder.
-VLM_NAME = "VLM"
-ARCHITECTURE_FILES: Mapping[str, tuple[str, str]] = {
-    "smolvla": ("vlm", f"{VLM_NAME}/config.json"),
-    "pi0": ("architecture", "architecture.json"),
-    "pi05": ("architecture", "architecture.json"),
-}
-# Policy type to the model of its tokenizer, if the policy's files name no other.
-TOKENIZER_MODELS = {"pi0": "google/paligemma-3b-pt-224", "pi05": "google/paligemma-3b-pt-224"}
+@dataclass(frozen=True)
+class PolicyFacts:
+    """Facts about a policy type that are read without importing JAX: `FACTS` of its folder.
 
-_TRAINED = ("act", "diffusion", "diffusion2d", "tokens2d")
-# Policy types that are served from checkpoints of LeRobot, and not trained here.
-SERVED_ONLY = frozenset({"pi0", "pi05", "smolvla"})
+    Attributes:
+        is_trained: whether the type can be trained here; otherwise it is served from checkpoints of LeRobot.
+        sizes: field of the config for the sizes of the underlying model, and their JSON file in the policy's folder.
+            The file's name may contain fields of ``config.json`` in braces.
+        tokenizer: Hub repo of the tokenizer, if the policy's files name no other.
+    """
+
+    is_trained: bool = False
+    sizes: tuple[str, str] | None = None
+    tokenizer: str | None = None
+
+
+@cache
+def policy_types() -> tuple[str, ...]:
+    """Return the policy types that can be served, sorted: each folder in this package is a type.
+
+    Example:
+        >>> "act" in policy_types()
+        True
+    """
+    return tuple(sorted(module.name for module in iter_modules(__path__) if module.ispkg))
 
 
 def trained_types() -> tuple[str, ...]:
-    """Return the policy types that can be trained here."""
-    return _TRAINED
+    """Return the policy types that can be trained here, sorted.
+
+    Example:
+        >>> "act" in trained_types(), "pi0" in trained_types()
+        (True, False)
+    """
+    return tuple(name for name in policy_types() if get_policy_facts(name).is_trained)
 
 
-def policy_types() -> tuple[str, ...]:
-    """Return the policy types that can be served, sorted."""
-    return tuple(sorted({*_TRAINED, *SERVED_ONLY}))
+def get_policy_facts(name: Any) -> PolicyFacts:
+    """Return the facts about a policy type; raises ConfigError, which lists the known types."""
+    return import_module(f"{__name__}.{_check_name(name)}").FACTS
 
 
 def get_policy_type(name: Any) -> PolicyType:
     """Return the policy type of this name; raises ConfigError, which lists the known types."""
+    return import_module(f"{__name__}.{_check_name(name)}.policy").POLICY
+
+
+def _check_name(name: Any) -> str:
     if name not in policy_types():
         raise ConfigError(f"policy type is {name!r}; known: {', '.join(policy_types())}")
-    return import_module(f"{__name__}.{name}").POLICY
+    return name

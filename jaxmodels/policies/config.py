@@ -113,7 +113,8 @@ class PolicyConfig(_OtherFields):
     type: ClassVar[str]
     input_features: tuple[Feature, ...]
     output_features: tuple[Feature, ...]
-    chunk_size: Any
+    chunk_size: Any  # Actions of a chunk.
+    n_action_steps: Any  # Actions of a chunk to execute.
     normalization_mapping: tuple[tuple[str, str], ...]
 
     # Supported version, for the error about unknown fields.
@@ -131,9 +132,9 @@ class PolicyConfig(_OtherFields):
     resizes_frames: ClassVar[bool] = False
     # Whether a camera may be absent in an observation.
     allows_absent_cameras: ClassVar[bool] = False
-    # Defaults, which policy types replace by fields or properties.
-    temporal_ensemble_coeff: Any = None
-    text_encoder: Any = None
+    # Defaults, which policy types replace by fields or properties. Other modules read only what is declared here.
+    temporal_ensemble_coeff: Any = None  # Decay of the weights of older chunks (`TemporalEnsembler`); None to use one.
+    text_encoder: Any = None  # `TextConfig` of the encoder of instructions; None without one.
     prompt_reads_state: Any = False  # Whether the prompt contains the numbers of the state (`format_prompt`).
     prompt_length: Any = None  # Tokens of an instruction that the program embeds; None if it embeds none.
     prefix_tokens: Any = 0  # Tokens of images and words that are computed once per chunk, for all steps.
@@ -148,6 +149,29 @@ class PolicyConfig(_OtherFields):
     trained_delay: Any = 0  # Longest delay after which the policy is trained to continue a plan; 0 if it is guided.
     prefix_bound: Any = BOUND  # Maximum pull of a plan, see `jaxmodels.samplers.continuing`.
     relative_action_mask: Any = None  # Which numbers of an action are relative to the raw state; None for none.
+    action_feature_names: Any = None  # Names of the action's numbers in order.
+    lerobot: Any = None  # Version of LeRobot whose reading of the files is followed; None if all read them alike.
+    openpi: Any = None  # `OpenpiConfig` of a policy that openpi trained.
+
+    # Defaults for training, with LeRobot's names.
+    vision_backbone: Any = None
+    pretrained_backbone_weights: Any = None  # Initial weights of the backbone; None to draw them.
+    drop_n_last_frames: Any = 0  # Last frames of an episode that no training chunk begins with.
+    use_amp: Any = False  # Whether to train in bfloat16.
+    push_to_hub: Any = False  # Must be false: nothing is uploaded.
+    # Optimizer; None for the default of `OptimizerConfig`.
+    optimizer_type: ClassVar[str | None] = None
+    optimizer_lr: Any = None
+    optimizer_lr_backbone: Any = None
+    optimizer_weight_decay: Any = None
+    optimizer_betas: Any = None
+    optimizer_eps: Any = None
+    optimizer_grad_clip_norm: Any = None
+    # Schedule of the learning rate: with decay steps a cosine to `scheduler_decay_lr`, otherwise by name.
+    scheduler_name: Any = "constant"
+    scheduler_warmup_steps: Any = 0
+    scheduler_decay_steps: Any = None
+    scheduler_decay_lr: Any = 0.0
 
     def __post_init__(self) -> None:
         wrong = find_number_errors(self, integers=True) or [
@@ -250,7 +274,7 @@ class PolicyConfig(_OtherFields):
 
     def _wrong_numbers(self) -> list[str]:
         """Return the errors of combinations of numbers that are each in range; each policy type adds its own."""
-        steps, chunk = getattr(self, "n_action_steps", 0), self.chunk_size
+        steps, chunk = self.n_action_steps, self.chunk_size
         return [f"n_action_steps is {steps}, more than chunk_size {chunk}"] if steps > chunk else []
 
     def _wrong_parts(self) -> list[str]:

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -45,9 +46,8 @@ from jaxmodels.checkpoints.tokenizer_files import verify_tokenizers
 from jaxmodels.errors import CheckpointError, JaxModelsError
 from jaxmodels.normalization import Normalization, check_normalization
 from jaxmodels.policies import (
-    ARCHITECTURE_FILES,
-    TOKENIZER_MODELS,
-    VLM_NAME,
+    PolicyFacts,
+    get_policy_facts,
     lerobot_processors,
     openpi_configs,
     policy_types,
@@ -123,12 +123,19 @@ def _list_tokenizer_models(folder: Folder, processors: Normalization | None) -> 
     values = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
     step = None if processors is None else processors.find_step(lerobot_processors.TOKENIZE)
     names = (
-        TOKENIZER_MODELS.get(str(values.get("type"))),
+        _find_facts(values).tokenizer,
         values.get("vlm_model_name"),
         None if step is None else step.fields.get("tokenizer_name"),
     )
-    openpi = TOKENIZER_MODELS["pi0"] if CONFIG not in list_names(folder) else None  # openpi's policies have no config.
+    # A folder of openpi has no config.
+    openpi = None if CONFIG in list_names(folder) else get_policy_facts(openpi_configs.MODELS[0]).tokenizer
     return {name: None for name in (*names, openpi) if isinstance(name, str)}
+
+
+def _find_facts(values: Mapping[str, Any]) -> PolicyFacts:
+    """Return the facts about the policy type in a ``config.json``; no facts for an unknown type."""
+    kind = values.get("type")
+    return get_policy_facts(kind) if kind in policy_types() else PolicyFacts()
 
 
 def _is_used(tensor: str) -> bool:
@@ -208,8 +215,8 @@ def read_config(folder: Folder, sidecar: Mapping[str, Any] | None) -> dict[str, 
         values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
         if values.get("type") is None:
             raise CheckpointError(describe_missing_type(values))
-    field, pattern = ARCHITECTURE_FILES.get(str(values.get("type")), ("", ""))
-    name = pattern.replace(VLM_NAME, str(values.get("vlm_model_name", "")))
+    field, pattern = _find_facts(values).sizes or ("", "")
+    name = pattern.format_map(defaultdict(str, values))
     if name and (folder / name).exists():
         values[field] = read_json(folder / name)
     if values.get("add_image_special_tokens") is True and field == "vlm":

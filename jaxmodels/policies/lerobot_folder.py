@@ -113,7 +113,6 @@ class Checkpoint:
 # The sidecar's key for the version of LeRobot that the files are read as.
 LEROBOT = "lerobot"
 SIDECAR_KEYS = ("rate", "joint_names", NORMALIZATION, lerobot_processors.GROUP, LEROBOT, openpi_configs.KEY)
-READ_BY_VERSION = frozenset({"pi0", "pi05"})
 
 logger = logging.getLogger(__name__)
 
@@ -164,14 +163,14 @@ def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | N
                 f"{shorten_value(values.get('type'))}; openpi's are {', '.join(openpi_configs.MODELS)}"
             )
         values[openpi_configs.KEY] = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY])
-    if version is not None:
-        if version not in LEROBOT_VERSIONS:
-            raise ConfigError(
-                f"{SIDECAR}: {LEROBOT} is {shorten_value(version)}; wanted one of {', '.join(LEROBOT_VERSIONS)}"
-            )
-        if values.get("type") in READ_BY_VERSION:
-            values[LEROBOT] = version
-    return get_policy_type(values.get("type")).config(values)
+    if version is not None and version not in LEROBOT_VERSIONS:
+        raise ConfigError(
+            f"{SIDECAR}: {LEROBOT} is {shorten_value(version)}; wanted one of {', '.join(LEROBOT_VERSIONS)}"
+        )
+    kind = get_policy_type(values.get("type"))
+    if version is not None and kind.depends_on_version:
+        values[LEROBOT] = version
+    return kind.config(values)
 
 
 def read_checkpoint(
@@ -365,7 +364,7 @@ def _read_normalization(
                 "keep one of them"
             )
         return read_processors(folder)
-    openpi = getattr(config, "openpi", None)
+    openpi = config.openpi
     if openpi is not None:
         return openpi_configs.read_normalization(folder, openpi, sidecar)
     return _read_buffers(config, buffers, sidecar)
@@ -387,13 +386,13 @@ def _sidecar(values: Mapping[str, Any] | None, config: Any) -> Sidecar:
     """Return the sidecar, completed with the rate and the names of the joints from the config."""
     width = config.action.shape[0]
     sidecar = Sidecar() if values is None else Sidecar.from_json(values, width)
-    openpi = getattr(config, "openpi", None)
+    openpi = config.openpi
     if (
         openpi is not None
     ):  # `action_feature_names` marks relative actions in this config (`OpenpiConfig.build_values`).
         rate = openpi.rate if sidecar.rate is None else sidecar.rate
         return replace(sidecar, rate=rate, joint_names=sidecar.joint_names or openpi.joint_names)
-    names = getattr(config, "action_feature_names", None)
+    names = config.action_feature_names
     if names is not None and len(names) < min(width, 2):
         # LeRobot writes the group of a dataset's {"motors": [...]} instead of the names in it.
         logger.info("config.json: action_feature_names is %s, which does not name %d numbers", names, width)

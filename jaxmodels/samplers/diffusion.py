@@ -49,6 +49,11 @@ class NoiseSchedule:
 
     Raises:
         ConfigError: a field makes no sense.
+
+    Example:
+        >>> schedule = NoiseSchedule(num_train_timesteps=100, timestep_spacing="trailing")
+        >>> schedule.timesteps(4).tolist()
+        [99, 74, 49, 24]
     """
 
     num_train_timesteps: Annotated[int, TIMESTEPS] = 1000
@@ -201,6 +206,13 @@ def ddim_step(
         row: row of ``schedule.ddim_rows(steps)``.
         noise: standard normal noise; None adds no noise.
         eta: share of DDPM's noise; 0 is deterministic.
+
+    Example:
+        >>> schedule = NoiseSchedule(prediction_type="sample")
+        >>> rows = schedule.ddim_rows(2)
+        >>> last = DiffusionRow(*(column[-1] for column in rows))
+        >>> ddim_step(schedule, jnp.float32([0.5]), jnp.float32([2.0]), last).tolist()
+        [0.5]
     """
     sample, epsilon = schedule.split(prediction, x, row.alpha)
     if noise is None:
@@ -218,6 +230,13 @@ def ddpm_step(schedule: NoiseSchedule, prediction: Sample, x: Sample, row: Diffu
     Args:
         row: row of ``schedule.ddpm_rows(steps)``.
         noise: standard normal noise.
+
+    Example:
+        >>> schedule = NoiseSchedule(prediction_type="sample")
+        >>> rows = schedule.ddpm_rows(2)
+        >>> last = DiffusionRow(*(column[-1] for column in rows))
+        >>> ddpm_step(schedule, jnp.float32([0.5]), jnp.float32([2.0]), last, jnp.float32([1.0])).tolist()
+        [0.5]
     """
     sample, _ = schedule.split(prediction, x, row.alpha)
     remaining = row.alpha / row.next_alpha
@@ -257,6 +276,13 @@ def ddim(
 
     Raises:
         InputError: steps, start, extras or the prediction do not fit.
+
+    Example:
+        >>> def predict(x, t):  # A network that always predicts the sample 0.5.
+        ...     return jnp.full_like(x, 0.5)
+        >>> schedule = NoiseSchedule(prediction_type="sample")
+        >>> ddim(predict, (1, 2), jax.random.key(0), schedule, steps=4).tolist()
+        [[0.5, 0.5]]
     """
     eta = eta if isinstance(eta, jax.Array) or eta > 0 else None
     return _sample(make_partial(predict), start, key, eta, extras, shape, schedule, steps, "ddim")
@@ -277,6 +303,13 @@ def ddpm(
 
     Args:
         noise: (steps - 1, *shape), or broadcastable to it: noise of each step but the last; drawn when None.
+
+    Example:
+        >>> def predict(x, t):  # A network that always predicts the sample 0.5.
+        ...     return jnp.full_like(x, 0.5)
+        >>> schedule = NoiseSchedule(prediction_type="sample")
+        >>> ddpm(predict, (1, 2), jax.random.key(0), schedule, steps=4).tolist()
+        [[0.5, 0.5]]
     """
     if noise is not None and jnp.shape(noise)[:1] != (steps - 1,):
         raise InputError(

@@ -45,6 +45,10 @@ class FlowSchedule:
 
     Raises:
         ConfigError: a field makes no sense.
+
+    Example:
+        >>> FlowSchedule(spacing="uniform").euler_rows(4).sigma.tolist()
+        [1.0, 0.75, 0.5, 0.25]
     """
 
     num_train_timesteps: Annotated[int, TIMESTEPS] = 1000
@@ -101,7 +105,13 @@ def between(sample: Sample, noise: Sample, sigma: Float[Any, "..."]) -> Sample:
 
 
 def euler_step(velocity: Sample, x: Sample, row: FlowRow) -> Sample:
-    """Take one step of Euler's method along the velocity."""
+    """Take one step of Euler's method along the velocity.
+
+    Example:
+        >>> row = FlowRow(timestep=500.0, sigma=0.5, next_sigma=0.0, is_correction=False)
+        >>> euler_step(jnp.float32([2.0]), jnp.float32([1.0]), row).tolist()
+        [0.0]
+    """
     return x + (row.next_sigma - row.sigma) * velocity
 
 
@@ -130,6 +140,13 @@ def flow_euler(
 
     Raises:
         InputError: steps, start, extras or the prediction do not fit.
+
+    Example:
+        >>> def predict(x, t):  # The velocity from the sample 0 to x.
+        ...     return x * 1000 / t
+        >>> schedule = FlowSchedule(spacing="uniform")
+        >>> flow_euler(predict, (1, 2), jax.random.key(0), schedule, steps=4).tolist()
+        [[0.0, 0.0]]
     """
     return _sample(make_partial(predict), start, key, extras, shape, schedule, steps, "euler")
 
@@ -148,6 +165,13 @@ def flow_heun(
 
     Arguments, result and errors as in `flow_euler`; the model is evaluated ``2 steps - 1`` times, and `extras` have a
     leading axis of ``schedule.heun_rows(steps).timestep``.
+
+    Example:
+        >>> def predict(x, t):  # A constant velocity.
+        ...     return jnp.ones_like(x)
+        >>> schedule = FlowSchedule(spacing="uniform")
+        >>> flow_heun(predict, (1, 1), jax.random.key(0), schedule, steps=2, start=jnp.ones((1, 1))).tolist()
+        [[0.0]]
     """
     return _sample(make_partial(predict), start, key, extras, shape, schedule, steps, "heun")
 

@@ -30,6 +30,11 @@ class MaskedTokens(NamedTuple):
         ids: classes, never the masked class.
         log_probability: the model's log-probability of the class when it was chosen; 0 for known tokens.
         distribution: log-probabilities of all classes at that time, zeros for known tokens; None unless requested.
+
+    Example:
+        >>> result = MaskedTokens(ids=jnp.int32([[1, 0]]), log_probability=jnp.float32([[0, 0]]))
+        >>> result.ids.shape, result.distribution
+        ((1, 2), None)
     """
 
     ids: Int[Array, "b n"]
@@ -70,6 +75,11 @@ class MaskSchedule:
 
     Raises:
         ConfigError: a field makes no sense.
+
+    Example:
+        >>> schedule = MaskSchedule(num_classes=3, masking="linear")
+        >>> schedule.mask, schedule.rows(4).share.tolist()
+        (2, [0.75, 0.5, 0.25, 0.0])
     """
 
     num_classes: Annotated[int, CLASSES]
@@ -170,6 +180,15 @@ def maskgit_step(
 
     Returns:
         The tokens, which tokens were revealed in this step, and the log-probability of each token's class.
+
+    Example:
+        >>> schedule = MaskSchedule(num_classes=3)
+        >>> last = MaskRow(*(column[-1] for column in schedule.rows(2)))
+        >>> logits = jnp.float32([[[0, 9], [9, 0]]])  # Class 1 for the first token, class 0 for the second token.
+        >>> masked, none = jnp.int32([[2, 2]]), jnp.zeros((1, 2))
+        >>> tokens, _, _ = maskgit_step(schedule, logits, masked, last, jnp.int32([2]), jnp.zeros((1, 2, 2)), none)
+        >>> tokens.tolist()
+        [[1, 0]]
     """
     log_probabilities = normalized(prediction)
     is_masked = tokens == schedule.mask
@@ -211,6 +230,13 @@ def maskgit(
 
     Raises:
         InputError: steps, extras, known tokens or the prediction do not fit.
+
+    Example:
+        >>> def predict(ids, t):  # Class 1 for the first token, class 0 for the second token.
+        ...     return jnp.log(jnp.float32([[[0.01, 0.99], [0.99, 0.01]]]))
+        >>> schedule = MaskSchedule(num_classes=3, temperature=(0, 0), class_temperature=0)
+        >>> maskgit(predict, (1, 2), jax.random.key(0), schedule, steps=2).ids.tolist()
+        [[1, 0]]
     """
     first = first_tokens(known, shape, schedule.mask)
     return _sample(make_partial(predict), key, extras, first, shape, schedule, steps, alike, distributions)

@@ -36,6 +36,10 @@ def soft_mask(delay: Int[Array, " b"], length: Int[Array, " b"], chunk: int) -> 
 
     It is 1 for the first `delay` actions, then ``c (e^c - 1) / (e - 1)`` with c falling linearly to 0 at `length`, the
     end of the overlap (the paper's H - s).
+
+    Example:
+        >>> soft_mask(jnp.int32([1]), jnp.int32([2]), chunk=3).round(2).tolist()
+        [[1.0, 0.1899999976158142, 0.0]]
     """
     length = jnp.clip(length, 0, chunk)[:, None]
     delay = jnp.clip(delay[:, None], 0, length)
@@ -49,6 +53,10 @@ def pull(sigma: Float[Any, "..."], bound: float = BOUND) -> Float[Array, "..."]:
     """Return the guidance's weight, ``(1 - tau) / (tau r^2)`` with ``r^2 = (1 - tau)^2 / (tau^2 + (1 - tau)^2)``.
 
     The bound limits it at both ends, where few steps could not follow it.
+
+    Example:
+        >>> pull(jnp.float32([0.5, 1.0])).tolist()
+        [2.0, 5.0]
     """
     other = 1 - sigma
     inside = sigma * other
@@ -90,6 +98,16 @@ def continuing(
     Raises:
         ConfigError: the bound is not more than 0.
         InputError: plan and samples have different shapes (when traced).
+
+    Example:
+        >>> from jaxmodels.samplers import flow_euler
+        >>> def predict(x, t):  # The velocity from the sample 0 to x.
+        ...     return x * 1000 / t
+        >>> plan = Prefix(actions=jnp.ones((1, 4, 1)), delay=jnp.int32([2]), length=jnp.int32([4]))
+        >>> schedule = FlowSchedule(spacing="uniform")
+        >>> chunk = flow_euler(continuing(predict, plan, schedule), (1, 4, 1), jax.random.key(0), schedule, steps=4)
+        >>> chunk.shape
+        (1, 4, 1)
     """
     if not bound > 0:
         raise ConfigError(f"bound of the guidance is {bound}; wanted more than 0, e.g. {BOUND}")
@@ -97,7 +115,13 @@ def continuing(
 
 
 def begin_with(prefix: Prefix, chunk: Float[Array, "b t a"]) -> Float[Array, "b t a"]:
-    """Replace the first actions of `chunk` by the plan's actions, which guidance only approximates."""
+    """Replace the first actions of `chunk` by the plan's actions, which guidance only approximates.
+
+    Example:
+        >>> plan = Prefix(actions=jnp.ones((1, 3, 1)), delay=jnp.int32([2]), length=jnp.int32([3]))
+        >>> begin_with(plan, jnp.zeros((1, 3, 1)))[0, :, 0].tolist()
+        [1.0, 1.0, 0.0]
+    """
     steps = jnp.arange(chunk.shape[1])[None]
     is_past = steps < jnp.minimum(prefix.delay, prefix.length)[:, None]
     return jnp.where(is_past[..., None], prefix.actions.astype(chunk.dtype), chunk)
@@ -158,6 +182,11 @@ class Example(NamedTuple):
         timestep: (b, t), 0 without noise.
         target: (b, t, a), the velocity.
         counts: (b, t), whether the loss includes the action.
+
+    Example:
+        >>> noisy = example(FlowSchedule(), jnp.ones((1, 2, 1)), jnp.zeros((1, 2, 1)), jnp.ones(1), jnp.int32([1]))
+        >>> noisy.timestep.tolist(), noisy.counts.tolist()
+        ([[0.0, 1000.0]], [[False, True]])
     """
 
     x: Float[Array, "b t a"]
@@ -167,7 +196,12 @@ class Example(NamedTuple):
 
 
 def draw_delays(key: PRNGKeyArray, batch: int, largest: int, decay: float = 0.0) -> Int[Array, " {batch}"]:
-    """Draw random delays of 0 to `largest` for training, each ``exp(-decay)`` as frequent as the previous delay."""
+    """Draw random delays of 0 to `largest` for training, each ``exp(-decay)`` as frequent as the previous delay.
+
+    Example:
+        >>> draw_delays(jax.random.key(0), batch=3, largest=0).tolist()
+        [0, 0, 0]
+    """
     return jax.random.categorical(key, -decay * jnp.arange(largest + 1, dtype=jnp.float32), shape=(batch,))
 
 
@@ -178,7 +212,13 @@ def example(
     sigma: Float[Array, " b"],
     delay: Int[Array, " b"],
 ) -> Example:
-    """Return a training example: `actions` with noise except in the first `delay` actions of each chunk."""
+    """Return a training example: `actions` with noise except in the first `delay` actions of each chunk.
+
+    Example:
+        >>> actions, noise = jnp.ones((1, 3, 1)), jnp.zeros((1, 3, 1))
+        >>> example(FlowSchedule(), actions, noise, sigma=jnp.float32([0.5]), delay=jnp.int32([1])).x[0, :, 0].tolist()
+        [1.0, 0.5, 0.5]
+    """
     counts = jnp.arange(actions.shape[1])[None] >= delay[:, None]
     sigmas = jnp.where(counts, sigma[:, None], 0)
     x = between(actions, noise, sigmas[..., None])
@@ -189,6 +229,19 @@ def given(predict: Predict, prefix: Prefix, schedule: FlowSchedule) -> Partial:
     """Return a `predict` that continues a plan in a flow sampler, for a model that was trained with `example`.
 
     The first `delay` actions have no noise. `predict` takes ``(x, t)``, or ``(x, t, extra)``, with t (b, t).
+
+    Example:
+        >>> from jaxmodels.samplers import flow_euler
+        >>> def predict(x, t):  # A constant velocity.
+        ...     return jnp.ones_like(x)
+        >>> plan = Prefix(actions=jnp.ones((1, 2, 1)), delay=jnp.int32([1]), length=jnp.int32([2]))
+        >>> schedule = FlowSchedule(spacing="uniform")
+        >>> start = jnp.zeros((1, 2, 1))
+        >>> chunk = flow_euler(
+        ...     given(predict, plan, schedule), start.shape, jax.random.key(0), schedule, steps=2, start=start
+        ... )
+        >>> chunk[0, :, 0].tolist()
+        [1.0, -1.0]
     """
     return Partial(_given, make_partial(predict), prefix, jnp.float32(schedule.num_train_timesteps))
 

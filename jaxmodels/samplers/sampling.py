@@ -74,7 +74,12 @@ def draw_for_each(key: Any, shape: tuple[int, ...], batch: int) -> Array:
 
 
 def combine(unconditional: Float[Array, "*x"], conditional: Float[Array, "*x"], scale: Any) -> Float[Array, "*x"]:
-    """Return the classifier-free guidance of a prediction (formula 6 of https://arxiv.org/abs/2207.12598)."""
+    """Return the classifier-free guidance of a prediction (formula 6 of https://arxiv.org/abs/2207.12598).
+
+    Example:
+        >>> combine(jnp.float32([1.0]), jnp.float32([2.0]), scale=3.0).tolist()
+        [4.0]
+    """
     return unconditional + scale * (conditional - unconditional)
 
 
@@ -83,6 +88,12 @@ def guide(predict: Predict, scale: Any) -> Partial:
 
     `predict` receives x twice, 2 b; the first half of its result is without the condition, as in diffusers. A `scale`
     of 1 is no guidance; other values do not compile the program again.
+
+    Example:
+        >>> def predict(x, t):  # 1 without the condition, 2 with it.
+        ...     return jnp.repeat(jnp.float32([[1], [2]]), len(x) // 2, axis=0)
+        >>> guide(predict, scale=3.0)(jnp.zeros((1, 1)), 0).tolist()
+        [[4.0]]
     """
     return Partial(_guided, make_partial(predict), scale)
 

@@ -31,6 +31,10 @@ class Transform:
         name: key of `KINDS`; numbers are degrees (``affine``), a share of the colour wheel (``hue``), or a factor.
         weight: relative frequency of the transform.
         translate: largest shift of an ``affine``, as shares of width and height.
+
+    Example:
+        >>> Transform("brightness", 0.8, 1.2).weight
+        1.0
     """
 
     name: str
@@ -72,6 +76,11 @@ class ImageTransforms:
         max_num_transforms: number of transforms that are chosen for each picture.
         tfs: the transforms, in the order in which they are applied.
         noise: standard deviation per pixel, as a share of the full range, independent of `enable`.
+
+    Example:
+        >>> transforms = ImageTransforms(enable=True, tfs=(Transform("hue", -0.1, 0.1),), noise=0.01)
+        >>> [transform.name for transform in transforms.active]
+        ['hue']
     """
 
     enable: bool = False
@@ -97,6 +106,10 @@ def parse_transforms(values: Any) -> tuple[Transform, ...]:
 
     Raises:
         ConfigError: the form is wrong, or a transform is unknown.
+
+    Example:
+        >>> parse_transforms({"hue": {"type": "ColorJitter", "kwargs": {"hue": 0.1}}})
+        (Transform(name='hue', low=-0.1, high=0.1, weight=1.0, translate=(0.0, 0.0)),)
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"tfs is {values!r}; {SUFFIX}")

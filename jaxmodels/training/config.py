@@ -36,6 +36,10 @@ class TrainingConfig:
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
+
+    Example:
+        >>> TrainingConfig(steps=1000, batch_size=32, dtype="bfloat16").save_freq
+        20000
     """
 
     steps: Annotated[int, COUNT] = 100_000

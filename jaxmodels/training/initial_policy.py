@@ -16,7 +16,7 @@ from jaxmodels.data import Dataset
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
 from jaxmodels.hub import find_policy
 from jaxmodels.layers.norm import EPSILON
-from jaxmodels.policies import SERVED_ONLY, get_policy_type, lerobot_folder, trained_types
+from jaxmodels.policies import get_policy_facts, get_policy_type, lerobot_folder, trained_types
 from jaxmodels.policies.config import OTHER
 from jaxmodels.text import TextConfig, TextEncoder
 from jaxmodels.text.encoder import CLIP
@@ -40,6 +40,11 @@ class Start:
         weights: weights by our names, of the policy or its text encoder; other weights are drawn.
         backbone: a trained vision backbone, which replaces the drawn backbone.
         tokenizer: content of ``tokenizer.json``.
+
+    Example:
+        >>> start = trained_policy("robojax/sim/policy").with_values({"n_action_steps": 10})
+        >>> start.policy.n_action_steps
+        10
     """
 
     policy: Any
@@ -58,7 +63,12 @@ class Start:
 
 
 def policy_fields(kind: str) -> dict[str, str]:
-    """Return the fields of a policy type's config and their types in words; raises ConfigError for an unknown type."""
+    """Return the fields of a policy type's config and their types in words; raises ConfigError for an unknown type.
+
+    Example:
+        >>> policy_fields("act")["use_vae"]
+        "<class 'bool'>"
+    """
     entries = fields(get_policy_type(kind).config(_ANY))
     return {entry.name: str(entry.type) for entry in entries if entry.name != OTHER}
 
@@ -94,8 +104,20 @@ def new_policy(
         ConfigError: a field is unknown or makes no sense, or the preset is not known.
         CheckpointError: weights of a trained part cannot be read.
         HubError: they cannot be fetched.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxmodels.data import DatasetWriter, open_dataset
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with DatasetWriter(f"{folder}/demos", fps=10, joint_names=["x"]) as writer:
+        ...         pose = np.float32([0])
+        ...         writer.add({"observation.state": pose, "action": pose})
+        ...         writer.end_episode("stay")
+        ...     dataset = open_dataset(f"{folder}/demos")
+        >>> new_policy(dataset, "tokens2d", preset="small", values={"chunk_size": 8}).policy.chunk_size
+        8
     """
-    if kind in SERVED_ONLY:
+    if not get_policy_facts(kind).is_trained:
         raise ConfigError(
             f"policy type {kind!r} is served and not trained here; train it with LeRobot, or train "
             f"{', '.join(trained_types())}"
@@ -119,19 +141,19 @@ def new_policy(
         read["text_encoder"] = text.config.to_json()
     elif isinstance(read.get("text_encoder"), str):
         read["text_encoder"] = _text_encoder(read["text_encoder"])
-    backbone_weights, known = "pretrained_backbone_weights", policy_fields(kind)
-    if backbone_weights in known and not str(read.get("vision_backbone", "resnet")).startswith("resnet"):
-        read.setdefault(backbone_weights, None)  # The default weights fit only a ResNet.
+    known = policy_fields(kind)
+    if "pretrained_backbone_weights" in known and not str(read.get("vision_backbone", "resnet")).startswith("resnet"):
+        read.setdefault("pretrained_backbone_weights", None)  # The default weights fit only a ResNet.
     if "push_to_hub" in known:
         read.setdefault("push_to_hub", False)  # LeRobot's default is true, but nothing is uploaded here.
     policy = chosen.config(read)
-    if getattr(policy, "push_to_hub", False):
+    if policy.push_to_hub:
         raise ConfigError(
             "push_to_hub is true; nothing is uploaded here, `hf upload` does that with the finished policy"
         )
     if text is None and policy.text_encoder is not None and policy.text_encoder.is_frozen:
         raise ConfigError("text_encoder stays as it is in training, but has no weights; give --text_encoder=<a CLIP>")
-    source = getattr(policy, backbone_weights, None)
+    source = policy.pretrained_backbone_weights
     backbone = None
     if source is not None and policy.cameras:
         backbone = read_backbone(source, policy.vision_backbone, on_progress=on_progress)
@@ -151,6 +173,10 @@ def trained_policy(
         HubError: the repo cannot be fetched.
         ConfigError: its config has unknown fields or values that make no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
+
+    Example:
+        >>> trained_policy("robojax/sim/policy").policy.type
+        'act'
     """
     folder, _ = find_policy(os.fspath(path_or_repo), revision, on_progress=on_progress)
     checkpoint = lerobot_folder.read_checkpoint(folder, needs_statistics=False)

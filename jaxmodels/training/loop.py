@@ -76,6 +76,14 @@ def train(
         DatasetError: the dataset does not fit the policy, or frames cannot be read.
         CheckpointError: weights to start from do not fit the policy.
         OSError: a file cannot be written, e.g. because the disk is full; a later run can resume.
+
+    Example:
+        >>> from jaxmodels.data import open_dataset
+        >>> from jaxmodels.training import new_policy
+        >>> config = TrainingConfig(steps=10_000, batch_size=32)
+        >>> dataset = open_dataset("datasets/demos")  # doctest: +SKIP
+        >>> train(dataset, new_policy(dataset, "act", preset="small"), config, "runs/demos")  # doctest: +SKIP
+        PosixPath('runs/demos/policy')
     """
     output = Path(output)
     with explain_write_errors(output):

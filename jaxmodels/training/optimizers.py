@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxmodels.errors import ConfigError
+from jaxmodels.policies.config import PolicyConfig
 from jaxmodels.ranges import COUNT, SHARE_BELOW_ONE, Range, check_fields, find_choice_errors, find_number_errors
 
 POSITIVE, NOT_NEGATIVE = Range(0, math.inf, above=True), Range(0, math.inf)
@@ -31,6 +32,11 @@ class SchedulerConfig:
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
+
+    Example:
+        >>> warmup = SchedulerConfig("diffuser", "constant_with_warmup", num_warmup_steps=10)
+        >>> [float(warmup.factor(step, 100)) for step in (0, 5, 50)]
+        [0.0, 0.5, 1.0]
     """
 
     type: str = "constant"
@@ -77,17 +83,21 @@ class SchedulerConfig:
         return jnp.where(now < warmup, rising, (1 - lowest) * cosine + lowest)
 
 
-def scheduler_preset(policy: object) -> SchedulerConfig:
-    """Return the schedule of a policy's config; constant if it has none."""
-    warmup = getattr(policy, "scheduler_warmup_steps", None) or 0
-    if (decay := getattr(policy, "scheduler_decay_steps", None)) is not None:
-        lowest = getattr(policy, "scheduler_decay_lr", 0.0)
-        peak = getattr(policy, "optimizer_lr", 1.0)
+def scheduler_preset(policy: PolicyConfig) -> SchedulerConfig:
+    """Return the schedule of a policy's config; constant if it has none.
+
+    Example:
+        >>> from jaxmodels.training import trained_policy
+        >>> scheduler_preset(trained_policy("robojax/sim/policy").policy).type
+        'constant'
+    """
+    warmup, decay = policy.scheduler_warmup_steps, policy.scheduler_decay_steps
+    if decay is not None:
+        peak, lowest = policy.optimizer_lr, policy.scheduler_decay_lr
         return SchedulerConfig("cosine_decay_with_warmup", "cosine", warmup, decay, peak, lowest)
-    name = getattr(policy, "scheduler_name", None) or "constant"
-    if name == "constant":
+    if policy.scheduler_name == "constant":
         return SchedulerConfig("diffuser", "constant_with_warmup", warmup) if warmup else SchedulerConfig()
-    return SchedulerConfig("diffuser", name, warmup)
+    return SchedulerConfig("diffuser", policy.scheduler_name, warmup)
 
 
 OPTIMIZERS = ("adamw", "adam")
@@ -107,6 +117,10 @@ class OptimizerConfig:
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
+
+    Example:
+        >>> OptimizerConfig("adamw", lr=3e-4, weight_decay=0.1, decayed="matrices").grad_clip_norm
+        10.0
     """
 
     type: str = "adamw"
@@ -122,13 +136,17 @@ class OptimizerConfig:
         check_fields(self, "optimizer", {"type": OPTIMIZERS, "decayed": DECAYED})
 
 
-def optimizer_preset(policy: object) -> OptimizerConfig:
-    """Return the optimizer of a policy's config."""
+def optimizer_preset(policy: PolicyConfig) -> OptimizerConfig:
+    """Return the optimizer of a policy's config.
+
+    Example:
+        >>> from jaxmodels.training import trained_policy
+        >>> optimizer_preset(trained_policy("robojax/sim/policy").policy).lr
+        0.001
+    """
     names = ("type", "lr", "lr_backbone", "weight_decay", "betas", "eps", "grad_clip_norm")
-    values = {name: getattr(policy, f"optimizer_{name}") for name in names if hasattr(policy, f"optimizer_{name}")}
-    if "betas" in values:
-        values["betas"] = tuple(values["betas"])
-    return OptimizerConfig(**values)
+    values = {name: getattr(policy, f"optimizer_{name}") for name in names}
+    return OptimizerConfig(**{name: value for name, value in values.items() if value is not None})
 
 
 def make_optimizer(

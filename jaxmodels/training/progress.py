@@ -32,6 +32,11 @@ class TrainingProgress:
         samples_per_second: examples per second.
         waited: share of the time in which the device waited for data.
         left: seconds until the last step, at this speed.
+
+    Example:
+        >>> progress = TrainingProgress(200, 1000, 0.25, 1e-4, 10.0, 160.0, 0.05, 40.0)
+        >>> f"{progress.step} of {progress.steps} steps, loss {progress.loss}"
+        '200 of 1000 steps, loss 0.25'
     """
 
     step: int
@@ -97,7 +102,17 @@ INK, FAINT, RAW, SMOOTH = "#222222", "#dddddd", "#9ec5e8", "#1f5fa8"
 
 
 def draw_curve(metrics: str | os.PathLike[str], picture: str | os.PathLike[str]) -> None:
-    """Draw the loss in ``metrics.jsonl`` as a PNG."""
+    """Draw the loss in ``metrics.jsonl`` as a PNG.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     metrics = Path(folder, "metrics.jsonl")
+        ...     _ = metrics.write_text('{"step": 1, "loss": 2.0}\\n{"step": 2, "loss": 1.0}\\n')
+        ...     draw_curve(metrics, Path(folder, "loss.png"))
+        ...     Path(folder, "loss.png").exists()
+        True
+    """
     metrics = Path(metrics)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     if not lines:

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -222,7 +222,7 @@ def write_policy(
     if wrong := not_finite(weights):
         raise TrainingError(f"weights hold a NaN or an infinity: {', '.join(sorted(wrong)[:5])}; nothing is written")
     policy = start.policy
-    if any(field.name == "pretrained_backbone_weights" for field in fields(policy)):
+    if policy.pretrained_backbone_weights is not None:
         # LeRobot would download these weights before it reads the policy's.
         policy = replace(policy, pretrained_backbone_weights=None)
     sidecar = Sidecar(rate=dataset.fps, joint_names=dataset.joint_names)

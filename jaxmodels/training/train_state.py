@@ -77,7 +77,7 @@ def read_instructions(policy: Any, tasks: Sequence[str], file: bytes | None) -> 
     Raises:
         DatasetError: an episode has no task.
     """
-    config = getattr(policy, "text_encoder", None)
+    config = policy.text_encoder
     if config is None:
         return None
     if not tasks or any(not task.strip() for task in tasks):
@@ -227,12 +227,11 @@ class PlacedTraining:
 
 def resolve_config(config: TrainingConfig, policy: Any) -> TrainingConfig:
     """Return the training config, completed from the policy's config."""
-    use_amp = getattr(policy, "use_amp", False)  # LeRobot's name of mixed precision.
     return replace(
         config,
         optimizer=config.optimizer or optimizer_preset(policy),
         scheduler=config.scheduler or scheduler_preset(policy),
-        dtype="bfloat16" if use_amp else config.dtype,
+        dtype="bfloat16" if policy.use_amp else config.dtype,
     )
 
 
@@ -350,7 +349,7 @@ def _weights(programs: _Programs, start: Start, layout: Layout, seed: int) -> di
 
 
 def _is_frozen(policy: Any, name: str) -> bool:
-    text: Any = getattr(policy, "text_encoder", None)
+    text: Any = policy.text_encoder
     return text is not None and text.is_frozen and "text" in name.split(".")
 
 

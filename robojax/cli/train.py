@@ -217,6 +217,9 @@ def _help(arguments: list[str]) -> str:
             group = flag.group
         lines.append(f"  {'--' + flag.name:<{width}} {flag.help}")
     kind = next((word.partition("=")[2] for word in arguments if word.startswith("--policy.type=")), None)
+    from jaxmodels.training import trained_types
+
+    lines.append(f"\nPolicy types: {', '.join(trained_types())}")
     if kind is None:
         lines.append("\nEvery field of a policy's config is a flag --policy.<field>=<value>. To list the fields:")
         lines.append("  robojax train --help --policy.type=act")

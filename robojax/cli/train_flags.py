@@ -22,7 +22,7 @@ class Flag:
 # Heading to its flags: name, kind, help.
 GROUPS = {
     "Policy": (
-        ("policy.type", "str", "act, diffusion2d or tokens2d; a new policy, made for the dataset"),
+        ("policy.type", "str", "type of a new policy, made for the dataset; see below"),
         ("policy.path", "str", "folder or Hub repo of a policy to continue with, instead of --policy.type"),
         ("policy.revision", "str", "branch, tag or commit of that repo"),
         ("policy.device", "str", "cpu, gpu, cuda, tpu, or a single device as cuda:1 [JAX's default]"),

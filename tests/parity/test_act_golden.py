@@ -9,7 +9,7 @@ import pytest
 
 import jaxmodels
 from jaxmodels.policies import lerobot_folder
-from jaxmodels.policies.act import Act
+from jaxmodels.policies.act.model import Act
 from jaxmodels.program import Scales, normalize
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint_of

@@ -14,8 +14,9 @@ import pytest
 from flax import nnx
 
 from jaxmodels.checkpoints.tensor_layouts import align_array, write_tensors
-from jaxmodels.policies.act import Act, ActConfig
 from jaxmodels.policies.act import weights as names
+from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.act.model import Act
 from jaxmodels.training.optimizers import make_optimizer, optimizer_preset, scheduler_preset
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint_of

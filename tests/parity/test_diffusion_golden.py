@@ -13,7 +13,7 @@ import pytest
 import jaxmodels
 from jaxmodels.checkpoints.tensor_layouts import write_tensors
 from jaxmodels.policies import lerobot_folder
-from jaxmodels.policies.diffusion import POLICY
+from jaxmodels.policies.diffusion.policy import POLICY
 from jaxmodels.program import prepare_pixels
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint, blueprint_of

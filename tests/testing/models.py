@@ -19,7 +19,8 @@ from safetensors.numpy import save_file
 
 from jaxmodels.layers.embeddings import sinusoidal
 from jaxmodels.normalization import build_normalization
-from jaxmodels.policies.act import Act, ActConfig
+from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.act.model import Act
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.types import Feature
 from jaxmodels.weights import blueprint_of

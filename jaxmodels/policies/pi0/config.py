@@ -11,9 +11,9 @@ from jaxtyping import Float
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.normalization import mask_relative
-from jaxmodels.policies import TOKENIZER_MODELS
 from jaxmodels.policies.config import LEROBOT_VERSIONS, VlaConfig
 from jaxmodels.policies.openpi_configs import OpenpiConfig
+from jaxmodels.policies.pi0 import FACTS
 from jaxmodels.ranges import (
     HEADS,
     LAYERS_WRITTEN_OUT,
@@ -294,8 +294,8 @@ class Pi0Config(VlaConfig):
         return len(self.frames) * image_tokens + self.prompt_length
 
     @property
-    def tokenizer_name(self) -> str:
-        return TOKENIZER_MODELS["pi0"]
+    def tokenizer_name(self) -> str | None:
+        return FACTS.tokenizer
 
     @property
     def client_metadata(self) -> Mapping[str, Any]:

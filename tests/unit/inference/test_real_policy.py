@@ -17,7 +17,7 @@ from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.policies.config import SMALL_CNN
-from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.policies.diffusion2d.policy import Diffusion2d, Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.types import ACTION, PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, STATE, Feature
 from jaxmodels.weights import blueprint_of, flatten

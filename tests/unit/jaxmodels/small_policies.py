@@ -12,10 +12,10 @@ from flax import nnx
 
 from jaxmodels.normalization import build_normalization
 from jaxmodels.policies import get_policy_type, trained_types
-from jaxmodels.policies.act import ActConfig
-from jaxmodels.policies.diffusion2d import Diffusion2dConfig
+from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.diffusion2d.policy import Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar, model_blueprint
-from jaxmodels.policies.tokens2d import Tokens2dConfig
+from jaxmodels.policies.tokens2d.policy import Tokens2dConfig
 from jaxmodels.text import TextConfig
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, Feature, Observation
 from tests.testing.models import lively_weights, random_stats, small_config

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies import get_policy_type, policy_types
-from jaxmodels.policies.act import ActConfig
+from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.types import Feature
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot_act"

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from jaxmodels.layers.vision import measure_feature_map
-from jaxmodels.policies.act import Act, ActConfig, model
-from jaxmodels.policies.act.model import act
+from jaxmodels.policies.act import model
+from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.act.model import Act, act
 from jaxmodels.policies.act.weights import fold
 from jaxmodels.types import Feature, Observation
 from jaxmodels.weights import blueprint_of

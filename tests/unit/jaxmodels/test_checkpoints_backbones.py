@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from jaxmodels.checkpoints.backbones import read_backbone, replace_backbone
 from jaxmodels.errors import CheckpointError, ConfigError, HubError, WeightsMismatch
 from jaxmodels.layers.vision import ResNet
-from jaxmodels.policies.act import Act
+from jaxmodels.policies.act.model import Act
 from jaxmodels.weights import blueprint
 from tests.testing.models import seeded_weights
 from tests.testing.stub_hub import StubHub

@@ -9,7 +9,7 @@ import pytest
 
 import jaxmodels
 from jaxmodels.errors import ConfigError, ObservationError
-from jaxmodels.policies.diffusion import DiffusionConfig
+from jaxmodels.policies.diffusion.config import DiffusionConfig
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot_diffusion"
 

@@ -8,7 +8,7 @@ import pytest
 
 import jaxmodels
 from jaxmodels.errors import ObservationError
-from jaxmodels.policies.diffusion2d import MAX_SLOW, SLOW, Diffusion2dConfig, make_first_noise, make_slow_waves
+from jaxmodels.policies.diffusion2d.policy import MAX_SLOW, SLOW, Diffusion2dConfig, make_first_noise, make_slow_waves
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, Feature
 from tests.unit.jaxmodels.small_policies import CONFIGS, make_checkpoint, observe, plan
 

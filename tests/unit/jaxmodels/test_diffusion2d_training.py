@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.tree_util import Partial
 
-from jaxmodels.policies.diffusion2d import (
+from jaxmodels.policies.diffusion2d.policy import (
     Diffusion2d,
     Diffusion2dConfig,
     act,

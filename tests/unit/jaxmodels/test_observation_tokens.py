@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import InputError
-from jaxmodels.policies.diffusion2d import Diffusion2dConfig
+from jaxmodels.policies.diffusion2d.policy import Diffusion2dConfig
 from jaxmodels.policies.transformer2d_policy import ObservationTokens
 from jaxmodels.text import TextConfig
 from jaxmodels.types import Feature, Language, Observation

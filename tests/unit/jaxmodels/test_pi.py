@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
 from jaxmodels.policies import get_policy_type, lerobot_folder
-from jaxmodels.policies.pi0 import Pi0Config
+from jaxmodels.policies.pi0.config import Pi0Config
 from jaxmodels.policies.pi0.model import fit_into_square
-from jaxmodels.policies.pi05 import Pi05Config
+from jaxmodels.policies.pi05.policy import Pi05Config
 from jaxmodels.types import Language, Observation, Prefix
 from jaxmodels.weights import blueprint_of
 

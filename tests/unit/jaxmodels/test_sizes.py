@@ -3,6 +3,7 @@
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,14 @@ from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
 from jaxmodels.memory import count_layers, measure_program
 from jaxmodels.normalization import Affine
 from jaxmodels.policies import get_policy_type, lerobot_folder, policy_types
-from jaxmodels.policies.act import ActConfig
-from jaxmodels.policies.diffusion2d import Diffusion2dConfig
-from jaxmodels.policies.tokens2d import Tokens2dConfig
+from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.diffusion2d.policy import Diffusion2dConfig
+from jaxmodels.policies.tokens2d.policy import Tokens2dConfig
 from jaxmodels.program import Inputs, Programs, Scales
 from jaxmodels.types import Feature
 from tests.testing.models import edit_json
-from tests.unit.jaxmodels.test_ranges import VALUES
+from tests.unit.jaxmodels.test_ranges import CONFIGS, VALUES
 
-BUILT_ON_PALIGEMMA = ("pi0", "pi05")
 GB = 10**9
 ACTION = (Feature("action", "ACTION", (5,)),)
 
@@ -201,19 +201,26 @@ def test_operations_that_no_device_computes_are_refused_before_compiling(folder:
     assert not policy.is_compiled()
 
 
+# Values of the largest known policies; a type takes the values of its own fields.
+LARGEST: dict[str, Any] = {
+    "chunk_size": 100,
+    "n_action_steps": 100,
+    "horizon": 128,
+    "num_inference_steps": 100,
+    "dim_model": 1024,
+    "vision_backbone": "resnet152",
+    "pretrained_backbone_weights": None,
+    "resize_shape": [480, 640],
+    "image_resolution": [448, 448],
+    "max_state_dim": 64,
+    "max_action_dim": 64,
+    "num_vlm_layers": 32,
+}
+
+
 @pytest.mark.parametrize("kind", policy_types())
-def test_the_largest_policies_there_are_stay_below_every_bound(kind: str) -> None:
-    values: dict[str, Any] = {"n_action_steps": 100}
-    if kind == "diffusion":
-        values |= {"horizon": 128, "resize_shape": [480, 640], "num_inference_steps": 100}
-    elif kind in BUILT_ON_PALIGEMMA:
-        values |= {"chunk_size": 100, "image_resolution": [448, 448], "max_state_dim": 64, "max_action_dim": 64}
-    elif kind == "smolvla":
-        values |= {"chunk_size": 100, "max_state_dim": 64, "max_action_dim": 64, "num_vlm_layers": 32}
-    else:
-        values |= {"chunk_size": 100, "dim_model": 1024}
-    if kind not in {*BUILT_ON_PALIGEMMA, "smolvla"}:
-        values |= {"vision_backbone": "resnet152", "pretrained_backbone_weights": None}
+def test_the_largest_known_policies_stay_below_every_bound(kind: str) -> None:
+    values = {entry.name: LARGEST[entry.name] for entry in fields(CONFIGS[kind]) if entry.name in LARGEST}
     values["input_features"] = {
         f"observation.images.{i}": {"type": "VISUAL", "shape": [3, 1080, 1920]} for i in range(4)
     }

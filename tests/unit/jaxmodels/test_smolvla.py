@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.policies.smolvla import POLICY, SmolVlaConfig
+from jaxmodels.policies.smolvla.config import SmolVlaConfig
 from jaxmodels.policies.smolvla.model import read_aloha_actions, read_aloha_state, write_aloha_actions
+from jaxmodels.policies.smolvla.policy import POLICY
 from jaxmodels.types import Language, Observation, Prefix
 from jaxmodels.weights import blueprint_of
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxmodels
 from jaxmodels.policies import lerobot_folder
-from jaxmodels.policies.tokens2d import Tokens2d, decode
+from jaxmodels.policies.tokens2d.policy import Tokens2d, decode
 from jaxmodels.types import Observation, Prefix
 from tests.unit.jaxmodels.small_policies import (
     ACTION,

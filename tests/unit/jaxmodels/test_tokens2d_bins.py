@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmodels.policies.tokens2d import (
+from jaxmodels.policies.tokens2d.policy import (
     compute_expectation,
     draw_even_shares,
     get_bin_centres,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.tree_util import Partial
 
-from jaxmodels.policies.tokens2d import Tokens2d, decode, from_pixels, mask_tokens, predict, to_pixels
+from jaxmodels.policies.tokens2d.policy import Tokens2d, decode, from_pixels, mask_tokens, predict, to_pixels
 from jaxmodels.samplers import MaskSchedule, maskgit
 from jaxmodels.types import Language, Observation, Prefix
 from jaxmodels.weights import blueprint_of

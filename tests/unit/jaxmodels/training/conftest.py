@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmodels.data import Dataset, DatasetWriter, open_dataset
+from jaxmodels.policies import get_policy_type, trained_types
 from jaxmodels.training import OptimizerConfig, SchedulerConfig, Start, TrainingConfig, new_policy
 
 MakeStart = Callable[..., Start]
@@ -19,7 +20,8 @@ TINY_ACT |= {"latent_dim": 4, "n_vae_encoder_layers": 1}
 # Without pictures and randomness: a third of the operations to trace and to compile.
 TINY_STATES: dict[str, Any] = {**TINY_ACT, "use_vae": False, "dropout": 0.0}
 TINY_2D: dict[str, Any] = {**SIZES, "n_layers": 1, "num_inference_steps": 2}
-TINY: dict[str, dict[str, Any]] = {
+# Other types take the values that their `PolicyType` has for a CPU.
+TINY: dict[str, Any] = {kind: get_policy_type(kind).small for kind in trained_types()} | {
     "act": TINY_ACT,
     "diffusion": {
         "horizon": 8,

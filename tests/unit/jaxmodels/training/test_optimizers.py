@@ -6,7 +6,8 @@ import optax
 import pytest
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.policies.act import ActConfig
+from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.config import PolicyConfig
 from jaxmodels.training import OptimizerConfig, SchedulerConfig, optimizer_preset, scheduler_preset
 from jaxmodels.training.optimizers import make_optimizer
 from tests.testing.models import small_config
@@ -94,8 +95,11 @@ def test_a_policys_config_says_how_it_is_trained() -> None:
     assert optimizer_preset(policy) == OptimizerConfig("adamw", 2e-4, 1e-6, 0.3)
     assert scheduler_preset(policy) == SchedulerConfig()
 
-    class Warm:
+    class Warm(PolicyConfig):
         scheduler_name, scheduler_warmup_steps = "cosine", 500
+
+        def __post_init__(self) -> None:
+            """Check nothing, because this config has no features."""
 
     assert scheduler_preset(Warm()) == SchedulerConfig("diffuser", "cosine", 500)
     Warm.scheduler_name = "constant"

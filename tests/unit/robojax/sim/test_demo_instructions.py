@@ -8,7 +8,7 @@ import pytest
 
 import jaxmodels
 from jaxmodels.normalization import build_normalization
-from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.policies.diffusion2d.policy import Diffusion2d, Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.text import TextConfig
 from jaxmodels.types import Feature

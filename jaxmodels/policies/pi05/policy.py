@@ -12,9 +12,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxmodels.policies import pi0
 from jaxmodels.policies.pi0.config import PROMPT, Pi0Config, clean_task
 from jaxmodels.policies.pi0.model import PiModel, StepInputs, decoder_sizes, tensors
+from jaxmodels.policies.pi0.policy import POLICY as PI0
 from jaxmodels.policies.vla import Chunk, act, apply_linear, list_stages
 from jaxmodels.ranges import CHUNK, Range
 from jaxmodels.vlm.decoder import PrefixCache
@@ -134,7 +134,7 @@ class Pi05Model(PiModel):
 
 
 POLICY = replace(
-    pi0.POLICY,
+    PI0,
     config=Pi05Config.from_json,
     model=Pi05Model,
     tensors=partial(tensors, kind=Pi05Config.type),
