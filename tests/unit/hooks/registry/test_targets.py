@@ -54,7 +54,7 @@ def test_an_unsafe_url_is_refused_with_the_reason(url: str, reason: str) -> None
         "https://example.com/hook?x=1",
         f"http://{PUBLIC}:8080/",
         "http://[2606:2800::1]/",
-        "http://[2002:5db8:d70e::]/",  # A 6to4 address counts as the public address that it contains, on every Python version.
+        "http://[2002:5db8:d70e::]/",  # This 6to4 address contains a public address.
     ],
 )
 def test_a_public_url_is_accepted(url: str) -> None:
