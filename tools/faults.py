@@ -109,7 +109,7 @@ FAULTS = (
         "service/stage.py",
         "(Stage.READY, Move.EXPIRED): Stage.TIMEOUT,",
         "(Stage.READY, Move.EXPIRED): Stage.ERROR,",
-        _tests("unit/sessions/test_sessions.py", k="nobody_ever_sends"),
+        _tests("unit/sessions/test_sessions.py", k="without_any_input"),
     ),
     Fault(
         "a session ticks faster than the server allows",
@@ -137,7 +137,7 @@ FAULTS = (
         "service/sessions/records.py",
         'document["new"] |= document.pop("wishes")',
         'document.pop("wishes")',
-        _tests("unit/sessions/test_records.py", k="comes_back"),
+        _tests("unit/sessions/test_records.py", k="read_back"),
     ),
     # Control.
     Fault(
