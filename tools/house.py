@@ -1,12 +1,12 @@
-"""Measures the structure of the source: modules, imports, functions, and the way of one frame to a command.
+"""Measure the structure of the source: modules, imports, functions, and the path from a frame to a command.
 
-    python tools/house.py            the page
-    python tools/house.py --no-trace the same without running anything
+    python tools/house.py             print the report
+    python tools/house.py --no-trace  print the report without the trace
 
-Everything but the trace is read from the syntax trees of the packages. The trace runs one session in memory with a
-scripted policy, and counts what of `service` is called from the delivery of the first frame to the first command that
-follows from it: files, functions, how often control comes back to a file that it had left, and whether an object calls
-one that called it. What ran already on the device's thread when the frame came counts too.
+All figures except the trace come from the syntax trees of the packages. The trace runs one session in memory with a
+scripted policy. From the delivery of the first frame to the first command, it counts the files and functions of
+`service`, the returns to a file that was left before, and the calls back into an object that is already a caller.
+Functions that already run on the device thread when the frame arrives count too.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jaxmodels", "hooks", "service", "robojax")
-MOST_PARAMETERS = 6
+MAX_PARAMETERS = 6
 
 
 def modules(packages: Iterable[str] = PACKAGES) -> dict[str, Path]:
-    """Dotted name to file, of all modules of the packages."""
+    """Return the file of each module of the packages by dotted name."""
     files = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
 
 
 def imports_of(files: Mapping[str, Path], *, everywhere: bool = False) -> dict[str, set[str]]:
-    """Module to the modules of ours that it imports: when it is imported itself, or also later, inside of functions."""
+    """Return the product modules that each module imports at module level, or also in functions (``everywhere``)."""
     graph: dict[str, set[str]] = {}
     for name, path in files.items():
         tree = ast.parse(path.read_text())
@@ -52,12 +52,12 @@ def imports_of(files: Mapping[str, Path], *, everywhere: bool = False) -> dict[s
 
 
 def package_of(module: str) -> str:
-    """The package a module lies in: ``service.control`` for ``service.control.guard``."""
+    """Return the package of a module, such as ``service.control`` for ``service.control.guard``."""
     return ".".join(module.split(".")[:2])
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of nodes that reach each other (strongly connected components of two or more)."""
+    """Return the strongly connected components of two or more nodes."""
     order: list[str] = []
     seen: set[str] = set()
 
@@ -93,13 +93,13 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """How many parameters a function has, without `self` and `cls`."""
+    """Return the number of parameters of a function without `self` and `cls`."""
     names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"])) + bool(node.args.vararg) + bool(node.args.kwarg)
 
 
 def page() -> str:
-    """What the syntax trees say, as text."""
+    """Return the figures of the syntax trees as text."""
     files = modules()
     lines = {name: path.read_text().count("\n") for name, path in files.items()}
     out = ["package                        files   lines  median  longest"]
@@ -128,27 +128,28 @@ def page() -> str:
         out += [f"  {len(group)}: {' '.join(group)}" for group in found]
 
     importers = Counter(other for others in imports_of(files, everywhere=True).values() for other in others)
-    alone = [name for name in files if importers[name] == 1 and files[name].name != "__init__.py"]
-    out.append(f"\nmodules with one importer: {len(alone)}, of them under 60 lines: ")
-    out[-1] += ", ".join(f"{name} ({lines[name]})" for name in alone if lines[name] < 60) or "none"
+    single = [name for name in files if importers[name] == 1 and files[name].name != "__init__.py"]
+    out.append(f"\nmodules with one importer: {len(single)}, those under 60 lines: ")
+    out[-1] += ", ".join(f"{name} ({lines[name]})" for name in single if lines[name] < 60) or "none"
     wide = [
         (parameters(node), f"{name}.{node.name}")
         for name, path in files.items()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and parameters(node) > MOST_PARAMETERS
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and parameters(node) > MAX_PARAMETERS
     ]
-    out.append(f"functions of more than {MOST_PARAMETERS} parameters: {len(wide)}; the most:")
+    out.append(f"functions with more than {MAX_PARAMETERS} parameters: {len(wide)}; the largest numbers:")
     out += [f"  {count} {name}" for count, name in sorted(wide, reverse=True)[:8]]
     return "\n".join(out)
 
 
 class Call(NamedTuple):
-    """A call of a function of the traced package.
+    """Call of a function of the traced package.
 
     Attributes:
-        file, function: where it stands, and its qualified name.
-        thread: name of the thread that ran it.
-        is_callback: whether an object called one that had called it.
+        file: File of the function.
+        function: Qualified name of the function.
+        thread: Name of the thread that ran it.
+        is_callback: Whether the called object is already a caller further up the stack.
     """
 
     file: str
@@ -158,7 +159,7 @@ class Call(NamedTuple):
 
 
 class Trace:
-    """What of a package runs while `is_on`, in all threads that begin after it was installed."""
+    """Record of the calls of a package while `is_on`, in all threads that start after its creation."""
 
     def __init__(self, package: Path):
         self.is_on = False
@@ -168,7 +169,7 @@ class Trace:
         sys.setprofile(self._hook)
 
     def begin(self) -> None:
-        """Count from now on; functions that run already in other threads are the first calls."""
+        """Start to count. Functions that already run in other threads are the first calls."""
         for thread in threading.enumerate():
             frame = sys._current_frames().get(thread.ident or 0)
             while frame is not None and thread is not threading.current_thread():
@@ -177,7 +178,7 @@ class Trace:
         self.is_on = True
 
     def end(self) -> None:
-        """Count no call any more."""
+        """Stop to count calls."""
         self.is_on = False
         threading.setprofile(None)
         sys.setprofile(None)
@@ -206,7 +207,7 @@ class Trace:
         return False
 
     def returns(self) -> int:
-        """How often control came to a file that it had left before."""
+        """Return how often a call enters a file that was left before."""
         seen: set[str] = set()
         count, here = 0, ""
         for file, *_ in self.calls:
@@ -218,7 +219,7 @@ class Trace:
 
 
 async def trace_of_a_frame() -> Trace:
-    """One session in memory, and what runs between its first frame and its first command."""
+    """Trace one session in memory from its first frame to its first command."""
     import numpy as np
 
     import service
@@ -242,8 +243,8 @@ async def trace_of_a_frame() -> Trace:
     joints = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
     trace.begin()
     delivered_at = -math.inf
-    while not link.sent:  # a link is no event
-        if time.monotonic() - delivered_at > 0.2:  # again where a machine is so slow that the frame gets old
+    while not link.sent:
+        if time.monotonic() - delivered_at > 0.2:  # Repeat the frame because it expires on a slow machine.
             for camera in link.rooms.cameras:
                 link.deliver_frame(camera, np.zeros((48, 64, 3), np.uint8))
             link.deliver_joints(dict.fromkeys(joints, 0.0))
@@ -255,30 +256,30 @@ async def trace_of_a_frame() -> Trace:
 
 
 def trace_page(trace: Trace) -> str:
-    """What a trace counted, as text."""
+    """Return the counts of a trace as text."""
     functions = dict.fromkeys((call.file, call.function) for call in trace.calls)
     on_loop = {(call.file, call.function) for call in trace.calls if call.thread == threading.main_thread().name}
     files = Counter(file for file, _ in functions)
     head = (
         f"\nfrom a frame to its command: {len(files)} files and {len(functions)} functions of service, "
-        f"{len(trace.calls)} calls, {trace.returns()} returns to a file that had been left; "
-        f"of them on the event loop {len({file for file, _ in on_loop})} files and {len(on_loop)} functions; "
+        f"{len(trace.calls)} calls, {trace.returns()} returns to a file that was left; "
+        f"on the event loop {len({file for file, _ in on_loop})} files and {len(on_loop)} functions; "
         f"calls back into a caller: {sum(call.is_callback for call in trace.calls)}"
     )
     lines = [
-        f"  {count:3} {file}: {', '.join(name for each, name in functions if each == file)}"
+        f"  {count:3} {file}: {', '.join(name for path, name in functions if path == file)}"
         for file, count in files.most_common()
     ]
     return "\n".join([head, *lines])
 
 
 def main() -> None:
-    """Prints the page."""
+    """Print the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--no-trace", action="store_true", help="run nothing; only read the source")
-    asked = parser.parse_args()
+    parser.add_argument("--no-trace", action="store_true", help="read only the source and run no trace")
+    arguments = parser.parse_args()
     print(page())
-    if not asked.no_trace:
+    if not arguments.no_trace:
         sys.path.insert(0, str(ROOT))
         print(trace_page(asyncio.run(trace_of_a_frame())))
 
